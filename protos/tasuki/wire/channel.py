@@ -1,0 +1,63 @@
+"""Channels and their constants: message limits, keepalive, retry of reads. Both ends take them from here, so they agree."""
+
+from __future__ import annotations
+
+import json
+
+import grpc
+
+MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+# Streams of samples are cut into messages of at most this size.
+MAX_CHUNK_BYTES = 1024 * 1024
+# A client that pings more often than the server allows is cut off with "too_many_pings": keep CLIENT above SERVER_MIN.
+KEEPALIVE_CLIENT_MS = 20_000
+KEEPALIVE_TIMEOUT_MS = 10_000
+KEEPALIVE_SERVER_MIN_MS = 10_000
+
+_LIMITS = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.max_send_message_length", MAX_MESSAGE_BYTES)]
+
+# Reads only: a mutating call is repeated by its caller, with the same request_id, never by the channel.
+_READS = {
+    "TrainerService": ["GetTrainerState"],
+    "RolloutService": ["GetRolloutState"],
+    "CoordinatorService": ["GetState", "ListChangeovers"],
+    "MemoryService": ["GetUsage"],
+}
+_SERVICE_CONFIG = {
+    "methodConfig": [
+        {
+            "name": [{"service": f"tasuki.v1.{service}", "method": method} for service, methods in _READS.items() for method in methods],
+            "retryPolicy": {
+                "maxAttempts": 4,
+                "initialBackoff": "0.1s",
+                "maxBackoff": "1s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ]
+}
+
+CLIENT_OPTIONS: list[tuple[str, int | str]] = [
+    *_LIMITS,
+    ("grpc.keepalive_time_ms", KEEPALIVE_CLIENT_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
+    # A proxy from the environment has no business between processes of one node.
+    ("grpc.enable_http_proxy", 0),
+]
+
+SERVER_OPTIONS: list[tuple[str, int | str]] = [
+    *_LIMITS,
+    # Without this two servers share one address and no one notices.
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_SERVER_MIN_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.max_concurrent_streams", 1000),
+    ("grpc.max_metadata_size", 64 * 1024),
+]
+
+
+def open_channel(target: str) -> grpc.aio.Channel:
+    """An asyncio channel to `target`, e.g. "unix:/run/tasuki/trainer.sock" or "127.0.0.1:50051"."""
+    return grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS)

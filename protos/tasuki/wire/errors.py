@@ -1,0 +1,249 @@
+"""Errors that cross a wire: a gRPC status code plus ErrorInfo(reason, domain, metadata), both ways by one table.
+
+Raise a subclass of TasukiError anywhere; rpc/ turns it into a status, and the client turns the status back into the same subclass.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+DOMAIN = "tasuki"
+RETRY_AFTER_S = 1.0
+
+
+class TasukiError(Exception):
+    """Base of every error with a meaning to the caller. `metadata` holds the numbers, as strings."""
+
+    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    reason: ClassVar[str] = "INTERNAL"
+
+    def __init__(self, message: str, **metadata: object) -> None:
+        super().__init__(message)
+        self.message = message
+        self.metadata: dict[str, str] = {key: str(value) for key, value in metadata.items()}
+
+
+class InternalError(TasukiError):
+    """A bug of ours; the traceback is in the service's log under the request id."""
+
+
+class InvalidArgument(TasukiError):
+    """A field of the request is wrong. `field` names it."""
+
+    code, reason = grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT"
+
+    def __init__(self, field: str, problem: str, **metadata: object) -> None:
+        super().__init__(problem if problem.startswith(field) else f"{field}: {problem}", **{"field": field, **metadata})
+
+
+class BadHandle(TasukiError):
+    """A memory handle or manifest that must not be mapped: bounds, overlap, dtype, names, digest."""
+
+    code, reason = grpc.StatusCode.INVALID_ARGUMENT, "BAD_HANDLE"
+
+
+class StageOrder(TasukiError):
+    """A stage out of its order. metadata: `stage` asked for, `after` (last completed), `allowed` next ones."""
+
+    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "STAGE_ORDER"
+
+
+class WrongPhase(TasukiError):
+    """A call that needs the other phase. metadata: `needed`."""
+
+    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "WRONG_PHASE"
+
+
+class Busy(TasukiError):
+    """Refused while other work runs. metadata: `num_running`."""
+
+    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "BUSY"
+
+
+class ChangeoverRunning(TasukiError):
+    """A changeover to the other phase is under way. metadata: `changeover_id`."""
+
+    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "CHANGEOVER_RUNNING"
+
+
+class NoGradients(TasukiError):
+    """OptimStep without a ForwardBackward before it."""
+
+    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "NO_GRADIENTS"
+
+
+class GradientsPending(TasukiError):
+    """Publishing would lose accumulated gradients: call OptimStep or DiscardGradients first."""
+
+    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "GRADIENTS_PENDING"
+
+
+class VersionOrder(TasukiError):
+    """A policy version that does not grow, or is not the one asked for. metadata: `have`, `want`."""
+
+    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "VERSION_ORDER"
+
+
+class EnginePoisoned(TasukiError):
+    """The engine's memory can no longer be trusted; it must be started anew."""
+
+    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "ENGINE_POISONED"
+
+
+class StaleEpoch(TasukiError):
+    """A command of an older coordinator. metadata: `epoch`, `current_epoch`."""
+
+    code, reason = grpc.StatusCode.ABORTED, "STALE_EPOCH"
+
+
+class StaleSequence(TasukiError):
+    """A stage command that is not newer than the last accepted one. metadata: `sequence`, `current_sequence`."""
+
+    code, reason = grpc.StatusCode.ABORTED, "STALE_SEQUENCE"
+
+
+class WeightsCorrupt(TasukiError):
+    """Received weights differ from the published ones. metadata: `tensors` (first five), `rank`."""
+
+    code, reason = grpc.StatusCode.DATA_LOSS, "WEIGHTS_CORRUPT"
+
+
+class GradientsNotFinite(TasukiError):
+    """A gradient is NaN or infinite; no step was made."""
+
+    code, reason = grpc.StatusCode.DATA_LOSS, "GRADIENTS_NOT_FINITE"
+
+
+class OutOfGpuMemory(TasukiError):
+    """metadata: `tag`, `needed_bytes`, `free_bytes`, `device`."""
+
+    code, reason = grpc.StatusCode.RESOURCE_EXHAUSTED, "GPU_MEMORY"
+
+
+class MessageTooLarge(TasukiError):
+    """A message above the limit of the channel; send less at once."""
+
+    code, reason = grpc.StatusCode.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE"
+
+
+class Asleep(TasukiError):
+    """Rollout does not serve now; acquire phase ROLLOUT."""
+
+    code, reason = grpc.StatusCode.UNAVAILABLE, "ASLEEP"
+
+
+class Draining(TasukiError):
+    """Rollout takes no new requests."""
+
+    code, reason = grpc.StatusCode.UNAVAILABLE, "DRAINING"
+
+
+class PeerUnavailable(TasukiError):
+    """A service that this one needs does not answer. metadata: `peer`."""
+
+    code, reason = grpc.StatusCode.UNAVAILABLE, "PEER_UNAVAILABLE"
+
+
+class PathExists(TasukiError):
+    """Something is already at the path that was to be written."""
+
+    code, reason = grpc.StatusCode.ALREADY_EXISTS, "PATH_EXISTS"
+
+
+class PathNotFound(TasukiError):
+    """metadata: `path`."""
+
+    code, reason = grpc.StatusCode.NOT_FOUND, "PATH_NOT_FOUND"
+
+
+class UnsupportedModel(TasukiError):
+    """A model architecture that the service does not know. metadata: `architecture`."""
+
+    code, reason = grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED_MODEL"
+
+
+class DeadlineRequired(TasukiError):
+    """A mutating call came without a deadline."""
+
+    code, reason = grpc.StatusCode.INVALID_ARGUMENT, "DEADLINE_REQUIRED"
+
+
+class DeadlineExceeded(TasukiError):
+    """metadata: `stage` or `rpc`."""
+
+    code, reason = grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"
+
+
+class NodeRunning(TasukiError):
+    """Another node or coordinator already uses this state folder, socket or port. metadata: `state_dir` or `address`."""
+
+    code, reason = grpc.StatusCode.ALREADY_EXISTS, "NODE_RUNNING"
+
+
+class RewardFailed(TasukiError):
+    """A reward function raised, hung or returned no finite number. metadata: `sample`, `cause`."""
+
+    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "REWARD_FAILED"
+
+
+def _subclasses(cls: type[TasukiError]) -> list[type[TasukiError]]:
+    return [cls, *(below for sub in cls.__subclasses__() for below in _subclasses(sub))]
+
+
+_BY_REASON: dict[str, type[TasukiError]] = {cls.reason: cls for cls in reversed(_subclasses(TasukiError))}
+_BY_REASON["INTERNAL"] = InternalError
+
+
+def from_reason(reason: str, message: str, metadata: dict[str, str]) -> TasukiError:
+    """The error that `reason` names; InternalError, with the reason kept in its metadata, when this build does not know it."""
+    known = _BY_REASON.get(reason)
+    cls = known if known is not None else InternalError
+    error = cls.__new__(cls)
+    TasukiError.__init__(error, message)
+    error.metadata = dict(metadata) if known is not None else {**metadata, "reason": reason}
+    return error
+
+
+def to_status(error: TasukiError) -> grpc.Status:
+    """Status with ErrorInfo, and RetryInfo or PreconditionFailure where the code calls for it."""
+    details = [_packed(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata))]
+    if error.code is grpc.StatusCode.UNAVAILABLE:
+        delay = duration_pb2.Duration(seconds=int(RETRY_AFTER_S))
+        details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
+    if error.code is grpc.StatusCode.FAILED_PRECONDITION:
+        violation = error_details_pb2.PreconditionFailure.Violation(
+            type=error.reason, subject=error.metadata.get("stage", ""), description=error.message
+        )
+        details.append(_packed(error_details_pb2.PreconditionFailure(violations=[violation])))
+    if isinstance(error, InvalidArgument):
+        field = error_details_pb2.BadRequest.FieldViolation(field=error.metadata.get("field", ""), description=error.message)
+        details.append(_packed(error_details_pb2.BadRequest(field_violations=[field])))
+    return rpc_status.to_status(status_pb2.Status(code=error.code.value[0], message=error.message, details=details))
+
+
+def from_rpc_error(error: grpc.RpcError) -> TasukiError:
+    """The TasukiError that a failed call carried; without our ErrorInfo, the nearest one for its status code."""
+    status = rpc_status.from_call(error)
+    for detail in status.details if status is not None else ():
+        info = error_details_pb2.ErrorInfo()
+        if detail.Unpack(info) and info.domain == DOMAIN:
+            return from_reason(info.reason, status.message, dict(info.metadata))
+    code, text = error.code(), error.details() or ""
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return PeerUnavailable(text)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceeded(text)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return MessageTooLarge(text)
+    return InternalError(f"{code.name}: {text}")
+
+
+def _packed(message: error_details_pb2.ErrorInfo) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed

@@ -1,0 +1,73 @@
+"""Reads a NodeConfig from TOML and `--set a.b=c`; every problem names the key and what to do."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from tasuki.config.schema import NodeConfig
+from tasuki.wire.errors import InvalidArgument, PathNotFound
+
+
+def load_config(path: Path, *, overrides: Sequence[str] = ()) -> NodeConfig:
+    """The configuration in `path`, with overrides such as "trainer.num_ranks=4" applied.
+
+    Relative paths in the file are relative to the file's folder; in overrides, to the working folder.
+    Raises PathNotFound when there is no file, InvalidArgument naming the key otherwise.
+    """
+    if not path.is_file():
+        raise PathNotFound(f"config {path} does not exist", path=path)
+    try:
+        table = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidArgument("config", f"{path} is not TOML: {error}") from error
+    _anchor_paths(table, path.resolve().parent)
+    for override in overrides:
+        _apply(table, override)
+    _anchor_paths(table, Path.cwd())
+    try:
+        return NodeConfig.model_validate(table)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"]) or "config"
+        raise InvalidArgument(key, _explain(first)) from error
+
+
+def _explain(problem: Mapping[str, Any]) -> str:
+    if problem["type"] == "extra_forbidden":
+        return "unknown key; see docs/config.md for the keys of this table"
+    if problem["type"] == "missing":
+        return "required, but not given"
+    return f"{problem['msg']} (got {problem['input']!r})"
+
+
+def _apply(table: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key.strip():
+        raise InvalidArgument("set", f"expected a.b=value, got {override!r}")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *parents, last = key.strip().split(".")
+    for parent in parents:
+        table = table.setdefault(parent, {})
+        if not isinstance(table, dict):
+            raise InvalidArgument(key, f"{parent} is a value, not a table")
+    table[last] = value
+
+
+_PATH_KEYS = (("state_dir",), ("model", "path"), ("train", "dataset"), ("train", "eval_dataset"), ("train", "output_dir"))
+
+
+def _anchor_paths(table: dict[str, Any], folder: Path) -> None:
+    for *parents, last in _PATH_KEYS:
+        at: Any = table
+        for parent in parents:
+            at = at.get(parent, {}) if isinstance(at, dict) else {}
+        if isinstance(at, dict) and isinstance(at.get(last), str):
+            at[last] = str(folder / Path(at[last]).expanduser())

@@ -1,0 +1,128 @@
+"""What a node can be told, in one TOML file. Frozen; unknown keys are errors; defaults are what we run.
+
+One table for each service, so a service reads its own and the shared head (`state_dir`, `device`, `model`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+
+class Schema(BaseModel):
+    """Base of every table: no unknown keys, no change after it was read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(Schema):
+    path: Path
+    """Hugging Face model folder: config.json, safetensors, tokenizer."""
+
+
+class CoordinatorConfig(Schema):
+    listen: str = "unix"
+    """"unix" for a socket in the state folder, or "127.0.0.1:PORT" (loopback only)."""
+    stage_timeout_s: PositiveFloat = 600.0
+    """Deadline of one stage."""
+    drain_grace_s: float = Field(default=30.0, ge=0)
+    """How long running requests may go on in DRAIN before they are cut."""
+
+
+class TrainerConfig(Schema):
+    listen: str = "unix"
+    num_ranks: PositiveInt = 1
+    """FSDP2 ranks; one GPU each, or one process each on a CPU."""
+    num_threads: PositiveInt = 1
+    """Torch threads for each rank on a CPU."""
+    learning_rate: float = Field(default=1e-6, ge=0)
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up; linear and cosine fall to 0 at `total_steps`."""
+    warmup_steps: int = Field(default=0, ge=0)
+    total_steps: PositiveInt | None = None
+    """Length of the schedule; needed unless it is constant."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+    weight_decay: float = Field(default=0.0, ge=0)
+    max_grad_norm: PositiveFloat = 1.0
+    micro_batch_tokens: PositiveInt = 8192
+    """Upper bound of padded tokens in one micro-batch; a longer single sample is refused."""
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of forward and backward; master weights and optimizer state are float32."""
+    gradient_checkpointing: bool = False
+    collective_timeout_s: PositiveFloat = 600.0
+    """Time-out of every process group; a rank that is lost is noticed after this."""
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _schedule_has_length(self) -> TrainerConfig:
+        if self.lr_schedule != "constant" and self.total_steps is None:
+            raise ValueError("total_steps is needed with lr_schedule = linear or cosine")
+        return self
+
+
+class RolloutConfig(Schema):
+    listen: str = "unix"
+    tp_size: PositiveInt = 1
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    context_length: PositiveInt | None = None
+    """Longest prompt plus completion; by default the model's own."""
+    max_total_tokens: PositiveInt | None = None
+    """Tokens in the KV cache; on a GPU by default what `kv_ratio` leaves."""
+    kv_ratio: float = Field(default=0.85, gt=0, lt=1)
+    """Share of a GPU that weights and KV cache may take together (SGLang's mem_fraction_static)."""
+    max_running_requests: PositiveInt | None = None
+    start_timeout_s: PositiveFloat = 600.0
+    num_threads: PositiveInt = 1
+    """Torch threads for each engine rank on a CPU."""
+    seed: int = 0
+
+
+class RewardConfig(Schema):
+    function: str
+    """"module:function", called as function(prompt=..., completion=..., **other fields of the dataset line) -> float."""
+    num_workers: PositiveInt = 1
+    timeout_s: PositiveFloat = 10.0
+    """For one sample."""
+    on_error: Literal["fail", "zero"] = "fail"
+    """What a reward that raises, hangs or is not finite does: end the run, or count as 0 and be counted."""
+
+
+class TrainConfig(Schema):
+    dataset: Path
+    """JSONL; each line an object with `prompt` and any other fields."""
+    eval_dataset: Path | None = None
+    output_dir: Path
+    reward: RewardConfig
+    num_steps: PositiveInt = 100
+    prompts_per_step: PositiveInt = 32
+    group_size: PositiveInt = 8
+    """Completions for each prompt."""
+    max_new_tokens: PositiveInt = 512
+    temperature: PositiveFloat = 1.0
+    normalize_std: bool = True
+    """GRPO divides by the group's standard deviation; Dr. GRPO does not."""
+    clip_low: float = Field(default=0.2, ge=0)
+    clip_high: float = Field(default=0.2, ge=0)
+    kl_coef: float = Field(default=0.0, ge=0)
+    eval_every: PositiveInt | None = None
+    """Steps between evaluations; the first and the last always take place when there is an eval_dataset."""
+    stop_at_eval_score: float | None = None
+    """End the run early once the held-out score reaches this."""
+    save_every: PositiveInt | None = None
+    seed: int = 0
+
+
+class NodeConfig(Schema):
+    """One GPU node: its services, and optionally what to train on it."""
+
+    state_dir: Path
+    """Private folder of the node: journal, logs, sockets. One running node a folder."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    model: ModelConfig
+    coordinator: CoordinatorConfig = CoordinatorConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    train: TrainConfig | None = None
