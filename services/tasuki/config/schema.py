@@ -25,6 +25,8 @@ class ModelConfig(Schema):
 class CoordinatorConfig(Schema):
     listen: str = "unix"
     """"unix" for a socket in the state folder, or "127.0.0.1:PORT" (loopback only)."""
+    metrics_port: PositiveInt | None = None
+    """Loopback port of Prometheus' /metrics; none by default."""
     stage_timeout_s: PositiveFloat = 600.0
     """Deadline of one stage."""
     drain_grace_s: float = Field(default=30.0, ge=0)
@@ -33,6 +35,7 @@ class CoordinatorConfig(Schema):
 
 class TrainerConfig(Schema):
     listen: str = "unix"
+    metrics_port: PositiveInt | None = None
     num_ranks: PositiveInt = 1
     """FSDP2 ranks; one GPU each, or one process each on a CPU."""
     num_threads: PositiveInt = 1
@@ -65,6 +68,7 @@ class TrainerConfig(Schema):
 
 class RolloutConfig(Schema):
     listen: str = "unix"
+    metrics_port: PositiveInt | None = None
     tp_size: PositiveInt = 1
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     context_length: PositiveInt | None = None
