@@ -387,9 +387,12 @@ class EngineRankCommand(_message.Message):
     CALL_FIELD_NUMBER: _builtins.int
     REPLY_ADDRESS_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
+    IMPORT_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     call: _builtins.int
     reply_address: _builtins.str
     """ZMQ address for the answer."""
+    import_timeout_ms: _builtins.int
+    """How long a trainer rank's socket may take to hand out its memory."""
     @_builtins.property
     def weights(self) -> _weights_pb2.PublishedWeights: ...
     def __init__(
@@ -398,10 +401,11 @@ class EngineRankCommand(_message.Message):
         call: _builtins.int = ...,
         reply_address: _builtins.str = ...,
         weights: _weights_pb2.PublishedWeights | None = ...,
+        import_timeout_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "reply_address", b"reply_address", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "import_timeout_ms", b"import_timeout_ms", "reply_address", b"reply_address", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -17,15 +17,17 @@ _MIX = 0xBF58476D1CE4E5B9 - MODULUS
 _LOW_32_BITS = (1 << 32) - 1
 
 
-def checksum(values: torch.Tensor, where: Slice) -> int:
+def checksum(values: torch.Tensor, where: Slice, *, dtype: torch.dtype | None = None) -> int:
     """Sum over elements of bit pattern times weight(i), modulo 2^64; i is the element's flat index in the *whole* tensor.
 
-    values: any strides; where: same shape, the indices of its elements in the whole tensor.
+    values: any strides; where: same shape, the indices of its elements in the whole tensor. dtype: whose bit patterns count, when
+    not those of `values`.
     weight(i) is odd, so one changed element always changes the sum; it looks random, so do swapped or shifted ones but for a
     chance of about 2^-48. Takes temporaries of a few chunks of 2^20 elements, whatever the size.
     """
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for part, place in _chunks(values, where):
+        part = part if dtype is None else part.to(dtype)
         bits = part.view(_BITS[part.element_size()]).to(torch.int64)
         total += (bits * _weights(place, device=values.device)).sum()
     return int(total) % MODULUS

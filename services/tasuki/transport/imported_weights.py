@@ -12,9 +12,10 @@ import torch
 from google.protobuf.message import DecodeError
 
 from tasuki.transport import fd_socket, host_memory
-from tasuki.transport.checksum import MODULUS
+from tasuki.transport.checksum import MODULUS, checksum
 from tasuki.transport.host_memory import Arena
 from tasuki.transport.manifest import Entry, check_complete, entries_by_name, from_proto
+from tasuki.transport.plan import whole
 from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import BadHandle, VersionOrder
 
@@ -36,6 +37,10 @@ class ImportedWeights:
     def is_of(self, published: weights_pb2.PublishedWeights) -> bool:
         """Whether `published` names these very arenas, so that they need not be imported again."""
         return self.boot_id == published.boot_id and self._digests == [handle.manifest_digest for handle in published.handles]
+
+    def layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every whole tensor."""
+        return {name: (entries[0].global_shape, getattr(torch, entries[0].dtype)) for name, entries in self.entries.items()}
 
     def tensor(self, entry: Entry) -> torch.Tensor:
         """The rows of `entry`, in the owner's memory. Not to be written."""
@@ -66,7 +71,17 @@ class ImportedWeights:
                 totals[entry.name] = (totals[entry.name] + value) % MODULUS
         return dict(totals)
 
+    def changed_ranks(self, name: str) -> set[int]:
+        """Trainer ranks whose rows of the tensor no longer have the checksum that they were published with."""
+        changed: set[int] = set()
+        for arena in self._arenas:
+            for entry, value in zip(arena.manifest.entries, arena.read_header().checksums, strict=True):
+                if entry.name == name and checksum(self.tensor(entry), whole(entry.shape, offset=entry.first_element)) != value:
+                    changed.add(arena.manifest.rank)
+        return changed
+
     def close(self) -> None:
+        """Unmaps the arenas once no tensor from them is in use."""
         self._tensors.clear()
         for arena in self._arenas:
             arena.close()
