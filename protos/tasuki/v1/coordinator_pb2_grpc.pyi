@@ -36,23 +36,24 @@ class CoordinatorServiceStub:
     Acquire: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.AcquireRequest, _coordinator_pb2.AcquireResponse]
     """Brings the node to a phase and streams what happens, stage by stage; ends when the phase holds.
 
-    The changeover goes on when the caller leaves; the same request_id attaches to it again and gets every event from the first.
-    When the node already is in the phase, the stream has one event with status HELD.
+    Phase: any; when the node already is in the phase, the stream has one event with status HELD.
+    Repeat: the changeover goes on when the caller leaves; the same request_id attaches to it again and gets every event from the first.
     Errors: FAILED_PRECONDITION/CHANGEOVER_RUNNING when one to the other phase is under way; the error of the stage that failed, after
     the finished stages were undone.
     """
     RunStage: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RunStageRequest, _coordinator_pb2.RunStageResponse]
     """Runs one stage by hand: the next one of the ring, no other.
 
-    Repeat: the same request_id gets the first answer. Errors: FAILED_PRECONDITION/STAGE_ORDER naming the stage that may come next;
+    Phase: the one that the stage starts from. Repeat: the same request_id gets the first answer.
+    Errors: FAILED_PRECONDITION/STAGE_ORDER naming the stage that may come next;
     the stage's own error.
     """
     GetState: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetStateRequest, _coordinator_pb2.GetStateResponse]
     """Phase, stage, version, addresses. Any phase, harmless to repeat."""
     WatchState: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.WatchStateRequest, _coordinator_pb2.WatchStateResponse]
-    """The state now, and again after each change, until the caller leaves."""
+    """The state now, and again after each change, until the caller leaves. Any phase, harmless to repeat."""
     ListChangeovers: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListChangeoversRequest, _coordinator_pb2.ListChangeoversResponse]
-    """Changeovers from the journal, newest first.
+    """Changeovers from the journal, newest first. Any phase, harmless to repeat.
 
     Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for a bad page_size or page_token.
     """
@@ -65,23 +66,24 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Acquire: _aio.UnaryStreamMultiCallable[_coordinator_pb2.AcquireRequest, _coordinator_pb2.AcquireResponse]  # type: ignore[assignment]
     """Brings the node to a phase and streams what happens, stage by stage; ends when the phase holds.
 
-    The changeover goes on when the caller leaves; the same request_id attaches to it again and gets every event from the first.
-    When the node already is in the phase, the stream has one event with status HELD.
+    Phase: any; when the node already is in the phase, the stream has one event with status HELD.
+    Repeat: the changeover goes on when the caller leaves; the same request_id attaches to it again and gets every event from the first.
     Errors: FAILED_PRECONDITION/CHANGEOVER_RUNNING when one to the other phase is under way; the error of the stage that failed, after
     the finished stages were undone.
     """
     RunStage: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RunStageRequest, _coordinator_pb2.RunStageResponse]  # type: ignore[assignment]
     """Runs one stage by hand: the next one of the ring, no other.
 
-    Repeat: the same request_id gets the first answer. Errors: FAILED_PRECONDITION/STAGE_ORDER naming the stage that may come next;
+    Phase: the one that the stage starts from. Repeat: the same request_id gets the first answer.
+    Errors: FAILED_PRECONDITION/STAGE_ORDER naming the stage that may come next;
     the stage's own error.
     """
     GetState: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetStateRequest, _coordinator_pb2.GetStateResponse]  # type: ignore[assignment]
     """Phase, stage, version, addresses. Any phase, harmless to repeat."""
     WatchState: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchStateRequest, _coordinator_pb2.WatchStateResponse]  # type: ignore[assignment]
-    """The state now, and again after each change, until the caller leaves."""
+    """The state now, and again after each change, until the caller leaves. Any phase, harmless to repeat."""
     ListChangeovers: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListChangeoversRequest, _coordinator_pb2.ListChangeoversResponse]  # type: ignore[assignment]
-    """Changeovers from the journal, newest first.
+    """Changeovers from the journal, newest first. Any phase, harmless to repeat.
 
     Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for a bad page_size or page_token.
     """
@@ -97,8 +99,8 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.AcquireResponse], _abc.AsyncIterator[_coordinator_pb2.AcquireResponse]]:
         """Brings the node to a phase and streams what happens, stage by stage; ends when the phase holds.
 
-        The changeover goes on when the caller leaves; the same request_id attaches to it again and gets every event from the first.
-        When the node already is in the phase, the stream has one event with status HELD.
+        Phase: any; when the node already is in the phase, the stream has one event with status HELD.
+        Repeat: the changeover goes on when the caller leaves; the same request_id attaches to it again and gets every event from the first.
         Errors: FAILED_PRECONDITION/CHANGEOVER_RUNNING when one to the other phase is under way; the error of the stage that failed, after
         the finished stages were undone.
         """
@@ -111,7 +113,8 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_coordinator_pb2.RunStageResponse, _abc.Awaitable[_coordinator_pb2.RunStageResponse]]:
         """Runs one stage by hand: the next one of the ring, no other.
 
-        Repeat: the same request_id gets the first answer. Errors: FAILED_PRECONDITION/STAGE_ORDER naming the stage that may come next;
+        Phase: the one that the stage starts from. Repeat: the same request_id gets the first answer.
+        Errors: FAILED_PRECONDITION/STAGE_ORDER naming the stage that may come next;
         the stage's own error.
         """
 
@@ -129,7 +132,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.WatchStateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.WatchStateResponse], _abc.AsyncIterator[_coordinator_pb2.WatchStateResponse]]:
-        """The state now, and again after each change, until the caller leaves."""
+        """The state now, and again after each change, until the caller leaves. Any phase, harmless to repeat."""
 
     @_abc_1.abstractmethod
     def ListChangeovers(
@@ -137,7 +140,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.ListChangeoversRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.ListChangeoversResponse, _abc.Awaitable[_coordinator_pb2.ListChangeoversResponse]]:
-        """Changeovers from the journal, newest first.
+        """Changeovers from the journal, newest first. Any phase, harmless to repeat.
 
         Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for a bad page_size or page_token.
         """

@@ -49,7 +49,10 @@ class TrainerServiceStub:
     changed but the gradients, which are cleared).
     """
     DiscardGradients: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.DiscardGradientsRequest, _trainer_pb2.DiscardGradientsResponse]
-    """Clears accumulated gradients without a step. Phase: TRAIN. Repeat: harmless."""
+    """Clears accumulated gradients without a step.
+
+    Phase: TRAIN. Repeat: harmless. Errors: FAILED_PRECONDITION/WRONG_PHASE, ABORTED/STALE_EPOCH.
+    """
     ComputeLogProbs: _grpc.StreamStreamMultiCallable[_trainer_pb2.ComputeLogProbsRequest, _trainer_pb2.ComputeLogProbsResponse]
     """Log-probability of each completion token under the policy or the reference policy. The first message carries `header`, the
     others `samples`; the answers come in the order of the samples.
@@ -63,21 +66,27 @@ class TrainerServiceStub:
     Errors: FAILED_PRECONDITION/STAGE_ORDER, FAILED_PRECONDITION/GRADIENTS_PENDING, ABORTED/STALE_EPOCH.
     """
     WithdrawWeights: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.WithdrawWeightsRequest, _trainer_pb2.WithdrawWeightsResponse]
-    """Undoes LOAD_WEIGHTS: the manifest is no longer valid, training may go on. Repeat: harmless."""
+    """Undoes LOAD_WEIGHTS: the manifest is no longer valid, training may go on.
+
+    Phase: after LOAD_WEIGHTS, before OFFLOAD. Repeat: the same request_id gets the first answer.
+    Errors: FAILED_PRECONDITION/STAGE_ORDER, ABORTED/STALE_EPOCH.
+    """
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]
     """Writes model, optimizer, random state and policy version by torch.distributed.checkpoint: aside, fsynced, renamed.
 
-    Phase: TRAIN. Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE.
+    Phase: TRAIN. Repeat: the same request_id gets the first answer.
+    Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE, INVALID_ARGUMENT/INVALID_ARGUMENT.
     """
     LoadCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.LoadCheckpointRequest, _trainer_pb2.LoadCheckpointResponse]
     """Reads what SaveCheckpoint wrote; the number of ranks may differ. Gradients are cleared. All or nothing.
 
-    Phase: TRAIN. Errors: NOT_FOUND/PATH_NOT_FOUND, FAILED_PRECONDITION/VERSION_ORDER, FAILED_PRECONDITION/WRONG_PHASE.
+    Phase: TRAIN. Repeat: the same request_id gets the first answer.
+    Errors: NOT_FOUND/PATH_NOT_FOUND, FAILED_PRECONDITION/VERSION_ORDER, FAILED_PRECONDITION/WRONG_PHASE.
     """
     ExportModel: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ExportModelRequest, _trainer_pb2.ExportModelResponse]
     """Writes a Hugging Face folder (safetensors, config, tokenizer) that from_pretrained loads.
 
-    Phase: TRAIN. Errors: as SaveCheckpoint.
+    Phase: TRAIN. Repeat: the same request_id gets the first answer. Errors: as SaveCheckpoint.
     """
     GetTrainerState: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.GetTrainerStateRequest, _trainer_pb2.GetTrainerStateResponse]
     """What the service is and does now. Any phase, harmless to repeat."""
@@ -103,7 +112,10 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     changed but the gradients, which are cleared).
     """
     DiscardGradients: _aio.UnaryUnaryMultiCallable[_trainer_pb2.DiscardGradientsRequest, _trainer_pb2.DiscardGradientsResponse]  # type: ignore[assignment]
-    """Clears accumulated gradients without a step. Phase: TRAIN. Repeat: harmless."""
+    """Clears accumulated gradients without a step.
+
+    Phase: TRAIN. Repeat: harmless. Errors: FAILED_PRECONDITION/WRONG_PHASE, ABORTED/STALE_EPOCH.
+    """
     ComputeLogProbs: _aio.StreamStreamMultiCallable[_trainer_pb2.ComputeLogProbsRequest, _trainer_pb2.ComputeLogProbsResponse]  # type: ignore[assignment]
     """Log-probability of each completion token under the policy or the reference policy. The first message carries `header`, the
     others `samples`; the answers come in the order of the samples.
@@ -117,21 +129,27 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     Errors: FAILED_PRECONDITION/STAGE_ORDER, FAILED_PRECONDITION/GRADIENTS_PENDING, ABORTED/STALE_EPOCH.
     """
     WithdrawWeights: _aio.UnaryUnaryMultiCallable[_trainer_pb2.WithdrawWeightsRequest, _trainer_pb2.WithdrawWeightsResponse]  # type: ignore[assignment]
-    """Undoes LOAD_WEIGHTS: the manifest is no longer valid, training may go on. Repeat: harmless."""
+    """Undoes LOAD_WEIGHTS: the manifest is no longer valid, training may go on.
+
+    Phase: after LOAD_WEIGHTS, before OFFLOAD. Repeat: the same request_id gets the first answer.
+    Errors: FAILED_PRECONDITION/STAGE_ORDER, ABORTED/STALE_EPOCH.
+    """
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]  # type: ignore[assignment]
     """Writes model, optimizer, random state and policy version by torch.distributed.checkpoint: aside, fsynced, renamed.
 
-    Phase: TRAIN. Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE.
+    Phase: TRAIN. Repeat: the same request_id gets the first answer.
+    Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE, INVALID_ARGUMENT/INVALID_ARGUMENT.
     """
     LoadCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.LoadCheckpointRequest, _trainer_pb2.LoadCheckpointResponse]  # type: ignore[assignment]
     """Reads what SaveCheckpoint wrote; the number of ranks may differ. Gradients are cleared. All or nothing.
 
-    Phase: TRAIN. Errors: NOT_FOUND/PATH_NOT_FOUND, FAILED_PRECONDITION/VERSION_ORDER, FAILED_PRECONDITION/WRONG_PHASE.
+    Phase: TRAIN. Repeat: the same request_id gets the first answer.
+    Errors: NOT_FOUND/PATH_NOT_FOUND, FAILED_PRECONDITION/VERSION_ORDER, FAILED_PRECONDITION/WRONG_PHASE.
     """
     ExportModel: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ExportModelRequest, _trainer_pb2.ExportModelResponse]  # type: ignore[assignment]
     """Writes a Hugging Face folder (safetensors, config, tokenizer) that from_pretrained loads.
 
-    Phase: TRAIN. Errors: as SaveCheckpoint.
+    Phase: TRAIN. Repeat: the same request_id gets the first answer. Errors: as SaveCheckpoint.
     """
     GetTrainerState: _aio.UnaryUnaryMultiCallable[_trainer_pb2.GetTrainerStateRequest, _trainer_pb2.GetTrainerStateResponse]  # type: ignore[assignment]
     """What the service is and does now. Any phase, harmless to repeat."""
@@ -172,7 +190,10 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.DiscardGradientsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.DiscardGradientsResponse, _abc.Awaitable[_trainer_pb2.DiscardGradientsResponse]]:
-        """Clears accumulated gradients without a step. Phase: TRAIN. Repeat: harmless."""
+        """Clears accumulated gradients without a step.
+
+        Phase: TRAIN. Repeat: harmless. Errors: FAILED_PRECONDITION/WRONG_PHASE, ABORTED/STALE_EPOCH.
+        """
 
     @_abc_1.abstractmethod
     def ComputeLogProbs(
@@ -204,7 +225,11 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.WithdrawWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.WithdrawWeightsResponse, _abc.Awaitable[_trainer_pb2.WithdrawWeightsResponse]]:
-        """Undoes LOAD_WEIGHTS: the manifest is no longer valid, training may go on. Repeat: harmless."""
+        """Undoes LOAD_WEIGHTS: the manifest is no longer valid, training may go on.
+
+        Phase: after LOAD_WEIGHTS, before OFFLOAD. Repeat: the same request_id gets the first answer.
+        Errors: FAILED_PRECONDITION/STAGE_ORDER, ABORTED/STALE_EPOCH.
+        """
 
     @_abc_1.abstractmethod
     def SaveCheckpoint(
@@ -214,7 +239,8 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_trainer_pb2.SaveCheckpointResponse, _abc.Awaitable[_trainer_pb2.SaveCheckpointResponse]]:
         """Writes model, optimizer, random state and policy version by torch.distributed.checkpoint: aside, fsynced, renamed.
 
-        Phase: TRAIN. Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE.
+        Phase: TRAIN. Repeat: the same request_id gets the first answer.
+        Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE, INVALID_ARGUMENT/INVALID_ARGUMENT.
         """
 
     @_abc_1.abstractmethod
@@ -225,7 +251,8 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_trainer_pb2.LoadCheckpointResponse, _abc.Awaitable[_trainer_pb2.LoadCheckpointResponse]]:
         """Reads what SaveCheckpoint wrote; the number of ranks may differ. Gradients are cleared. All or nothing.
 
-        Phase: TRAIN. Errors: NOT_FOUND/PATH_NOT_FOUND, FAILED_PRECONDITION/VERSION_ORDER, FAILED_PRECONDITION/WRONG_PHASE.
+        Phase: TRAIN. Repeat: the same request_id gets the first answer.
+        Errors: NOT_FOUND/PATH_NOT_FOUND, FAILED_PRECONDITION/VERSION_ORDER, FAILED_PRECONDITION/WRONG_PHASE.
         """
 
     @_abc_1.abstractmethod
@@ -236,7 +263,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_trainer_pb2.ExportModelResponse, _abc.Awaitable[_trainer_pb2.ExportModelResponse]]:
         """Writes a Hugging Face folder (safetensors, config, tokenizer) that from_pretrained loads.
 
-        Phase: TRAIN. Errors: as SaveCheckpoint.
+        Phase: TRAIN. Repeat: the same request_id gets the first answer. Errors: as SaveCheckpoint.
         """
 
     @_abc_1.abstractmethod
