@@ -71,6 +71,12 @@ class ChangeoverRunning(TasukiError):
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "CHANGEOVER_RUNNING"
 
 
+class Interrupted(TasukiError):
+    """A changeover that was left in the middle. metadata: `changeover_id`."""
+
+    code, reason = grpc.StatusCode.ABORTED, "INTERRUPTED"
+
+
 class NoGradients(TasukiError):
     """OptimStep without a ForwardBackward before it."""
 
