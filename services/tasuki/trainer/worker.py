@@ -1,0 +1,186 @@
+"""What one trainer rank owns and does: policy, optimizer, policy version. Every rank makes the same calls in the same order."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from tasuki.algorithms.losses import policy_loss_sums
+from tasuki.config.schema import TrainerConfig
+from tasuki.trainer.mesh import mesh_device
+from tasuki.trainer.micro_batch import LossBatch, TokenBatch
+from tasuki.trainer.model import Policy, load_policy, read_model_config
+from tasuki.trainer.schedule import learning_rate_at
+from tasuki.wire.errors import GradientsNotFinite
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLossConfig:
+    """The loss of one ForwardBackward."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl_coef: float = 0.0
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LossReport:
+    """This rank's part of a call's means: already divided by the counts of the whole call, so the parts add up."""
+
+    loss: float
+    clip_fraction: float
+    ref_kl: float
+    entropy: float
+    mean_log_prob_gap: float
+    max_log_prob_gap: float
+    """The one that does not add up: the call's is the greatest."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    policy_version: int
+    grad_norm: float
+    """L2 norm over all ranks before clipping."""
+    learning_rate: float
+
+
+class Worker:
+    """One rank's share of the training state."""
+
+    def __init__(self, model_path: Path, *, config: TrainerConfig, mesh: DeviceMesh) -> None:
+        """Loads the start weights. Raises what model.read_model_config and shards.load_shards raise."""
+        self.config, self.mesh, self.device = config, mesh, mesh_device(mesh)
+        self.model_path = model_path
+        self.model_config = read_model_config(model_path)
+        self.policy_version = 0
+        self.has_gradients = False
+        torch.manual_seed(config.seed)
+        self.policy = self._load(torch.float32)
+        if config.gradient_checkpointing:
+            self.policy.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+        self.policy.train()
+        self.optimizer = torch.optim.AdamW(
+            self.policy.causal_lm.parameters(),
+            lr=config.learning_rate,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+        )
+        self._reference: Policy | None = None
+
+    def forward_backward(
+        self, micro_batches: Sequence[LossBatch], *, loss: PolicyLossConfig, num_loss_tokens: float, num_gap_tokens: int
+    ) -> LossReport:
+        """Adds the gradients of the loss over this rank's micro-batches.
+
+        num_loss_tokens, num_gap_tokens: counted tokens of the whole call, over all ranks.
+        """
+        sums = torch.zeros(5, dtype=torch.float64, device=self.device)
+        max_gap = torch.zeros((), dtype=torch.float32, device=self.device)
+        for batch in micro_batches:
+            # Gradients stay whole on each rank until the last micro-batch sums them over the ranks.
+            self.policy.set_requires_gradient_sync(batch is micro_batches[-1])
+            log_probs_T, entropy_T = self._score(self.policy, batch.tokens, temperature=loss.temperature)
+            part = policy_loss_sums(
+                log_probs_T,
+                rollout_log_probs_T=batch.rollout_log_probs_T,
+                advantages_T=batch.advantages_T,
+                loss_mask_T=batch.loss_mask_T,
+                clip_low=loss.clip_low,
+                clip_high=loss.clip_high,
+                ref_log_probs_T=batch.ref_log_probs_T,
+                kl_coef=loss.kl_coef,
+            )
+            (part.loss / num_loss_tokens).backward()
+            gap_T = (log_probs_T.detach() - batch.rollout_log_probs_T).abs() * batch.loss_mask_T * batch.is_current_T
+            entropy = torch.dot(entropy_T, batch.loss_mask_T)
+            sums += torch.stack((part.loss.detach(), part.num_clipped, part.ref_kl, entropy, gap_T.sum()))
+            max_gap = torch.maximum(max_gap, gap_T.max()) if len(gap_T) else max_gap
+        self.has_gradients = True
+        loss_sum, num_clipped, ref_kl, entropy_sum, gap_sum = sums.tolist()
+        return LossReport(
+            loss=loss_sum / num_loss_tokens,
+            clip_fraction=num_clipped / num_loss_tokens,
+            ref_kl=ref_kl / num_loss_tokens,
+            entropy=entropy_sum / num_loss_tokens,
+            mean_log_prob_gap=gap_sum / max(1, num_gap_tokens),
+            max_log_prob_gap=float(max_gap),
+        )
+
+    def optim_step(self, *, learning_rate: float | None) -> StepReport:
+        """Clips, steps, clears the gradients and adds 1 to the policy version.
+
+        learning_rate: instead of the schedule's. Raises GradientsNotFinite, on every rank, with parameters and version unchanged.
+        """
+        local_grads = [param.grad.to_local() for param in self.policy.parameters() if param.grad is not None]
+        grad_norm = self._grad_norm(local_grads)
+        if not math.isfinite(grad_norm):
+            self.discard_gradients()
+            raise GradientsNotFinite(f"gradient norm is {grad_norm}; no step was made", grad_norm=grad_norm)
+        if grad_norm > self.config.max_grad_norm:
+            torch._foreach_mul_(local_grads, self.config.max_grad_norm / (grad_norm + 1e-6))
+        rate = self._scheduled_rate() if learning_rate is None else learning_rate
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.discard_gradients()
+        self.policy_version += 1
+        return StepReport(policy_version=self.policy_version, grad_norm=grad_norm, learning_rate=rate)
+
+    def discard_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.has_gradients = False
+
+    @torch.no_grad()
+    def compute_log_probs(self, batches: Sequence[TokenBatch], *, of_reference: bool, temperature: float) -> list[list[float]]:
+        """Log-probs of the completion tokens of every sample, in the order of the batches."""
+        policy = self._reference_policy() if of_reference else self.policy
+        scored: list[list[float]] = []
+        for batch in batches:
+            log_probs_T, _ = self._score(policy, batch, temperature=temperature)
+            scored.extend(sample.tolist() for sample in log_probs_T.split(list(batch.num_completion_tokens)))
+        return scored
+
+    def _score(self, policy: Policy, batch: TokenBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
+        return policy(batch.input_ids_BL, batch.positions_T, batch.token_ids_T, temperature)
+
+    def _grad_norm(self, local_grads: Sequence[Tensor]) -> float:
+        """L2 norm over all ranks."""
+        norms = torch.stack(torch._foreach_norm(local_grads)).to(torch.float64)
+        square = norms.square().sum()
+        dist.all_reduce(square, group=self.mesh.get_group("dp"))
+        return math.sqrt(float(square))
+
+    def _scheduled_rate(self) -> float:
+        config = self.config
+        return learning_rate_at(
+            self.policy_version,
+            peak=config.learning_rate,
+            schedule=config.lr_schedule,
+            warmup_steps=config.warmup_steps,
+            total_steps=config.total_steps,
+        )
+
+    def _reference_policy(self) -> Policy:
+        """The frozen start weights, loaded at their first use."""
+        if self._reference is None:
+            self._reference = self._load(self._compute_dtype).requires_grad_(False).eval()
+        return self._reference
+
+    def _load(self, param_dtype: torch.dtype) -> Policy:
+        return load_policy(
+            self.model_path, config=self.model_config, mesh=self.mesh, param_dtype=param_dtype, compute_dtype=self._compute_dtype
+        )
+
+    @property
+    def _compute_dtype(self) -> torch.dtype:
+        return getattr(torch, self.config.compute_dtype)
