@@ -6,10 +6,10 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from tasuki.coordinator.journal import Intent, Journal
-from tasuki.coordinator.peers import Observed, Outcome, Peers
+from tasuki.coordinator.journal import Journal
+from tasuki.coordinator.peers import Observed, Peers
 from tasuki.coordinator.phases import Phase, Stage, advance, path, since_phase, turns_back, undo_path
-from tasuki.coordinator.records import StageEvent, Status
+from tasuki.coordinator.records import Intent, Outcome, StageEvent, Status
 from tasuki.wire.errors import DeadlineExceeded, InternalError, PeerUnavailable, StageOrder, TasukiError
 
 _log = logging.getLogger("tasuki.coordinator")
@@ -28,7 +28,6 @@ class Changeover:
     def __init__(self, changeover_id: str, *, seen: Observed, journal: Journal, peers: Peers, tell: Tell) -> None:
         self.id = changeover_id
         self.started = time.perf_counter()
-        self.policy_version: int | None = None
         self._journal, self._peers, self._tell = journal, peers, tell
         self.stands(seen)
 
@@ -56,12 +55,10 @@ class Changeover:
         """Carries one stage out. Raises its error, and StageOrder when another stage must come first."""
         assert self.at is not None
         after = advance(self.at, stage)
-        published = self._journal.published_weights() if stage is Stage.SYNC else b""
         intent = self._journal.intend(stage, self.id, is_undo=False, **self._boots)
         self._tell(StageEvent(self.id, stage, Status.STARTED, time=intent.time), self.at)
-        outcome = await self._journalled(intent, self._peers.run(intent, published=published), leads_to=after)
-        if outcome.policy_version is not None:
-            self.policy_version = outcome.policy_version
+        published = self._journal.published() if stage is Stage.SYNC else Outcome()
+        await self._journalled(intent, self._peers.run(intent, published=published.answer), leads_to=after)
 
     async def _take_back(self, stages: Sequence[Stage]) -> None:
         """Undoes `stages`, which stand in the order in which they were run, and asks the services where that led."""
@@ -81,17 +78,15 @@ class Changeover:
             self.at = None
             _log.error("event=undo_failed changeover=%s cause=%s reason=%s", self.id, cause.reason, error.reason)
 
-    async def _journalled(self, intent: Intent, act: Awaitable[Outcome], *, leads_to: Stage | None) -> Outcome:
+    async def _journalled(self, intent: Intent, act: Awaitable[Outcome], *, leads_to: Stage | None) -> None:
         started = time.perf_counter()
         try:
             outcome = await act
         except TasukiError as error:
             self._report(self._journal.failed(intent, error, seconds=time.perf_counter() - started))
             raise
-        seconds = time.perf_counter() - started
         self.at = leads_to
-        self._report(self._journal.done(intent, seconds=seconds, num_bytes=outcome.num_bytes, answer=outcome.answer))
-        return outcome
+        self._report(self._journal.done(intent, outcome, seconds=time.perf_counter() - started))
 
     def _report(self, event: StageEvent) -> None:
         _log.info(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from tasuki.coordinator.phases import Phase, Stage
-from tasuki.coordinator.records import Changeover, NodeState, StageEvent, Status
+from tasuki.coordinator.records import ChangeoverRecord, NodeState, StageEvent, Status
 from tasuki.v1 import coordinator_pb2, types_pb2
 
 
@@ -44,7 +44,7 @@ def event_to_proto(event: StageEvent) -> coordinator_pb2.StageEvent:
     )
 
 
-def changeover_to_proto(changeover: Changeover) -> coordinator_pb2.Changeover:
+def changeover_to_proto(changeover: ChangeoverRecord) -> coordinator_pb2.Changeover:
     return coordinator_pb2.Changeover(
         changeover_id=changeover.changeover_id,
         target=phase_to_proto(changeover.target),

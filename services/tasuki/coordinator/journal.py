@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from tasuki.coordinator.phases import Phase, Stage
-from tasuki.coordinator.records import Changeover, StageEvent, Status
+from tasuki.coordinator.records import ChangeoverRecord, Intent, Outcome, StageEvent, Status
 from tasuki.wire.errors import TasukiError
 
 _SCHEMA = """
@@ -58,6 +57,7 @@ CREATE TABLE IF NOT EXISTS results (
     seconds REAL NOT NULL,
     bytes INTEGER NOT NULL,
     answer BLOB NOT NULL,
+    policy_version INTEGER,
     error_reason TEXT NOT NULL,
     error_message TEXT NOT NULL
 );
@@ -65,20 +65,6 @@ CREATE INDEX IF NOT EXISTS stages_by_changeover ON stages (number);
 PRAGMA user_version = 1;
 """
 _MAX_NUMBER = 2**63 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Intent:
-    """A stage command as it was written down before it was sent."""
-
-    id: int
-    changeover_id: str
-    stage: Stage
-    is_undo: bool
-    epoch: int
-    sequence: int
-    request_id: str
-    time: float
 
 
 class Journal:
@@ -112,7 +98,7 @@ class Journal:
 
     def end_changeover(
         self, changeover_id: str, *, seconds: float, policy_version: int | None = None, error: TasukiError | None = None
-    ) -> Changeover:
+    ) -> ChangeoverRecord:
         """Writes down how a changeover ended. Returns it as it stands then."""
         self._db.execute(
             "INSERT INTO outcomes VALUES (?, ?, ?, ?, ?, ?)",
@@ -149,14 +135,13 @@ class Journal:
         )
         return Intent(int(row.lastrowid or 0), changeover_id, stage, is_undo, self.epoch, self._sequence, request_id, now)
 
-    def done(self, intent: Intent, *, seconds: float, num_bytes: int = 0, answer: bytes = b"") -> StageEvent:
-        """Writes down that the stage was carried out; `answer` is what a later stage or a recovery needs of it."""
-        status = Status.UNDONE if intent.is_undo else Status.DONE
-        return self._result(intent, status, seconds=seconds, num_bytes=num_bytes, answer=answer)
+    def done(self, intent: Intent, outcome: Outcome, *, seconds: float) -> StageEvent:
+        """Writes down that the stage, or its undo, was carried out."""
+        return self._result(intent, Status.UNDONE if intent.is_undo else Status.DONE, outcome, seconds=seconds)
 
     def failed(self, intent: Intent, error: TasukiError, *, seconds: float) -> StageEvent:
         """Writes down that the stage, or its undo, was refused or failed."""
-        return self._result(intent, Status.FAILED, seconds=seconds, error=error)
+        return self._result(intent, Status.FAILED, Outcome(), seconds=seconds, error=error)
 
     def unresolved(self) -> list[Intent]:
         """Intents without a result, oldest first: what a coordinator was doing when it stopped."""
@@ -177,7 +162,7 @@ class Journal:
             for row in rows
         ]
 
-    def unfinished(self) -> list[Changeover]:
+    def unfinished(self) -> list[ChangeoverRecord]:
         """Changeovers without an outcome, newest first."""
         rows = self._db.execute(
             "SELECT * FROM changeovers LEFT JOIN outcomes USING (number) WHERE status IS NULL ORDER BY number DESC"
@@ -193,27 +178,28 @@ class Journal:
         ).fetchone()
         return row["policy_version"] if row else None
 
-    def published_weights(self) -> bytes:
-        """What the last LOAD_WEIGHTS answered; empty before the first."""
+    def published(self) -> Outcome:
+        """What the last LOAD_WEIGHTS came to: the version, and the answer that SYNC passes on."""
         row = self._db.execute(
-            "SELECT answer FROM results JOIN stages USING (id) WHERE stage = ? AND status = ? ORDER BY id DESC LIMIT 1",
+            "SELECT bytes, answer, policy_version FROM results JOIN stages USING (id) WHERE stage = ? AND status = ?"
+            " ORDER BY id DESC LIMIT 1",
             (Stage.LOAD_WEIGHTS, Status.DONE),
         ).fetchone()
-        return bytes(row["answer"]) if row else b""
+        return Outcome(row["bytes"], answer=row["answer"], policy_version=row["policy_version"]) if row else Outcome()
 
-    def find(self, request_id: str) -> Changeover | None:
+    def find(self, request_id: str) -> ChangeoverRecord | None:
         """The changeover that a request began, in whatever epoch."""
         row = self._db.execute("SELECT number FROM changeovers WHERE request_id = ?", (request_id,)).fetchone()
         return self.changeovers(limit=1, before=int(row["number"]) + 1)[0] if row else None
 
-    def latest(self) -> Changeover | None:
+    def latest(self) -> ChangeoverRecord | None:
         return next(iter(self.changeovers(limit=1)), None)
 
     def num_done(self) -> int:
         """Changeovers that reached their phase, over all epochs."""
         return int(self._db.execute("SELECT count(*) FROM outcomes WHERE status = ?", (Status.DONE,)).fetchone()[0])
 
-    def changeovers(self, *, limit: int, before: int | None = None) -> list[Changeover]:
+    def changeovers(self, *, limit: int, before: int | None = None) -> list[ChangeoverRecord]:
         """At most `limit` changeovers, newest first, numbered below `before`."""
         rows = self._db.execute(
             "SELECT * FROM changeovers LEFT JOIN outcomes USING (number) WHERE number < ? ORDER BY number DESC LIMIT ?",
@@ -221,14 +207,14 @@ class Journal:
         ).fetchall()
         return [self._changeover(row) for row in rows]
 
-    def _changeover(self, row: sqlite3.Row) -> Changeover:
+    def _changeover(self, row: sqlite3.Row) -> ChangeoverRecord:
         stages = self._db.execute(
             "SELECT stage, status, coalesce(results.time, stages.time) AS time, seconds, bytes, error_reason, error_message"
             " FROM stages LEFT JOIN results USING (id) WHERE number = ? ORDER BY id",
             (row["number"],),
         ).fetchall()
         changeover_id = _id_text(row["number"])
-        return Changeover(
+        return ChangeoverRecord(
             changeover_id=changeover_id,
             epoch=row["epoch"],
             request_id=row["request_id"],
@@ -259,10 +245,9 @@ class Journal:
         self,
         intent: Intent,
         status: Status,
+        outcome: Outcome,
         *,
         seconds: float,
-        num_bytes: int = 0,
-        answer: bytes = b"",
         error: TasukiError | None = None,
     ) -> StageEvent:
         event = StageEvent(
@@ -271,13 +256,23 @@ class Journal:
             status=status,
             time=time.time(),
             seconds=seconds,
-            num_bytes=num_bytes,
+            num_bytes=outcome.num_bytes,
             error_reason=error.reason if error else "",
             error_message=error.message if error else "",
         )
         self._db.execute(
-            "INSERT INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (intent.id, status, event.time, seconds, num_bytes, answer, event.error_reason, event.error_message),
+            "INSERT INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                intent.id,
+                status,
+                event.time,
+                seconds,
+                outcome.num_bytes,
+                outcome.answer,
+                outcome.policy_version,
+                event.error_reason,
+                event.error_message,
+            ),
         )
         return event
 

@@ -13,8 +13,8 @@ from tasuki.coordinator.changeover import Changeover
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.operation import Operation, Told, replayed
 from tasuki.coordinator.peers import Observed, Peers
-from tasuki.coordinator.phases import Phase, Stage, advance, leads_to, phase_of, since_phase
-from tasuki.coordinator.records import NodeState, StageEvent, Status
+from tasuki.coordinator.phases import HOLDS, Phase, Stage, advance, leads_to, phase_of, since_phase
+from tasuki.coordinator.records import NodeState, Outcome, StageEvent, Status
 from tasuki.wire.errors import (
     ChangeoverRunning,
     DeadlineExceeded,
@@ -168,7 +168,7 @@ class Node:
         self._at = seen.at
         if seen.at is None:
             trainer, rollout = seen.trainer_stage, seen.rollout_stage
-            self._last_error = f"trainer is at {trainer} and rollout at {rollout}, where no changeover leads; start the node anew"
+            self._last_error = f"trainer is at {trainer} and rollout at {rollout}, where no changeover leads: start it anew"
             raise StageOrder(self._last_error, trainer=trainer, rollout=rollout)
         _settle(self._journal, seen.at)
         return seen, seen.at
@@ -181,13 +181,14 @@ class Node:
 
     def _close(self, changeover: Changeover, error: TasukiError | None = None) -> None:
         seconds = time.perf_counter() - changeover.started
-        version = changeover.policy_version
+        serves = error is None and changeover.at is HOLDS[Phase.ROLLOUT]
+        version = self._journal.published().policy_version if serves else None
         ended = self._journal.end_changeover(changeover.id, seconds=seconds, policy_version=version, error=error)
         self._open = None
         self._num_done += error is None
         self._last_error = f"{error.reason}: {error.message}" if error else ""
-        if error is None and ended.target is Phase.ROLLOUT:
-            self._policy_version = ended.policy_version
+        if version is not None:
+            self._policy_version = version
         self._tell(ended.ending(), changeover.at)
 
     def _tell(self, event: StageEvent, at: Stage | None) -> None:
@@ -215,6 +216,6 @@ def _settle(journal: Journal, at: Stage) -> None:
     """Gives the stages whose outcome no coordinator learned the one that the services show."""
     for intent in journal.unresolved():
         if (intent.stage in (at, *since_phase(at))) is not intent.is_undo:
-            journal.done(intent, seconds=0.0)
+            journal.done(intent, Outcome(), seconds=0.0)
         else:
             journal.failed(intent, Interrupted(f"the coordinator stopped before {intent.stage} was answered"), seconds=0.0)

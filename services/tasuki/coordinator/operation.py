@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
 
-from tasuki.coordinator.records import Changeover, NodeState, StageEvent
+from tasuki.coordinator.records import ChangeoverRecord, NodeState, StageEvent
 from tasuki.wire.errors import from_reason
 
 
@@ -69,7 +69,7 @@ class Operation:
         news.set()
 
 
-def replayed(changeover: Changeover, state: NodeState) -> Operation:
+def replayed(changeover: ChangeoverRecord, state: NodeState) -> Operation:
     """A changeover that ended in an earlier life of the coordinator, as an operation that ended."""
     operation = Operation(f"phase {changeover.target}")
     for event in (*changeover.events, changeover.ending()):
@@ -78,6 +78,6 @@ def replayed(changeover: Changeover, state: NodeState) -> Operation:
     return operation
 
 
-async def _ended(changeover: Changeover) -> None:
+async def _ended(changeover: ChangeoverRecord) -> None:
     if changeover.error_reason:
         raise from_reason(changeover.error_reason, changeover.error_message, {"changeover_id": changeover.changeover_id})

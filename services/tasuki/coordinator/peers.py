@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import grpc
+import grpc.aio
 
 from tasuki.coordinator.encode import stage_from_proto, stage_to_proto
-from tasuki.coordinator.journal import Intent
 from tasuki.coordinator.phases import RULES, Service, Stage, standing
+from tasuki.coordinator.records import Intent, Outcome
 from tasuki.v1 import memory_pb2, rollout_pb2, trainer_pb2, types_pb2, weights_pb2
 from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
@@ -34,15 +35,6 @@ _REVERSE = {
 }
 _READ_TIMEOUT_S = 10.0
 _Answer = TypeVar("_Answer")
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a stage came to. `answer`: what a later stage needs of it; `policy_version`: what it published or received."""
-
-    num_bytes: int = 0
-    answer: bytes = b""
-    policy_version: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +83,7 @@ class GrpcPeers:
 
     async def close(self) -> None:
         for channel in self._channels.values():
-            await channel.close()
+            await channel.close(None)
 
     async def observe(self) -> Observed:
         request = trainer_pb2.GetTrainerStateRequest()

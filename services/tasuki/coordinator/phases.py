@@ -129,7 +129,10 @@ def undo_path(finished: Sequence[Stage]) -> tuple[Stage, ...]:
     """
     if not all(RULES[stage].has_undo for stage in finished):
         return ()
-    return tuple(sorted(finished[::-1], key=lambda stage: RULES[stage].service is Service.TRAINER))
+    newest_first = finished[::-1]
+    of_rollout = (stage for stage in newest_first if RULES[stage].service is Service.ROLLOUT)
+    of_trainer = (stage for stage in newest_first if RULES[stage].service is Service.TRAINER)
+    return (*of_rollout, *of_trainer)
 
 
 def turns_back(at: Stage, to: Phase) -> bool:

@@ -19,6 +19,29 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Intent:
+    """A stage command as it is written down before it is sent."""
+
+    id: int
+    changeover_id: str
+    stage: Stage
+    is_undo: bool
+    epoch: int
+    sequence: int
+    request_id: str
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a stage came to. `answer`: what a later stage needs of it; `policy_version`: what it published or received."""
+
+    num_bytes: int = 0
+    answer: bytes = b""
+    policy_version: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StageEvent:
     """Something that happened to a stage, or, when `stage` is None, to the whole changeover. `time`: seconds since 1970."""
 
@@ -33,7 +56,7 @@ class StageEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class Changeover:
+class ChangeoverRecord:
     """One hand-over as the journal tells it; `events` has what became of each intent, in the order of the intents."""
 
     changeover_id: str

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+import grpc.aio
 
 from tasuki.coordinator.encode import changeover_to_proto, event_to_proto, phase_from_proto, stage_from_proto, state_to_proto
 from tasuki.coordinator.journal import Journal, id_number
