@@ -11,7 +11,9 @@ from tasuki.wire import errors
 from tasuki.wire.errors import TasukiError
 
 PAGE = (Path(__file__).parents[2] / "docs/grpc.md").read_text()
-ERRORS = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, TasukiError) and cls is not TasukiError]
+ERRORS = [
+    cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, TasukiError) and cls is not TasukiError
+]
 
 
 @pytest.mark.parametrize("method", [method.name for method in METHODS.values()])

@@ -28,7 +28,9 @@ class FailedCall(grpc.RpcError):
         return tuple(self._status.trailing_metadata)
 
 
-ERRORS = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, TasukiError) and cls is not TasukiError]
+ERRORS = [
+    cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, TasukiError) and cls is not TasukiError
+]
 
 
 @pytest.mark.parametrize("cls", ERRORS, ids=lambda cls: cls.__name__)

@@ -24,9 +24,10 @@ READS = re.compile(r"Get|List|Watch|Compute|Generate$")
 @cache
 def files() -> list[FileDescriptorProto]:
     """Every file of tasuki.v1, with its comments."""
+    sources = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.glob("tasuki/v1/*.proto"))
+    protoc = [sys.executable, "-m", "grpc_tools.protoc", "-I", ".", "--include_source_info", "--descriptor_set_out=/dev/stdout"]
     out = subprocess.run(
-        [sys.executable, "-m", "grpc_tools.protoc", "-I", ".", "--include_source_info", "--descriptor_set_out=/dev/stdout"]
-        + sorted(str(path.relative_to(PROTOS)) for path in PROTOS.glob("tasuki/v1/*.proto")),
+        [*protoc, *sources],
         cwd=PROTOS,
         check=True,
         capture_output=True,

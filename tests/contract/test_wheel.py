@@ -20,7 +20,10 @@ HEAVY = {"torch", "transformers", "sglang", "safetensors", "triton"}
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
     subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)], cwd=ROOT, check=True, capture_output=True
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
     )
     (built,) = folder.glob("*.whl")
     return built
@@ -45,7 +48,9 @@ def test_wheel_holds_every_source_as_a_real_file(wheel: Path) -> None:
         for path in (ROOT / root / "tasuki").rglob("*.py")
     }
     with zipfile.ZipFile(wheel) as archive:
-        packed = {name: archive.read(name) for name in archive.namelist() if name.startswith("tasuki/") and name.endswith(".py")}
+        packed = {
+            name: archive.read(name) for name in archive.namelist() if name.startswith("tasuki/") and name.endswith(".py")
+        }
     assert packed == sources
 
 
@@ -77,7 +82,9 @@ def clean_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_clean_install_has_no_torch_and_a_working_client(clean_python: Path) -> None:
-    script = "import sys, importlib.util as u, tasuki.client as c; print(c.__file__, [n for n in sys.argv[1:] if u.find_spec(n)])"
+    script = (
+        "import sys, importlib.util as u, tasuki.client as c; print(c.__file__, [n for n in sys.argv[1:] if u.find_spec(n)])"
+    )
     out = subprocess.run(
         [clean_python, "-I", "-c", script, *sorted(HEAVY)], capture_output=True, text=True, check=True, timeout=60
     ).stdout.strip()
