@@ -191,6 +191,18 @@ class NodeRunning(TasukiError):
     code, reason = grpc.StatusCode.ALREADY_EXISTS, "NODE_RUNNING"
 
 
+class NodeDown(TasukiError):
+    """No node runs on the state folder. metadata: `state_dir`."""
+
+    code, reason = grpc.StatusCode.UNAVAILABLE, "NODE_DOWN"
+
+
+class ServiceFailed(TasukiError):
+    """A service of the node ended by itself. metadata: `service`, `log`."""
+
+    code, reason = grpc.StatusCode.ABORTED, "SERVICE_FAILED"
+
+
 class RewardFailed(TasukiError):
     """A reward function raised, hung or returned no finite number. metadata: `sample`, `cause`."""
 

@@ -13,7 +13,7 @@ import uvloop
 
 from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock
-from tasuki.config.places import grpc_target, journal_path
+from tasuki.config.places import journal_path, node_targets
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     configure_logging("coordinator")
     try:
         config = load_config(arguments.config, overrides=arguments.overrides)
-        with StateLock(config.state_dir, name="coordinator"):
+        with StateLock.take(config.state_dir, name="coordinator"):
             uvloop.run(_serve(config))
     except TasukiError as error:
         sys.stderr.write(f"tasuki: error {error.reason}: {error.message}\n")
@@ -45,14 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 
 async def _serve(config: NodeConfig) -> None:
     """Serves until SIGTERM or SIGINT. The epoch is on disk before the address is bound."""
-    targets = {
-        service: grpc_target(config.state_dir, service=service, listen=listen)
-        for service, listen in (
-            ("coordinator", config.coordinator.listen),
-            ("trainer", config.trainer.listen),
-            ("rollout", config.rollout.listen),
-        )
-    }
+    targets = node_targets(config)
     boot_id = uuid.uuid4().hex
     journal = Journal(journal_path(config.state_dir))
     epoch = journal.begin_epoch(boot_id)
