@@ -46,6 +46,11 @@ class WeightReceiver:
     _prepared: _PreparedPlan | None = None
     _timings: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def plan(self) -> CopyPlan | None:
+        """The plan of the last sync."""
+        return None if self._prepared is None else self._prepared.plan
+
     def receive(self, weights: weights_pb2.PublishedWeights, *, import_timeout_s: float) -> Received:
         """Copies the published version into the model, waits for the copies, and reads them back.
 

@@ -1,0 +1,225 @@
+"""SGLang's Engine, embedded: started and stopped with the service, driven from its event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import Any
+
+import torch
+from sglang.srt.entrypoints.engine import Engine, SchedulerInitResult
+from sglang.srt.managers.io_struct import GenerateReqInput, UpdateWeightsFromTensorReqInput
+from sglang.srt.server_args import PortArgs, ServerArgs
+from sglang.srt.utils import MultiprocessingSerializer
+
+from tasuki.config.schema import NodeConfig
+from tasuki.rollout.arguments import ModelFacts, check_capacity, engine_arguments, read_model
+from tasuki.rollout.receive import LOADER
+from tasuki.rollout.scheduler import RankReport, run_scheduler
+from tasuki.wire.errors import DeadlineExceeded, InternalError, TasukiError, UnsupportedModel
+
+_log = logging.getLogger(__name__)
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished or cut completion. log_probs: natural, one for each token."""
+
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
+    reason: str
+    """SGLang's: "stop", "length" or "abort"."""
+
+    @property
+    def is_cut(self) -> bool:
+        return self.reason == "abort"
+
+
+class RolloutEngine:
+    """The engine and its rank processes. Create with `start_engine`, in the main thread, inside the running event loop."""
+
+    def __init__(self, engine: Engine, reports: Sequence[RankReport], model: ModelFacts, *, on_death: Callable[[], None]) -> None:
+        self.model = model
+        self.reports = reports
+        self._engine = engine
+        self._requests: Any = engine.tokenizer_manager
+        # Installs SGLang's handlers for SIGTERM and SIGQUIT, both of which would end this process at once. The service's own take
+        # their places: SIGQUIT here, which SGLang sends when a rank has died, and SIGTERM when the server runs.
+        self._requests.auto_create_handle_loop()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, on_death)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that the engine has and has not answered or confirmed as aborted."""
+        return len(self._requests.rid_to_state)
+
+    async def generate(self, request_id: str, token_ids: Sequence[int], sampling: Mapping[str, object]) -> Completion:
+        """One completion. When the caller is cancelled the request is taken out of the engine."""
+        request = GenerateReqInput(
+            rid=request_id, input_ids=list(token_ids), sampling_params=dict(sampling), return_logprob=True, logprob_start_len=-1
+        )
+        try:
+            async for answer in self._requests.generate_request(request):
+                meta = answer["meta_info"]
+                log_probs = [entry[0] for entry in meta.get("output_token_logprobs", ())]
+                return Completion(answer["output_ids"], log_probs, meta["finish_reason"]["type"])
+        except asyncio.CancelledError:
+            self._requests.abort_request(request_id)
+            raise
+        except ValueError as error:
+            raise InternalError(f"SGLang refused a request that we had checked: {error}") from error
+        raise InternalError("SGLang ended a request without an answer")
+
+    def cut_all(self) -> None:
+        """Ends every request with what it has so far."""
+        self._requests.abort_request(abort_all=True)
+
+    async def flush_cache(self) -> bool:
+        """Forgets every cached prefix. False, and nothing done, while requests run."""
+        return (await self._requests.flush_cache()).success
+
+    async def update_weights(self, command: bytes) -> None:
+        """Runs `receive_weights` with `command` in every rank and returns when all are done."""
+        content = torch.frombuffer(bytearray(command), dtype=torch.uint8)
+        payload = MultiprocessingSerializer.serialize([("command", content)])
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[payload] * len(self.reports), load_format=LOADER, flush_cache=True, torch_empty_cache=False
+        )
+        success, message = await self._requests.update_weights_from_tensor(request)
+        if not success:
+            raise InternalError(f"SGLang could not update its weights: {message}")
+
+    def stop(self) -> None:
+        """Ends the rank processes and waits for them."""
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)
+        self._engine.shutdown()
+
+
+def start_engine(config: NodeConfig, *, on_death: Callable[[], None]) -> RolloutEngine:
+    """Starts the rank processes and waits until the model is loaded; blocks the event loop meanwhile.
+
+    on_death: called in the loop when a rank process has died.
+    Raises PathNotFound, UnsupportedModel, InvalidArgument, DeadlineExceeded or InternalError; then no process is left.
+    """
+    started = time.monotonic()
+    model = read_model(config)
+    arguments = engine_arguments(config, model)
+    with _deadline(config.rollout.start_timeout_s):
+        try:
+            engine = _EmbeddedEngine(**arguments)
+        except BaseException:
+            _kill_ranks()
+            raise
+    reports: list[RankReport] = engine._scheduler_init_result.scheduler_infos
+    try:
+        check_capacity(reports[0]["max_total_num_tokens"], model)
+    except TasukiError:
+        engine.shutdown()
+        raise
+    gc.collect()
+    gc.freeze()
+    _log.info(
+        "event=engine_started architecture=%s tp_size=%d seconds=%.1f weight_bytes=%d kv_cache_bytes=%d kv_cache_tokens=%d",
+        model.architecture,
+        len(reports),
+        time.monotonic() - started,
+        sum(report["weight_bytes"] for report in reports),
+        sum(report["kv_cache_bytes"] for report in reports),
+        reports[0]["max_total_num_tokens"],
+    )
+    return RolloutEngine(engine, reports, model, on_death=on_death)
+
+
+class _EmbeddedEngine(Engine):
+    """Engine with processes of our own making: ranks that report, and no detokenizer, since no text is made."""
+
+    @classmethod
+    def _launch_scheduler_processes(
+        cls, server_args: ServerArgs, port_args: PortArgs, run_scheduler_process_func: Callable[..., None]
+    ) -> tuple[SchedulerInitResult, list[BaseProcess]]:
+        # While it starts, a rank that fails says so through its pipe; SGLang's handler of this signal would kill us before we read it.
+        signal.signal(signal.SIGQUIT, _ignore)
+        pipes: list[Connection] = []
+        processes: list[BaseProcess] = []
+        for tp_rank in range(server_args.tp_size):
+            reader, writer = multiprocessing.Pipe(duplex=False)
+            process = multiprocessing.Process(
+                target=run_scheduler, args=(server_args, port_args, tp_rank, tp_rank, 0, 0, 0, 0, None, writer)
+            )
+            process.start()
+            writer.close()
+            pipes.append(reader)
+            processes.append(process)
+        result = SchedulerInitResult(scheduler_infos=[], all_child_pids=[process.pid for process in processes])
+        result.wait_for_ready = lambda: result.scheduler_infos.extend(_wait_for_reports(pipes, processes))
+        return result, processes
+
+    @classmethod
+    def _launch_detokenizer_subprocesses(cls, **_: Any) -> tuple[list[BaseProcess], list[str]]:
+        return [], []
+
+
+def _wait_for_reports(pipes: Sequence[Connection], processes: Sequence[BaseProcess]) -> list[RankReport]:
+    reports: dict[int, RankReport] = {}
+    while len(reports) < len(pipes):
+        for tp_rank, (pipe, process) in enumerate(zip(pipes, processes, strict=True)):
+            if tp_rank in reports:
+                continue
+            if pipe.poll(_POLL_S):
+                reports[tp_rank] = _read_report(pipe, tp_rank, process)
+            elif not process.is_alive():
+                raise _lost(tp_rank, process)
+    return [reports[tp_rank] for tp_rank in range(len(pipes))]
+
+
+def _read_report(pipe: Connection, tp_rank: int, process: BaseProcess) -> RankReport:
+    try:
+        report: RankReport = pipe.recv()
+    except EOFError:
+        raise _lost(tp_rank, process) from None
+    if report["status"] == "ready":
+        return report
+    if report["status"] == "unsupported":
+        raise UnsupportedModel(report["problem"])
+    raise InternalError(f"engine rank {tp_rank} could not start: {report['problem']}")
+
+
+def _lost(tp_rank: int, process: BaseProcess) -> InternalError:
+    process.join(timeout=10)
+    return InternalError(f"engine rank {tp_rank} ended with exit code {process.exitcode} while it started (-9: out of host memory?)")
+
+
+def _kill_ranks() -> None:
+    for process in multiprocessing.active_children():
+        process.kill()
+        process.join()
+
+
+def _ignore(number: int, frame: FrameType | None) -> None: ...
+
+
+@contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    """Raises DeadlineExceeded out of a blocking call in the main thread."""
+
+    def expire(number: int, frame: FrameType | None) -> None:
+        raise DeadlineExceeded(f"the engine did not start within rollout.start_timeout_s = {seconds:g} s", rpc="start")
+
+    previous = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)

@@ -1,0 +1,74 @@
+"""Runs in the process of every engine rank, around SGLang's own scheduler: says why it could not start, or what it holds."""
+
+from __future__ import annotations
+
+import gc
+from multiprocessing.connection import Connection
+from typing import Any, TypedDict
+
+from sglang.srt.managers import scheduler as sglang_scheduler
+from sglang.srt.models.registry import ModelRegistry
+from sglang.srt.server_args import PortArgs, ServerArgs
+
+
+class RankReport(TypedDict, total=False):
+    """What a rank sends its parent, once. `problem` is set unless `status` is "ready"."""
+
+    status: str
+    problem: str
+    max_total_num_tokens: int
+    max_req_input_len: int
+    weight_bytes: int
+    kv_cache_bytes: int
+
+
+def run_scheduler(
+    server_args: ServerArgs,
+    port_args: PortArgs,
+    gpu_id: int,
+    tp_rank: int,
+    attn_cp_rank: int,
+    moe_dp_rank: int,
+    moe_ep_rank: int,
+    pp_rank: int,
+    dp_rank: int | None,
+    pipe_writer: Connection,
+) -> None:
+    """SGLang's `run_scheduler_process` with a scheduler that reports."""
+    architectures: list[str] = server_args.get_model_config().hf_config.architectures
+    if architectures[0] not in ModelRegistry.get_supported_archs():
+        problem = f"SGLang knows no architecture {architectures[0]}"
+        pipe_writer.send(RankReport(status="unsupported", problem=problem))
+        return
+
+    class ReportingScheduler(sglang_scheduler.Scheduler):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            try:
+                super().__init__(*args, **kwargs)
+            except Exception as error:
+                pipe_writer.send(RankReport(status="failed", problem=f"{type(error).__name__}: {error}"))
+                raise
+
+        def get_init_info(self) -> dict[str, Any]:
+            report: RankReport = super().get_init_info()
+            report["weight_bytes"] = _weight_bytes(self)
+            report["kv_cache_bytes"] = _kv_cache_bytes(self)
+            # SGLang collects garbage whenever it flushes its cache; without this that walks every object made so far, half a second long.
+            gc.collect()
+            gc.freeze()
+            return dict(report)
+
+    sglang_scheduler.Scheduler = ReportingScheduler
+    sglang_scheduler.run_scheduler_process(
+        server_args, port_args, gpu_id, tp_rank, attn_cp_rank, moe_dp_rank, moe_ep_rank, pp_rank, dp_rank, pipe_writer
+    )
+
+
+def _weight_bytes(scheduler: Any) -> int:
+    parameters = scheduler.tp_worker.model_runner.model.parameters()
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+
+
+def _kv_cache_bytes(scheduler: Any) -> int:
+    size = scheduler.token_to_kv_pool_allocator.get_kvcache().get_kv_size_bytes()
+    return sum(size) if isinstance(size, tuple) else int(size)
