@@ -1,4 +1,4 @@
-"""docs/grpc.md names everything that a caller can meet."""
+"""docs/grpc.md names everything that a caller can meet, docs/config.md everything that a node can be told."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 from tasuki.rpc.methods import METHODS
 from tasuki.wire import errors
 from tasuki.wire.errors import TasukiError
+from tools import config_page
 
-PAGE = (Path(__file__).parents[2] / "docs/grpc.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "grpc.md").read_text()
 ERRORS = [
     cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, TasukiError) and cls is not TasukiError
 ]
@@ -24,3 +26,7 @@ def test_page_has_a_line_that_calls(method: str) -> None:
 @pytest.mark.parametrize("cls", ERRORS, ids=lambda cls: cls.__name__)
 def test_error_table_has_a_row_for(cls: type[TasukiError]) -> None:
     assert f"| {cls.code.name} | `{cls.reason}` | `{cls.__name__}` |" in PAGE
+
+
+def test_config_page_is_what_the_schema_says() -> None:
+    assert (DOCS / "config.md").read_text() == config_page.page(), "run tools/config_page.py"
