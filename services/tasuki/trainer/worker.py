@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +13,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tasuki.algorithms.losses import policy_loss_sums
-from tasuki.config.schema import TrainerConfig
+from tasuki.config.places import socket_dir
+from tasuki.config.schema import NodeConfig
+from tasuki.memory.allocator import MemoryTag, ResidentAllocator, TagUsage
+from tasuki.trainer import checkpoint, export
 from tasuki.trainer.mesh import mesh_device
 from tasuki.trainer.micro_batch import LossBatch, TokenBatch
 from tasuki.trainer.model import Policy, load_policy, read_model_config
 from tasuki.trainer.schedule import learning_rate_at
+from tasuki.trainer.shards import local_shards
+from tasuki.transport.export import WeightExport
+from tasuki.v1.weights_pb2 import WeightHandle
 from tasuki.wire.errors import GradientsNotFinite
 
 
@@ -53,14 +58,20 @@ class StepReport:
     learning_rate: float
 
 
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    handle: WeightHandle
+    num_bytes: int
+
+
 class Worker:
     """One rank's share of the training state."""
 
-    def __init__(self, model_path: Path, *, config: TrainerConfig, mesh: DeviceMesh) -> None:
+    def __init__(self, node: NodeConfig, *, mesh: DeviceMesh) -> None:
         """Loads the start weights. Raises what model.read_model_config and shards.load_shards raise."""
-        self.config, self.mesh, self.device = config, mesh, mesh_device(mesh)
-        self.model_path = model_path
-        self.model_config = read_model_config(model_path)
+        config = node.trainer
+        self.node, self.config, self.mesh, self.device = node, config, mesh, mesh_device(mesh)
+        self.model_config = read_model_config(node.model.path)
         self.policy_version = 0
         self.has_gradients = False
         torch.manual_seed(config.seed)
@@ -75,7 +86,11 @@ class Worker:
             eps=config.eps,
             weight_decay=config.weight_decay,
         )
+        self.allocator = ResidentAllocator(
+            tags=(MemoryTag.WEIGHTS, MemoryTag.GRADIENTS, MemoryTag.OPTIMIZER), device=str(self.device)
+        )
         self._reference: Policy | None = None
+        self._export: WeightExport | None = None
 
     def forward_backward(
         self, micro_batches: Sequence[LossBatch], *, loss: PolicyLossConfig, num_loss_tokens: float, num_gap_tokens: int
@@ -140,14 +155,72 @@ class Worker:
         self.optimizer.zero_grad(set_to_none=True)
         self.has_gradients = False
 
-    @torch.no_grad()
-    def compute_log_probs(self, batches: Sequence[TokenBatch], *, of_reference: bool, temperature: float) -> list[list[float]]:
+    def policy_log_probs(self, batches: Sequence[TokenBatch], *, temperature: float) -> list[list[float]]:
         """Log-probs of the completion tokens of every sample, in the order of the batches."""
-        policy = self._reference_policy() if of_reference else self.policy
+        return self._log_probs(self.policy, batches, temperature=temperature)
+
+    def reference_log_probs(self, batches: Sequence[TokenBatch], *, temperature: float) -> list[list[float]]:
+        """The same under the frozen start weights, which are loaded at their first use."""
+        if self._reference is None:
+            self._reference = self._load(self._compute_dtype).requires_grad_(False).eval()
+        return self._log_probs(self._reference, batches, temperature=temperature)
+
+    def publish_weights(self) -> PublishReport:
+        """Writes this rank's shards, in the engine's dtype, where rollout can map them."""
+        if self._export is None:
+            rank = self.mesh.get_local_rank()
+            self._export = WeightExport(
+                local_shards(self.policy.causal_lm),
+                rank=rank,
+                num_ranks=self.mesh.size(),
+                dtype=getattr(torch, self.node.rollout.dtype),
+                socket_path=socket_dir(self.node.state_dir) / f"weights-{rank}.sock",
+            )
+        num_bytes = self._export.publish(self.policy_version)
+        return PublishReport(handle=self._export.handle(), num_bytes=num_bytes)
+
+    def withdraw_weights(self) -> None:
+        if self._export is not None:
+            self._export.withdraw()
+
+    def save_checkpoint(self, path: Path) -> int:
+        """Returns the bytes written; raises as checkpoint.save_checkpoint."""
+        return checkpoint.save_checkpoint(path, model=self.policy.causal_lm, optimizer=self.optimizer, facts=self._facts())
+
+    def load_checkpoint(self, path: Path) -> None:
+        """Raises as checkpoint.load_checkpoint, with nothing changed. Clears the gradients."""
+        self.policy_version = checkpoint.load_checkpoint(
+            path, model=self.policy.causal_lm, optimizer=self.optimizer, have=self._facts()
+        )
+        self.discard_gradients()
+
+    def export_model(self, path: Path) -> int:
+        """Returns the bytes written; raises as export.export_model."""
+        return export.export_model(path, causal_lm=self.policy.causal_lm, source=self.node.model.path)
+
+    def memory_usage(self) -> list[TagUsage]:
+        """Bytes of this rank's shards; gradients and optimizer state count once they are there."""
+        params = list(self.policy.parameters())
+        frozen = list(self._reference.parameters()) if self._reference is not None else []
+        moments = [state[moment] for state in self.optimizer.state.values() for moment in ("exp_avg", "exp_avg_sq")]
+        self.allocator.set_total_bytes(MemoryTag.WEIGHTS, _local_bytes([*params, *frozen]))
+        self.allocator.set_total_bytes(MemoryTag.GRADIENTS, _local_bytes([p.grad for p in params if p.grad is not None]))
+        self.allocator.set_total_bytes(MemoryTag.OPTIMIZER, _local_bytes(moments))
+        return self.allocator.usage()
+
+    def close(self) -> None:
+        """Ends the export: nobody new gets the weights."""
+        if self._export is not None:
+            self._export.close()
+
+    @torch.no_grad()
+    def _log_probs(self, policy: Policy, batches: Sequence[TokenBatch], *, temperature: float) -> list[list[float]]:
         scored: list[list[float]] = []
         for batch in batches:
             log_probs_T, _ = self._score(policy, batch, temperature=temperature)
             scored.extend(sample.tolist() for sample in log_probs_T.split(list(batch.num_completion_tokens)))
+        # Without a backward pass FSDP2 leaves the root's parameters gathered, in place of their shards.
+        policy.reshard()
         return scored
 
     def _score(self, policy: Policy, batch: TokenBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
@@ -170,17 +243,25 @@ class Worker:
             total_steps=config.total_steps,
         )
 
-    def _reference_policy(self) -> Policy:
-        """The frozen start weights, loaded at their first use."""
-        if self._reference is None:
-            self._reference = self._load(self._compute_dtype).requires_grad_(False).eval()
-        return self._reference
+    def _facts(self) -> checkpoint.CheckpointFacts:
+        return checkpoint.CheckpointFacts(
+            policy_version=self.policy_version, num_ranks=self.mesh.size(), architecture=self.model_config.architectures[0]
+        )
 
     def _load(self, param_dtype: torch.dtype) -> Policy:
         return load_policy(
-            self.model_path, config=self.model_config, mesh=self.mesh, param_dtype=param_dtype, compute_dtype=self._compute_dtype
+            self.node.model.path,
+            config=self.model_config,
+            mesh=self.mesh,
+            param_dtype=param_dtype,
+            compute_dtype=self._compute_dtype,
         )
 
     @property
     def _compute_dtype(self) -> torch.dtype:
         return getattr(torch, self.config.compute_dtype)
+
+
+def _local_bytes(tensors: Sequence[Tensor]) -> int:
+    """Bytes of DTensors on this rank."""
+    return sum(tensor.detach().to_local().nbytes for tensor in tensors)
