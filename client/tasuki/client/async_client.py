@@ -57,7 +57,9 @@ class AsyncClient:
     async def __aenter__(self) -> AsyncClient:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -94,7 +96,9 @@ class AsyncClient:
         if num_received != len(prompts) * num_samples:
             raise InternalError(f"rollout ended the stream after {num_received} of {len(prompts) * num_samples} samples")
 
-    async def forward_backward(self, samples: Sequence[TrainingSample], loss: LossConfig | None = None) -> ForwardBackwardResult:
+    async def forward_backward(
+        self, samples: Sequence[TrainingSample], loss: LossConfig | None = None
+    ) -> ForwardBackwardResult:
         """Adds gradients of the loss over all samples; the loss is a mean over their counted tokens."""
         chunks = _training_chunks(samples)
         loss_config = encode.loss_to_proto(loss or LossConfig())
@@ -165,7 +169,7 @@ class AsyncClient:
 
     async def save(self, path: Path | str) -> SaveResult:
         """Writes model, optimizer, random state and version into a folder that does not exist yet, for `load`."""
-        folder = str(Path(path).absolute())
+        folder = _absolute(path)
 
         async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.SaveCheckpointResponse:
             request = trainer_pb2.SaveCheckpointRequest(command=command, path=folder)
@@ -176,7 +180,7 @@ class AsyncClient:
 
     async def load(self, path: Path | str) -> int:
         """Reads what `save` wrote. Returns the policy version."""
-        folder = str(Path(path).absolute())
+        folder = _absolute(path)
 
         async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.LoadCheckpointResponse:
             request = trainer_pb2.LoadCheckpointRequest(command=command, path=folder)
@@ -186,7 +190,7 @@ class AsyncClient:
 
     async def export_model(self, path: Path | str) -> SaveResult:
         """Writes a Hugging Face folder that does not exist yet; AutoModelForCausalLM.from_pretrained loads it."""
-        folder = str(Path(path).absolute())
+        folder = _absolute(path)
 
         async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.ExportModelResponse:
             request = trainer_pb2.ExportModelRequest(command=command, path=folder)
@@ -259,7 +263,9 @@ class AsyncClient:
         found: list[Changeover] = []
         page_token = ""
         while len(found) < limit:
-            request = coordinator_pb2.ListChangeoversRequest(page_size=min(limit - len(found), _PAGE_SIZE), page_token=page_token)
+            request = coordinator_pb2.ListChangeoversRequest(
+                page_size=min(limit - len(found), _PAGE_SIZE), page_token=page_token
+            )
             page = await _read(self._connection.coordinator.ListChangeovers(request, timeout=READ_TIMEOUT_S))
             found += [encode.changeover_from_proto(changeover) for changeover in page.changeovers]
             page_token = page.next_page_token
@@ -294,6 +300,11 @@ def _training_chunks(samples: Sequence[TrainingSample]) -> list[trainer_pb2.Trai
         raise InvalidArgument("samples", "empty; give at least one")
     parts = [encode.training_sample_to_proto(sample, index=index) for index, sample in enumerate(samples)]
     return [trainer_pb2.TrainingSamples(samples=chunk) for _, chunk in encode.cut(parts, field="samples")]
+
+
+def _absolute(path: Path | str) -> str:
+    """The services have working folders of their own."""
+    return str(Path(path).absolute())
 
 
 async def _read(call: Awaitable[_Answer]) -> _Answer:

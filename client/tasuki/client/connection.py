@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 import grpc.aio
@@ -15,12 +15,17 @@ import grpc.aio
 from tasuki.client.encode import state_from_proto
 from tasuki.client.types import NodeState, Phase
 from tasuki.v1 import coordinator_pb2, types_pb2
-from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub, CoordinatorServiceStub
-from tasuki.v1.rollout_pb2_grpc import RolloutServiceAsyncStub, RolloutServiceStub
-from tasuki.v1.trainer_pb2_grpc import TrainerServiceAsyncStub, TrainerServiceStub
+from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
+from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
 from tasuki.wire.address import unix_target
 from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import DeadlineExceeded, InvalidArgument, PeerUnavailable, StaleEpoch, from_rpc_error
+
+if TYPE_CHECKING:
+    from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
+    from tasuki.v1.rollout_pb2_grpc import RolloutServiceAsyncStub
+    from tasuki.v1.trainer_pb2_grpc import TrainerServiceAsyncStub
 
 READ_TIMEOUT_S = 10.0
 _MAX_REPEATS = 2
@@ -55,7 +60,9 @@ class Connection:
         except grpc.aio.AioRpcError as error:
             failure = from_rpc_error(error)
             if isinstance(failure, PeerUnavailable):
-                raise PeerUnavailable(f"no coordinator answers at {self._target}; is the node up?", peer=self._target) from error
+                raise PeerUnavailable(
+                    f"no coordinator answers at {self._target}; is the node up?", peer=self._target
+                ) from error
             raise failure from error
         self.take(response.state)
         return state_from_proto(response.state)
@@ -103,7 +110,7 @@ class Connection:
 
     async def close(self) -> None:
         for channel in (self._coordinator_channel, *self._channels.values()):
-            await channel.close()
+            await channel.close(grace=None)
 
     def _channel(self, target: str) -> grpc.aio.Channel:
         if target not in self._channels:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,13 +49,12 @@ def prompt_to_proto(token_ids: TokenIds, *, index: int) -> rollout_pb2.Prompt:
 
 
 def training_sample_to_proto(sample: TrainingSample, *, index: int) -> types_pb2.TrainingSample:
-    advantages = sample.advantages
     try:
         return types_pb2.TrainingSample(
             prompt_token_ids=sample.prompt_token_ids,
             completion_token_ids=sample.completion_token_ids,
             rollout_log_probs=sample.rollout_log_probs,
-            advantages=[float(advantages)] if np.ndim(advantages) == 0 else np.asarray(advantages, dtype=np.float32),
+            advantages=np.atleast_1d(np.asarray(sample.advantages, dtype=np.float32)),
             ref_log_probs=sample.ref_log_probs,
             loss_mask=sample.loss_mask,
             policy_version=sample.policy_version,
@@ -75,11 +74,11 @@ def sample_from_proto(sample: types_pb2.Sample, *, prompt_index: int) -> Sample:
     )
 
 
-def phase_to_proto(phase: Phase) -> types_pb2.Phase:
+def phase_to_proto(phase: Phase) -> types_pb2.Phase.ValueType:
     return types_pb2.Phase.Value(f"PHASE_{phase}")
 
 
-def policy_to_proto(policy: PolicyKind) -> trainer_pb2.PolicyKind:
+def policy_to_proto(policy: PolicyKind) -> trainer_pb2.PolicyKind.ValueType:
     return trainer_pb2.PolicyKind.Value(f"POLICY_KIND_{policy}")
 
 
@@ -145,19 +144,19 @@ def cut(parts: Sequence[_Part], *, field: str, max_bytes: int = MAX_CHUNK_BYTES)
         yield start, parts[start:]
 
 
-def _set_fields(value: SamplingParams | LossConfig) -> dict[str, object]:
+def _set_fields(value: SamplingParams | LossConfig) -> dict[str, Any]:
     """Fields by name, without those that are None."""
     pairs = ((field.name, getattr(value, field.name)) for field in fields(value))
     return {name: given for name, given in pairs if given is not None}
 
 
-def _phase_from_proto(phase: types_pb2.Phase) -> Phase | None:
+def _phase_from_proto(phase: types_pb2.Phase.ValueType) -> Phase | None:
     return Phase(types_pb2.Phase.Name(phase).removeprefix("PHASE_")) if phase else None
 
 
-def _stage_from_proto(stage: types_pb2.Stage) -> Stage | None:
+def _stage_from_proto(stage: types_pb2.Stage.ValueType) -> Stage | None:
     return Stage(types_pb2.Stage.Name(stage).removeprefix("STAGE_")) if stage else None
 
 
-def _status_from_proto(status: coordinator_pb2.StageStatus) -> StageStatus:
+def _status_from_proto(status: coordinator_pb2.StageStatus.ValueType) -> StageStatus:
     return StageStatus(coordinator_pb2.StageStatus.Name(status).removeprefix("STAGE_STATUS_"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
 
 import grpc.aio
 
@@ -12,8 +13,10 @@ from tasuki.client import encode
 from tasuki.client.encode import TokenIds
 from tasuki.client.types import Sample, SamplingParams
 from tasuki.v1 import rollout_pb2
-from tasuki.v1.rollout_pb2_grpc import RolloutServiceAsyncStub
 from tasuki.wire.errors import InvalidArgument, TasukiError, from_rpc_error
+
+if TYPE_CHECKING:
+    from tasuki.v1.rollout_pb2_grpc import RolloutServiceAsyncStub
 
 Request = tuple[int, rollout_pb2.GenerateRequest]
 """A request, and the position of its first prompt among all prompts."""

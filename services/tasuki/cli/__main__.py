@@ -26,10 +26,15 @@ USER_ERROR, SERVICE_ERROR, INTERRUPTED = 2, 1, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, 1 when a service failed, 2 for every other error, 130 after Ctrl-C."""
-    signal.signal(signal.SIGTERM, _terminated)
     arguments = _parser().parse_args(argv)
+    return exit_code_of(lambda: arguments.run(arguments))
+
+
+def exit_code_of(command: Callable[[], int]) -> int:
+    """Runs a command; what it raises becomes one line and an exit code."""
+    signal.signal(signal.SIGTERM, _terminated)
     try:
-        return arguments.run(arguments)
+        return command()
     except TasukiError as error:
         sys.stderr.write(f"tasuki: error {error.reason}: {error.message}\n")
         return SERVICE_ERROR if isinstance(error, ServiceFailed) else USER_ERROR
@@ -123,7 +128,8 @@ def _watch(arguments: argparse.Namespace) -> int:
 def _train(arguments: argparse.Namespace) -> int:
     from tasuki.cli.train import run
 
-    return run(load_config(arguments.config, overrides=arguments.overrides))
+    config_dir = arguments.config.resolve().parent
+    return run(load_config(arguments.config, overrides=arguments.overrides), config_dir=config_dir)
 
 
 def _supervise(arguments: argparse.Namespace) -> int:
