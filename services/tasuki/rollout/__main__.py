@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import FrameType
 
@@ -52,12 +53,11 @@ def _serve(config: NodeConfig) -> int:
                 device=config.device, tp_size=config.rollout.tp_size, num_threads=config.rollout.num_threads, temp_dir=temp_dir
             )
         )
+        # Runs when the interpreter exits, after multiprocessing has removed what it keeps there itself (at priority -100).
+        Finalize(None, shutil.rmtree, args=(temp_dir, True), exitpriority=-200)
         from tasuki.rollout.serve import serve
 
-        try:
-            return serve(config)
-        finally:
-            shutil.rmtree(temp_dir, ignore_errors=True)
+        return serve(config)
 
 
 @contextmanager

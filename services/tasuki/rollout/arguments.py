@@ -27,6 +27,10 @@ class ModelFacts:
     architecture: str
     vocab_size: int
     context_length: int
+    has_eos: bool
+    """Whether the model names an end-of-sequence token."""
+    is_seeded: bool
+    """Whether every request is sampled by a seed of its own."""
 
 
 def read_model(config: NodeConfig) -> ModelFacts:
@@ -46,7 +50,14 @@ def read_model(config: NodeConfig) -> ModelFacts:
     wanted = config.rollout.context_length
     if wanted is not None and wanted > longest:
         raise InvalidArgument("rollout.context_length", f"{wanted} is more than the model's {longest} positions")
-    return ModelFacts(str(path), architectures[0], text.vocab_size, longest if wanted is None else wanted)
+    return ModelFacts(
+        path=str(path),
+        architecture=architectures[0],
+        vocab_size=text.vocab_size,
+        context_length=longest if wanted is None else wanted,
+        has_eos=text.eos_token_id is not None,
+        is_seeded=config.device == "cpu",
+    )
 
 
 def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from sglang.srt.utils import MultiprocessingSerializer
 from tasuki.config.schema import NodeConfig
 from tasuki.rollout.arguments import ModelFacts, check_capacity, engine_arguments, read_model
 from tasuki.rollout.receive import LOADER
-from tasuki.rollout.scheduler import RankReport, run_scheduler
+from tasuki.rollout.scheduler import RankReport, StopTokens, run_scheduler
 from tasuki.wire.errors import DeadlineExceeded, InternalError, TasukiError, UnsupportedModel
 
 _log = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ class RolloutEngine:
         # Installs SGLang's handlers for SIGTERM and SIGQUIT, both of which would end this process at once. The service's own take
         # their places: SIGQUIT here, which SGLang sends when a rank has died, and SIGTERM when the server runs.
         self._requests.auto_create_handle_loop()
+        self._requests.tokenizer = StopTokens.of(self._requests.model_config.hf_eos_token_id)
         asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, on_death)
 
     @property

@@ -90,13 +90,27 @@ def _check_sampling(sampling: Mapping[str, object], model: ModelFacts) -> None:
         value = sampling.get(name)
         if isinstance(value, (int, float)) and not is_allowed(value):
             raise InvalidArgument(f"sampling_params.{name}", f"must be {wanted}, not {value:g}")
+    _check_combinations(sampling, model)
     stop_token_ids = sampling.get("stop_token_ids", ())
     assert isinstance(stop_token_ids, Sequence)
     _check_token_ids("sampling_params.stop_token_ids", stop_token_ids, model)
 
 
+def _check_combinations(sampling: Mapping[str, object], model: ModelFacts) -> None:
+    least, most = sampling.get("min_new_tokens", 0), sampling.get("max_new_tokens", _DEFAULT_MAX_NEW_TOKENS)
+    assert isinstance(least, int) and isinstance(most, int)
+    if least > most:
+        raise InvalidArgument("sampling_params.min_new_tokens", f"{least} is more than max_new_tokens, {most}")
+    if least and not model.has_eos:
+        raise InvalidArgument("sampling_params.min_new_tokens", "the model names no end-of-sequence token to hold back")
+    if model.is_seeded and sampling.get("min_p"):
+        raise InvalidArgument("sampling_params.min_p", "SGLang cannot combine it with seeds, by which this engine samples")
+    if not model.is_seeded and "sampling_seed" in sampling:
+        raise InvalidArgument("sampling_params.sampling_seed", "this engine does not sample by seeds")
+
+
 def sampling_of(request: GenerationRequest, prompt_index: int, sample_index: int, model: ModelFacts) -> dict[str, object]:
-    """SGLang's sampling parameters of one sample."""
+    """SGLang's sampling parameters of one sample, without a seed unless the caller gave one."""
     sampling = dict(request.sampling)
     room = model.context_length - len(request.prompts[prompt_index])
     sampling.setdefault("max_new_tokens", min(_DEFAULT_MAX_NEW_TOKENS, room))
@@ -106,9 +120,7 @@ def sampling_of(request: GenerationRequest, prompt_index: int, sample_index: int
     return sampling
 
 
-async def run_samples(
-    request: GenerationRequest, run_one: Callable[[int, int], Awaitable[Sample]]
-) -> AsyncIterator[Sample]:
+async def run_samples(request: GenerationRequest, run_one: Callable[[int, int], Awaitable[Sample]]) -> AsyncIterator[Sample]:
     """The samples of all prompts in the order of completion. Closing the iterator early cancels those that still run."""
     tasks = [
         asyncio.ensure_future(run_one(prompt_index, sample_index))

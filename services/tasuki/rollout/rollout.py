@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -20,6 +21,7 @@ from tasuki.wire.errors import Asleep, Busy, Draining, EnginePoisoned, VersionOr
 
 _log = logging.getLogger(__name__)
 _DRAIN_POLL_S = 0.05
+_SEED_BITS = 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +35,12 @@ class Drained:
 class Rollout:
     """One engine, its weights' version, and where the service stands in the ring of stages.
 
-    on_serving: called whenever generation opens or closes.
+    seed: of the seeds of samples whose request gives none. on_serving: called whenever generation opens or closes.
     """
 
-    def __init__(self, engine: RolloutEngine, sync: WeightSync, *, device: str, on_serving: Callable[[bool], Awaitable[None]]) -> None:
+    def __init__(
+        self, engine: RolloutEngine, sync: WeightSync, *, device: str, seed: int, on_serving: Callable[[bool], Awaitable[None]]
+    ) -> None:
         self.boot_id = uuid.uuid4().hex
         self.engine = engine
         self.stage = Stage.START
@@ -46,6 +50,7 @@ class Rollout:
         ]
         self._sync = sync
         self._on_serving = on_serving
+        self._seeds = random.Random(seed)
         self._held_version: int | None = None
         self._highest_served: int | None = None
         self._is_open = False
@@ -154,6 +159,8 @@ class Rollout:
             # SGLang aborts by prefix: the dot keeps sample 1 from taking sample 10 with it.
             request_id = f"{call}-{prompt_index}-{sample_index}."
             sampling = sampling_of(request, prompt_index, sample_index, self.engine.model)
+            if self.engine.model.is_seeded:
+                sampling.setdefault("sampling_seed", self._seeds.getrandbits(_SEED_BITS))
             with self._counted():
                 completion = await self.engine.generate(request_id, request.prompts[prompt_index], sampling)
                 self._num_cut += completion.is_cut

@@ -14,6 +14,7 @@ from tasuki.rollout.rollout import Rollout
 from tasuki.rollout.servicer import RolloutMemoryServicer, RolloutServicer
 from tasuki.rollout.sync import WeightSync
 from tasuki.rpc.commands import CommandGate
+from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.server import RpcServer
 from tasuki.v1 import memory_pb2_grpc, rollout_pb2_grpc
 
@@ -38,10 +39,15 @@ async def _serve(config: NodeConfig) -> int:
     target = places.grpc_target(config.state_dir, service="rollout", listen=config.rollout.listen)
     server = RpcServer(service="rollout", target=target)
     engine = start_engine(config, on_death=on_death)
+    configure_logging("rollout")  # SGLang has put its own in the place of ours
     sync = WeightSync(engine, socket_dir=socket_dir)
     try:
         rollout = Rollout(
-            engine, sync, device=config.device, on_serving=lambda is_serving: server.set_serving(f"{_SERVICE}/Generate", is_serving)
+            engine,
+            sync,
+            device=config.device,
+            seed=config.rollout.seed,
+            on_serving=lambda is_serving: server.set_serving(f"{_SERVICE}/Generate", is_serving),
         )
         gate = CommandGate()
         server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, RolloutServicer(rollout, gate), _SERVICE)
