@@ -41,17 +41,19 @@ def to_stderr(line: str) -> None:
 
 
 class StartedNode:
-    """A node that this process started, and that stops with it unless it is let go."""
+    """A node that this process started, and that stops with it unless it is let go. To be stopped or let go, once."""
 
     def __init__(self, config: NodeConfig, process: subprocess.Popen[bytes], *, starter_fd: int) -> None:
         self.config = config
         self.process = process
         self._starter_fd = starter_fd
+        self._is_let_go = False
 
     def let_go(self) -> None:
         """From here on the node lives without this process."""
         os.write(self._starter_fd, b"1")
         os.close(self._starter_fd)
+        self._is_let_go = True
 
     def wait(self) -> int:
         """Returns when the node has ended: 0 after a `tasuki down`, 1 when a service ended by itself."""
@@ -60,6 +62,8 @@ class StartedNode:
     def stop(self) -> None:
         """Returns when nothing of the node is left."""
         with _without_interrupts():
+            if not self._is_let_go:
+                os.close(self._starter_fd)
             stop_node(self.config.state_dir)
             self.process.wait()
 
@@ -91,17 +95,18 @@ def start_node(config: NodeConfig, *, tell: Tell = to_stderr) -> StartedNode:
 
 def stop_node(state_dir: Path) -> bool:
     """Stops the node on `state_dir` and returns when no process of it is left; False when none ran."""
-    pid = holder(state_dir, name=NODE_LOCK)
-    if pid is None:
-        return False
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGTERM)
+    asked: set[int] = {os.getpid()}
     deadline = time.monotonic() + STOP_TIMEOUT_S
-    while holder(state_dir, name=NODE_LOCK) is not None:
+    while (pid := holder(state_dir, name=NODE_LOCK)) is not None:
+        # While a node starts, the lock passes from the process that was asked to start it to the supervisor.
+        if pid not in asked:
+            asked.add(pid)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"the node of pid {pid} has not stopped in {STOP_TIMEOUT_S:.0f} s", pid=pid)
         time.sleep(_POLL_S)
-    return True
+    return len(asked) > 1
 
 
 @contextmanager

@@ -6,11 +6,13 @@ import ctypes  # noqa: TID251 - prctl has no other door in Python, and is no par
 import os
 import signal
 import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_SHM = Path("/dev/shm")  # noqa: S108 - looked into, never written to
 _POLL_S = 0.02
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -28,35 +30,32 @@ def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Every live process below `pid`, children before grandchildren."""
+    """Every process below `pid` that is not reaped yet, children before grandchildren."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError):  # it has just ended
                 # The name in parentheses may hold anything; the state and the parent follow the last one.
-                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-                if state != "Z":
-                    children.setdefault(int(parent), []).append(int(entry.name))
+                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+                children.setdefault(int(parent), []).append(int(entry.name))
     found = [pid]
     for one in found:
         found += children.get(one, [])
     return found[1:]
 
 
-def end_descendants(*, grace_s: float, kill_s: float) -> dict[int, int]:
+def end_descendants(*, grace_s: float, kill_s: float, note: Callable[[dict[int, int]], None]) -> None:
     """Gives the processes below this one `grace_s` to end by themselves, then `kill_s` of SIGKILL until none is left.
 
-    Returns the exit codes of the children among them, as `reap` does.
+    `note` takes what `reap` returns.
     """
-    ended: dict[int, int] = {}
     started = time.monotonic()
     while (left := descendants(os.getpid())) and time.monotonic() < started + grace_s + kill_s:
         for pid in left if time.monotonic() > started + grace_s else ():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(_POLL_S)
-        ended |= reap()
-    return ended | reap()
+        note(reap())
 
 
 def reap() -> dict[int, int]:
@@ -69,6 +68,23 @@ def reap() -> dict[int, int]:
                 break
             ended[pid] = os.waitstatus_to_exitcode(status)
     return ended
+
+
+def shared_memory() -> set[Path]:
+    """Everything in /dev/shm."""
+    return set(_SHM.iterdir()) if _SHM.is_dir() else set()
+
+
+def shared_memory_of(pids: Iterable[int]) -> set[Path]:
+    """Files in /dev/shm that any of the processes has mapped."""
+    found: set[Path] = set()
+    for pid in pids:
+        with suppress(OSError):  # it has just ended
+            for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+                _, slash, name = line.partition(f"{_SHM}/")
+                if slash and not name.endswith(" (deleted)"):
+                    found.add(_SHM / name)
+    return found
 
 
 def _prctl(option: int, value: int) -> None:

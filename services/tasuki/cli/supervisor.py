@@ -12,12 +12,21 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tasuki.cli.processes import adopt_orphans, die_with_parent, end_descendants, reap
+from tasuki.cli.processes import (
+    adopt_orphans,
+    descendants,
+    die_with_parent,
+    end_descendants,
+    reap,
+    shared_memory,
+    shared_memory_of,
+)
 from tasuki.cli.services import ServiceCommand, listens
 from tasuki.config.lock import StateLock
 from tasuki.config.places import exit_path, log_path, socket_dir
@@ -26,6 +35,7 @@ _log = logging.getLogger("tasuki.supervisor")
 _GRACE_S = 5.0
 _KILL_S = 3.0
 _TICK_S = 0.1
+_LOOK_EVERY_S = 10.0
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -40,23 +50,31 @@ def supervise(
     # Taken by sigtimedwait alone, so that no handler can run in the middle of something.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     guard_pid = os.getpid()
+    leftovers = Leftovers(state_dir)
     pid = os.fork()
     if pid:
         os.close(starter_fd)
-        return _guard(state_dir, pid)
+        return _guard(state_dir, pid, leftovers)
     die_with_parent(guard_pid, signal.SIGTERM)
     adopt_orphans()
     lock.sign(os.getpid())
-    return Supervisor(state_dir, services, starter_fd=starter_fd, environment=environment).run()
+    return Supervisor(state_dir, services, leftovers, starter_fd=starter_fd, environment=environment).run()
 
 
 class Supervisor:
     """The services of one node, as children of this process."""
 
     def __init__(
-        self, state_dir: Path, services: Sequence[ServiceCommand], *, starter_fd: int, environment: Mapping[str, str]
+        self,
+        state_dir: Path,
+        services: Sequence[ServiceCommand],
+        leftovers: Leftovers,
+        *,
+        starter_fd: int,
+        environment: Mapping[str, str],
     ) -> None:
         self._state_dir = state_dir
+        self._leftovers = leftovers
         self._environment = environment
         self._starter_fd: int | None = starter_fd
         os.set_blocking(starter_fd, False)
@@ -69,15 +87,17 @@ class Supervisor:
         reason = ""
         while not reason:
             self._start_what_can()
+            self._leftovers.glance()
             reason = self._wait()
         _log.info("event=stop reason=%s", reason)
+        self._leftovers.look()
         first = next(iter(self._exit_codes), None)
         for pid in self._pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
-        self._note(end_descendants(grace_s=_GRACE_S, kill_s=_KILL_S))
+        end_descendants(grace_s=_GRACE_S, kill_s=_KILL_S, note=self._note)
         write_exit(self._state_dir, reason=reason, first=first, exit_codes=self._exit_codes)
-        remove_run_folder(self._state_dir)
+        self._leftovers.remove()
         return 1 if first else 0
 
     def _start_what_can(self) -> None:
@@ -137,19 +157,50 @@ class Supervisor:
                 _log.info("event=ended service=%s pid=%d exit_code=%d", service.name, pid, code)
 
 
-def _guard(state_dir: Path, supervisor_pid: int) -> int:
+class Leftovers:
+    """What a killed process cannot remove itself: the run folder with its sockets, and files of its in /dev/shm."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self._state_dir = state_dir
+        self._others = shared_memory()
+        self._seen = self._others
+        self._ours: set[Path] = set()
+        self._next_look = 0.0
+
+    def glance(self) -> None:
+        """Looks when there is something new in /dev/shm, and now and then; cheap otherwise."""
+        present = shared_memory()
+        if present - self._seen or time.monotonic() >= self._next_look:
+            self.look()
+            self._seen = present
+            self._next_look = time.monotonic() + _LOOK_EVERY_S
+
+    def look(self) -> None:
+        """Notes which shared memory the processes below this one use: when they have ended, nobody can tell."""
+        self._ours |= shared_memory_of(descendants(os.getpid())) - self._others
+
+    def remove(self) -> None:
+        """Once none of them is left."""
+        for path in self._ours:
+            path.unlink(missing_ok=True)
+        shutil.rmtree(socket_dir(self._state_dir), ignore_errors=True)
+
+
+def _guard(state_dir: Path, supervisor_pid: int, leftovers: Leftovers) -> int:
     """Waits for the supervisor; when that was killed, does what it could not do any more."""
     code = None
     while code is None:
+        leftovers.glance()
         if signal.sigtimedwait(_STOP_SIGNALS, _TICK_S) is not None:
             with suppress(ProcessLookupError):
                 os.kill(supervisor_pid, signal.SIGTERM)
         code = reap().get(supervisor_pid)
     if code < 0:
         _log.warning("event=supervisor_killed signal=%d", -code)
-        end_descendants(grace_s=_GRACE_S, kill_s=_KILL_S)
+        leftovers.look()
+        end_descendants(grace_s=_GRACE_S, kill_s=_KILL_S, note=lambda _: None)
         write_exit(state_dir, reason=f"the supervisor was killed by {signal.Signals(-code).name}", first=None, exit_codes={})
-        remove_run_folder(state_dir)
+        leftovers.remove()
     return code
 
 
@@ -166,11 +217,6 @@ def write_exit(state_dir: Path, *, reason: str, first: str | None, exit_codes: M
     partial = exit_path(state_dir).with_suffix(".part")
     partial.write_text(json.dumps(told, indent=2) + "\n")
     partial.rename(exit_path(state_dir))
-
-
-def remove_run_folder(state_dir: Path) -> None:
-    """Removes the sockets and whatever else the services left in the run folder."""
-    shutil.rmtree(socket_dir(state_dir), ignore_errors=True)
 
 
 def _fresh_log(path: Path) -> Path:

@@ -25,6 +25,8 @@ from tasuki.v1 import coordinator_pb2_grpc
 from tasuki.wire.errors import TasukiError
 
 _log = logging.getLogger("tasuki.coordinator")
+# A changeover that runs may finish a stage in this time; the supervisor gives 5 s.
+_GRACE_S = 3.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -64,14 +66,22 @@ async def _serve(config: NodeConfig) -> None:
         "tasuki.v1.CoordinatorService",
     )
     await server.start()
+    stop = asyncio.Event()
     recovery = asyncio.create_task(node.recover())
+    ending = asyncio.create_task(_end_watches(stop, node))
     try:
-        await server.run(asyncio.Event())
+        await server.run(stop, grace_s=_GRACE_S)
     finally:
+        ending.cancel()
         recovery.cancel()
         await node.stop()
         await peers.close()
         journal.close()
+
+
+async def _end_watches(stop: asyncio.Event, node: Node) -> None:
+    await stop.wait()
+    node.end_watches()
 
 
 if __name__ == "__main__":

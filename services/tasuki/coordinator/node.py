@@ -43,7 +43,7 @@ class Node:
         self._running: Operation | None = None
         self._open: Changeover | None = None
         self._operations: OrderedDict[str, Operation] = OrderedDict()
-        self._watchers: set[asyncio.Queue[Told]] = set()
+        self._watchers: set[asyncio.Queue[Told | None]] = set()
         self._num_done = journal.num_done()
         self._last_error = _close_interrupted(journal)
 
@@ -76,9 +76,9 @@ class Node:
         return self._operation(request_id, f"stage {stage}", lambda: self._run_by_hand(stage, request_id))
 
     @contextmanager
-    def watched(self) -> Iterator[asyncio.Queue[Told]]:
-        """A queue of what happens from now on. One that is not read loses its oldest events."""
-        queue: asyncio.Queue[Told] = asyncio.Queue(_WATCHER_BACKLOG)
+    def watched(self) -> Iterator[asyncio.Queue[Told | None]]:
+        """A queue of what happens from now on, and None at the end. One that is not read loses its oldest events."""
+        queue: asyncio.Queue[Told | None] = asyncio.Queue(_WATCHER_BACKLOG)
         self._watchers.add(queue)
         try:
             yield queue
@@ -96,6 +96,10 @@ class Node:
             with suppress(TasukiError):  # journalled, and told by the state
                 async for _ in self.acquire(Phase.TRAIN, f"recovery-{self._journal.epoch}").follow():
                     pass
+
+    def end_watches(self) -> None:
+        """Lets every watcher go, so that a server can stop."""
+        self._pass_on(None)
 
     async def stop(self) -> None:
         """Cuts the running operation off; its stage stays in the journal as an intent without a result."""
@@ -197,6 +201,9 @@ class Node:
         told = Told(event, self.state())
         if self._running is not None:
             self._running.tell(told)
+        self._pass_on(told)
+
+    def _pass_on(self, told: Told | None) -> None:
         for queue in self._watchers:
             if queue.full():
                 queue.get_nowait()

@@ -52,8 +52,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def WatchState(self, request: pb.WatchStateRequest, context: _Context) -> AsyncIterator[pb.WatchStateResponse]:
         with self._node.watched() as queue:
             yield pb.WatchStateResponse(state=state_to_proto(self._node.state()))
-            while True:
-                told = await queue.get()
+            while (told := await queue.get()) is not None:
                 yield pb.WatchStateResponse(state=state_to_proto(told.state), event=event_to_proto(told.event))
 
     async def ListChangeovers(self, request: pb.ListChangeoversRequest, context: _Context) -> pb.ListChangeoversResponse:
