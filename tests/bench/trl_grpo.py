@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -37,14 +38,13 @@ class StepClock(TrainerCallback):
         self._last = now
 
 
-def batched(reward: Callable[..., float], rewards: list[float]) -> Callable[..., list[float]]:
+def batched(reward: Callable[..., float], rewards: list[float], *, fields: list[str]) -> Callable[..., list[float]]:
     """TRL's form of a reward function: one call for a batch, the dataset's columns as lists. Keeps each batch's mean in `rewards`."""
 
-    def reward_batch(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
-        fields = {name: values for name, values in columns.items() if isinstance(values, list) and len(values) == len(prompts)}
+    def reward_batch(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:
         scores = [
-            float(reward(prompt=prompt, completion=completion, **{name: values[i] for name, values in fields.items()}))
-            for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
+            float(reward(prompt=prompt, completion=completion, **{name: columns[name][index] for name in fields}))
+            for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
         ]
         rewards.append(sum(scores) / len(scores))
         return scores
@@ -81,7 +81,9 @@ def trainer_for(args: argparse.Namespace, clock: StepClock, rewards: list[float]
     return GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype),
         processing_class=AutoTokenizer.from_pretrained(args.model, padding_side="left"),
-        reward_funcs=batched(getattr(importlib.import_module(module), function), rewards),
+        reward_funcs=batched(
+            getattr(importlib.import_module(module), function), rewards, fields=[name for name in rows[0] if name != "prompt"]
+        ),
         args=config,
         train_dataset=Dataset.from_list(rows),
         callbacks=[clock],
@@ -112,7 +114,9 @@ def main() -> None:
     sys.path.insert(0, str(Path.cwd()))
     clock, rewards = StepClock(), []
     trainer_for(args, clock, rewards).train()
-    args.output.write_text(json.dumps({"seconds": clock.seconds[args.warmup_steps :], "mean_rewards": rewards}))
+    args.output.write_text(
+        json.dumps({"seconds": clock.seconds[args.warmup_steps :], "mean_rewards": rewards[args.warmup_steps :]})
+    )
 
 
 if __name__ == "__main__":
