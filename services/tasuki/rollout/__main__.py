@@ -21,6 +21,7 @@ from tasuki.config import places
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
 from tasuki.rollout.environment import engine_environment
+from tasuki.rollout.ranks import RankProcesses
 from tasuki.rpc.logs import configure_logging
 from tasuki.wire.errors import NodeRunning, TasukiError
 
@@ -38,7 +39,7 @@ def main() -> int:
         configure_logging("rollout")
         return _serve(config)
     except TasukiError as error:
-        print(f"tasuki.rollout: {error.reason}: {error.message}", file=sys.stderr)
+        sys.stderr.write(f"tasuki.rollout: {error.reason}: {error.message}\n")
         return 1
 
 
@@ -48,16 +49,19 @@ def _serve(config: NodeConfig) -> int:
     with _only_one(socket_dir / "rollout.lock", config.state_dir):
         shutil.rmtree(temp_dir, ignore_errors=True)  # left by a service that was killed
         temp_dir.mkdir(mode=0o700)
-        os.environ.update(
-            engine_environment(
-                device=config.device, tp_size=config.rollout.tp_size, num_threads=config.rollout.num_threads, temp_dir=temp_dir
-            )
-        )
         # Runs when the interpreter exits, after multiprocessing has removed what it keeps there itself (at priority -100).
         Finalize(None, shutil.rmtree, args=(temp_dir, True), exitpriority=-200)
-        from tasuki.rollout.serve import serve
+        os.environ.update(engine_environment(config, temp_dir=temp_dir))
+        ranks = RankProcesses(config.rollout.tp_size)
+        try:
+            from tasuki.rollout.arguments import read_model
 
-        return serve(config)
+            model = read_model(config)
+            from tasuki.rollout.serve import serve
+
+            return serve(config, model, ranks)
+        finally:
+            ranks.kill()
 
 
 @contextmanager

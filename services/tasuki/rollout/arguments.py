@@ -8,8 +8,9 @@ from typing import Any
 from transformers import AutoConfig
 
 from tasuki.config.schema import NodeConfig
+from tasuki.rollout.environment import architecture_of
 from tasuki.rollout.receive import LOADER
-from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
+from tasuki.wire.errors import InvalidArgument, UnsupportedModel
 
 # SGLang 0.5.15 takes prompts of at most context_length - 7 tokens and ends completions at context_length - 2. We ask for this much more
 # and let it be used by nobody, so that a prompt plus max_new_tokens of exactly our context_length works.
@@ -34,37 +35,35 @@ class ModelFacts:
 
 
 def read_model(config: NodeConfig) -> ModelFacts:
-    """Raises PathNotFound without a model folder, UnsupportedModel for a configuration that names no known model."""
+    """Raises PathNotFound without a model folder, UnsupportedModel for a configuration that names no known model, InvalidArgument
+    when the context is longer than the model's or than the KV cache.
+    """
     path = config.model.path
-    if not (path / "config.json").is_file():
-        raise PathNotFound(f"model.path: {path} holds no model (no config.json there)", path=path)
+    architecture = architecture_of(path)
     try:
         model = AutoConfig.from_pretrained(path, local_files_only=True)
     except (ValueError, KeyError, OSError) as error:
         raise UnsupportedModel(f"model.path: {path}/config.json describes no model that transformers knows: {error}") from error
-    architectures: list[str] = model.architectures if model.architectures is not None else []
-    if not architectures:
-        raise UnsupportedModel(f"model.path: {path}/config.json names no architecture")
     text = model.get_text_config()
     longest: int = text.max_position_embeddings
     wanted = config.rollout.context_length
     if wanted is not None and wanted > longest:
         raise InvalidArgument("rollout.context_length", f"{wanted} is more than the model's {longest} positions")
-    return ModelFacts(
+    facts = ModelFacts(
         path=str(path),
-        architecture=architectures[0],
+        architecture=architecture,
         vocab_size=text.vocab_size,
         context_length=longest if wanted is None else wanted,
         has_eos=text.eos_token_id is not None,
         is_seeded=config.device == "cpu",
     )
+    check_capacity(config.rollout.max_total_tokens, facts)
+    return facts
 
 
 def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
-    """Keyword arguments of SGLang's Engine. Raises InvalidArgument when the KV cache could not hold one sequence."""
+    """Keyword arguments of SGLang's Engine."""
     rollout = config.rollout
-    total_tokens = rollout.max_total_tokens
-    check_capacity(total_tokens, model)
     arguments: dict[str, Any] = {
         "model_path": str(config.model.path),
         "device": config.device,
@@ -81,8 +80,8 @@ def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
         "grammar_backend": "none",
         "log_level": "warning",
     }
-    if total_tokens is not None:
-        arguments["max_total_tokens"] = total_tokens + _CONTEXT_SLACK
+    if rollout.max_total_tokens is not None:
+        arguments["max_total_tokens"] = rollout.max_total_tokens + _CONTEXT_SLACK
     if rollout.max_running_requests is not None:
         arguments["max_running_requests"] = rollout.max_running_requests
     if config.device == "cpu":

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import multiprocessing
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from multiprocessing.context import SpawnProcess
 from types import FrameType
 from typing import Any
 
@@ -23,13 +21,13 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.utils import MultiprocessingSerializer
 
 from tasuki.config.schema import NodeConfig
-from tasuki.rollout.arguments import ModelFacts, check_capacity, engine_arguments, read_model
+from tasuki.rollout.arguments import ModelFacts, check_capacity, engine_arguments
+from tasuki.rollout.ranks import RankProcesses, RankReport
 from tasuki.rollout.receive import LOADER
-from tasuki.rollout.scheduler import RankReport, StopTokens, run_scheduler
-from tasuki.wire.errors import DeadlineExceeded, InternalError, TasukiError, UnsupportedModel
+from tasuki.rollout.scheduler import StopTokens
+from tasuki.wire.errors import DeadlineExceeded, InternalError
 
 _log = logging.getLogger(__name__)
-_POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,9 @@ class Completion:
 class RolloutEngine:
     """The engine and its rank processes. Create with `start_engine`, in the main thread, inside the running event loop."""
 
-    def __init__(self, engine: Engine, reports: Sequence[RankReport], model: ModelFacts, *, on_death: Callable[[], None]) -> None:
+    def __init__(
+        self, engine: Engine, reports: Sequence[RankReport], model: ModelFacts, *, on_death: Callable[[], None]
+    ) -> None:
         self.model = model
         self.reports = reports
         self._engine = engine
@@ -95,39 +95,33 @@ class RolloutEngine:
         content = torch.frombuffer(bytearray(command), dtype=torch.uint8)
         payload = MultiprocessingSerializer.serialize([("command", content)])
         request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[payload] * len(self.reports), load_format=LOADER, flush_cache=True, torch_empty_cache=False
+            serialized_named_tensors=[payload] * len(self.reports),
+            load_format=LOADER,
+            flush_cache=True,
+            torch_empty_cache=False,
         )
         success, message = await self._requests.update_weights_from_tensor(request)
         if not success:
             raise InternalError(f"SGLang could not update its weights: {message}")
 
     def stop(self) -> None:
-        """Ends the rank processes and waits for them."""
+        """Lets go of the ranks, which may then be killed without being taken for dead."""
         asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)
         self._engine.shutdown()
 
 
-def start_engine(config: NodeConfig, *, on_death: Callable[[], None]) -> RolloutEngine:
-    """Starts the rank processes and waits until the model is loaded; blocks the event loop meanwhile.
+def start_engine(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, *, on_death: Callable[[], None]) -> RolloutEngine:
+    """Has the ranks load the model and waits for them; blocks the event loop meanwhile. The ranks stay the caller's to kill.
 
     on_death: called in the loop when a rank process has died.
-    Raises PathNotFound, UnsupportedModel, InvalidArgument, DeadlineExceeded or InternalError; then no process is left.
+    Raises DeadlineExceeded, InternalError, or InvalidArgument when the KV cache turns out too small.
     """
     started = time.monotonic()
-    model = read_model(config)
-    arguments = engine_arguments(config, model)
+    _EmbeddedEngine.ranks = ranks
     with _deadline(config.rollout.start_timeout_s):
-        try:
-            engine = _EmbeddedEngine(**arguments)
-        except BaseException:
-            _kill_ranks()
-            raise
+        engine = _EmbeddedEngine(**engine_arguments(config, model))
     reports: list[RankReport] = engine._scheduler_init_result.scheduler_infos
-    try:
-        check_capacity(reports[0]["max_total_num_tokens"], model)
-    except TasukiError:
-        engine.shutdown()
-        raise
+    check_capacity(reports[0]["max_total_num_tokens"], model)
     gc.collect()
     gc.freeze()
     _log.info(
@@ -143,68 +137,27 @@ def start_engine(config: NodeConfig, *, on_death: Callable[[], None]) -> Rollout
 
 
 class _EmbeddedEngine(Engine):
-    """Engine with processes of our own making: ranks that report, and no detokenizer, since no text is made."""
+    """Engine over rank processes that are there already, and without a detokenizer, since no text is made."""
+
+    ranks: RankProcesses
 
     @classmethod
     def _launch_scheduler_processes(
         cls, server_args: ServerArgs, port_args: PortArgs, run_scheduler_process_func: Callable[..., None]
-    ) -> tuple[SchedulerInitResult, list[BaseProcess]]:
-        # While it starts, a rank that fails says so through its pipe; SGLang's handler of this signal would kill us before we read it.
+    ) -> tuple[SchedulerInitResult, list[SpawnProcess]]:
+        # A rank that cannot start says so through its pipe; SGLang's handler of this signal would kill us before we read it.
         signal.signal(signal.SIGQUIT, _ignore)
-        pipes: list[Connection] = []
-        processes: list[BaseProcess] = []
-        for tp_rank in range(server_args.tp_size):
-            reader, writer = multiprocessing.Pipe(duplex=False)
-            process = multiprocessing.Process(
-                target=run_scheduler, args=(server_args, port_args, tp_rank, tp_rank, 0, 0, 0, 0, None, writer)
-            )
-            process.start()
-            writer.close()
-            pipes.append(reader)
-            processes.append(process)
-        result = SchedulerInitResult(scheduler_infos=[], all_child_pids=[process.pid for process in processes])
-        result.wait_for_ready = lambda: result.scheduler_infos.extend(_wait_for_reports(pipes, processes))
-        return result, processes
+        # Device, then the ranks in SGLang's five kinds of parallelism, of which we use the first, and none for data parallelism.
+        cls.ranks.launch(
+            [(server_args, port_args, tp_rank, tp_rank, 0, 0, 0, 0, None) for tp_rank in range(server_args.tp_size)]
+        )
+        result = SchedulerInitResult(scheduler_infos=[], all_child_pids=[process.pid for process in cls.ranks.processes])
+        result.wait_for_ready = lambda: result.scheduler_infos.extend(cls.ranks.wait_for_reports())
+        return result, cls.ranks.processes
 
     @classmethod
-    def _launch_detokenizer_subprocesses(cls, **_: Any) -> tuple[list[BaseProcess], list[str]]:
+    def _launch_detokenizer_subprocesses(cls, **_: Any) -> tuple[list[SpawnProcess], list[str]]:
         return [], []
-
-
-def _wait_for_reports(pipes: Sequence[Connection], processes: Sequence[BaseProcess]) -> list[RankReport]:
-    reports: dict[int, RankReport] = {}
-    while len(reports) < len(pipes):
-        for tp_rank, (pipe, process) in enumerate(zip(pipes, processes, strict=True)):
-            if tp_rank in reports:
-                continue
-            if pipe.poll(_POLL_S):
-                reports[tp_rank] = _read_report(pipe, tp_rank, process)
-            elif not process.is_alive():
-                raise _lost(tp_rank, process)
-    return [reports[tp_rank] for tp_rank in range(len(pipes))]
-
-
-def _read_report(pipe: Connection, tp_rank: int, process: BaseProcess) -> RankReport:
-    try:
-        report: RankReport = pipe.recv()
-    except EOFError:
-        raise _lost(tp_rank, process) from None
-    if report["status"] == "ready":
-        return report
-    if report["status"] == "unsupported":
-        raise UnsupportedModel(report["problem"])
-    raise InternalError(f"engine rank {tp_rank} could not start: {report['problem']}")
-
-
-def _lost(tp_rank: int, process: BaseProcess) -> InternalError:
-    process.join(timeout=10)
-    return InternalError(f"engine rank {tp_rank} ended with exit code {process.exitcode} while it started (-9: out of host memory?)")
-
-
-def _kill_ranks() -> None:
-    for process in multiprocessing.active_children():
-        process.kill()
-        process.join()
 
 
 def _ignore(number: int, frame: FrameType | None) -> None: ...

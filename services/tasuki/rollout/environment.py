@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+
+from tasuki.config.schema import NodeConfig
+from tasuki.wire.errors import PathNotFound, UnsupportedModel
 
 
-def engine_environment(*, device: Literal["cpu", "cuda"], tp_size: int, num_threads: int, temp_dir: Path) -> dict[str, str]:
-    """What the engine's processes, which inherit it, need on `device`.
+def engine_environment(config: NodeConfig, *, temp_dir: Path) -> dict[str, str]:
+    """What the engine's processes inherit. temp_dir: private folder for the sockets and files that SGLang makes.
 
-    num_threads: torch threads of one rank on a CPU. temp_dir: private folder for the sockets and files that SGLang makes.
+    Raises PathNotFound without a model folder, UnsupportedModel for an architecture that SGLang does not have.
     """
     everywhere = {
         "TMPDIR": str(temp_dir),
@@ -21,16 +25,44 @@ def engine_environment(*, device: Literal["cpu", "cuda"], tp_size: int, num_thre
         "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
         # SGLang keeps a few positions of its context for itself, see arguments.py.
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+        # Importing two hundred models to use one takes seconds.
+        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models(architecture_of(config.model.path))),
     }
-    if device == "cuda":
+    if config.device == "cuda":
         return everywhere
+    rollout = config.rollout
     return everywhere | {
         "SGLANG_USE_CPU_ENGINE": "1",
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(_cores_of_ranks(tp_size, num_threads)),
-        "OMP_NUM_THREADS": str(num_threads),
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(_cores_of_ranks(rollout.tp_size, rollout.num_threads)),
+        "OMP_NUM_THREADS": str(rollout.num_threads),
         # The CUDA build of torch brings an NCCL that needs a driver; ranks on a CPU talk over gloo.
         "SGLANG_NCCL_SO_PATH": "/nonexistent",
     }
+
+
+def architecture_of(model_path: Path) -> str:
+    """The first architecture that the model's config.json names."""
+    file = model_path / "config.json"
+    if not file.is_file():
+        raise PathNotFound(f"model.path: {model_path} holds no model (no config.json there)", path=model_path)
+    try:
+        architectures = json.loads(file.read_text()).get("architectures")
+    except (ValueError, AttributeError) as error:
+        raise UnsupportedModel(f"model.path: {file} is no model configuration: {error}") from error
+    if not isinstance(architectures, list) or not architectures:
+        raise UnsupportedModel(f"model.path: {file} names no architecture")
+    return str(architectures[0])
+
+
+def _other_models(architecture: str) -> list[str]:
+    """SGLang's model modules that do not define `architecture`, found by reading their source."""
+    sglang = find_spec("sglang")
+    assert sglang is not None and sglang.submodule_search_locations is not None
+    modules = sorted(Path(sglang.submodule_search_locations[0], "srt", "models").glob("*.py"))
+    defining = {module for module in modules if f"class {architecture}(" in module.read_text()}
+    if not defining:
+        raise UnsupportedModel(f"SGLang has no architecture {architecture}", architecture=architecture)
+    return [module.stem for module in modules if module not in defining]
 
 
 def _cores_of_ranks(tp_size: int, num_threads: int) -> list[str]:

@@ -56,7 +56,8 @@ def _check_prompt(field: str, token_ids: Sequence[int], sampling: Mapping[str, o
     room = model.context_length - len(token_ids)
     if room < 1:
         raise InvalidArgument(
-            f"{field}.token_ids", f"{len(token_ids)} tokens leave no room for a completion in a context of {model.context_length}"
+            f"{field}.token_ids",
+            f"{len(token_ids)} tokens leave no room for a completion in a context of {model.context_length}",
         )
     max_new_tokens = sampling.get("max_new_tokens")
     if isinstance(max_new_tokens, int) and max_new_tokens > room:

@@ -128,7 +128,9 @@ class _PreparedPlan:
         """
         for constant, values in self._constants:
             if bool((values != constant.value).any()):
-                raise WeightsCorrupt(f"{constant.parameter}: rows that must be {constant.value} are not", tensors=constant.parameter)
+                raise WeightsCorrupt(
+                    f"{constant.parameter}: rows that must be {constant.value} are not", tensors=constant.parameter
+                )
         layout = self._imported.layout()
         sums: list[tuple[str, Slice, int]] = []
         for piece in self.plan.pieces:
@@ -148,7 +150,9 @@ def _refuse_packed(model: EngineModel) -> None:
     if isinstance(model, torch.nn.Module):
         for name, module in model.named_modules():
             if getattr(module, "use_intel_amx_backend", False):
-                raise UnsupportedModel(f"the weights of {name} are packed for AMX, which a copy plan cannot express", module=name)
+                raise UnsupportedModel(
+                    f"the weights of {name} are packed for AMX, which a copy plan cannot express", module=name
+                )
 
 
 # One for each scheduler process: SGLang hands its loader the model and nothing to keep state in.
@@ -171,7 +175,7 @@ def receive_weights(model: EngineModel, named_tensors: Sequence[tuple[str, torch
         _fill(result, command.weights.policy_version, received)
     except TasukiError as error:
         result.error.CopyFrom(ranks_pb2.RankError(reason=error.reason, message=error.message, metadata=error.metadata))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - the boundary to SGLang, see above
         _log.exception("event=receive_failed tp_rank=%d", result.tp_rank)
         result.error.CopyFrom(ranks_pb2.RankError(message=f"{type(error).__name__}: {error}"))
     _answer(command.reply_address, result)

@@ -102,7 +102,8 @@ class Parameters:
     def fingerprint(self) -> tuple[tuple[object, ...], ...]:
         """Changes when any parameter was moved, reshaped or replaced, so that a plan made before no longer fits."""
         return tuple(
-            (name, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype) for name, tensor in self._by_name.items()
+            (name, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+            for name, tensor in self._by_name.items()
         )
 
 
@@ -118,7 +119,9 @@ class RecordingTensor(torch.Tensor):
     recorder: _Recorder
 
     @staticmethod
-    def __new__(cls, index_space: torch.Tensor, origin: frozenset[str], recorder: _Recorder) -> RecordingTensor:
+    def __new__(
+        cls: type[RecordingTensor], index_space: torch.Tensor, origin: frozenset[str], recorder: _Recorder
+    ) -> RecordingTensor:
         tensor = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
             cls,
             index_space.shape,
@@ -162,7 +165,9 @@ class _Recorder(TorchDispatchMode):
         except _Unrecordable:
             return
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         return self.handle(func, args, kwargs if kwargs is not None else {})
 
     def handle(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -226,7 +231,9 @@ class _WriteObserver(TorchDispatchMode):
         self.writes: dict[FallbackWrite, None] = {}
         self._parameters = parameters
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func._schema.is_mutable and isinstance(args[0], torch.Tensor):
             place = self._parameters.locate(args[0])
             if place is not None and args[0].numel():
@@ -244,7 +251,9 @@ def _observe_fallback(
     with observer:
         model.load_weights([(name, published.gathered(name)) for name in names])
     if Parameters(model).fingerprint() != before:
-        raise UnsupportedModel(f"load_weights replaces parameters while it loads {', '.join(names[:5])}", tensors=",".join(names[:5]))
+        raise UnsupportedModel(
+            f"load_weights replaces parameters while it loads {', '.join(names[:5])}", tensors=",".join(names[:5])
+        )
     return tuple(observer.writes)
 
 

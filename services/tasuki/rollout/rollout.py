@@ -46,11 +46,12 @@ class Rollout:
         self.stage = Stage.START
         self.poison_reason: str | None = None
         self.allocators = [
-            _allocator(device, tp_rank, report["weight_bytes"], report["kv_cache_bytes"]) for tp_rank, report in enumerate(engine.reports)
+            _allocator(device, tp_rank, report["weight_bytes"], report["kv_cache_bytes"])
+            for tp_rank, report in enumerate(engine.reports)
         ]
         self._sync = sync
         self._on_serving = on_serving
-        self._seeds = random.Random(seed)
+        self._seeds = random.Random(seed)  # noqa: S311 - to be repeatable, not secret
         self._held_version: int | None = None
         self._highest_served: int | None = None
         self._is_open = False

@@ -5,25 +5,14 @@ from __future__ import annotations
 import gc
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, TypedDict
+from typing import Any
 
 from sglang.srt.layers import sampler as sglang_sampler
 from sglang.srt.managers import scheduler as sglang_scheduler
-from sglang.srt.models.registry import ModelRegistry
 from sglang.srt.server_args import PortArgs, ServerArgs, get_global_server_args
 
+from tasuki.rollout.ranks import RankReport
 from tasuki.rollout.seeded import multinomial_with_seed
-
-
-class RankReport(TypedDict, total=False):
-    """What a rank sends its parent, once. `problem` is set unless `status` is "ready"."""
-
-    status: str
-    problem: str
-    max_total_num_tokens: int
-    max_req_input_len: int
-    weight_bytes: int
-    kv_cache_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +44,6 @@ def run_scheduler(
     pipe_writer: Connection,
 ) -> None:
     """SGLang's `run_scheduler_process` with a scheduler that reports."""
-    architectures: list[str] = server_args.get_model_config().hf_config.architectures
-    if architectures[0] not in ModelRegistry.get_supported_archs():
-        problem = f"SGLang knows no architecture {architectures[0]}"
-        pipe_writer.send(RankReport(status="unsupported", problem=problem))
-        return
 
     class ReportingScheduler(sglang_scheduler.Scheduler):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

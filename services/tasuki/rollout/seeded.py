@@ -16,7 +16,7 @@ def multinomial_with_seed(log_probs_BV: torch.Tensor, seed_B: torch.Tensor, posi
     Method: inverse of the cumulative distribution at a hash of (seed, position).
     """
     cumulative_BV = log_probs_BV.double().exp().cumsum(dim=-1)
-    total_B1 = cumulative_BV[:, -1:]
+    total_B1 = cumulative_BV[:, -1:].contiguous()
     target_B1 = _uniform(seed_B, positions_B).unsqueeze(1) * total_B1
     index_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True)
     # At the upper end rounding could step past the last index that has a probability.

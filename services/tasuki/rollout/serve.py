@@ -9,7 +9,9 @@ import uvloop
 
 from tasuki.config import places
 from tasuki.config.schema import NodeConfig
+from tasuki.rollout.arguments import ModelFacts
 from tasuki.rollout.engine import start_engine
+from tasuki.rollout.ranks import RankProcesses
 from tasuki.rollout.rollout import Rollout
 from tasuki.rollout.servicer import RolloutMemoryServicer, RolloutServicer
 from tasuki.rollout.sync import WeightSync
@@ -22,12 +24,12 @@ _SERVICE = "tasuki.v1.RolloutService"
 _log = logging.getLogger(__name__)
 
 
-def serve(config: NodeConfig) -> int:
+def serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses) -> int:
     """Serves until told to stop (exit code 0), or until an engine rank dies (1)."""
-    return uvloop.run(_serve(config))
+    return uvloop.run(_serve(config, model, ranks))
 
 
-async def _serve(config: NodeConfig) -> int:
+async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses) -> int:
     stop, died = asyncio.Event(), asyncio.Event()
 
     def on_death() -> None:
@@ -38,7 +40,7 @@ async def _serve(config: NodeConfig) -> int:
     socket_dir = places.socket_dir(config.state_dir)
     target = places.grpc_target(config.state_dir, service="rollout", listen=config.rollout.listen)
     server = RpcServer(service="rollout", target=target)
-    engine = start_engine(config, on_death=on_death)
+    engine = start_engine(config, model, ranks, on_death=on_death)
     configure_logging("rollout")  # SGLang has put its own in the place of ours
     sync = WeightSync(engine, socket_dir=socket_dir)
     try:
@@ -51,7 +53,9 @@ async def _serve(config: NodeConfig) -> int:
         )
         gate = CommandGate()
         server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, RolloutServicer(rollout, gate), _SERVICE)
-        server.add(memory_pb2_grpc.add_MemoryServiceServicer_to_server, RolloutMemoryServicer(rollout, gate), "tasuki.v1.MemoryService")
+        server.add(
+            memory_pb2_grpc.add_MemoryServiceServicer_to_server, RolloutMemoryServicer(rollout, gate), "tasuki.v1.MemoryService"
+        )
         await rollout.fall_asleep()
         await server.start()
         await server.run(stop)

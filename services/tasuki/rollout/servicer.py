@@ -122,7 +122,9 @@ class RolloutMemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
 
         return await self._gate.stage(request.command, resume)
 
-    async def GetUsage(self, request: memory_pb2.GetUsageRequest, context: grpc.aio.ServicerContext) -> memory_pb2.GetUsageResponse:
+    async def GetUsage(
+        self, request: memory_pb2.GetUsageRequest, context: grpc.aio.ServicerContext
+    ) -> memory_pb2.GetUsageResponse:
         tags = [
             types_pb2.TagUsage(
                 tag=_TAG_VALUES[usage.tag],

@@ -105,7 +105,9 @@ def _import_arena(handle: weights_pb2.WeightHandle, *, timeout_s: float) -> Aren
     try:
         manifest = from_proto(weights_pb2.WeightManifest.FromString(message))
         if manifest.rank != handle.rank or manifest.digest() != handle.manifest_digest:
-            raise BadHandle(f"{handle.socket_path} gave another manifest than the handle of rank {handle.rank} names", rank=handle.rank)
+            raise BadHandle(
+                f"{handle.socket_path} gave another manifest than the handle of rank {handle.rank} names", rank=handle.rank
+            )
         return host_memory.map_arena(manifest, fd)
     except DecodeError as error:
         raise BadHandle(f"{handle.socket_path} sent no manifest: {error}", rank=handle.rank) from error

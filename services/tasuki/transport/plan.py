@@ -43,11 +43,7 @@ class Slice:
 
 def whole(shape: Sequence[int], *, offset: int = 0) -> Slice:
     """All elements of a contiguous tensor of `shape` that starts at `offset`."""
-    strides: list[int] = []
-    for size in reversed(shape):
-        strides.append(strides[-1] * last_size if strides else 1)
-        last_size = size
-    return Slice(offset, tuple(shape), tuple(reversed(strides)))
+    return Slice(offset, tuple(shape), tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape))))
 
 
 @dataclass(frozen=True, slots=True)

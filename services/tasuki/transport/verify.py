@@ -75,7 +75,8 @@ def _find_fault(pieces: Sequence[ReceivedPiece], published: ImportedWeights, nam
     wrong = {
         piece.tp_rank
         for piece in pieces
-        if checksum(values.as_strided(piece.source.shape, piece.source.strides, piece.source.offset), piece.source) != piece.checksum
+        if checksum(values.as_strided(piece.source.shape, piece.source.strides, piece.source.offset), piece.source)
+        != piece.checksum
     }
     return wrong, f" (engine rank {_listed(wrong)})" if wrong else ""
 
