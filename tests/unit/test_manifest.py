@@ -6,7 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from tasuki.transport.manifest import ALIGNMENT, Entry, Manifest, check, check_complete, from_proto, header_bytes, lay_out, to_proto
+from tasuki.transport.manifest import (
+    ALIGNMENT,
+    Entry,
+    Manifest,
+    check,
+    check_complete,
+    from_proto,
+    header_bytes,
+    lay_out,
+    to_proto,
+)
 from tasuki.wire.errors import BadHandle
 
 

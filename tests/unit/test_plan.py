@@ -8,13 +8,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasuki.transport.manifest import Entry
-from tasuki.transport.plan import Constant, CopyPlan, FallbackWrite, Piece, Slice, check_coverage, count_uncovered, split_by_rows, whole
+from tasuki.transport.plan import (
+    Constant,
+    CopyPlan,
+    FallbackWrite,
+    Piece,
+    Slice,
+    check_coverage,
+    count_uncovered,
+    split_by_rows,
+    whole,
+)
 from tasuki.wire.errors import WeightsCorrupt
 
 
 def entries(shape: tuple[int, ...], *cuts: int) -> list[Entry]:
     bounds = [0, *cuts, shape[0]]
-    return [Entry("t", "bfloat16", shape, start, end - start) for start, end in zip(bounds, bounds[1:], strict=False) if end > start]
+    return [
+        Entry("t", "bfloat16", shape, start, end - start) for start, end in zip(bounds, bounds[1:], strict=False) if end > start
+    ]
 
 
 def slice_of(view: torch.Tensor) -> Slice:
@@ -97,7 +109,9 @@ def test_pieces_constants_and_fallbacks_add_up_to_a_whole_parameter() -> None:
     ],
 )
 def test_what_is_missing_or_repeated_is_counted_and_named(writes: tuple[Slice, ...], missing: int, repeated: int) -> None:
-    with pytest.raises(WeightsCorrupt, match=f"p: of 24 elements {missing} are not written and {repeated} are written") as caught:
+    with pytest.raises(
+        WeightsCorrupt, match=f"p: of 24 elements {missing} are not written and {repeated} are written"
+    ) as caught:
         check_coverage(covered(*writes), {"p": 24})
     assert caught.value.metadata["tensors"] == "p"
 

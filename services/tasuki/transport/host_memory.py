@@ -47,7 +47,6 @@ class Arena:
     def __init__(self, manifest: Manifest, mapping: mmap.mmap, *, is_writable: bool) -> None:
         self.manifest = manifest
         start, end = manifest.header_offset, manifest.header_offset + header_bytes(len(manifest.entries))
-        self._mapping = mapping
         # Words of 8 bytes are stored by one instruction each, so a reader sees the old or the new one.
         self._header = memoryview(mapping)[start:end].cast("Q")
         self._tensors = [_tensor_of(mapping, entry, is_writable=is_writable) for entry in manifest.entries]
