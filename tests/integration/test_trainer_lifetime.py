@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 import os
 import signal
 import time
@@ -28,9 +28,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(make_model("llama", seed=2), tmp_path_factory.mktemp("model") / "llama")
 
 
-@pytest.fixture
-def two_ranks(model: Path, tmp_path: Path) -> Iterator[TrainerProcess]:
-    trainer = start_trainer(tmp_path / "node", model, num_ranks=2, settings=FLOAT32)
+@pytest.fixture(scope="module")
+def two_ranks(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerProcess]:
+    """Shared by the tests below in their order; the last of them ends it."""
+    trainer = start_trainer(tmp_path_factory.mktemp("node"), model, num_ranks=2, settings=FLOAT32)
     trainer.wait_until_serving()
     yield trainer
     trainer.stop()
@@ -41,38 +42,6 @@ def raise_unless_gone(pids: list[int], *, within_s: float) -> None:
     while alive := [pid for pid in pids if is_alive(pid)]:
         assert time.monotonic() < deadline, f"still alive: {alive}"
         time.sleep(0.05)
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_takes_the_whole_trainer_with_it(two_ranks: TrainerProcess, victim: int) -> None:
-    pids = two_ranks.rank_pids()
-    assert len(pids) == 2
-    os.kill(pids[victim], signal.SIGKILL)
-    raise_unless_gone([*pids, two_ranks.process.pid], within_s=STOP_S + 5)
-    assert two_ranks.process.wait() != 0
-
-
-def test_a_killed_launcher_leaves_no_rank_and_no_socket_behind(two_ranks: TrainerProcess) -> None:
-    pids = two_ranks.rank_pids()
-    os.kill(two_ranks.process.pid, signal.SIGKILL)
-    raise_unless_gone(pids, within_s=STOP_S)
-    assert list((two_ranks.state_dir / "run").glob("*.sock")) == []
-
-
-async def test_a_rank_that_dies_in_a_call_is_named_in_its_error(two_ranks: TrainerProcess) -> None:
-    async with connect(two_ranks) as channel:
-        client = TrainerClient(channel)
-        victim = two_ranks.rank_pids()[1]
-        os.kill(victim, signal.SIGSTOP)
-        call = client.forward_backward(make_samples(8, vocab_size=VOCAB_SIZE))
-        task_error: grpc.aio.AioRpcError | None = None
-        started = time.monotonic()
-        os.kill(victim, signal.SIGKILL)
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await call
-        task_error = raised.value
-        assert time.monotonic() - started < STOP_S
-    assert "rank 1" in from_rpc_error(task_error).message
 
 
 async def test_two_ranks_save_and_one_goes_on_where_they_were(two_ranks: TrainerProcess, model: Path, tmp_path: Path) -> None:
@@ -104,46 +73,46 @@ async def test_two_ranks_save_and_one_goes_on_where_they_were(two_ranks: Trainer
         assert torch.allclose(torch.tensor(one), torch.tensor(two), atol=1e-4)
 
 
-def failed_start(trainer: TrainerProcess) -> str:
-    """The one line that the trainer says before it ends."""
-    assert trainer.process.wait(120) != 0
-    lines = [line for line in trainer.log.read_text().splitlines() if line.startswith("tasuki: error")]
-    assert len(lines) == 1, trainer.log.read_text()[-4000:]
-    assert list((trainer.state_dir / "run").glob("*.sock")) == []
-    return lines[0]
-
-
-def test_a_missing_model_folder_is_one_line(tmp_path: Path) -> None:
-    line = failed_start(start_trainer(tmp_path / "node", tmp_path / "nothing", num_ranks=2))
-    assert "PATH_NOT_FOUND" in line
-    assert str(tmp_path / "nothing") in line
-
-
-def test_an_unknown_architecture_is_one_line_with_the_known_ones(tmp_path: Path, model: Path) -> None:
-    folder = tmp_path / "gpt2"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
-    line = failed_start(start_trainer(tmp_path / "node", folder, num_ranks=2))
-    assert "UNSUPPORTED_MODEL" in line
-    assert "GPT2LMHeadModel" in line
-    assert "Qwen2ForCausalLM" in line
-
-
-def test_a_tensor_of_another_shape_is_one_line(tmp_path: Path, model: Path) -> None:
-    folder = tmp_path / "llama"
-    folder.mkdir()
-    config = json.loads((model / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": VOCAB_SIZE + 5}))
-    (folder / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes())
-    line = failed_start(start_trainer(tmp_path / "node", folder, num_ranks=1))
-    assert "INVALID_ARGUMENT" in line
-    assert "model.embed_tokens.weight" in line
-
-
 def test_a_second_trainer_on_the_same_state_folder_is_refused(two_ranks: TrainerProcess, model: Path) -> None:
-    first_log = two_ranks.log.read_text()
-    second = start_trainer(two_ranks.state_dir, model, num_ranks=2)
+    first_log = two_ranks.log.read_bytes()
+    second = start_trainer(two_ranks.state_dir, model, num_ranks=1)
     assert second.process.wait(120) != 0
     assert "NODE_RUNNING" in second.log.read_text()
-    assert "event=serving" in first_log
+    two_ranks.log.write_bytes(first_log)
     assert all(is_alive(pid) for pid in two_ranks.rank_pids())
+
+
+async def test_a_rank_that_dies_in_a_call_is_named_and_takes_the_trainer_with_it(two_ranks: TrainerProcess) -> None:
+    pids = two_ranks.rank_pids()
+    async with connect(two_ranks) as channel:
+        # Stopped, it holds the others up inside a collective.
+        os.kill(pids[1], signal.SIGSTOP)
+        call = asyncio.create_task(TrainerClient(channel).forward_backward(make_samples(8, vocab_size=VOCAB_SIZE)))
+        await asyncio.sleep(1.0)
+        assert not call.done()
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await asyncio.wait_for(call, STOP_S)
+    assert "rank 1" in from_rpc_error(raised.value).message
+    raise_unless_gone([*pids, two_ranks.process.pid], within_s=STOP_S)
+    assert two_ranks.process.wait() != 0
+
+
+@pytest.mark.parametrize("victim", ["launcher", "rank 0"])
+def test_whoever_is_killed_no_process_stays(model: Path, tmp_path: Path, victim: str) -> None:
+    trainer = start_trainer(tmp_path / "node", model, num_ranks=2)
+    trainer.wait_until_serving()
+    pids = trainer.rank_pids()
+    os.kill(trainer.process.pid if victim == "launcher" else pids[0], signal.SIGKILL)
+    raise_unless_gone([*pids, trainer.process.pid], within_s=STOP_S)
+    assert trainer.process.wait() != 0
+
+
+def test_a_model_folder_that_is_missing_is_one_line(tmp_path: Path) -> None:
+    trainer = start_trainer(tmp_path / "node", tmp_path / "nothing", num_ranks=2)
+    assert trainer.process.wait(120) != 0
+    lines = [line for line in trainer.log.read_text().splitlines() if line.startswith("tasuki: error")]
+    assert lines == [
+        f"tasuki: error PATH_NOT_FOUND: model.path: {tmp_path}/nothing is no Hugging Face model folder: config.json is missing"
+    ]
+    assert list((tmp_path / "node" / "run").glob("*.sock")) == []

@@ -1,6 +1,6 @@
 """Run under torchrun: one optimizer step of every model, in micro-batches of several sizes; rank 0 writes what came out.
 
-python -m torch.distributed.run ... tests/integration/trainer_steps.py OUTPUT_FOLDER MODEL_FOLDER... -- MAX_TOKENS...
+python -m torch.distributed.run ... tests/integration/trainer_steps.py OUTPUT_FOLDER MODEL_FOLDER:MAX_TOKENS...
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import sys
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh
@@ -60,13 +59,11 @@ def run_step(model: Path, *, max_tokens: int, output: Path, mesh: DeviceMesh) ->
         (output / f"{stem}.json").write_text(json.dumps(facts))
 
 
-def main(output: str, *rest: str) -> None:
-    models, budgets = rest[: rest.index("--")], rest[rest.index("--") + 1 :]
+def main(output: str, *cases: str) -> None:
     mesh = start_mesh("cpu", local_rank=0, num_threads=1, timeout_s=60)
-    for model in models:
-        for max_tokens in budgets:
-            torch.manual_seed(0)
-            run_step(Path(model), max_tokens=int(max_tokens), output=Path(output), mesh=mesh)
+    for case in cases:
+        model, _, max_tokens = case.rpartition(":")
+        run_step(Path(model), max_tokens=int(max_tokens), output=Path(output), mesh=mesh)
     dist.destroy_process_group()
 
 

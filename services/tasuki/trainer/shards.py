@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -41,15 +41,16 @@ def whole_tensors(name: str, param: Tensor) -> list[Shard]:
 def load_shards(folder: Path, shards: Sequence[Shard]) -> None:
     """Fills the shards from the safetensors of a Hugging Face folder, reading only their rows.
 
-    Raises PathNotFound without safetensors, InvalidArgument for a tensor that is missing or has another shape.
+    Raises PathNotFound without safetensors, InvalidArgument for a damaged file or a tensor that is missing or has another shape.
     """
     file_of = tensor_files(folder)
+    for shard in shards:
+        if shard.name not in file_of:
+            raise InvalidArgument("model.path", f"{folder} lacks tensor {shard.name}, which its config.json asks for")
     with ExitStack() as stack:
-        names = sorted({file_of[shard.name] for shard in shards if shard.name in file_of})
-        opened = {name: stack.enter_context(safe_open(folder / name, framework="pt")) for name in names}
+        names = sorted({file_of[shard.name] for shard in shards})
+        opened = {name: stack.enter_context(_opened(folder / name)) for name in names}
         for shard in shards:
-            if shard.name not in file_of:
-                raise InvalidArgument("model.path", f"{folder} lacks tensor {shard.name}, which its config.json asks for")
             stored = opened[file_of[shard.name]].get_slice(shard.name)
             if tuple(stored.get_shape()) != shard.global_shape:
                 problem = f"{folder}: {shard.name} has shape {stored.get_shape()}, config.json asks for {list(shard.global_shape)}"
@@ -64,5 +65,12 @@ def tensor_files(folder: Path) -> dict[str, str]:
         return weight_map
     if not (folder / SINGLE_FILE).is_file():
         raise PathNotFound(f"model.path: {folder} has no {SINGLE_FILE}; other weight formats are not read", path=folder)
-    with safe_open(folder / SINGLE_FILE, framework="pt") as file:
+    with _opened(folder / SINGLE_FILE) as file:
         return dict.fromkeys(file.keys(), SINGLE_FILE)
+
+
+def _opened(file: Path) -> safe_open:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise InvalidArgument("model.path", f"{file} is damaged or missing: {error}") from error
