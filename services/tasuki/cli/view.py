@@ -88,7 +88,9 @@ class NodeReader:
 
 def draw(view: NodeView) -> RenderableType:
     """The whole node as rows of text, for a terminal or a file."""
-    return Group(_facts(view), Text(), _ring(view), Text(), _memory(view))
+    kept = [name for name, usage in _usages(view) if usage.tags and not usage.frees_memory]
+    note = f"in this build a pause frees no memory of {' and '.join(kept)}: its pages stay mapped" if kept else ""
+    return Group(_facts(view), Text(), _ring(view), Text(), _memory(view), Text(note))
 
 
 def as_dict(view: NodeView) -> dict[str, object]:
@@ -159,16 +161,18 @@ def _memory(view: NodeView) -> Table:
     table = Table(box=None, padding=(0, 2), pad_edge=False)
     for heading in ("memory", "tag", "device", "", "mapped MiB", "of"):
         table.add_column(heading, justify="right" if heading in ("mapped MiB", "of") else "left")
-    for service, usage in (("trainer", view.trainer_memory), ("rollout", view.rollout_memory)):
+    for service, usage in _usages(view):
         for tag in usage.tags:
             name = types_pb2.MemoryTag.Name(tag.tag).removeprefix("MEMORY_TAG_").lower()
             bar = ProgressBar(total=max(tag.total_bytes, 1), completed=tag.mapped_bytes, width=20)
             paused = " (paused)" if tag.is_paused else ""
             where = f"{tag.device} rank {tag.rank}"
             table.add_row(service, name + paused, where, bar, f"{tag.mapped_bytes / _MIB:.1f}", f"{tag.total_bytes / _MIB:.1f}")
-        if not usage.frees_memory:
-            table.add_row(service, "a pause frees nothing in this build", "", "", "", "")
     return table
+
+
+def _usages(view: NodeView) -> list[tuple[str, memory_pb2.GetUsageResponse]]:
+    return [("trainer", view.trainer_memory), ("rollout", view.rollout_memory)]
 
 
 def _plain(message: Message) -> dict[str, object]:
