@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -77,7 +77,7 @@ class AsyncClient:
 
     async def generate_stream(
         self, prompts: Sequence[TokenIds], sampling_params: SamplingParams | None = None, *, num_samples: int = 1
-    ) -> AsyncIterator[Sample]:
+    ) -> AsyncGenerator[Sample, None]:
         """The same samples, each as soon as it is complete. Leaving early frees what still runs."""
         requests = generation.requests(prompts, sampling_params or SamplingParams(), num_samples=num_samples)
         num_received = 0
@@ -246,7 +246,7 @@ class AsyncClient:
             model_path=state.model_path,
         )
 
-    async def watch(self) -> AsyncIterator[Watched]:
+    async def watch(self) -> AsyncGenerator[Watched, None]:
         """The state now, and again after each change, for as long as it is read."""
         call = self._connection.coordinator.WatchState(coordinator_pb2.WatchStateRequest())
         try:

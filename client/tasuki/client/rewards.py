@@ -7,7 +7,10 @@ import importlib
 import math
 import multiprocessing
 import numbers
+import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
@@ -24,6 +27,7 @@ from tasuki.wire.errors import InvalidArgument, RewardFailed
 
 # A worker's start: a new interpreter and the import of the reward's module.
 _START_TIMEOUT_S = 60.0
+_LOOK_FOR_PARENT_EVERY_S = 1.0
 _Answer = tuple[float, str]
 """Reward and an empty string, or NaN and what went wrong. A user's exception class need not exist on this side, so none crosses."""
 
@@ -62,7 +66,7 @@ class RewardPool:
         self._source = (module, name, tuple(str(folder.absolute()) for folder in folders))
         # spawn: a forked child would inherit gRPC's threads and locks in an unknown state.
         self._pool = pebble.ProcessPool(
-            num_workers, initializer=_import_early, initargs=self._source, context=multiprocessing.get_context("spawn")
+            num_workers, initializer=_prepare_worker, initargs=self._source, context=multiprocessing.get_context("spawn")
         )
         try:
             self._check_import()
@@ -147,10 +151,18 @@ def _load(module: str, name: str, folders: tuple[str, ...]) -> Callable[..., obj
     return function
 
 
-def _import_early(module: str, name: str, folders: tuple[str, ...]) -> None:
-    """Runs when a worker starts, so that no sample pays for the import; an error comes back with the first sample."""
+def _prepare_worker(module: str, name: str, folders: tuple[str, ...]) -> None:
+    """Runs when a worker starts: no sample pays for the import, whose error, if any, comes back with the first sample."""
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     with suppress(Exception):
         _load(module, name, folders)
+
+
+def _end_with_parent(parent_pid: int) -> None:
+    """A reward that hangs must not live on when the process that would have killed it was killed itself."""
+    while os.getppid() == parent_pid:
+        time.sleep(_LOOK_FOR_PARENT_EVERY_S)
+    os._exit(1)
 
 
 def _import_problem(module: str, name: str, folders: tuple[str, ...]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -65,7 +65,7 @@ class Client:
 
     def generate_stream(
         self, prompts: Sequence[TokenIds], sampling_params: SamplingParams | None = None, *, num_samples: int = 1
-    ) -> Iterator[Sample]:
+    ) -> Generator[Sample, None, None]:
         return self._iterate(self._client.generate_stream(prompts, sampling_params, num_samples=num_samples))
 
     def forward_backward(self, samples: Sequence[TrainingSample], loss: LossConfig | None = None) -> ForwardBackwardResult:
@@ -103,7 +103,7 @@ class Client:
     def rollout_state(self) -> RolloutState:
         return self._run(self._client.rollout_state())
 
-    def watch(self) -> Iterator[Watched]:
+    def watch(self) -> Generator[Watched, None, None]:
         return self._iterate(self._client.watch())
 
     def changeovers(self, *, limit: int = 50) -> list[Changeover]:
@@ -118,15 +118,12 @@ class Client:
             future.cancel()
             raise
 
-    def _iterate(self, stream: AsyncIterator[_Answer]) -> Iterator[_Answer]:
+    def _iterate(self, stream: AsyncGenerator[_Answer, None]) -> Generator[_Answer, None, None]:
         async def advance() -> _Answer | None:
             return await anext(stream, None)
-
-        async def leave() -> None:
-            await stream.aclose()  # pyright: ignore[reportAttributeAccessIssue]  both streams are generators
 
         try:
             while (answer := self._run(advance())) is not None:
                 yield answer
         finally:
-            self._run(leave())
+            self._run(stream.aclose())
