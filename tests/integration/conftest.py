@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
+import grpc.aio
 import pytest
 import torch
 
@@ -35,6 +36,7 @@ class RolloutProcess:
     process: subprocess.Popen[bytes]
     state_dir: Path
     log: Path
+    environment: dict[str, str]
     seconds_to_start: float = 0.0
 
     @property
@@ -156,11 +158,10 @@ def start_rollout(state_dir: Path, model: Path, *overrides: str) -> RolloutProce
     for override in overrides:
         command += ["--set", override]
     paths = os.pathsep.join(str(ROOT / folder) for folder in ("protos", "services", "client"))
+    environment = os.environ | {"PYTHONPATH": paths}
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stderr=output, stdout=output, env=os.environ | {"PYTHONPATH": paths}, start_new_session=True
-        )
-    return RolloutProcess(process, state_dir, log)
+        process = subprocess.Popen(command, stderr=output, stdout=output, env=environment, start_new_session=True)
+    return RolloutProcess(process, state_dir, log, environment)
 
 
 def wait_until_serving(rollout: RolloutProcess) -> None:
@@ -194,7 +195,10 @@ def rollout_process(rollout_model: Path, tmp_path_factory: pytest.TempPathFactor
     rollout = start_rollout(tmp_path_factory.mktemp("node"), rollout_model)
     wait_until_serving(rollout)
     yield rollout
+    ranks = psutil.Process(rollout.process.pid).children(recursive=True)
     assert stop_rollout(rollout) == 0, rollout.log.read_text()[-4000:]
+    assert psutil.wait_procs(ranks, timeout=10)[1] == []
+    assert [path.name for path in rollout.socket_dir.iterdir()] == ["rollout.lock"]
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ class ModelFacts:
 
 def read_model(config: NodeConfig) -> ModelFacts:
     """Raises PathNotFound without a model folder, UnsupportedModel for a configuration that names no known model, InvalidArgument
-    when the context is longer than the model's or than the KV cache.
+    when the context is longer than the model's or than the KV cache, or the heads cannot be split.
     """
     path = config.model.path
     architecture = architecture_of(path)
@@ -58,6 +58,11 @@ def read_model(config: NodeConfig) -> ModelFacts:
         is_seeded=config.device == "cpu",
     )
     check_capacity(config.rollout.max_total_tokens, facts)
+    heads: int = text.num_attention_heads
+    if heads % config.rollout.tp_size:
+        raise InvalidArgument(
+            "rollout.tp_size", f"the model's {heads} attention heads cannot be split over {config.rollout.tp_size} ranks"
+        )
     return facts
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.context import SpawnProcess
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from sglang.srt.entrypoints.engine import Engine, SchedulerInitResult
@@ -93,7 +93,7 @@ class RolloutEngine:
     async def update_weights(self, command: bytes) -> None:
         """Runs `receive_weights` with `command` in every rank and returns when all are done."""
         content = torch.frombuffer(bytearray(command), dtype=torch.uint8)
-        payload = MultiprocessingSerializer.serialize([("command", content)])
+        payload = cast(bytes, MultiprocessingSerializer.serialize([("command", content)]))
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[payload] * len(self.reports),
             load_format=LOADER,
@@ -120,7 +120,7 @@ def start_engine(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, *,
     _EmbeddedEngine.ranks = ranks
     with _deadline(config.rollout.start_timeout_s):
         engine = _EmbeddedEngine(**engine_arguments(config, model))
-    reports: list[RankReport] = engine._scheduler_init_result.scheduler_infos
+    reports = cast(list[RankReport], engine._scheduler_init_result.scheduler_infos)
     check_capacity(reports[0]["max_total_num_tokens"], model)
     gc.collect()
     gc.freeze()
@@ -151,12 +151,15 @@ class _EmbeddedEngine(Engine):
         cls.ranks.launch(
             [(server_args, port_args, tp_rank, tp_rank, 0, 0, 0, 0, None) for tp_rank in range(server_args.tp_size)]
         )
-        result = SchedulerInitResult(scheduler_infos=[], all_child_pids=[process.pid for process in cls.ranks.processes])
-        result.wait_for_ready = lambda: result.scheduler_infos.extend(cls.ranks.wait_for_reports())
+        pids = [process.pid for process in cls.ranks.processes if process.pid is not None]
+        result = SchedulerInitResult(scheduler_infos=[], all_child_pids=pids)
+        result.wait_for_ready = lambda: result.scheduler_infos.extend(map(dict, cls.ranks.wait_for_reports()))
         return result, cls.ranks.processes
 
     @classmethod
-    def _launch_detokenizer_subprocesses(cls, **_: Any) -> tuple[list[SpawnProcess], list[str]]:
+    def _launch_detokenizer_subprocesses(  # pyright: ignore[reportIncompatibleMethodOverride]  takes whatever it is given
+        cls, **_: Any
+    ) -> tuple[list[SpawnProcess], list[str]]:
         return [], []
 
 

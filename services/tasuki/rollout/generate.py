@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tasuki.rollout.arguments import ModelFacts
@@ -121,7 +121,9 @@ def sampling_of(request: GenerationRequest, prompt_index: int, sample_index: int
     return sampling
 
 
-async def run_samples(request: GenerationRequest, run_one: Callable[[int, int], Awaitable[Sample]]) -> AsyncIterator[Sample]:
+async def run_samples(
+    request: GenerationRequest, run_one: Callable[[int, int], Awaitable[Sample]]
+) -> AsyncGenerator[Sample, None]:
     """The samples of all prompts in the order of completion. Closing the iterator early cancels those that still run."""
     tasks = [
         asyncio.ensure_future(run_one(prompt_index, sample_index))

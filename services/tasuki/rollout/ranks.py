@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -32,13 +34,16 @@ class RankProcesses:
         context = multiprocessing.get_context("spawn")
         self.processes: list[SpawnProcess] = []
         self._pipes: list[Connection] = []
+        # Nothing is ever sent: its end here closes when this process dies, however it dies.
+        end_of_front, self._lifeline = context.Pipe(duplex=False)
         for tp_rank in range(tp_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_run_rank, args=(theirs,), name=f"engine-rank-{tp_rank}")
+            process = context.Process(target=_run_rank, args=(theirs, end_of_front), name=f"engine-rank-{tp_rank}")
             process.start()
             theirs.close()
             self.processes.append(process)
             self._pipes.append(ours)
+        end_of_front.close()
 
     def launch(self, arguments: Sequence[tuple[Any, ...]]) -> None:
         """Gives each rank the arguments of its scheduler, as `multiprocessing` itself would have done at its start."""
@@ -83,13 +88,15 @@ class RankProcesses:
         )
 
 
-def _run_rank(pipe: Connection) -> None:
+def _run_rank(pipe: Connection, end_of_front: Connection) -> None:
     # Ctrl-C reaches the whole group; the front ends its ranks in its own order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_die_with_front, args=(end_of_front,), daemon=True).start()
     from tasuki.rollout.scheduler import run_scheduler
 
-    try:
-        arguments = pipe.recv()
-    except EOFError:
-        return  # the front has gone
-    run_scheduler(*arguments, pipe)
+    run_scheduler(*pipe.recv(), pipe)
+
+
+def _die_with_front(end_of_front: Connection) -> None:
+    end_of_front.poll(None)
+    os._exit(1)

@@ -122,7 +122,7 @@ class RecordingTensor(torch.Tensor):
     def __new__(
         cls: type[RecordingTensor], index_space: torch.Tensor, origin: frozenset[str], recorder: _Recorder
     ) -> RecordingTensor:
-        tensor = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+        tensor = torch.Tensor._make_wrapper_subclass(
             cls,
             index_space.shape,
             strides=index_space.stride(),
@@ -191,7 +191,7 @@ class _Recorder(TorchDispatchMode):
         elif not source.origin & self.fallback and destination.numel():
             (name,) = source.origin
             space = source.index_space.expand(destination.shape)
-            self.pieces.append(Piece(name, Slice(space.storage_offset(), tuple(space.shape), space.stride()), *place))
+            self.pieces.append(Piece(name, Slice(int(space.storage_offset()), tuple(space.shape), space.stride()), *place))
 
     def _note_fill(self, func: Any, args: tuple[Any, ...], parameter: str, destination: Slice) -> None:
         if func is _aten.zero_.default:

@@ -58,7 +58,7 @@ def run_scheduler(
             self.tokenizer = StopTokens.of(self.model_config.hf_eos_token_id)
 
         def get_init_info(self) -> dict[str, Any]:
-            report: RankReport = super().get_init_info()
+            report = super().get_init_info()
             report["weight_bytes"] = _weight_bytes(self)
             report["kv_cache_bytes"] = _kv_cache_bytes(self)
             if self.server_args.device == "cpu":

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import grpc
+import grpc.aio
 
 from tasuki.memory.allocator import MemoryTag
 from tasuki.rollout.generate import GenerationRequest, Sample
@@ -91,7 +92,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             policy_version=rollout.policy_version,
             received_version=rollout.received_version,
             is_poisoned=rollout.poison_reason is not None,
-            poison_reason=rollout.poison_reason,
+            poison_reason=rollout.poison_reason or "",
             num_running=rollout.num_running,
             tp_size=len(engine.reports),
             context_length=engine.model.context_length,
@@ -154,14 +155,14 @@ def _encode_sample(sample: Sample) -> types_pb2.Sample:
     )
 
 
-def _decode_stage(value: int, allowed: tuple[Stage, ...]) -> Stage:
+def _decode_stage(value: types_pb2.Stage.ValueType, allowed: tuple[Stage, ...]) -> Stage:
     stage = _STAGES.get(value)
-    if stage not in allowed:
+    if stage is None or stage not in allowed:
         raise InvalidArgument("stage", f"this call takes {' or '.join(allowed)}, not {stage if stage is not None else value}")
     return stage
 
 
-def _decode_tags(values: list[int]) -> list[MemoryTag]:
+def _decode_tags(values: Sequence[types_pb2.MemoryTag.ValueType]) -> list[MemoryTag]:
     for index, value in enumerate(values):
         if value not in _TAGS:
             raise InvalidArgument(f"tags[{index}]", f"rollout has {', '.join(_TAG_VALUES)}, not tag {value}")
