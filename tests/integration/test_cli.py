@@ -38,7 +38,9 @@ def refusal(result: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_missing_or_broken_config_is_one_line(folder: Path) -> None:
-    assert refusal(tasuki("up", "nowhere.toml", cwd=folder)) == "tasuki: error PATH_NOT_FOUND: config nowhere.toml does not exist"
+    assert (
+        refusal(tasuki("up", "nowhere.toml", cwd=folder)) == "tasuki: error PATH_NOT_FOUND: config nowhere.toml does not exist"
+    )
     line = refusal(tasuki("up", "node.toml", "--set", "rollout.tensor_parallel=2", cwd=folder))
     assert line.startswith("tasuki: error INVALID_ARGUMENT: rollout.tensor_parallel: unknown key")
     assert not (folder / "state").exists()
@@ -46,7 +48,11 @@ def test_missing_or_broken_config_is_one_line(folder: Path) -> None:
 
 def test_missing_model_is_noticed_before_anything_starts(folder: Path) -> None:
     assert "is not a folder" in refusal(tasuki("up", "node.toml", "--set", "model.path=nowhere", cwd=folder))
-    for name, problem in (("tokenizer_config.json", "tokenizer"), ("model.safetensors", "safetensors"), ("config.json", "config.json")):
+    for name, problem in (
+        ("tokenizer_config.json", "tokenizer"),
+        ("model.safetensors", "safetensors"),
+        ("config.json", "config.json"),
+    ):
         (folder / "model" / name).unlink()
         assert problem in refusal(tasuki("up", "node.toml", cwd=folder))
     assert not (folder / "state").exists()

@@ -13,7 +13,6 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from tests.integration.stage_services import StageService, serving
 
 from tasuki.config.places import log_path, node_targets
 from tasuki.config.save import save_config
@@ -38,6 +37,7 @@ from tasuki.v1.types_pb2 import (
 )
 from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import OutOfGpuMemory, TasukiError, WeightsCorrupt, from_rpc_error
+from tests.integration.stage_services import StageService, serving
 
 DEADLINE_S = 30.0
 TO_ROLLOUT = [STAGE_LOAD_WEIGHTS, STAGE_RESUME_WEIGHTS, STAGE_SYNC, STAGE_OFFLOAD, STAGE_RESUME_KV]
@@ -183,7 +183,7 @@ async def test_other_phase_is_refused_while_a_changeover_runs(node: Node) -> Non
 
 async def test_failed_stage_comes_back_as_its_own_error_and_the_node_is_back_in_train(node: Node) -> None:
     node.rollout.fail[STAGE_RESUME_KV] = OutOfGpuMemory("needs 12.4 GiB for kv_cache, 9.1 GiB free", tag="kv_cache")
-    with pytest.raises(OutOfGpuMemory, match="9.1 GiB free") as failed:
+    with pytest.raises(OutOfGpuMemory, match=r"9\.1 GiB free") as failed:
         await node.acquire(PHASE_ROLLOUT)
     assert failed.value.metadata["tag"] == "kv_cache"
     state = await node.state()
@@ -241,7 +241,9 @@ async def test_restart_bumps_the_epoch_and_the_services_refuse_the_old_one(node:
     async with open_channel(node_targets(node.config)["trainer"]) as channel:
         stale = CommandId(epoch=1, sequence=99, request_id="of an old coordinator")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await TrainerServiceStub(channel).PublishWeights(trainer_pb2.PublishWeightsRequest(command=stale), timeout=DEADLINE_S)
+            await TrainerServiceStub(channel).PublishWeights(
+                trainer_pb2.PublishWeightsRequest(command=stale), timeout=DEADLINE_S
+            )
     assert from_rpc_error(refused.value).reason == "STALE_EPOCH"
     replayed = await node.acquire(PHASE_ROLLOUT, "before")
     assert [one.event.stage for one in replayed] == [*TO_ROLLOUT, STAGE_UNSPECIFIED]
@@ -294,8 +296,8 @@ BAD_FIELDS = [
 
 async def test_bad_field_is_named(node: Node) -> None:
     for method, request, field in BAD_FIELDS:
+        call = getattr(node.stub, method)(request, timeout=DEADLINE_S)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            call = getattr(node.stub, method)(request, timeout=DEADLINE_S)
             await (call.read() if method == "Acquire" else call)
         error = from_rpc_error(refused.value)
         assert (error.code, error.metadata["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, field)
@@ -307,7 +309,9 @@ async def test_services_that_are_not_there_are_named(tmp_path: Path) -> None:
     save_config(config, config.state_dir / "node.toml")
     process = await start_coordinator(config)
     async with open_channel(node_targets(config)["coordinator"]) as channel:
-        call = CoordinatorServiceStub(channel).Acquire(pb.AcquireRequest(phase=PHASE_ROLLOUT), timeout=DEADLINE_S, wait_for_ready=True)
+        call = CoordinatorServiceStub(channel).Acquire(
+            pb.AcquireRequest(phase=PHASE_ROLLOUT), timeout=DEADLINE_S, wait_for_ready=True
+        )
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await call.read()
     error = from_rpc_error(refused.value)

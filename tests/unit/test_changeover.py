@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.unit.fake_services import FakeServices
 
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
@@ -25,6 +24,7 @@ from tasuki.wire.errors import (
     TasukiError,
     WeightsCorrupt,
 )
+from tests.unit.fake_services import FakeServices
 
 TRAIN, ROLLOUT = HOLDS[Phase.TRAIN], HOLDS[Phase.ROLLOUT]
 TO_ROLLOUT, TO_TRAIN = path(TRAIN, Phase.ROLLOUT), path(ROLLOUT, Phase.TRAIN)

@@ -33,7 +33,12 @@ def test_paths_in_overrides_are_relative_to_the_working_folder(tmp_path: Path, m
 
 
 def test_overrides_are_typed_as_in_toml_and_bare_words_are_strings(tmp_path: Path) -> None:
-    overrides = ["trainer.num_ranks=4", "trainer.learning_rate=1e-5", "rollout.dtype=float32", "trainer.gradient_checkpointing=true"]
+    overrides = [
+        "trainer.num_ranks=4",
+        "trainer.learning_rate=1e-5",
+        "rollout.dtype=float32",
+        "trainer.gradient_checkpointing=true",
+    ]
     config = load_config(write(tmp_path, MINIMAL), overrides=overrides)
     assert (config.trainer.num_ranks, config.trainer.learning_rate, config.rollout.dtype) == (4, 1e-5, "float32")
     assert config.trainer.gradient_checkpointing

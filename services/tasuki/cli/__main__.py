@@ -80,7 +80,9 @@ def _command(commands: _Commands, name: str, run: Callable[[argparse.Namespace],
 
 
 def _add_overrides(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=VALUE", help="overrides one key of CONFIG")
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="A.B=VALUE", help="overrides one key of CONFIG"
+    )
 
 
 def _add_node(parser: argparse.ArgumentParser) -> None:

@@ -211,7 +211,8 @@ def write_exit(state_dir: Path, *, reason: str, first: str | None, exit_codes: M
         "first": first,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "services": {
-            name: {"exit_code": code} if code >= 0 else {"signal": signal.Signals(-code).name} for name, code in exit_codes.items()
+            name: {"exit_code": code} if code >= 0 else {"signal": signal.Signals(-code).name}
+            for name, code in exit_codes.items()
         },
     }
     partial = exit_path(state_dir).with_suffix(".part")

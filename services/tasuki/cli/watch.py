@@ -45,7 +45,9 @@ def _list(reader: NodeReader) -> None:
     try:
         for response in stream:
             state = response.state
-            line = event_line(response.event) if response.HasField("event") else f"{phase_name(state.phase)}, epoch {state.epoch}"
+            line = (
+                event_line(response.event) if response.HasField("event") else f"{phase_name(state.phase)}, epoch {state.epoch}"
+            )
             sys.stdout.write(f"{line}\n")
             sys.stdout.flush()
     except grpc.RpcError:
