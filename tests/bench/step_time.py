@@ -10,6 +10,7 @@ import json
 import os
 import statistics
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ STAGES = {
 }
 
 
-def row(name: str, seconds: list[float], *, whole_s: float) -> str:
+def row(name: str, seconds: Sequence[float], *, whole_s: float) -> str:
     low, median, high = (1000 * value for value in statistics.quantiles(seconds, n=4))
     return f"| {name} | {median:.1f} | {low:.1f} .. {high:.1f} | {median / whole_s / 10:.1f} % |\n"
 

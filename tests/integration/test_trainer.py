@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import grpc.aio
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -127,7 +128,9 @@ async def test_log_probs_equal_those_of_transformers(client: TrainerClient, trai
     exported = plain_log_probs(tmp_path / "now", samples, dtype=torch.float32, temperature=1.0)
     # The export is rounded to the checkpoint's bfloat16, the policy's master weights are not.
     assert torch.allclose(_flat(policy), _flat(exported), atol=0.1)
-    assert not torch.allclose(_flat(policy), _flat(plain_log_probs(trainer_model, samples, dtype=torch.float32, temperature=1.0)))
+    assert not torch.allclose(
+        _flat(policy), _flat(plain_log_probs(trainer_model, samples, dtype=torch.float32, temperature=1.0))
+    )
 
 
 async def test_gap_is_the_distance_to_the_given_rollout_log_probs(client: TrainerClient) -> None:
@@ -154,7 +157,9 @@ async def test_gap_is_the_distance_to_the_given_rollout_log_probs(client: Traine
         ("loss_mask", [2.0], "samples[5].loss_mask"),
     ],
 )
-async def test_a_bad_sample_is_named_and_nothing_is_added(client: TrainerClient, field: str, value: list[Any], place: str) -> None:
+async def test_a_bad_sample_is_named_and_nothing_is_added(
+    client: TrainerClient, field: str, value: list[Any], place: str
+) -> None:
     samples = await samples_of_now(client)
     good = [TrainingSample.FromString(sample.SerializeToString()) for sample in samples]
     getattr(samples[5], field)[:] = value
@@ -245,7 +250,11 @@ async def test_the_ring_of_stages_is_kept(client: TrainerClient) -> None:
     assert (await refused(client.withdraw())).reason == "STAGE_ORDER"
     await client.resume()
     state = await client.state()
-    assert (len(state.resident_tags), state.stage, state.HasField("published_version")) == (3, types_pb2.STAGE_LOAD_TRAINER, False)
+    assert (len(state.resident_tags), state.stage, state.HasField("published_version")) == (
+        3,
+        types_pb2.STAGE_LOAD_TRAINER,
+        False,
+    )
     await client.withdraw()
     await client.forward_backward(samples)
 
@@ -275,7 +284,10 @@ async def test_an_exported_folder_loads_with_its_tokenizer(client: TrainerClient
     answer = await client.export(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert model.dtype == torch.bfloat16
-    assert AutoTokenizer.from_pretrained(tmp_path / "model").get_vocab() == AutoTokenizer.from_pretrained(trainer_model).get_vocab()
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path / "model").get_vocab()
+        == AutoTokenizer.from_pretrained(trainer_model).get_vocab()
+    )
     assert (answer.bytes, ["model"]) == (_folder_bytes(tmp_path / "model"), _names(tmp_path))
     assert (await refused(client.export(tmp_path / "model"))).reason == "PATH_EXISTS"
     assert (await refused(client.export(Path("relative")))).metadata["field"] == "path"

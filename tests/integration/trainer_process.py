@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+import grpc.aio
 
 from tasuki.config import places
 from tasuki.v1 import memory_pb2, memory_pb2_grpc, trainer_pb2, trainer_pb2_grpc, types_pb2
@@ -142,7 +143,9 @@ class TrainerClient:
         return await self.trainer.PublishWeights(request, timeout=CALL_TIMEOUT_S)
 
     async def withdraw(self) -> None:
-        await self.trainer.WithdrawWeights(trainer_pb2.WithdrawWeightsRequest(command=self.stage_command()), timeout=CALL_TIMEOUT_S)
+        await self.trainer.WithdrawWeights(
+            trainer_pb2.WithdrawWeightsRequest(command=self.stage_command()), timeout=CALL_TIMEOUT_S
+        )
 
     async def pause(
         self, stage: types_pb2.Stage = types_pb2.STAGE_OFFLOAD, tags: Sequence[types_pb2.MemoryTag] = TAGS

@@ -82,7 +82,9 @@ def plain_step(folder: Path, samples: list[TrainingSample]) -> PlainStep:
     )
 
 
-def plain_log_probs(folder: Path, samples: list[TrainingSample], *, dtype: torch.dtype, temperature: float) -> list[list[float]]:
+def plain_log_probs(
+    folder: Path, samples: list[TrainingSample], *, dtype: torch.dtype, temperature: float
+) -> list[list[float]]:
     """Log-probs of every sample's completion by transformers alone."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     with torch.no_grad():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,9 +26,7 @@ from tasuki.wire.errors import WeightsCorrupt
 
 def entries(shape: tuple[int, ...], *cuts: int) -> list[Entry]:
     bounds = [0, *cuts, shape[0]]
-    return [
-        Entry("t", "bfloat16", shape, start, end - start) for start, end in zip(bounds, bounds[1:], strict=False) if end > start
-    ]
+    return [Entry("t", "bfloat16", shape, start, end - start) for start, end in pairwise(bounds) if end > start]
 
 
 def slice_of(view: torch.Tensor) -> Slice:

@@ -27,7 +27,11 @@ _READS = {
 _SERVICE_CONFIG = {
     "methodConfig": [
         {
-            "name": [{"service": f"tasuki.v1.{service}", "method": method} for service, methods in _READS.items() for method in methods],
+            "name": [
+                {"service": f"tasuki.v1.{service}", "method": method}
+                for service, methods in _READS.items()
+                for method in methods
+            ],
             "retryPolicy": {
                 "maxAttempts": 4,
                 "initialBackoff": "0.1s",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 # Rows are worked on in blocks of this many float32 values (64 MiB), so the temporaries do not grow with the batch.
 _BLOCK_VALUES = 1 << 24
@@ -24,7 +26,7 @@ class _TokenLogProbs(torch.autograd.Function):
     """Keeps the logits and one log-sum-exp per row for backward, and computes the softmax anew there, block by block."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, logits_TV: Tensor, token_ids_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits_TV: Tensor, token_ids_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         num_tokens = logits_TV.shape[0]
         log_probs_T, entropy_T, log_sum_T = (logits_TV.new_empty(num_tokens, dtype=torch.float32) for _ in range(3))
         for rows in _blocks(logits_TV):
@@ -41,7 +43,10 @@ class _TokenLogProbs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_T: Tensor, _grad_entropy_T: Tensor) -> tuple[Tensor, None, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  the decorator hides the name of its first parameter
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor, None, None]:
+        grad_T = grads[0]  # the entropy is not differentiable
         logits_TV, token_ids_T, log_sum_T = ctx.saved_tensors
         grad_TV = torch.empty_like(logits_TV)
         for rows in _blocks(logits_TV):

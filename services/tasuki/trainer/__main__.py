@@ -63,7 +63,9 @@ def main(argv: list[str] | None = None) -> int:
         launch = _read_launch()
         config = load_config(arguments.config, overrides=arguments.overrides)
         if launch.num_ranks != config.trainer.num_ranks:
-            raise InvalidArgument("trainer.num_ranks", f"is {config.trainer.num_ranks}, but torchrun started {launch.num_ranks}")
+            raise InvalidArgument(
+                "trainer.num_ranks", f"is {config.trainer.num_ranks}, but torchrun started {launch.num_ranks}"
+            )
         if launch.rank != 0:
             return 0 if _run_rank(config, launch=launch) else 1
         with StateLock.take(config.state_dir, name="trainer"):
@@ -76,7 +78,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _read_launch() -> Launch:
     if "LOCAL_RANK" not in os.environ:
-        raise InvalidArgument("launch", "start the trainer under torchrun: python -m torch.distributed.run ... -m tasuki.trainer")
+        raise InvalidArgument(
+            "launch", "start the trainer under torchrun: python -m torch.distributed.run ... -m tasuki.trainer"
+        )
     # Ranks of one node need no network, and a machine without one may not resolve its own name.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return Launch(

@@ -128,7 +128,9 @@ def _too_long(index: int, *, num_tokens: int, limits: BatchLimits) -> InvalidArg
 def _check_length(index: int, field: str, length: int, *, allowed: tuple[int, ...]) -> None:
     if length not in allowed:
         expected = " or ".join(str(each) for each in allowed)
-        raise InvalidArgument(f"samples[{index}].{field}", f"has {length} entries; give {expected}, for the completion's tokens")
+        raise InvalidArgument(
+            f"samples[{index}].{field}", f"has {length} entries; give {expected}, for the completion's tokens"
+        )
 
 
 def _check_values(

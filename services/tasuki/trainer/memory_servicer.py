@@ -69,7 +69,7 @@ class MemoryServicer(MemoryServiceServicer):
             tags=[usage for part in parts for usage in part.tags], frees_memory=all(part.frees_memory for part in parts)
         )
 
-    def _check(self, request: memory_pb2.PauseRequest | memory_pb2.ResumeRequest, *, carries_out: Stage) -> None:
+    def _check(self, request: memory_pb2.PauseRequest | memory_pb2.ResumeRequest, *, carries_out: Stage.ValueType) -> None:
         """Raises StageOrder, or InvalidArgument for a stage that is the other RPC's or a tag that the trainer does not have."""
         stages.raise_unless_next(request.stage, after=self._state.stage)
         if request.stage != carries_out:
@@ -77,7 +77,7 @@ class MemoryServicer(MemoryServiceServicer):
         _check_tags(request.tags)
 
 
-def _check_tags(tags: Sequence[MemoryTag]) -> None:
+def _check_tags(tags: Sequence[MemoryTag.ValueType]) -> None:
     for index, tag in enumerate(tags):
         if tag not in TAGS:
             name = MemoryTag.Name(tag) if tag in MemoryTag.values() else str(tag)

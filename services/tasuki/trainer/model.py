@@ -50,9 +50,13 @@ def read_model_config(path: Path) -> PreTrainedConfig:
     architecture = next(iter(config.architectures or []), "none")
     if architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise UnsupportedModel(f"the trainer does not know architecture {architecture}; it knows {known}", architecture=architecture)
+        raise UnsupportedModel(
+            f"the trainer does not know architecture {architecture}; it knows {known}", architecture=architecture
+        )
     if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModel(f"{path} holds quantized weights; the trainer needs floating-point ones", architecture=architecture)
+        raise UnsupportedModel(
+            f"{path} holds quantized weights; the trainer needs floating-point ones", architecture=architecture
+        )
     return config
 
 

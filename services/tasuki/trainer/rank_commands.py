@@ -54,7 +54,8 @@ class RankCommands:
     def forward_backward(self, command: ranks_pb2.RankForwardBackward) -> trainer_pb2.ForwardBackwardResponse:
         worker, loss = self._worker, command.loss
         batches = [
-            loss_batch(part.samples, policy_version=worker.policy_version, device=worker.device) for part in command.micro_batches
+            loss_batch(part.samples, policy_version=worker.policy_version, device=worker.device)
+            for part in command.micro_batches
         ]
         report = worker.forward_backward(
             batches,
@@ -130,7 +131,8 @@ class RankCommands:
 
     def get_usage(self, _: memory_pb2.GetUsageRequest) -> memory_pb2.GetUsageResponse:
         return memory_pb2.GetUsageResponse(
-            tags=[self._encoded(usage) for usage in self._worker.memory_usage()], frees_memory=self._worker.allocator.frees_memory
+            tags=[self._encoded(usage) for usage in self._worker.memory_usage()],
+            frees_memory=self._worker.allocator.frees_memory,
         )
 
     def _encoded(self, usage: TagUsage) -> types_pb2.TagUsage:

@@ -60,7 +60,9 @@ class RankLoop:
         if self._socket in ready:
             command = TrainerRankCommand.FromString(self._socket.recv())
             return None if command.HasField("stop") else command
-        _log.warning("event=rank_leaves rank=%d cause=%s", self._rank, "front_gone" if self._front_gone in ready else "launcher_gone")
+        _log.warning(
+            "event=rank_leaves rank=%d cause=%s", self._rank, "front_gone" if self._front_gone in ready else "launcher_gone"
+        )
         return None
 
     def _answer(self, command: TrainerRankCommand, handlers: Handlers) -> TrainerRankResult:

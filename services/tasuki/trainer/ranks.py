@@ -112,7 +112,9 @@ class Ranks:
                     await self._arrived.wait()
             except TimeoutError:
                 missing = sorted(set(range(self.num_ranks)) - self._answers.keys())
-                self._break(InternalError(f"trainer ranks {missing} do not answer after another rank failed: {self._first_error()}"))
+                self._break(
+                    InternalError(f"trainer ranks {missing} do not answer after another rank failed: {self._first_error()}")
+                )
         if self._cause is not None:
             raise self._cause
         answers = [self._answers[rank] for rank in range(self.num_ranks)]
@@ -131,7 +133,9 @@ class Ranks:
         raise error
 
     def _first_error(self) -> str:
-        return next(f"rank {rank}: {answer.error.message}" for rank, answer in self._answers.items() if answer.HasField("error"))
+        return next(
+            f"rank {rank}: {answer.error.message}" for rank, answer in self._answers.items() if answer.HasField("error")
+        )
 
     async def _receive(self) -> None:
         while True:
@@ -150,7 +154,9 @@ class Ranks:
 
         def gone() -> None:
             asyncio.get_running_loop().remove_reader(fd)
-            self._break(PeerUnavailable(f"trainer rank {rank} (pid {pid}) is gone; the trainer has to be started again", rank=rank))
+            self._break(
+                PeerUnavailable(f"trainer rank {rank} (pid {pid}) is gone; the trainer has to be started again", rank=rank)
+            )
 
         asyncio.get_running_loop().add_reader(fd, gone)
 

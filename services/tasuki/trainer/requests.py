@@ -63,7 +63,7 @@ def loss_with_defaults(loss: LossConfig) -> LossConfig:
     )
 
 
-def checked_log_probs_header(header: ComputeLogProbsHeader) -> tuple[PolicyKind, float]:
+def checked_log_probs_header(header: ComputeLogProbsHeader) -> tuple[PolicyKind.ValueType, float]:
     """Whose log-probs, at which temperature."""
     if header.policy not in PolicyKind.values() or not header.policy:
         raise InvalidArgument("header.policy", "give POLICY_KIND_POLICY or POLICY_KIND_REFERENCE")
@@ -88,5 +88,7 @@ def _temperature(message: LossConfig | ComputeLogProbsHeader, field: str) -> flo
 
 def _in_range(value: float, field: str, *, high: float = math.inf) -> float:
     if not (math.isfinite(value) and 0 <= value <= high):
-        raise InvalidArgument(field, f"{value:g} is out of range; give a number from 0" + (f" to {high:g}" if high < math.inf else ""))
+        raise InvalidArgument(
+            field, f"{value:g} is out of range; give a number from 0" + (f" to {high:g}" if high < math.inf else "")
+        )
     return value

@@ -56,7 +56,9 @@ class TrainerServicer(TrainerServiceServicer):
                 )
                 for micro_batches in plan
             ]
-            answers = await self._ranks.call_each([ranks_pb2.TrainerRankCommand(forward_backward=command) for command in commands])
+            answers = await self._ranks.call_each(
+                [ranks_pb2.TrainerRankCommand(forward_backward=command) for command in commands]
+            )
             self._state.has_gradients = True
         parts = [answer.forward_backward for answer in answers]
         return trainer_pb2.ForwardBackwardResponse(
@@ -110,10 +112,14 @@ class TrainerServicer(TrainerServiceServicer):
             batch.check_sequences(samples, limits=self._limits)
             plan = self._plan(samples)
             commands = [
-                ranks_pb2.RankComputeLogProbs(policy=policy, temperature=temperature, micro_batches=_pick(samples, micro_batches))
+                ranks_pb2.RankComputeLogProbs(
+                    policy=policy, temperature=temperature, micro_batches=_pick(samples, micro_batches)
+                )
                 for micro_batches in plan
             ]
-            answers = await self._ranks.call_each([ranks_pb2.TrainerRankCommand(compute_log_probs=command) for command in commands])
+            answers = await self._ranks.call_each(
+                [ranks_pb2.TrainerRankCommand(compute_log_probs=command) for command in commands]
+            )
         scored: dict[int, trainer_pb2.TokenLogProbs] = {}
         for micro_batches, answer in zip(plan, answers, strict=True):
             indices = [index for micro_batch in micro_batches for index in micro_batch]
@@ -182,9 +188,7 @@ class TrainerServicer(TrainerServiceServicer):
 
         return await self._state.gate.once(request.command, load)
 
-    async def ExportModel(
-        self, request: trainer_pb2.ExportModelRequest, context: Any
-    ) -> trainer_pb2.ExportModelResponse:
+    async def ExportModel(self, request: trainer_pb2.ExportModelRequest, context: Any) -> trainer_pb2.ExportModelResponse:
         async def export() -> trainer_pb2.ExportModelResponse:
             requests.check_path(request.path)
             async with self._state.training():

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,14 +28,14 @@ def local_shards(causal_lm: nn.Module) -> list[Shard]:
         # FSDP2 cuts dim 0 as torch.chunk does: every rank but the last ones has ceil(rows / ranks).
         rows_per_rank = -(-param.shape[0] // param.device_mesh.size())
         row_start = param.device_mesh.get_local_rank() * rows_per_rank
-        shards += checkpoint_shards(name, tuple(param.shape), row_start, param.detach().to_local())
+        shards += checkpoint_shards(name, tuple(param.shape), row_start, cast(DTensor, param.detach()).to_local())
     return shards
 
 
 def whole_tensors(name: str, param: Tensor) -> list[Shard]:
     """The checkpoint tensors behind one parameter, gathered. Every rank must call it, for the same parameter."""
     assert isinstance(param, DTensor), "fully_shard makes every parameter a DTensor"
-    return checkpoint_shards(name, tuple(param.shape), 0, param.detach().full_tensor())
+    return checkpoint_shards(name, tuple(param.shape), 0, cast(DTensor, param.detach()).full_tensor())
 
 
 @torch.no_grad()
@@ -53,7 +54,9 @@ def load_shards(folder: Path, shards: Sequence[Shard]) -> None:
         for shard in shards:
             stored = opened[file_of[shard.name]].get_slice(shard.name)
             if tuple(stored.get_shape()) != shard.global_shape:
-                problem = f"{folder}: {shard.name} has shape {stored.get_shape()}, config.json asks for {list(shard.global_shape)}"
+                problem = (
+                    f"{folder}: {shard.name} has shape {stored.get_shape()}, config.json asks for {list(shard.global_shape)}"
+                )
                 raise InvalidArgument("model.path", problem)
             shard.local.copy_(stored[shard.row_start : shard.row_start + shard.local.shape[0]])
 

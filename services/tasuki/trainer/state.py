@@ -18,7 +18,7 @@ class TrainerState:
     """Written only by who holds `turn`."""
 
     policy_version: int
-    stage: Stage = STAGE_UNSPECIFIED
+    stage: Stage.ValueType = STAGE_UNSPECIFIED
     """The last stage that was completed."""
     published_version: int | None = None
     has_gradients: bool = False

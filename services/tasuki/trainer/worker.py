@@ -6,11 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from tasuki.algorithms.losses import policy_loss_sums
 from tasuki.config.places import socket_dir
@@ -103,7 +106,7 @@ class Worker:
         max_gap = torch.zeros((), dtype=torch.float32, device=self.device)
         for batch in micro_batches:
             # Gradients stay whole on each rank until the last micro-batch sums them over the ranks.
-            self.policy.set_requires_gradient_sync(batch is micro_batches[-1])
+            cast(FSDPModule, self.policy).set_requires_gradient_sync(batch is micro_batches[-1])
             log_probs_T, entropy_T = self._score(self.policy, batch.tokens, temperature=loss.temperature)
             part = policy_loss_sums(
                 log_probs_T,
@@ -136,7 +139,7 @@ class Worker:
 
         learning_rate: instead of the schedule's. Raises GradientsNotFinite, on every rank, with parameters and version unchanged.
         """
-        local_grads = [param.grad.to_local() for param in self.policy.parameters() if param.grad is not None]
+        local_grads = [cast(DTensor, param.grad).to_local() for param in self.policy.parameters() if param.grad is not None]
         grad_norm = self._grad_norm(local_grads)
         if not math.isfinite(grad_norm):
             self.discard_gradients()
@@ -220,13 +223,13 @@ class Worker:
             log_probs_T, _ = self._score(policy, batch, temperature=temperature)
             scored.extend(sample.tolist() for sample in log_probs_T.split(list(batch.num_completion_tokens)))
         # Without a backward pass FSDP2 leaves the root's parameters gathered, in place of their shards.
-        policy.reshard()
+        cast(FSDPModule, policy).reshard()
         return scored
 
     def _score(self, policy: Policy, batch: TokenBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
         return policy(batch.input_ids_BL, batch.positions_T, batch.token_ids_T, temperature)
 
-    def _grad_norm(self, local_grads: Sequence[Tensor]) -> float:
+    def _grad_norm(self, local_grads: list[Tensor]) -> float:
         """L2 norm over all ranks."""
         norms = torch.stack(torch._foreach_norm(local_grads)).to(torch.float64)
         square = norms.square().sum()
@@ -244,8 +247,10 @@ class Worker:
         )
 
     def _facts(self) -> checkpoint.CheckpointFacts:
+        architectures = self.model_config.architectures
+        assert architectures, "the model was loaded by its architecture"
         return checkpoint.CheckpointFacts(
-            policy_version=self.policy_version, num_ranks=self.mesh.size(), architecture=self.model_config.architectures[0]
+            policy_version=self.policy_version, num_ranks=self.mesh.size(), architecture=architectures[0]
         )
 
     def _load(self, param_dtype: torch.dtype) -> Policy:
@@ -264,4 +269,4 @@ class Worker:
 
 def _local_bytes(tensors: Sequence[Tensor]) -> int:
     """Bytes of DTensors on this rank."""
-    return sum(tensor.detach().to_local().nbytes for tensor in tensors)
+    return sum(cast(DTensor, tensor.detach()).to_local().nbytes for tensor in tensors)
