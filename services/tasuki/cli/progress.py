@@ -64,7 +64,7 @@ def step_line(step: Step) -> str:
     if step.eval_score is not None:
         parts.append(f"held-out {step.eval_score:.3f}")
     if step.max_log_prob_gap is not None:
-        parts.append(f"gap {step.max_log_prob_gap:.4f}")
+        parts.append(f"gap {step.max_log_prob_gap:.1e}")
     if step.num_failed_rewards:
         parts.append(f"{step.num_failed_rewards} rewards failed and count as 0")
     return "  ".join([*parts, f"{step.total_seconds():.1f} s"])
