@@ -41,7 +41,7 @@ def make_task(folder: Path, *, seed: int) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = make_tokenizer()
     model = supervised_start(make_model(), tokenizer, train_words, random_)
-    model.bfloat16().save_pretrained(folder / "model")
+    model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
 
 
