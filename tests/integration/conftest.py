@@ -14,6 +14,7 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
+import psutil
 import pytest
 import torch
 

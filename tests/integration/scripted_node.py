@@ -189,7 +189,7 @@ class ScriptedNode(
 async def scripted_node(state_dir: Path) -> AsyncIterator[ScriptedNode]:
     socket_folder(state_dir).mkdir(mode=0o700, parents=True)
     # Some RPCs are left out on purpose: the client has no verb for them.
-    node = ScriptedNode(state_dir)  # pyright: ignore[reportAbstractUsage]
+    node = ScriptedNode(state_dir)
     adders: dict[str, Callable] = {
         "coordinator": coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server,
         "trainer": trainer_pb2_grpc.add_TrainerServiceServicer_to_server,

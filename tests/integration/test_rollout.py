@@ -51,11 +51,10 @@ def log_probs_of(model: torch.nn.Module, prompt: list[int], completion: list[int
 
 async def until_idle(rollout: RolloutClient) -> int:
     for _ in range(100):
-        num_running = (await rollout.state()).num_running
-        if num_running == 0:
+        if (await rollout.state()).num_running == 0:
             return 0
         await asyncio.sleep(0.05)
-    return num_running
+    return (await rollout.state()).num_running
 
 
 # --- generation
