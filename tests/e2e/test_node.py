@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -61,9 +61,9 @@ def acquire(coordinator: CoordinatorServiceStub, phase: int) -> pb.NodeState:
     return responses[-1].state
 
 
-def refusal(call: object, *arguments: object) -> TasukiError:
+def refusal(call: Callable[..., object], *arguments: object) -> TasukiError:
     with pytest.raises(grpc.RpcError) as refused:
-        call(*arguments, timeout=LIMIT_S)  # type: ignore[operator]
+        call(*arguments, timeout=LIMIT_S)
     return from_rpc_error(refused.value)
 
 
@@ -175,6 +175,7 @@ def test_killed_supervisor_of_a_real_node_leaves_nothing_behind(node: RunningNod
     assert list(socket_dir(state_dir).iterdir()) == []
     assert json.loads(exit_path(state_dir).read_text())["reason"] == "the supervisor was killed by SIGKILL"
     assert up.wait(GONE_WITHIN_S) == 1
+    socket_dir(state_dir).rmdir()
 
 
 def processes_of(state_dir: Path) -> set[int]:

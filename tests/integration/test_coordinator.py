@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -14,7 +15,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from tasuki.config.places import log_path, node_targets
+from tasuki.config.places import log_path, node_targets, socket_dir
 from tasuki.config.save import save_config
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.v1 import coordinator_pb2 as pb
@@ -110,6 +111,7 @@ async def node(tmp_path: Path) -> AsyncIterator[Node]:
         await channel.close(None)
         node.process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(node.process.wait(), DEADLINE_S) == 0
+    shutil.rmtree(socket_dir(config.state_dir))
 
 
 async def test_both_directions_with_events_and_versions(node: Node) -> None:
@@ -318,3 +320,4 @@ async def test_services_that_are_not_there_are_named(tmp_path: Path) -> None:
     assert (error.reason, error.metadata["peer"]) == ("PEER_UNAVAILABLE", "trainer")
     process.terminate()
     assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 0
+    shutil.rmtree(socket_dir(config.state_dir))

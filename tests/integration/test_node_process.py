@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -95,6 +96,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             if is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
         node.process.wait()
+        shutil.rmtree(socket_dir(node.state_dir))
 
 
 def test_stop_ends_services_and_their_children_and_says_how(start: Start) -> None:

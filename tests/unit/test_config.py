@@ -96,8 +96,15 @@ def test_socket_folder_is_private_and_short_enough_for_a_socket(tmp_path: Path) 
         place = socket_dir(state_dir)
         assert place.stat().st_mode & 0o777 == 0o700
         assert len(str(place)) <= 68
-    assert socket_dir(deep) == socket_dir(deep)
-    assert socket_dir(deep) != socket_dir(tmp_path / ("other" * 20))
+        assert socket_dir(state_dir) == place
+        place.rmdir()
+
+
+def test_deep_state_folders_have_socket_folders_of_their_own(tmp_path: Path) -> None:
+    places = [socket_dir(tmp_path / (name * 20)) for name in ("long", "other")]
+    assert len(set(places)) == 2
+    for place in places:
+        place.rmdir()
 
 
 def test_targets_are_sockets_unless_an_address_is_given(tmp_path: Path) -> None:
@@ -106,3 +113,4 @@ def test_targets_are_sockets_unless_an_address_is_given(tmp_path: Path) -> None:
     assert targets["rollout"] == "127.0.0.1:5005"
     assert targets["trainer"] == grpc_target(config.state_dir, service="trainer", listen="unix")
     assert targets["trainer"].startswith("unix:/")
+    socket_dir(config.state_dir).rmdir()

@@ -146,10 +146,13 @@ def _supervise(arguments: argparse.Namespace) -> int:
 
 def _running_config(arguments: argparse.Namespace) -> NodeConfig:
     """The configuration that the node runs with, which `--set` may have made another than the file's."""
-    state_dir: Path = arguments.state_dir or load_config(arguments.config).state_dir
-    if not config_path(state_dir).is_file():
-        raise NodeDown(f"no node ever ran on {state_dir}; start one with: tasuki up CONFIG", state_dir=state_dir)
-    return load_config(config_path(state_dir))
+    given = None if arguments.config is None else load_config(arguments.config)
+    state_dir: Path = arguments.state_dir if given is None else given.state_dir
+    if config_path(state_dir).is_file():
+        return load_config(config_path(state_dir))
+    if given is None or not state_dir.is_dir():
+        raise NodeDown(f"no node runs on {state_dir}; start one with: tasuki up CONFIG", state_dir=state_dir)
+    return given  # services that were started one by one
 
 
 if __name__ == "__main__":
