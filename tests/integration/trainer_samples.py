@@ -15,6 +15,8 @@ CLIP_LOW, CLIP_HIGH, KL_COEF, TEMPERATURE = 0.2, 0.3, 0.1, 0.8
 LEARNING_RATE, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-3, 0.01, 0.5
 # With Adam's usual 1e-8 the first step is the sign of the gradient, and a gradient of 1e-9 may have either.
 EPS = 1e-3
+# Micro-batches of this size run with gradient checkpointing.
+CHECKPOINTED_MAX_TOKENS = 64
 
 
 def make_samples(num_samples: int, *, vocab_size: int, seed: int = 0, policy_version: int = 0) -> list[TrainingSample]:

@@ -33,6 +33,8 @@ def run_step(model: Path, *, max_tokens: int, output: Path, mesh: DeviceMesh) ->
         "eps": plain.EPS,
         "weight_decay": plain.WEIGHT_DECAY,
         "max_grad_norm": plain.MAX_GRAD_NORM,
+        # It changes what is kept for backward, so it may not change a result.
+        "gradient_checkpointing": max_tokens == plain.CHECKPOINTED_MAX_TOKENS,
     }
     node = NodeConfig.model_validate({"state_dir": output, "model": {"path": model}, "trainer": trainer})
     worker = Worker(node, mesh=mesh)
