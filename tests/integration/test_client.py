@@ -268,3 +268,12 @@ async def test_the_client_without_asyncio_does_the_same(node: ScriptedNode, tmp_
         client.close()
 
     await asyncio.to_thread(drive)
+
+
+async def test_a_call_asks_for_a_bounded_number_of_samples(
+    node: ScriptedNode, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("tasuki.client.generation._MAX_SAMPLES", 8)
+    samples = await client.generate([[index + 1] for index in range(5)], num_samples=4)
+    assert sorted(len(request.prompts) for request in node.requests) == [1, 2, 2]
+    assert [sample.token_ids[0] for sample in samples] == [index + 1 for index in range(5) for _ in range(4)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -126,17 +127,17 @@ def changeover_from_proto(changeover: coordinator_pb2.Changeover) -> Changeover:
     )
 
 
-def cut(parts: Sequence[_Part], *, field: str, max_bytes: int = MAX_CHUNK_BYTES) -> Iterator[tuple[int, Sequence[_Part]]]:
-    """Cuts messages into runs that fit a chunk, each with the position of its first part.
+def cut(parts: Sequence[_Part], *, field: str, max_parts: int = sys.maxsize) -> Iterator[tuple[int, Sequence[_Part]]]:
+    """Cuts messages into runs of at most `max_parts` that fit a chunk, each with the position of its first part.
 
     Raises InvalidArgument, naming `field` and position, for a part that is larger than a chunk by itself.
     """
     start, num_bytes = 0, 0
     for index, part in enumerate(parts):
         part_bytes = part.ByteSize() + _ENTRY_OVERHEAD_BYTES
-        if part_bytes > max_bytes:
-            raise InvalidArgument(f"{field}[{index}]", f"takes {part_bytes} bytes; at most {max_bytes} can be sent")
-        if num_bytes + part_bytes > max_bytes:
+        if part_bytes > MAX_CHUNK_BYTES:
+            raise InvalidArgument(f"{field}[{index}]", f"takes {part_bytes} bytes; at most {MAX_CHUNK_BYTES} can be sent")
+        if num_bytes + part_bytes > MAX_CHUNK_BYTES or index - start == max_parts:
             yield start, parts[start:index]
             start, num_bytes = index, 0
         num_bytes += part_bytes

@@ -18,6 +18,8 @@ from tasuki.wire.errors import InvalidArgument, TasukiError, from_rpc_error
 if TYPE_CHECKING:
     from tasuki.v1.rollout_pb2_grpc import RolloutServiceAsyncStub
 
+# Of one call: what runs side by side in the engine is its own affair, but an answer must not be endless.
+_MAX_SAMPLES = 8192
 Request = tuple[int, rollout_pb2.GenerateRequest]
 """A request, and the position of its first prompt among all prompts."""
 
@@ -40,7 +42,7 @@ def requests(prompts: Sequence[TokenIds], sampling_params: SamplingParams, *, nu
                 request_id=uuid.uuid4().hex, prompts=chunk, num_samples=num_samples, sampling_params=sampling
             ),
         )
-        for start, chunk in encode.cut(parts, field="prompts")
+        for start, chunk in encode.cut(parts, field="prompts", max_parts=max(1, _MAX_SAMPLES // num_samples))
     ]
 
 
