@@ -70,7 +70,7 @@ def node() -> Iterator[RunningNode]:
         """
     )
     try:
-        started = tasuki("up", config, timeout_s=240)
+        started = tasuki("up", config, "--set", "rollout.start_timeout_s=420", timeout_s=480)
         assert started.returncode == 0, f"tasuki up: {started.stderr}{_log_ends(state_dir)}"
         yield RunningNode(config=config, state_dir=state_dir, model=model)
     finally:

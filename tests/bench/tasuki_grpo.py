@@ -19,6 +19,7 @@ from tasuki.client.grpo_loop import Grpo, Settings
 from tasuki.client.rewards import RewardPool
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
+from tasuki.client.types import LossConfig
 from tasuki.config.load import load_config
 from tasuki.config.places import node_targets
 
@@ -38,6 +39,7 @@ def main() -> None:
         group_size=train.group_size,
         max_new_tokens=train.max_new_tokens,
         output_dir=train.output_dir,
+        loss=LossConfig(clip_low=train.clip_low, clip_high=train.clip_high),
         temperature=train.temperature,
     )
     steps: list[Step] = []
