@@ -53,7 +53,7 @@ class Client:
     def close(self) -> None:
         if self._loop.is_closed():
             return
-        self._run(self._client.close())
+        self._run(self._leave())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -108,6 +108,14 @@ class Client:
 
     def changeovers(self, *, limit: int = 50) -> list[Changeover]:
         return self._run(self._client.changeovers(limit=limit))
+
+    async def _leave(self) -> None:
+        await self._client.close()
+        # Calls that a Ctrl-C cut off.
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
     def _run(self, work: Coroutine[Any, Any, _Answer]) -> _Answer:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
