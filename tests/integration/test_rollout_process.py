@@ -26,7 +26,7 @@ from tests.integration.conftest import (
     wait_until_serving,
 )
 from tests.integration.test_rollout import log_probs_of, refused
-from tests.models import make_model, save_checkpoint
+from tests.models import make_model
 
 pytestmark = pytest.mark.timeout(600)
 WEIGHTS, KV = types_pb2.MEMORY_TAG_WEIGHTS, types_pb2.MEMORY_TAG_KV_CACHE
@@ -46,14 +46,16 @@ def wait_until_gone(processes: list[psutil.Process], *, timeout_s: float = 10.0)
 
 
 def failed_start(state_dir: Path, model: Path, *overrides: str) -> str:
-    """The last line that a start wrote before it failed."""
+    """The one line that tells why a start failed."""
     rollout = start_rollout(state_dir, model, *overrides)
     try:
-        assert rollout.process.wait(120) == 1
+        assert rollout.process.wait(280) == 1
     finally:
         stop_rollout(rollout)
-    assert [path.name for path in places.socket_dir(state_dir).iterdir()] == ["rollout.lock"]
-    return rollout.log.read_text().splitlines()[-1]
+    left = [path.name for path in places.socket_dir(state_dir).iterdir()]
+    assert left in ([], ["rollout.lock"])
+    (line,) = [line for line in rollout.log.read_text().splitlines() if line.startswith("tasuki.rollout:")]
+    return line
 
 
 def test_a_missing_model_folder_is_named(tmp_path: Path) -> None:
@@ -61,10 +63,11 @@ def test_a_missing_model_folder_is_named(tmp_path: Path) -> None:
     assert line == f"tasuki.rollout: PATH_NOT_FOUND: model.path: {tmp_path}/nowhere holds no model (no config.json there)"
 
 
-def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_named(tmp_path: Path, rollout_model: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps({"architectures": ["NovelForCausalLM"], "model_type": "novel"}))
+    table = json.loads((rollout_model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(table | {"architectures": ["NovelForCausalLM"]}))
     line = failed_start(tmp_path / "node", model)
     assert line == "tasuki.rollout: UNSUPPORTED_MODEL: SGLang has no architecture NovelForCausalLM"
 
@@ -82,10 +85,8 @@ def test_impossible_sizes_are_named(tmp_path: Path, rollout_model: Path, overrid
 
 
 def test_a_start_that_takes_too_long_is_given_up(tmp_path: Path, rollout_model: Path) -> None:
-    line = failed_start(tmp_path / "node", rollout_model, "rollout.start_timeout_s=0.01")
-    assert line.startswith(
-        "tasuki.rollout: DEADLINE_EXCEEDED: the engine did not start within rollout.start_timeout_s = 0.01 s"
-    )
+    line = failed_start(tmp_path / "node", rollout_model, "rollout.start_timeout_s=1")
+    assert line.startswith("tasuki.rollout: DEADLINE_EXCEEDED: the engine did not start within rollout.start_timeout_s = 1 s")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])

@@ -20,7 +20,9 @@ from types import FrameType
 from tasuki.config import places
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
+from tasuki.rollout.deadline import StartDeadline
 from tasuki.rollout.environment import engine_environment
+from tasuki.rollout.model import read_model
 from tasuki.rollout.ranks import RankProcesses
 from tasuki.rpc.logs import configure_logging
 from tasuki.wire.errors import NodeRunning, TasukiError
@@ -44,6 +46,7 @@ def main() -> int:
 
 
 def _serve(config: NodeConfig) -> int:
+    model = read_model(config)
     socket_dir = places.socket_dir(config.state_dir)
     temp_dir = socket_dir / "tmp"
     with _only_one(socket_dir / "rollout.lock", config.state_dir):
@@ -51,15 +54,14 @@ def _serve(config: NodeConfig) -> int:
         temp_dir.mkdir(mode=0o700)
         # Runs when the interpreter exits, after multiprocessing has removed what it keeps there itself (at priority -100).
         Finalize(None, shutil.rmtree, args=(temp_dir, True), exitpriority=-200)
-        os.environ.update(engine_environment(config, temp_dir=temp_dir))
-        ranks = RankProcesses(config.rollout.tp_size)
+        os.environ.update(engine_environment(config, model, temp_dir=temp_dir))
+        deadline = StartDeadline(config.rollout.start_timeout_s)
+        ranks = RankProcesses()
         try:
-            from tasuki.rollout.arguments import read_model
-
-            model = read_model(config)
+            ranks.start(config.rollout.tp_size)
             from tasuki.rollout.serve import serve
 
-            return serve(config, model, ranks)
+            return serve(config, model, ranks, deadline)
         finally:
             ranks.kill()
 

@@ -7,8 +7,7 @@ import gc
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import SpawnProcess
 from types import FrameType
@@ -21,11 +20,12 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.utils import MultiprocessingSerializer
 
 from tasuki.config.schema import NodeConfig
-from tasuki.rollout.arguments import ModelFacts, check_capacity, engine_arguments
+from tasuki.rollout.arguments import engine_arguments
+from tasuki.rollout.model import ModelFacts, check_capacity
 from tasuki.rollout.ranks import RankProcesses, RankReport
 from tasuki.rollout.receive import LOADER
 from tasuki.rollout.scheduler import StopTokens
-from tasuki.wire.errors import DeadlineExceeded, InternalError
+from tasuki.wire.errors import InternalError
 
 _log = logging.getLogger(__name__)
 
@@ -114,12 +114,11 @@ def start_engine(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, *,
     """Has the ranks load the model and waits for them; blocks the event loop meanwhile. The ranks stay the caller's to kill.
 
     on_death: called in the loop when a rank process has died.
-    Raises DeadlineExceeded, InternalError, or InvalidArgument when the KV cache turns out too small.
+    Raises InternalError, or InvalidArgument when the KV cache turns out too small.
     """
     started = time.monotonic()
     _EmbeddedEngine.ranks = ranks
-    with _deadline(config.rollout.start_timeout_s):
-        engine = _EmbeddedEngine(**engine_arguments(config, model))
+    engine = _EmbeddedEngine(**engine_arguments(config, model))
     reports = cast(list[RankReport], engine._scheduler_init_result.scheduler_infos)
     check_capacity(reports[0]["max_total_num_tokens"], model)
     gc.collect()
@@ -164,19 +163,3 @@ class _EmbeddedEngine(Engine):
 
 
 def _ignore(number: int, frame: FrameType | None) -> None: ...
-
-
-@contextmanager
-def _deadline(seconds: float) -> Iterator[None]:
-    """Raises DeadlineExceeded out of a blocking call in the main thread."""
-
-    def expire(number: int, frame: FrameType | None) -> None:
-        raise DeadlineExceeded(f"the engine did not start within rollout.start_timeout_s = {seconds:g} s", rpc="start")
-
-    previous = signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
 
 from tasuki.config.schema import NodeConfig
-from tasuki.wire.errors import PathNotFound, UnsupportedModel
+from tasuki.rollout.model import ModelFacts
+from tasuki.wire.errors import UnsupportedModel
 
 
-def engine_environment(config: NodeConfig, *, temp_dir: Path) -> dict[str, str]:
+def engine_environment(config: NodeConfig, model: ModelFacts, *, temp_dir: Path) -> dict[str, str]:
     """What the engine's processes inherit. temp_dir: private folder for the sockets and files that SGLang makes.
 
-    Raises PathNotFound without a model folder, UnsupportedModel for an architecture that SGLang does not have.
+    Raises UnsupportedModel for an architecture that SGLang does not have.
     """
     everywhere = {
         "TMPDIR": str(temp_dir),
@@ -26,7 +26,7 @@ def engine_environment(config: NodeConfig, *, temp_dir: Path) -> dict[str, str]:
         # SGLang keeps a few positions of its context for itself, see arguments.py.
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
         # Importing two hundred models to use one takes seconds.
-        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models(architecture_of(config.model.path))),
+        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models(model.architecture)),
     }
     if config.device == "cuda":
         return everywhere
@@ -38,20 +38,6 @@ def engine_environment(config: NodeConfig, *, temp_dir: Path) -> dict[str, str]:
         # The CUDA build of torch brings an NCCL that needs a driver; ranks on a CPU talk over gloo.
         "SGLANG_NCCL_SO_PATH": "/nonexistent",
     }
-
-
-def architecture_of(model_path: Path) -> str:
-    """The first architecture that the model's config.json names."""
-    file = model_path / "config.json"
-    if not file.is_file():
-        raise PathNotFound(f"model.path: {model_path} holds no model (no config.json there)", path=model_path)
-    try:
-        architectures = json.loads(file.read_text()).get("architectures")
-    except (ValueError, AttributeError) as error:
-        raise UnsupportedModel(f"model.path: {file} is no model configuration: {error}") from error
-    if not isinstance(architectures, list) or not architectures:
-        raise UnsupportedModel(f"model.path: {file} names no architecture")
-    return str(architectures[0])
 
 
 def _other_models(architecture: str) -> list[str]:

@@ -7,8 +7,8 @@ import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tasuki.rollout.arguments import ModelFacts
 from tasuki.rollout.engine import Completion
+from tasuki.rollout.model import ModelFacts
 from tasuki.wire.errors import InvalidArgument
 
 _MAX_SAMPLES = 65_536

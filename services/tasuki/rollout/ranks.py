@@ -30,10 +30,12 @@ class RankReport(TypedDict, total=False):
 class RankProcesses:
     """One process for each engine rank, importing SGLang at once and waiting to be told what to run."""
 
-    def __init__(self, tp_size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self) -> None:
         self.processes: list[SpawnProcess] = []
         self._pipes: list[Connection] = []
+
+    def start(self, tp_size: int) -> None:
+        context = multiprocessing.get_context("spawn")
         # Nothing is ever sent: its end here closes when this process dies, however it dies.
         end_of_front, self._lifeline = context.Pipe(duplex=False)
         for tp_rank in range(tp_size):
@@ -65,10 +67,9 @@ class RankProcesses:
         return [reports[tp_rank] for tp_rank in range(len(self._pipes))]
 
     def kill(self) -> None:
-        """Idempotent; returns when all are gone."""
-        for process in self.processes:
+        """Idempotent; returns when all are gone, also one whose start was interrupted."""
+        for process in multiprocessing.active_children():
             process.kill()
-        for process in self.processes:
             process.join()
 
     def _read_report(self, tp_rank: int) -> RankReport:

@@ -9,8 +9,9 @@ import uvloop
 
 from tasuki.config import places
 from tasuki.config.schema import NodeConfig
-from tasuki.rollout.arguments import ModelFacts
+from tasuki.rollout.deadline import StartDeadline
 from tasuki.rollout.engine import start_engine
+from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.ranks import RankProcesses
 from tasuki.rollout.rollout import Rollout
 from tasuki.rollout.servicer import RolloutMemoryServicer, RolloutServicer
@@ -24,12 +25,12 @@ _SERVICE = "tasuki.v1.RolloutService"
 _log = logging.getLogger(__name__)
 
 
-def serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses) -> int:
+def serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, deadline: StartDeadline) -> int:
     """Serves until told to stop (exit code 0), or until an engine rank dies (1)."""
-    return uvloop.run(_serve(config, model, ranks))
+    return uvloop.run(_serve(config, model, ranks, deadline))
 
 
-async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses) -> int:
+async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, deadline: StartDeadline) -> int:
     stop, died = asyncio.Event(), asyncio.Event()
 
     def on_death() -> None:
@@ -41,6 +42,7 @@ async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses) ->
     target = places.grpc_target(config.state_dir, service="rollout", listen=config.rollout.listen)
     server = RpcServer(service="rollout", target=target)
     engine = start_engine(config, model, ranks, on_death=on_death)
+    deadline.met()
     configure_logging("rollout")  # SGLang has put its own in the place of ours
     sync = WeightSync(engine, socket_dir=socket_dir)
     try:
