@@ -97,7 +97,7 @@ async def test_failure_on_the_way_to_rollout_leads_back_to_train(
         await acquire(node, Phase.ROLLOUT)
     done = TO_ROLLOUT[: TO_ROLLOUT.index(failing)]
     written = journal.changeovers(limit=1)[0]
-    assert (await services.observe()).at is TRAIN
+    assert (await services.observe()).place() is TRAIN
     assert node.state().phase is Phase.TRAIN
     assert node.state().last_error == "GPU_MEMORY: needs 12 GiB for weights, 9 GiB free"
     assert written.status is Status.FAILED
@@ -190,7 +190,7 @@ async def test_failed_undo_is_journalled_and_the_stage_error_is_raised(
         await acquire(node, Phase.ROLLOUT)
     stages = {event.stage: event for event in journal.changeovers(limit=1)[0].stages()}
     assert (stages[stuck].status, stages[stuck].error_reason) == (Status.FAILED, "PEER_UNAVAILABLE")
-    assert (await services.observe()).at is not None
+    assert node.state().at is (await services.observe()).place()
     services.fail.clear()
     services.fail_undo.clear()
     await acquire(node, Phase.TRAIN)
@@ -301,10 +301,10 @@ async def test_node_in_the_middle_of_nowhere_says_so_and_refuses(node: Node, ser
     await acquire(node, Phase.ROLLOUT)
     trainer = next(service for service in services.stage if service.value == "trainer")
     services.stage[trainer] = None
-    with pytest.raises(StageOrder, match="start it anew"):
+    with pytest.raises(StageOrder, match="start the node anew"):
         await acquire(node, Phase.TRAIN)
     assert (node.state().phase, node.state().at) == (None, None)
-    assert "start it anew" in node.state().last_error
+    assert "start the node anew" in node.state().last_error
 
 
 @pytest.mark.parametrize("was_done", [False, True])

@@ -18,12 +18,12 @@ _log = logging.getLogger("tasuki.coordinator")
 # from starting.
 _OUTCOME_UNKNOWN = (DeadlineExceeded, InternalError, PeerUnavailable)
 
-Tell = Callable[[StageEvent, Stage | None], None]
+Tell = Callable[[StageEvent, Stage], None]
 """Takes what happened, and where the node stands after it."""
 
 
 class Changeover:
-    """Runs the stages of one hand-over. `at` is where the node stands; None when only the services can tell."""
+    """Runs the stages of one hand-over. `at` is where the node stands."""
 
     def __init__(self, changeover_id: str, *, seen: Observed, journal: Journal, peers: Peers, tell: Tell) -> None:
         self.id = changeover_id
@@ -32,16 +32,14 @@ class Changeover:
         self.stands(seen)
 
     def stands(self, seen: Observed) -> None:
-        """Takes what the services say as the truth."""
-        self.at = seen.at
+        """Takes what the services say as the truth. Raises StageOrder when they do not fit together."""
+        self.at = seen.place()
         self._boots = {"trainer_boot_id": seen.trainer_boot_id, "rollout_boot_id": seen.rollout_boot_id}
 
     async def bring_to(self, target: Phase) -> None:
         """Brings the node to `target`. When a stage fails, the finished ones are taken back and the stage's error is raised."""
-        assert self.at is not None
         if turns_back(self.at, target):
             await self._take_back(since_phase(self.at))
-            return
         for stage in path(self.at, target):
             finished = since_phase(self.at)
             try:
@@ -53,19 +51,18 @@ class Changeover:
 
     async def run(self, stage: Stage) -> None:
         """Carries one stage out. Raises its error, and StageOrder when another stage must come first."""
-        assert self.at is not None
         after = advance(self.at, stage)
         intent = self._journal.intend(stage, self.id, is_undo=False, **self._boots)
         self._tell(StageEvent(self.id, stage, Status.STARTED, time=intent.time), self.at)
         published = self._journal.published() if stage is Stage.SYNC else Outcome()
-        await self._journalled(intent, self._peers.run(intent, published=published.answer), leads_to=after)
+        await self._journalled(intent, self._peers.run(intent, published=published.answer), after)
 
     async def _take_back(self, stages: Sequence[Stage]) -> None:
         """Undoes `stages`, which stand in the order in which they were run, and asks the services where that led."""
         for stage in undo_path(stages):
             intent = self._journal.intend(stage, self.id, is_undo=True, **self._boots)
             try:
-                await self._journalled(intent, self._peers.undo(intent), leads_to=None)
+                await self._journalled(intent, self._peers.undo(intent), self.at)
             except StageOrder:
                 continue  # the service says that the stage was never carried out
         self.stands(await self._peers.observe())
@@ -75,10 +72,9 @@ class Changeover:
         try:
             await self._take_back(stages)
         except TasukiError as error:
-            self.at = None
             _log.error("event=undo_failed changeover=%s cause=%s reason=%s", self.id, cause.reason, error.reason)
 
-    async def _journalled(self, intent: Intent, act: Awaitable[Outcome], *, leads_to: Stage | None) -> None:
+    async def _journalled(self, intent: Intent, act: Awaitable[Outcome], leads_to: Stage) -> None:
         started = time.perf_counter()
         try:
             outcome = await act

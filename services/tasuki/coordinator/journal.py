@@ -144,9 +144,12 @@ class Journal:
         return self._result(intent, Status.FAILED, Outcome(), seconds=seconds, error=error)
 
     def unresolved(self) -> list[Intent]:
-        """Intents without a result, oldest first: what a coordinator was doing when it stopped."""
+        """Intents without a result, oldest first: what a coordinator was doing when it stopped.
+
+        Each is settled before the next intent, so they are all at the end.
+        """
         rows = self._db.execute(
-            "SELECT stages.* FROM stages LEFT JOIN results USING (id) WHERE status IS NULL ORDER BY stages.id"
+            "SELECT * FROM stages WHERE id > (SELECT coalesce(max(id), 0) FROM results) ORDER BY id"
         ).fetchall()
         return [
             Intent(

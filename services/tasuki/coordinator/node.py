@@ -41,6 +41,7 @@ class Node:
         self._policy_version: int | None = None
         self._poison = ""
         self._running: Operation | None = None
+        self._turn = asyncio.Lock()
         self._open: Changeover | None = None
         self._operations: OrderedDict[str, Operation] = OrderedDict()
         self._watchers: set[asyncio.Queue[Told | None]] = set()
@@ -89,7 +90,8 @@ class Node:
         """Asks the services, once they answer, where the node stands; from the middle of the ring it is brought to TRAIN."""
         while self._at is None and self._running is None:
             with suppress(PeerUnavailable, DeadlineExceeded, StageOrder):
-                await self._look()
+                async with self._turn:
+                    await self._look()
             await asyncio.sleep(_LOOK_EVERY_S if self._at is None else 0)
         if self._running is None and self._at is not None and phase_of(self._at) is None:
             _log.warning("event=recover at=%s", self._at)
@@ -122,7 +124,8 @@ class Node:
 
         async def alone() -> None:
             try:
-                await work()
+                async with self._turn:
+                    await work()
             finally:
                 self._running = None
 
@@ -147,10 +150,12 @@ class Node:
         try:
             await changeover.bring_to(phase)
         except TasukiError as error:
-            with suppress(TasukiError):
+            self._at = None
+            with suppress(TasukiError):  # then nobody knows where the node stands, and the state says so
                 await self._look()
             self._close(changeover, error)
             raise
+        self._at = changeover.at
         self._close(changeover)
 
     async def _run_by_hand(self, stage: Stage, request_id: str) -> None:
@@ -167,25 +172,26 @@ class Node:
         """Asks the services where the node stands. Raises StageOrder when they do not fit together."""
         seen = await self._peers.observe()
         self._poison = seen.poison
-        served = seen.served_version
-        self._policy_version = self._journal.served_version(seen.rollout_boot_id) if served is None else served
-        self._at = seen.at
-        if seen.at is None:
-            trainer, rollout = seen.trainer_stage, seen.rollout_stage
-            self._last_error = f"trainer is at {trainer} and rollout at {rollout}, where no changeover leads: start it anew"
-            raise StageOrder(self._last_error, trainer=trainer, rollout=rollout)
-        _settle(self._journal, seen.at)
-        return seen, seen.at
+        if seen.served_version is not None:
+            self._policy_version = seen.served_version
+        elif self._policy_version is None:
+            self._policy_version = self._journal.served_version(seen.rollout_boot_id)
+        try:
+            self._at = seen.place()
+        except StageOrder as error:
+            self._at, self._last_error = None, f"{error.reason}: {error.message}"
+            raise
+        _settle(self._journal, self._at)
+        return seen, self._at
 
     def _begin(self, request_id: str, seen: Observed, *, target: Phase) -> Changeover:
-        assert seen.at is not None
-        changeover_id = self._journal.begin_changeover(request_id, origin=seen.at, target=target)
+        changeover_id = self._journal.begin_changeover(request_id, origin=seen.place(), target=target)
         self._open = Changeover(changeover_id, seen=seen, journal=self._journal, peers=self._peers, tell=self._tell)
         return self._open
 
     def _close(self, changeover: Changeover, error: TasukiError | None = None) -> None:
         seconds = time.perf_counter() - changeover.started
-        serves = error is None and changeover.at is HOLDS[Phase.ROLLOUT]
+        serves = error is None and self._at is HOLDS[Phase.ROLLOUT]
         version = self._journal.published().policy_version if serves else None
         ended = self._journal.end_changeover(changeover.id, seconds=seconds, policy_version=version, error=error)
         self._open = None
@@ -193,7 +199,7 @@ class Node:
         self._last_error = f"{error.reason}: {error.message}" if error else ""
         if version is not None:
             self._policy_version = version
-        self._tell(ended.ending(), changeover.at)
+        self._tell(ended.ending(), self._at)
 
     def _tell(self, event: StageEvent, at: Stage | None) -> None:
         """Passes an event on to the running operation and to the watchers; the node stands at `at` after it."""

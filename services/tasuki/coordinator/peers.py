@@ -17,7 +17,7 @@ from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
 from tasuki.wire.channel import open_channel
-from tasuki.wire.errors import PeerUnavailable, from_rpc_error
+from tasuki.wire.errors import PeerUnavailable, StageOrder, from_rpc_error
 
 _Tags = tuple[types_pb2.MemoryTag.ValueType, ...]
 _KV: _Tags = (types_pb2.MEMORY_TAG_KV_CACHE,)
@@ -48,10 +48,14 @@ class Observed:
     served_version: int | None = None
     poison: str = ""
 
-    @property
-    def at(self) -> Stage | None:
-        """Where the node stands; None when the two services do not fit together."""
-        return standing(trainer=self.trainer_stage, rollout=self.rollout_stage)
+    def place(self) -> Stage:
+        """Where the node stands. Raises StageOrder when the two services do not fit together."""
+        trainer, rollout = self.trainer_stage, self.rollout_stage
+        at = standing(trainer=trainer, rollout=rollout)
+        if at is None:
+            text = f"trainer is at {trainer} and rollout at {rollout}, where no changeover leads; start the node anew"
+            raise StageOrder(text, trainer=trainer, rollout=rollout)
+        return at
 
 
 class Peers(Protocol):
