@@ -1,0 +1,1 @@
+int tasuki_fake_cuda_placeholder;
