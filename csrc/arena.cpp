@@ -90,7 +90,7 @@ Status Arena::unmap() {
 
 Status Arena::map_again() { return chunks_.map(unmapped_); }
 
-Status Arena::commit_pause(const PausePolicy& policy, uint64_t* given_back) {
+Status Arena::commit_pause(uint64_t* given_back) {
   state = State::paused;
   if (!policy.keep_content) has_saved_content_ = false;
   return policy.keep_chunks ? Status{} : release_kept(given_back);

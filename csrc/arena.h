@@ -56,7 +56,7 @@ class Arena {
   Status unmap();
   Status map_again();  // the undo of unmap
   // Gives memory back; content that was not saved is lost.
-  Status commit_pause(const PausePolicy& policy, uint64_t* given_back);
+  Status commit_pause(uint64_t* given_back);
   // Paused with kept chunks, and now they are to go as well.
   Status release_kept(uint64_t* given_back);
 
@@ -83,6 +83,7 @@ class Arena {
   size_t num_blocks() const { return blocks_.num_blocks(); }
 
   State state = State::resident;
+  PausePolicy policy;
   uint64_t ticket = 0;  // of the transfer under way
 
  private:

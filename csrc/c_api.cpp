@@ -35,12 +35,8 @@ Access to_access(int access) { return access == TASUKI_READ_ONLY ? Access::read_
 
 Memory::Ids to_ids(const uint64_t* arenas, size_t num_arenas) { return Memory::Ids(arenas, arenas + num_arenas); }
 
-PausePolicy to_policy(uint32_t flags) { return {(flags & TASUKI_KEEP_CONTENT) != 0, (flags & TASUKI_KEEP_CHUNKS) != 0}; }
-
-Status check_pause(const uint64_t* arenas, size_t num_arenas, uint32_t flags) {
-  if (arenas == nullptr && num_arenas != 0) return bad("arenas: null");
-  if ((flags & ~static_cast<uint32_t>(TASUKI_KEEP_CONTENT | TASUKI_KEEP_CHUNKS)) != 0) return bad("flags: unknown bits");
-  return {};
+Status check_ids(const uint64_t* arenas, size_t num_arenas) {
+  return arenas == nullptr && num_arenas != 0 ? bad("arenas: null") : Status{};
 }
 
 }  // namespace
@@ -117,12 +113,19 @@ int tasuki_free(void* address) {
   return guarded([&] { return process().memory.release(reinterpret_cast<uintptr_t>(address)); });
 }
 
-int tasuki_pause(const uint64_t* arenas, size_t num_arenas, uint32_t flags, uint64_t* given_back_bytes) {
+int tasuki_set_policy(uint64_t arena, uint32_t flags) {
+  return guarded([&]() -> Status {
+    if ((flags & ~static_cast<uint32_t>(TASUKI_KEEP_CONTENT | TASUKI_KEEP_CHUNKS)) != 0) return bad("flags: unknown bits");
+    return process().memory.set_policy(arena, {(flags & TASUKI_KEEP_CONTENT) != 0, (flags & TASUKI_KEEP_CHUNKS) != 0});
+  });
+}
+
+int tasuki_pause(const uint64_t* arenas, size_t num_arenas, uint64_t* given_back_bytes) {
   return guarded([&]() -> Status {
     if (given_back_bytes == nullptr) return bad("given_back_bytes: null");
     *given_back_bytes = 0;
-    Status status = check_pause(arenas, num_arenas, flags);
-    return status.ok() ? process().memory.pause(to_ids(arenas, num_arenas), to_policy(flags), given_back_bytes) : status;
+    Status status = check_ids(arenas, num_arenas);
+    return status.ok() ? process().memory.pause(to_ids(arenas, num_arenas), given_back_bytes) : status;
   });
 }
 
@@ -130,25 +133,25 @@ int tasuki_resume(const uint64_t* arenas, size_t num_arenas, uint64_t* mapped_by
   return guarded([&]() -> Status {
     if (mapped_bytes == nullptr) return bad("mapped_bytes: null");
     *mapped_bytes = 0;
-    Status status = check_pause(arenas, num_arenas, 0);
+    Status status = check_ids(arenas, num_arenas);
     return status.ok() ? process().memory.resume(to_ids(arenas, num_arenas), mapped_bytes) : status;
   });
 }
 
-int tasuki_pause_async(const uint64_t* arenas, size_t num_arenas, uint32_t flags, void* stream, uint64_t* ticket) {
+int tasuki_pause_async(const uint64_t* arenas, size_t num_arenas, void* stream, uint64_t* ticket) {
   return guarded([&]() -> Status {
     if (ticket == nullptr) return bad("ticket: null");
-    Status status = check_pause(arenas, num_arenas, flags);
+    Status status = check_ids(arenas, num_arenas);
     if (!status.ok()) return status;
     uintptr_t after = reinterpret_cast<uintptr_t>(stream);
-    return process().memory.pause_async(to_ids(arenas, num_arenas), to_policy(flags), after, ticket);
+    return process().memory.pause_async(to_ids(arenas, num_arenas), after, ticket);
   });
 }
 
 int tasuki_resume_async(const uint64_t* arenas, size_t num_arenas, uint64_t* ticket) {
   return guarded([&]() -> Status {
     if (ticket == nullptr) return bad("ticket: null");
-    Status status = check_pause(arenas, num_arenas, 0);
+    Status status = check_ids(arenas, num_arenas);
     return status.ok() ? process().memory.resume_async(to_ids(arenas, num_arenas), ticket) : status;
   });
 }

@@ -69,13 +69,22 @@ Status Memory::release(uintptr_t address) {
   return std::prev(after)->second->release(address);
 }
 
-Status Memory::pause(const Ids& ids, const PausePolicy& policy, uint64_t* given_back) {
+Status Memory::set_policy(uint64_t arena, const PausePolicy& policy) {
+  Lock lock(mutex_);
+  std::vector<Arena*> found;
+  Status status = find({arena}, &found);
+  if (status.ok()) status = settle(found);
+  if (status.ok()) found[0]->policy = policy;
+  return status;
+}
+
+Status Memory::pause(const Ids& ids, uint64_t* given_back) {
   Lock lock(mutex_);
   std::vector<Arena*> arenas;
   uint64_t ticket = 0;
   Status status = find(ids, &arenas);
   if (status.ok()) status = settle(arenas);
-  if (status.ok()) status = begin_pause(arenas, policy, nullptr, &ticket);
+  if (status.ok()) status = begin_pause(arenas, nullptr, &ticket);
   return status.ok() ? take(ticket, given_back) : status;
 }
 
@@ -89,12 +98,12 @@ Status Memory::resume(const Ids& ids, uint64_t* mapped_bytes) {
   return status.ok() ? take(ticket, mapped_bytes) : status;
 }
 
-Status Memory::pause_async(const Ids& ids, const PausePolicy& policy, uintptr_t stream, uint64_t* ticket) {
+Status Memory::pause_async(const Ids& ids, uintptr_t stream, uint64_t* ticket) {
   Lock lock(mutex_);
   std::vector<Arena*> arenas;
   Status status = find(ids, &arenas);
   if (status.ok()) status = settle(arenas);
-  return status.ok() ? begin_pause(arenas, policy, &stream, ticket) : status;
+  return status.ok() ? begin_pause(arenas, &stream, ticket) : status;
 }
 
 Status Memory::resume_async(const Ids& ids, uint64_t* ticket) {

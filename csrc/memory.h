@@ -43,13 +43,16 @@ class Memory {
   // Of whichever arena the address belongs to; not_found for memory that is not ours.
   Status release(uintptr_t address);
 
+  // What the next pauses of this arena keep; drops everything until told otherwise.
+  Status set_policy(uint64_t arena, const PausePolicy& policy);
+
   // All or none of `arenas`. Those that sleep (or are awake) already count zero bytes.
-  Status pause(const Ids& arenas, const PausePolicy& policy, uint64_t* given_back);
+  Status pause(const Ids& arenas, uint64_t* given_back);
   Status resume(const Ids& arenas, uint64_t* mapped_bytes);
 
   // Starts the copies behind the work that `stream` has been given so far, and returns. The memory must not be used until the ticket has
   // been waited for: pages go in `wait`. A resume maps at once; its content is there after the ticket, on the host or on a stream.
-  Status pause_async(const Ids& arenas, const PausePolicy& policy, uintptr_t stream, uint64_t* ticket);
+  Status pause_async(const Ids& arenas, uintptr_t stream, uint64_t* ticket);
   Status resume_async(const Ids& arenas, uint64_t* ticket);
   Status wait(uint64_t ticket, uint64_t* bytes);
   Status poll(uint64_t ticket, bool* is_reached);
@@ -83,7 +86,6 @@ class Memory {
 
   struct Transfer {
     bool is_pause = false;
-    PausePolicy policy;
     std::vector<Arena*> arenas;
     std::vector<std::shared_ptr<Mark>> marks;
     bool is_done = false;
@@ -95,13 +97,13 @@ class Memory {
   Status settle(const std::vector<Arena*>& arenas);
   uint64_t add(Transfer transfer);
   Status take(uint64_t ticket, uint64_t* bytes);
-  Status begin_pause(const std::vector<Arena*>& arenas, const PausePolicy& policy, const uintptr_t* stream, uint64_t* ticket);
+  Status begin_pause(const std::vector<Arena*>& arenas, const uintptr_t* stream, uint64_t* ticket);
   Status begin_resume(const std::vector<Arena*>& arenas, uint64_t* ticket);
   Status restore(Transfer* transfer);
   void finish(Transfer* transfer);
   Status finish_pause(Transfer* transfer);
   Status finish_resume(Transfer* transfer);
-  Status mark(Transfer* transfer);
+  Status mark(const std::vector<Arena*>& arenas, Transfer* transfer);
   Status room_failure(const std::vector<Arena*>& arenas, size_t num_created, const Status& cause);
   Status driver_of(DriverKind kind, Driver** driver);
 

@@ -34,7 +34,7 @@ enum tasuki_driver { TASUKI_HOST = 0, TASUKI_CUDA = 1 };
 enum tasuki_access { TASUKI_READ_ONLY = 0, TASUKI_READ_WRITE = 1 };
 enum tasuki_state { TASUKI_RESIDENT = 0, TASUKI_PAUSING = 1, TASUKI_ASLEEP = 2, TASUKI_RESUMING = 3 };
 
-/* Flags of a pause. */
+/* What a pause of an arena keeps. */
 enum {
   TASUKI_KEEP_CONTENT = 1, /* in pinned host memory, copied back by the resume */
   TASUKI_KEEP_CHUNKS = 2   /* unmap only; the physical memory stays ours, and a resume is a map */
@@ -92,14 +92,17 @@ int tasuki_destroy_arena(uint64_t arena);
 int tasuki_allocate(uint64_t arena, uint64_t bytes, void** address);
 int tasuki_free(void* address);
 
+/* From the next pause on; 0, the default, drops everything. */
+int tasuki_set_policy(uint64_t arena, uint32_t flags);
+
 /* All arenas or none; one that sleeps (or is awake) already counts zero bytes. */
-int tasuki_pause(const uint64_t* arenas, size_t num_arenas, uint32_t flags, uint64_t* given_back_bytes);
+int tasuki_pause(const uint64_t* arenas, size_t num_arenas, uint64_t* given_back_bytes);
 int tasuki_resume(const uint64_t* arenas, size_t num_arenas, uint64_t* mapped_bytes);
 
 /* Copies run behind the work that `stream` (a CUstream) has so far; the pages of a pause go in tasuki_wait. A resume has mapped on
  * return, its content is there after tasuki_wait, or for the work that `stream` gets after tasuki_stream_after. Each ticket is waited
  * for once. */
-int tasuki_pause_async(const uint64_t* arenas, size_t num_arenas, uint32_t flags, void* stream, uint64_t* ticket);
+int tasuki_pause_async(const uint64_t* arenas, size_t num_arenas, void* stream, uint64_t* ticket);
 int tasuki_resume_async(const uint64_t* arenas, size_t num_arenas, uint64_t* ticket);
 int tasuki_wait(uint64_t ticket, uint64_t* bytes);
 int tasuki_poll(uint64_t ticket, int* is_reached);

@@ -61,9 +61,9 @@ void Memory::finish(Transfer* transfer) {
   for (Arena* arena : transfer->arenas) arena->ticket = 0;
 }
 
-Status Memory::mark(Transfer* transfer) {
+Status Memory::mark(const std::vector<Arena*>& arenas, Transfer* transfer) {
   std::set<std::pair<Driver*, int>> devices;
-  for (Arena* arena : transfer->arenas) devices.insert({&arena->driver(), arena->device()});
+  for (Arena* arena : arenas) devices.insert({&arena->driver(), arena->device()});
   for (const auto& [driver, device] : devices) {
     Event event = 0;
     Status status = driver->mark(device, &event);
@@ -73,24 +73,24 @@ Status Memory::mark(Transfer* transfer) {
   return {};
 }
 
-Status Memory::begin_pause(const std::vector<Arena*>& arenas, const PausePolicy& policy, const uintptr_t* stream, uint64_t* ticket) {
+Status Memory::begin_pause(const std::vector<Arena*>& arenas, const uintptr_t* stream, uint64_t* ticket) {
   Transfer transfer;
   transfer.is_pause = true;
-  transfer.policy = policy;
   transfer.arenas = arenas;
-  std::vector<Arena*> awake;
-  std::copy_if(arenas.begin(), arenas.end(), std::back_inserter(awake), [](Arena* arena) { return arena->state == State::resident; });
-  Status status;
-  if (policy.keep_content) {
-    if (stream == nullptr) status = synchronize(awake);
-    for (Arena* arena : awake) {
-      if (status.ok() && stream != nullptr) status = arena->driver().copy_after(arena->device(), *stream);
-      if (status.ok()) status = arena->begin_save();
-    }
-    // Copies that have been started read memory that stays mapped, into a host copy that the next save orders itself behind.
-    if (status.ok()) status = mark(&transfer);
-    if (!status.ok()) return status;
+  std::vector<Arena*> awake, saved;
+  for (Arena* arena : arenas) {
+    if (arena->state == State::resident) awake.push_back(arena);
+    if (arena->state == State::resident && arena->policy.keep_content) saved.push_back(arena);
   }
+  Status status;
+  if (stream == nullptr) status = synchronize(saved);
+  for (Arena* arena : saved) {
+    if (status.ok() && stream != nullptr) status = arena->driver().copy_after(arena->device(), *stream);
+    if (status.ok()) status = arena->begin_save();
+  }
+  // Copies that were started before a failure read memory that stays mapped, into a host copy that the next save orders itself behind.
+  if (status.ok()) status = mark(saved, &transfer);
+  if (!status.ok()) return status;
   for (Arena* arena : awake) arena->state = State::pausing;
   *ticket = add(std::move(transfer));
   return {};
@@ -119,8 +119,8 @@ Status Memory::finish_pause(Transfer* transfer) {
   for (Arena* arena : transfer->arenas) {
     bool is_awake = arena->state == State::pausing;
     Status one;
-    if (is_awake) one = arena->commit_pause(transfer->policy, &transfer->bytes);
-    if (!is_awake && !transfer->policy.keep_chunks) one = arena->release_kept(&transfer->bytes);
+    if (is_awake) one = arena->commit_pause(&transfer->bytes);
+    if (!is_awake && !arena->policy.keep_chunks) one = arena->release_kept(&transfer->bytes);
     status = worse(status, one);
   }
   return status;
@@ -150,18 +150,16 @@ Status Memory::begin_resume(const std::vector<Arena*>& arenas, uint64_t* ticket)
 }
 
 Status Memory::restore(Transfer* transfer) {
-  bool has_content = false;
+  std::vector<Arena*> saved;
+  std::copy_if(transfer->arenas.begin(), transfer->arenas.end(), std::back_inserter(saved),
+               [](Arena* arena) { return arena->has_saved_content(); });
   Status status;
-  for (Arena* arena : transfer->arenas) {
-    if (!status.ok() || !arena->has_saved_content()) continue;
-    has_content = true;
-    status = arena->begin_restore();
+  for (Arena* arena : saved) {
+    if (status.ok()) status = arena->begin_restore();
   }
-  if (!has_content) return status;
-  if (status.ok()) status = mark(transfer);
+  if (status.ok()) status = mark(saved, transfer);
   // What was started writes to pages that the undo unmaps.
-  if (!status.ok()) status = worse(status, synchronize(transfer->arenas));
-  return status;
+  return status.ok() ? status : worse(status, synchronize(saved));
 }
 
 Status Memory::finish_resume(Transfer* transfer) {

@@ -35,9 +35,13 @@ struct Setup {
     }
     return true;
   }
+  void set(const Memory::Ids& arenas, PausePolicy policy) {
+    for (uint64_t arena : arenas) CHECK_OK(memory.set_policy(arena, policy));
+  }
   uint64_t pause(const Memory::Ids& arenas, PausePolicy policy = kDrop) {
     uint64_t bytes = 0;
-    CHECK_OK(memory.pause(arenas, policy, &bytes));
+    set(arenas, policy);
+    CHECK_OK(memory.pause(arenas, &bytes));
     return bytes;
   }
   uint64_t resume(const Memory::Ids& arenas) {
@@ -86,7 +90,7 @@ TEST(unknown_arenas_are_refused_and_nothing_else_is_touched) {
   uint64_t arena = s.arena("weights"), bytes = 0;
   s.block(arena, kPage);
   std::string before = s.pages();
-  CHECK(s.memory.pause({arena, 999}, kDrop, &bytes).code == Code::not_found);
+  CHECK(s.memory.pause({arena, 999}, &bytes).code == Code::not_found);
   CHECK(s.memory.resume({999}, &bytes).code == Code::not_found);
   CHECK(s.pages() == before);
 }
@@ -272,10 +276,25 @@ TEST(a_pause_that_fails_at_any_call_is_undone) {
     for (const char* call : {"synchronize", "unmap", "release", "pin", "copy_to_host", "mark", "wait"}) {
       fail_each_call(call, true, policy, [policy](Setup& s, const Memory::Ids& ids) {
         uint64_t bytes = 0;
-        return s.memory.pause(ids, policy, &bytes);
+        s.set(ids, policy);
+        return s.memory.pause(ids, &bytes);
       });
     }
   }
+}
+
+TEST(tags_with_different_policies_move_together) {
+  Setup s;
+  uint64_t weights = s.arena("weights"), optimizer = s.arena("optimizer"), kv = s.arena("kv_cache"), bytes = 0;
+  uintptr_t a = s.block(weights, 16 * kPage, 1), b = s.block(optimizer, 16 * kPage, 2), c = s.block(kv, 16 * kPage, 3);
+  s.set({optimizer}, kContent), s.set({kv}, kChunks);
+  std::string before = s.pages();
+  s.fake->fail("unmap", 2);
+  CHECK(!s.memory.pause({weights, optimizer, kv}, &bytes).ok() && s.pages() == before);
+  CHECK_OK(s.memory.pause({weights, optimizer, kv}, &bytes));
+  CHECK(bytes == 32 * kPage && s.fake->used_bytes() == 16 * kPage);
+  CHECK(s.resume({weights, optimizer, kv}) == 48 * kPage);
+  CHECK(s.fake->at(a) == 0xEE && s.holds(b, 16 * kPage, 2) && s.holds(c, 16 * kPage, 3));
 }
 
 TEST(a_resume_that_fails_at_any_call_is_undone) {
@@ -294,7 +313,7 @@ TEST(chunks_that_could_not_be_released_go_with_the_next_pause) {
   uint64_t arena = s.arena("weights"), bytes = 0;
   s.block(arena, 48 * kPage);
   s.fake->fail("release", 1);
-  Status status = s.memory.pause({arena}, kDrop, &bytes);
+  Status status = s.memory.pause({arena}, &bytes);
   CHECK(status.code == Code::driver && has(status.message, "weights sleeps, but"));
   CHECK(s.usage(arena).state == State::paused && s.usage(arena).kept_bytes == 16 * kPage && bytes == 32 * kPage);
   CHECK(s.pause({arena}) == 16 * kPage && s.fake->used_bytes() == 0);
@@ -309,7 +328,7 @@ TEST(a_failed_undo_poisons_the_arena_and_no_other) {
   CHECK_OK(s.memory.release(hole));
   s.fake->fail("unmap", 1);  // the second run of weights
   s.fake->fail("map", 0);    // mapping the first run again
-  CHECK(!s.memory.pause({weights}, kDrop, &bytes).ok());
+  CHECK(!s.memory.pause({weights}, &bytes).ok());
   s.fake->fail_no_more();
   Status status = s.memory.resume({weights}, &bytes);
   CHECK(status.code == Code::poisoned && has(status.message, "weights"));
@@ -320,7 +339,8 @@ TEST(an_asynchronous_pause_unmaps_only_after_its_copies) {
   Setup s;
   uint64_t arena = s.arena("optimizer"), ticket = 0, bytes = 0;
   uintptr_t a = s.block(arena, 20 * kPage, 7);
-  CHECK_OK(s.memory.pause_async({arena}, kContent, 42, &ticket));
+  s.set({arena}, kContent);
+  CHECK_OK(s.memory.pause_async({arena}, 42, &ticket));
   bool is_reached = true;
   CHECK_OK(s.memory.poll(ticket, &is_reached));
   CHECK(!is_reached && s.fake->is_mapped(a) && s.usage(arena).state == State::pausing);
@@ -347,7 +367,8 @@ TEST(a_command_during_a_transfer_finishes_it_first) {
   Setup s;
   uint64_t arena = s.arena("optimizer"), ticket = 0, bytes = 0;
   uintptr_t a = s.block(arena, 20 * kPage, 7);
-  CHECK_OK(s.memory.pause_async({arena}, kContent, 0, &ticket));
+  s.set({arena}, kContent);
+  CHECK_OK(s.memory.pause_async({arena}, 0, &ticket));
   CHECK(s.resume({arena}) == 32 * kPage && s.holds(a, 20 * kPage, 7));
   CHECK_OK(s.memory.wait(ticket, &bytes));
   CHECK(bytes == 32 * kPage && s.fake->is_mapped(a));
@@ -362,7 +383,8 @@ TEST(blocks_freed_during_a_transfer_keep_their_pages_until_it_ends) {
   Setup s;
   uint64_t arena = s.arena("optimizer"), ticket = 0, bytes = 0;
   uintptr_t a = s.block(arena, 16 * kPage, 7);
-  CHECK_OK(s.memory.pause_async({arena}, kContent, 0, &ticket));
+  s.set({arena}, kContent);
+  CHECK_OK(s.memory.pause_async({arena}, 0, &ticket));
   CHECK_OK(s.memory.release(a));
   CHECK_OK(s.memory.wait(ticket, &bytes));
   CHECK(s.fake->used_bytes() == 0 && s.resume({arena}) == 0);
@@ -373,7 +395,7 @@ TEST(answers_that_nobody_asks_for_do_not_pile_up) {
   uint64_t arena = s.arena("optimizer"), ticket = 0;
   s.block(arena, kPage);
   for (int i = 0; i < 2000; ++i) {
-    CHECK_OK(s.memory.pause_async({arena}, kDrop, 0, &ticket));
+    CHECK_OK(s.memory.pause_async({arena}, 0, &ticket));
     CHECK_OK(s.memory.resume_async({arena}, &ticket));
   }
   CHECK(s.memory.totals().num_transfers <= 256);
