@@ -19,7 +19,7 @@ constexpr Result kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kOperatingSy
 constexpr int kLocationDevice = 1, kAllocationPinned = 1, kHandlePosixFd = 1;
 constexpr int kProtRead = 1, kProtReadWrite = 3;
 constexpr int kAttributeVmm = 102, kAttributePosixFd = 103, kAttributeRdmaVmm = 110;
-constexpr int kGranularityMinimum = 0;
+constexpr int kGranularityMinimum = 0, kCaptureRelaxed = 2;
 constexpr unsigned kHostPortable = 1, kStreamNonBlocking = 1, kEventDisableTiming = 2;
 
 struct Location {
@@ -56,6 +56,7 @@ struct AccessDesc {
   X(context_push, "cuCtxPushCurrent_v2", (Context))                                                    \
   X(context_pop, "cuCtxPopCurrent_v2", (Context*))                                                     \
   X(context_synchronize, "cuCtxSynchronize", ())                                                       \
+  X(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode", (int*))                                \
   X(memory_info, "cuMemGetInfo_v2", (size_t*, size_t*))                                                \
   X(address_reserve, "cuMemAddressReserve", (Address*, size_t, size_t, Address, unsigned long long))   \
   X(address_free, "cuMemAddressFree", (Address, size_t))                                               \

@@ -93,6 +93,7 @@ class CudaDriver final : public Driver {
   }
 
   Status map(uintptr_t address, size_t bytes, Physical chunk) override {
+    Relaxed relaxed(cu_);
     return check("cuMemMap", cu_.map(address, bytes, 0, handle_of(chunk), 0));
   }
 
@@ -185,9 +186,20 @@ class CudaDriver final : public Driver {
   }
 
  private:
+  // Memory may be made while a graph is captured: what maps pages takes no part in the capture.
+  struct Relaxed {
+    explicit Relaxed(const Functions& functions) : cu(functions) { cu.exchange_capture_mode(&mode); }
+    ~Relaxed() { cu.exchange_capture_mode(&mode); }
+    Relaxed(const Relaxed&) = delete;
+    Relaxed& operator=(const Relaxed&) = delete;
+
+    const Functions& cu;
+    int mode = kCaptureRelaxed;  // then the mode from before
+  };
+
   // Makes the device's primary context, which torch uses too, current for one call.
   struct Scope {
-    Scope(CudaDriver& driver, int device) : driver(driver) {
+    Scope(CudaDriver& owner, int device) : relaxed(owner.cu_), driver(owner) {
       status = driver.state_of(device, &state);
       if (status.ok()) status = driver.check("cuCtxPushCurrent", driver.cu_.context_push(state->context));
       is_pushed = status.ok();
@@ -199,6 +211,7 @@ class CudaDriver final : public Driver {
     Scope(const Scope&) = delete;
     Scope& operator=(const Scope&) = delete;
 
+    Relaxed relaxed;
     CudaDriver& driver;
     DeviceState* state = nullptr;
     Status status;

@@ -23,7 +23,7 @@ static_assert(kAttributeVmm == CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUP
 static_assert(kAttributePosixFd == CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED);
 static_assert(kAttributeRdmaVmm == CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
 static_assert(kHostPortable == CU_MEMHOSTALLOC_PORTABLE && kStreamNonBlocking == CU_STREAM_NON_BLOCKING);
-static_assert(kEventDisableTiming == CU_EVENT_DISABLE_TIMING);
+static_assert(kEventDisableTiming == CU_EVENT_DISABLE_TIMING && kCaptureRelaxed == CU_STREAM_CAPTURE_MODE_RELAXED);
 
 TEST(our_declarations_match_cuda_h) { CHECK(CUDA_VERSION >= 12000); }
 #else

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tasuki.memory import arena as native
 from tasuki.memory.arena import Access, Arena, Keep
 

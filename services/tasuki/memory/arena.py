@@ -12,7 +12,16 @@ from enum import IntEnum, IntFlag
 from pathlib import Path
 from typing import Any
 
-from tasuki.wire.errors import BadHandle, Busy, EnginePoisoned, InternalError, InvalidArgument, OutOfGpuMemory, TasukiError, WrongPhase
+from tasuki.wire.errors import (
+    BadHandle,
+    Busy,
+    EnginePoisoned,
+    InternalError,
+    InvalidArgument,
+    OutOfGpuMemory,
+    TasukiError,
+    WrongPhase,
+)
 
 ABI_VERSION = 1
 LIBRARY_PATH = Path(__file__).with_name("libtasuki_memory.so")

@@ -99,6 +99,4 @@ class NativeAllocator:
 
 def _tag_usage(tag: MemoryTag, device: str, usage: ArenaUsage) -> TagUsage:
     is_paused = usage.state in (ArenaState.PAUSED, ArenaState.PAUSING)
-    return TagUsage(
-        tag=tag, device=device, mapped_bytes=usage.mapped_bytes, total_bytes=usage.total_bytes, is_paused=is_paused
-    )
+    return TagUsage(tag=tag, device=device, mapped_bytes=usage.mapped_bytes, total_bytes=usage.total_bytes, is_paused=is_paused)

@@ -27,7 +27,7 @@ class CudaRegions:
             raise InvalidArgument("tags", f"{len(arenas)} tags, at most {NUM_SLOTS}")
         torch.cuda.init()
         refuse_expandable_segments()
-        self._device = torch.device(device)
+        self._device = torch.device(device).index or 0
         self._pools: dict[str, torch.cuda.MemPool] = {}
         self._allocators: list[torch.cuda.memory.CUDAPluggableAllocator] = []
         for slot, arena in enumerate(arenas):
