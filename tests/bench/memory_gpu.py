@@ -28,8 +28,9 @@ NUM_REPEATS, NUM_LATER, NUM_HOST_REPEATS = 10, 3, 4
 
 def qwen_7b_shapes() -> list[tuple[int, ...]]:
     hidden, kv, mlp, vocab = 3584, 512, 18944, 152064
-    layer = [(hidden, hidden), (kv, hidden), (kv, hidden), (hidden, hidden), (mlp, hidden), (mlp, hidden), (hidden, mlp)]
-    return [(vocab, hidden), *(layer + [(hidden,), (hidden,), (hidden,), (kv,), (kv,)]) * 28, (hidden,), (vocab, hidden)]
+    matrices = [(hidden, hidden), (kv, hidden), (kv, hidden), (hidden, hidden), (mlp, hidden), (mlp, hidden), (hidden, mlp)]
+    layer: list[tuple[int, ...]] = [*matrices, (hidden,), (hidden,), (hidden,), (kv,), (kv,)]
+    return [(vocab, hidden), *(layer * 28), (hidden,), (vocab, hidden)]
 
 
 def fill(region: Callable[[str], Any], kv_gb: int) -> list[torch.Tensor]:
@@ -58,12 +59,12 @@ def cycles(
     }
     asleep_free_gb = 0.0
     for _ in range(num_repeats + 1):
-        for name in ("pause kv_cache", "pause weights"):
-            steps[name].append(timed_ms(lambda tag=name.split()[1]: pause(tag)))
+        steps["pause kv_cache"].append(timed_ms(lambda: pause("kv_cache")))
+        steps["pause weights"].append(timed_ms(lambda: pause("weights")))
         asleep_free_gb = torch.cuda.mem_get_info()[0] / GB
         time.sleep(wait_s)
-        for name in ("resume weights", "resume kv_cache"):
-            steps[name].append(timed_ms(lambda tag=name.split()[1]: resume(tag)))
+        steps["resume weights"].append(timed_ms(lambda: resume("weights")))
+        steps["resume kv_cache"].append(timed_ms(lambda: resume("kv_cache")))
     medians = {name: round(statistics.median(times[1:]), 3) for name, times in steps.items()}
     first = {name: round(times[0], 3) for name, times in steps.items()}
     slowest = {name: round(max(times[1:]), 3) for name, times in steps.items()}
@@ -120,9 +121,8 @@ def our_host_copy() -> dict[str, Any]:
     pause, resume = lambda tag: allocator.pause([MemoryTag(tag)]), lambda tag: allocator.resume([MemoryTag(tag)])
     result = {"host copy, at once": cycles(pause, resume, num_repeats=NUM_HOST_REPEATS, wait_s=0)}
     weights = [MemoryTag.WEIGHTS]
-    result["overlap"] = overlap(
-        lambda: allocator.pause_async(weights, stream=torch.cuda.current_stream().cuda_stream), lambda: resume("weights")
-    )
+    stream = torch.cuda.current_stream().cuda_stream
+    result["overlap"] = overlap(lambda: allocator.pause_async(weights, stream=stream), lambda: allocator.resume(weights))
     result["content_is_back"] = all(torch.equal(old, new.flatten()[:7]) for old, new in zip(sample, tensors, strict=False))
     return result
 

@@ -269,7 +269,8 @@ def peer(device, access, *described):
                 answer = "done"
         except (RuntimeError, TasukiError) as error:
             answer = f"refused {type(error).__name__} {str(error).splitlines()[0]}"
-        print(answer, flush=True)
+        sys.stdout.write(f"{answer}\n")
+        sys.stdout.flush()
 
 
 @pytest.fixture

@@ -251,7 +251,7 @@ class Arena:
         return ArenaUsage(**{**values, "state": ArenaState(values["state"])})
 
     def export(self, access: Access) -> Export:
-        """Fresh descriptors of every chunk that holds memory. They stay valid while the memory does: until the next pause without CHUNKS."""
+        """Fresh descriptors of every chunk that holds memory; stale after the next pause that does not keep chunks."""
         chunks = (_Chunk * max(1, self.usage().num_chunks))()
         num_chunks, base, export = ctypes.c_size_t(), ctypes.c_void_p(), ctypes.c_uint64()
         code = _library().tasuki_export(
