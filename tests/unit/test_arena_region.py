@@ -202,8 +202,8 @@ def test_a_region_of_a_sleeping_tag_is_refused(allocator):
     with allocator.region(WEIGHTS):
         weights = torch.zeros(MIB)
     allocator.pause([WEIGHTS])
-    with pytest.raises(WrongPhase, match="weights is asleep"):
-        allocator.region(WEIGHTS)
+    with pytest.raises(WrongPhase, match="weights is asleep"), allocator.region(WEIGHTS):
+        torch.zeros(MIB)
     allocator.resume([WEIGHTS])
     del weights
 

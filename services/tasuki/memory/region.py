@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from tasuki.memory import arena as native
@@ -50,12 +50,14 @@ class NativeAllocator:
             raise InvalidArgument("tags", f"{tag} is no tag of this process; it has {', '.join(self._arenas)}")
         return self._arenas[tag]
 
-    def region(self, tag: MemoryTag) -> AbstractContextManager[None]:
+    @contextmanager
+    def region(self, tag: MemoryTag) -> Iterator[None]:
         """Tensors that this thread makes inside belong to `tag`. Raises WrongPhase while the tag sleeps."""
         arena = self.arena(tag)
         if arena.usage().state in (ArenaState.PAUSED, ArenaState.PAUSING):
             raise WrongPhase(f"{tag} is asleep: resume it before making tensors in it", needed=f"resume {tag}")
-        return self._cuda.region(tag) if self._cuda is not None else Placing(arena)
+        with self._cuda.region(tag) if self._cuda is not None else Placing(arena):
+            yield
 
     def pause(self, tags: Sequence[MemoryTag]) -> int:
         return native.pause([self.arena(tag) for tag in tags])

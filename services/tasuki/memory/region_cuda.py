@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -12,7 +13,9 @@ from tasuki.wire.errors import InvalidArgument
 
 def refuse_expandable_segments() -> None:
     """With them torch maps pages by itself, beside the arenas."""
-    if torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]:
+    # What is in force, however it was set: by either environment variable or at run time.
+    snapshot: Any = torch.cuda.memory._snapshot()
+    if snapshot["allocator_settings"]["expandable_segments"]:
         raise InvalidArgument(
             "PYTORCH_CUDA_ALLOC_CONF",
             "expandable_segments:True lets torch map memory that cannot be paused; remove it (arenas do not fragment as segments do)",
@@ -50,5 +53,7 @@ class CudaRegions:
         torch.cuda.empty_cache()
 
     def close(self) -> None:
+        """Gives the pools' segments back to their arenas; those with a live tensor stay."""
+        torch._C._cuda_clearCublasWorkspaces()  # torch keeps one for ever, also one that was made inside a region or capture
         self._pools.clear()
         self.empty_cache()
