@@ -1,6 +1,6 @@
 """Pause and resume of host memory: `python tests/bench/memory_cpu.py [--gib 1] [--out FOLDER]`. Writes memory_cpu.json and prints a table.
 
-The peer is what a process can do without arenas: free the tensors and allocate them again, at whatever addresses come. Times include touching
+The peer is what a process can do without arenas: free the tensors and allocate them again, at whatever addresses come. `touch_ms` writes
 every page afterwards, since that is when a CPU pays for memory.
 """
 
