@@ -20,7 +20,7 @@ int guarded(Body body) noexcept {
   try {
     return report(body());
   } catch (const std::bad_alloc&) {
-    last_failure.code = Code::out_of_memory;
+    last_failure = Status{};  // a sentence would need memory
     return TASUKI_OUT_OF_MEMORY;
   } catch (const std::exception& error) {
     return report(failure(Code::driver, error.what()));
