@@ -3,10 +3,11 @@
 import asyncio
 import stat
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 
 import grpc
+import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
@@ -40,7 +41,7 @@ class CountingTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.release = asyncio.Event()
         self.release.set()
 
-    async def OptimStep(self, request, context):  # noqa: N802
+    async def OptimStep(self, request, context):
         async def step() -> trainer_pb2.OptimStepResponse:
             await self.release.wait()
             self.num_steps += 1
@@ -48,24 +49,27 @@ class CountingTrainer(trainer_pb2_grpc.TrainerServiceServicer):
 
         return await self.gate.once(request.command, step)
 
-    async def PublishWeights(self, request, context):  # noqa: N802
+    async def PublishWeights(self, request, context):
         async def publish() -> trainer_pb2.PublishWeightsResponse:
             return trainer_pb2.PublishWeightsResponse(published_bytes=self.gate.sequence)
 
         return await self.gate.stage(request.command, publish)
 
-    async def GetTrainerState(self, request, context):  # noqa: N802
+    async def GetTrainerState(self, request, context):
         raise ValueError("a secret of the process")
 
-    async def ComputeLogProbs(self, request_iterator, context):  # noqa: N802
+    async def ComputeLogProbs(self, request_iterator, context):
         async for request in request_iterator:
             if not request.samples.samples:
                 raise InvalidArgument("samples", "at least one is needed")
             yield trainer_pb2.ComputeLogProbsResponse()
 
 
+Served = tuple[CountingTrainer, grpc.aio.Channel, RpcServer]
+
+
 @pytest.fixture
-async def served(tmp_path: Path) -> AsyncIterator[tuple[CountingTrainer, grpc.aio.Channel, RpcServer]]:
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
     servicer = CountingTrainer()
     server = RpcServer(service="trainer", target=f"unix:{tmp_path}/trainer.sock")
     server.add(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, servicer, NAME)
@@ -79,13 +83,13 @@ def command(request_id: str, *, epoch: int = 0, sequence: int = 0) -> types_pb2.
     return types_pb2.CommandId(epoch=epoch, sequence=sequence, request_id=request_id)
 
 
-async def error_of(call) -> TasukiError:  # type: ignore[no-untyped-def]
+async def error_of(call: Awaitable[object]) -> TasukiError:
     with pytest.raises(grpc.RpcError) as caught:
         await call
     return from_rpc_error(caught.value)
 
 
-async def test_repeated_request_id_runs_once_even_while_it_runs(served) -> None:
+async def test_repeated_request_id_runs_once_even_while_it_runs(served: Served) -> None:
     servicer, channel, _ = served
     stub = trainer_pb2_grpc.TrainerServiceStub(channel)
     servicer.release.clear()
@@ -97,7 +101,7 @@ async def test_repeated_request_id_runs_once_even_while_it_runs(served) -> None:
     assert servicer.num_steps == 1
 
 
-async def test_command_outlives_a_caller_that_times_out(served) -> None:
+async def test_command_outlives_a_caller_that_times_out(served: Served) -> None:
     servicer, channel, _ = served
     stub = trainer_pb2_grpc.TrainerServiceStub(channel)
     servicer.release.clear()
@@ -108,11 +112,11 @@ async def test_command_outlives_a_caller_that_times_out(served) -> None:
     assert answer.policy_version == servicer.num_steps == 1
 
 
-async def test_lower_epoch_and_old_sequence_are_refused(served) -> None:
+async def test_lower_epoch_and_old_sequence_are_refused(served: Served) -> None:
     _, channel, _ = served
     stub = trainer_pb2_grpc.TrainerServiceStub(channel)
 
-    def publish(request_id: str, epoch: int, sequence: int):  # type: ignore[no-untyped-def]
+    def publish(request_id: str, epoch: int, sequence: int) -> Awaitable[trainer_pb2.PublishWeightsResponse]:
         request = trainer_pb2.PublishWeightsRequest(command=command(request_id, epoch=epoch, sequence=sequence))
         return stub.PublishWeights(request, timeout=5)
 
@@ -123,7 +127,7 @@ async def test_lower_epoch_and_old_sequence_are_refused(served) -> None:
     assert (await publish("d", 8, 1)).published_bytes == 1
 
 
-async def test_mutating_call_needs_deadline_and_request_id(served) -> None:
+async def test_mutating_call_needs_deadline_and_request_id(served: Served) -> None:
     _, channel, _ = served
     stub = trainer_pb2_grpc.TrainerServiceStub(channel)
     assert isinstance(await error_of(stub.OptimStep(trainer_pb2.OptimStepRequest(command=command("a")))), DeadlineRequired)
@@ -131,7 +135,7 @@ async def test_mutating_call_needs_deadline_and_request_id(served) -> None:
     assert isinstance(missing, InvalidArgument) and missing.metadata["field"] == "command.request_id"
 
 
-async def test_unknown_exception_keeps_its_text_on_the_server(served) -> None:
+async def test_unknown_exception_keeps_its_text_on_the_server(served: Served) -> None:
     _, channel, _ = served
     stub = trainer_pb2_grpc.TrainerServiceStub(channel)
     error = await error_of(stub.GetTrainerState(trainer_pb2.GetTrainerStateRequest(), timeout=5))
@@ -139,7 +143,7 @@ async def test_unknown_exception_keeps_its_text_on_the_server(served) -> None:
     assert "secret" not in error.message
 
 
-async def test_error_in_a_stream_arrives_after_its_answers(served) -> None:
+async def test_error_in_a_stream_arrives_after_its_answers(served: Served) -> None:
     _, channel, _ = served
     stub = trainer_pb2_grpc.TrainerServiceStub(channel)
     full = trainer_pb2.TrainingSamples(samples=[types_pb2.TrainingSample()])
@@ -152,14 +156,14 @@ async def test_error_in_a_stream_arrives_after_its_answers(served) -> None:
     assert len(answers) == 1 and isinstance(error, InvalidArgument) and error.metadata["field"] == "samples"
 
 
-async def test_message_above_the_limit_is_a_typed_error(served) -> None:
+async def test_message_above_the_limit_is_a_typed_error(served: Served) -> None:
     _, channel, _ = served
     stub = trainer_pb2_grpc.TrainerServiceStub(channel)
     huge = trainer_pb2.OptimStepRequest(command=command("x" * (MAX_MESSAGE_BYTES + 1)))
     assert isinstance(await error_of(stub.OptimStep(huge, timeout=5)), MessageTooLarge)
 
 
-async def test_health_shows_asleep_and_awake_and_list_answers(served) -> None:
+async def test_health_shows_asleep_and_awake_and_list_answers(served: Served) -> None:
     _, channel, server = served
     stub = health_pb2_grpc.HealthStub(channel)
     serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -252,7 +256,7 @@ async def test_metrics_have_the_usual_names(tmp_path: Path, unused_tcp_port: int
     await server.stop()
 
 
-async def test_stop_tells_watchers_and_refuses_new_calls(served) -> None:
+async def test_stop_tells_watchers_and_refuses_new_calls(served: Served) -> None:
     _, channel, server = served
     watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=NAME))
     assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING

@@ -3,30 +3,30 @@
 isort:skip_file
 """
 
-import builtins
-import collections.abc
-import google.protobuf.descriptor
-import google.protobuf.internal.containers
-import google.protobuf.internal.enum_type_wrapper
-import google.protobuf.message
-import google.protobuf.timestamp_pb2
+from collections import abc as _abc
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from tasuki.v1 import types_pb2 as _types_pb2
+import builtins as _builtins
 import sys
-import tasuki.v1.types_pb2
-import typing
+import typing as _typing
 
-if sys.version_info >= (3, 10):
-    import typing as typing_extensions
+if sys.version_info >= (3, 11):
+    from typing import TypeAlias as _TypeAlias, Never as _Never
 else:
-    import typing_extensions
+    from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
-DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+DESCRIPTOR: _descriptor.FileDescriptor
 
 class _StageStatus:
-    ValueType = typing.NewType("ValueType", builtins.int)
-    V: typing_extensions.TypeAlias = ValueType
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
 
-class _StageStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_StageStatus.ValueType], builtins.type):
-    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+class _StageStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StageStatus.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
     STAGE_STATUS_UNSPECIFIED: _StageStatus.ValueType  # 0
     STAGE_STATUS_STARTED: _StageStatus.ValueType  # 1
     STAGE_STATUS_DONE: _StageStatus.ValueType  # 2
@@ -47,173 +47,187 @@ STAGE_STATUS_UNDONE: StageStatus.ValueType  # 4
 """Done before, and taken back because a later stage failed."""
 STAGE_STATUS_HELD: StageStatus.ValueType  # 5
 """Nothing to do: the phase already held."""
-Global___StageStatus: typing_extensions.TypeAlias = StageStatus
+Global___StageStatus: _TypeAlias = StageStatus  # noqa: Y015
 
-@typing.final
-class StageEvent(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class StageEvent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    CHANGEOVER_ID_FIELD_NUMBER: builtins.int
-    STAGE_FIELD_NUMBER: builtins.int
-    STATUS_FIELD_NUMBER: builtins.int
-    TIME_FIELD_NUMBER: builtins.int
-    SECONDS_FIELD_NUMBER: builtins.int
-    BYTES_FIELD_NUMBER: builtins.int
-    ERROR_REASON_FIELD_NUMBER: builtins.int
-    ERROR_MESSAGE_FIELD_NUMBER: builtins.int
-    changeover_id: builtins.str
-    stage: tasuki.v1.types_pb2.Stage.ValueType
+    CHANGEOVER_ID_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    ERROR_REASON_FIELD_NUMBER: _builtins.int
+    ERROR_MESSAGE_FIELD_NUMBER: _builtins.int
+    changeover_id: _builtins.str
+    stage: _types_pb2.Stage.ValueType
     status: Global___StageStatus.ValueType
-    seconds: builtins.float
+    seconds: _builtins.float
     """Of the stage; 0 in STARTED."""
-    bytes: builtins.int
+    bytes: _builtins.int
     """Bytes mapped, released or copied by the stage."""
-    error_reason: builtins.str
+    error_reason: _builtins.str
     """In FAILED: reason and text of the error."""
-    error_message: builtins.str
-    @property
-    def time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
+    error_message: _builtins.str
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp: ...
     def __init__(
         self,
         *,
-        changeover_id: builtins.str = ...,
-        stage: tasuki.v1.types_pb2.Stage.ValueType = ...,
+        changeover_id: _builtins.str = ...,
+        stage: _types_pb2.Stage.ValueType = ...,
         status: Global___StageStatus.ValueType = ...,
-        time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
-        seconds: builtins.float = ...,
-        bytes: builtins.int = ...,
-        error_reason: builtins.str = ...,
-        error_message: builtins.str = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        seconds: _builtins.float = ...,
+        bytes: _builtins.int = ...,
+        error_reason: _builtins.str = ...,
+        error_message: _builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["time", b"time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "changeover_id", b"changeover_id", "error_message", b"error_message", "error_reason", b"error_reason", "seconds", b"seconds", "stage", b"stage", "status", b"status", "time", b"time"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "changeover_id", b"changeover_id", "error_message", b"error_message", "error_reason", b"error_reason", "seconds", b"seconds", "stage", b"stage", "status", b"status", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___StageEvent: typing_extensions.TypeAlias = StageEvent
+Global___StageEvent: _TypeAlias = StageEvent  # noqa: Y015
 
-@typing.final
-class Changeover(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class Changeover(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    CHANGEOVER_ID_FIELD_NUMBER: builtins.int
-    TARGET_FIELD_NUMBER: builtins.int
-    STATUS_FIELD_NUMBER: builtins.int
-    POLICY_VERSION_FIELD_NUMBER: builtins.int
-    START_TIME_FIELD_NUMBER: builtins.int
-    SECONDS_FIELD_NUMBER: builtins.int
-    STAGES_FIELD_NUMBER: builtins.int
-    EPOCH_FIELD_NUMBER: builtins.int
-    changeover_id: builtins.str
-    target: tasuki.v1.types_pb2.Phase.ValueType
+    CHANGEOVER_ID_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    changeover_id: _builtins.str
+    target: _types_pb2.Phase.ValueType
     status: Global___StageStatus.ValueType
-    policy_version: builtins.int
-    seconds: builtins.float
-    epoch: builtins.int
-    @property
-    def start_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
-    @property
-    def stages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StageEvent]:
+    policy_version: _builtins.int
+    seconds: _builtins.float
+    epoch: _builtins.int
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageEvent]:
         """One for each stage, as it stands."""
 
     def __init__(
         self,
         *,
-        changeover_id: builtins.str = ...,
-        target: tasuki.v1.types_pb2.Phase.ValueType = ...,
+        changeover_id: _builtins.str = ...,
+        target: _types_pb2.Phase.ValueType = ...,
         status: Global___StageStatus.ValueType = ...,
-        policy_version: builtins.int = ...,
-        start_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
-        seconds: builtins.float = ...,
-        stages: collections.abc.Iterable[Global___StageEvent] | None = ...,
-        epoch: builtins.int = ...,
+        policy_version: _builtins.int = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+        seconds: _builtins.float = ...,
+        stages: _abc.Iterable[Global___StageEvent] | None = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["start_time", b"start_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["changeover_id", b"changeover_id", "epoch", b"epoch", "policy_version", b"policy_version", "seconds", b"seconds", "stages", b"stages", "start_time", b"start_time", "status", b"status", "target", b"target"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changeover_id", b"changeover_id", "epoch", b"epoch", "policy_version", b"policy_version", "seconds", b"seconds", "stages", b"stages", "start_time", b"start_time", "status", b"status", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Changeover: typing_extensions.TypeAlias = Changeover
+Global___Changeover: _TypeAlias = Changeover  # noqa: Y015
 
-@typing.final
-class NodeState(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class NodeState(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    PHASE_FIELD_NUMBER: builtins.int
-    STAGE_FIELD_NUMBER: builtins.int
-    EPOCH_FIELD_NUMBER: builtins.int
-    POLICY_VERSION_FIELD_NUMBER: builtins.int
-    BOOT_ID_FIELD_NUMBER: builtins.int
-    CHANGEOVER_ID_FIELD_NUMBER: builtins.int
-    TRAINER_TARGET_FIELD_NUMBER: builtins.int
-    ROLLOUT_TARGET_FIELD_NUMBER: builtins.int
-    NEXT_STAGE_FIELD_NUMBER: builtins.int
-    NUM_CHANGEOVERS_FIELD_NUMBER: builtins.int
-    LAST_ERROR_FIELD_NUMBER: builtins.int
-    phase: tasuki.v1.types_pb2.Phase.ValueType
+    PHASE_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    BOOT_ID_FIELD_NUMBER: _builtins.int
+    CHANGEOVER_ID_FIELD_NUMBER: _builtins.int
+    TRAINER_TARGET_FIELD_NUMBER: _builtins.int
+    ROLLOUT_TARGET_FIELD_NUMBER: _builtins.int
+    NEXT_STAGE_FIELD_NUMBER: _builtins.int
+    NUM_CHANGEOVERS_FIELD_NUMBER: _builtins.int
+    LAST_ERROR_FIELD_NUMBER: _builtins.int
+    phase: _types_pb2.Phase.ValueType
     """Phase that holds; UNSPECIFIED in the middle of a changeover."""
-    stage: tasuki.v1.types_pb2.Stage.ValueType
+    stage: _types_pb2.Stage.ValueType
     """Last completed stage of the ring."""
-    epoch: builtins.int
-    policy_version: builtins.int
+    epoch: _builtins.int
+    policy_version: _builtins.int
     """Version that rollout serves or last served; absent before the first commit."""
-    boot_id: builtins.str
-    changeover_id: builtins.str
+    boot_id: _builtins.str
+    changeover_id: _builtins.str
     """Running changeover, if any."""
-    trainer_target: builtins.str
+    trainer_target: _builtins.str
     """gRPC targets, e.g. "unix:/run/tasuki/trainer.sock"."""
-    rollout_target: builtins.str
-    next_stage: tasuki.v1.types_pb2.Stage.ValueType
+    rollout_target: _builtins.str
+    next_stage: _types_pb2.Stage.ValueType
     """Stage that may come next."""
-    num_changeovers: builtins.int
+    num_changeovers: _builtins.int
     """Finished changeovers of this node, over all epochs."""
-    last_error: builtins.str
+    last_error: _builtins.str
     """Error of the last changeover, if it failed."""
     def __init__(
         self,
         *,
-        phase: tasuki.v1.types_pb2.Phase.ValueType = ...,
-        stage: tasuki.v1.types_pb2.Stage.ValueType = ...,
-        epoch: builtins.int = ...,
-        policy_version: builtins.int | None = ...,
-        boot_id: builtins.str = ...,
-        changeover_id: builtins.str = ...,
-        trainer_target: builtins.str = ...,
-        rollout_target: builtins.str = ...,
-        next_stage: tasuki.v1.types_pb2.Stage.ValueType = ...,
-        num_changeovers: builtins.int = ...,
-        last_error: builtins.str = ...,
+        phase: _types_pb2.Phase.ValueType = ...,
+        stage: _types_pb2.Stage.ValueType = ...,
+        epoch: _builtins.int = ...,
+        policy_version: _builtins.int | None = ...,
+        boot_id: _builtins.str = ...,
+        changeover_id: _builtins.str = ...,
+        trainer_target: _builtins.str = ...,
+        rollout_target: _builtins.str = ...,
+        next_stage: _types_pb2.Stage.ValueType = ...,
+        num_changeovers: _builtins.int = ...,
+        last_error: _builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "boot_id", b"boot_id", "changeover_id", b"changeover_id", "epoch", b"epoch", "last_error", b"last_error", "next_stage", b"next_stage", "num_changeovers", b"num_changeovers", "phase", b"phase", "policy_version", b"policy_version", "rollout_target", b"rollout_target", "stage", b"stage", "trainer_target", b"trainer_target"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["_policy_version", b"_policy_version"]) -> typing.Literal["policy_version"] | None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "boot_id", b"boot_id", "changeover_id", b"changeover_id", "epoch", b"epoch", "last_error", b"last_error", "next_stage", b"next_stage", "num_changeovers", b"num_changeovers", "phase", b"phase", "policy_version", b"policy_version", "rollout_target", b"rollout_target", "stage", b"stage", "trainer_target", b"trainer_target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
+    _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
 
-Global___NodeState: typing_extensions.TypeAlias = NodeState
+Global___NodeState: _TypeAlias = NodeState  # noqa: Y015
 
-@typing.final
-class AcquireRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class AcquireRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    PHASE_FIELD_NUMBER: builtins.int
-    REQUEST_ID_FIELD_NUMBER: builtins.int
-    phase: tasuki.v1.types_pb2.Phase.ValueType
-    request_id: builtins.str
+    PHASE_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    phase: _types_pb2.Phase.ValueType
+    request_id: _builtins.str
     """Chosen by the caller, unique for each intent; empty lets the coordinator choose."""
     def __init__(
         self,
         *,
-        phase: tasuki.v1.types_pb2.Phase.ValueType = ...,
-        request_id: builtins.str = ...,
+        phase: _types_pb2.Phase.ValueType = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["phase", b"phase", "request_id", b"request_id"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["phase", b"phase", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___AcquireRequest: typing_extensions.TypeAlias = AcquireRequest
+Global___AcquireRequest: _TypeAlias = AcquireRequest  # noqa: Y015
 
-@typing.final
-class AcquireResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class AcquireResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    EVENT_FIELD_NUMBER: builtins.int
-    STATE_FIELD_NUMBER: builtins.int
-    @property
+    EVENT_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
     def event(self) -> Global___StageEvent: ...
-    @property
+    @_builtins.property
     def state(self) -> Global___NodeState:
         """Node state after the event."""
 
@@ -223,38 +237,45 @@ class AcquireResponse(google.protobuf.message.Message):
         event: Global___StageEvent | None = ...,
         state: Global___NodeState | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["event", b"event", "state", b"state"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["event", b"event", "state", b"state"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "state", b"state"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___AcquireResponse: typing_extensions.TypeAlias = AcquireResponse
+Global___AcquireResponse: _TypeAlias = AcquireResponse  # noqa: Y015
 
-@typing.final
-class RunStageRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class RunStageRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    STAGE_FIELD_NUMBER: builtins.int
-    REQUEST_ID_FIELD_NUMBER: builtins.int
-    stage: tasuki.v1.types_pb2.Stage.ValueType
-    request_id: builtins.str
+    STAGE_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    stage: _types_pb2.Stage.ValueType
+    request_id: _builtins.str
     def __init__(
         self,
         *,
-        stage: tasuki.v1.types_pb2.Stage.ValueType = ...,
-        request_id: builtins.str = ...,
+        stage: _types_pb2.Stage.ValueType = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["request_id", b"request_id", "stage", b"stage"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RunStageRequest: typing_extensions.TypeAlias = RunStageRequest
+Global___RunStageRequest: _TypeAlias = RunStageRequest  # noqa: Y015
 
-@typing.final
-class RunStageResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class RunStageResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    EVENT_FIELD_NUMBER: builtins.int
-    STATE_FIELD_NUMBER: builtins.int
-    @property
+    EVENT_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
     def event(self) -> Global___StageEvent: ...
-    @property
+    @_builtins.property
     def state(self) -> Global___NodeState: ...
     def __init__(
         self,
@@ -262,57 +283,73 @@ class RunStageResponse(google.protobuf.message.Message):
         event: Global___StageEvent | None = ...,
         state: Global___NodeState | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["event", b"event", "state", b"state"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["event", b"event", "state", b"state"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "state", b"state"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RunStageResponse: typing_extensions.TypeAlias = RunStageResponse
+Global___RunStageResponse: _TypeAlias = RunStageResponse  # noqa: Y015
 
-@typing.final
-class GetStateRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class GetStateRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
         self,
     ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GetStateRequest: typing_extensions.TypeAlias = GetStateRequest
+Global___GetStateRequest: _TypeAlias = GetStateRequest  # noqa: Y015
 
-@typing.final
-class GetStateResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class GetStateResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    STATE_FIELD_NUMBER: builtins.int
-    @property
+    STATE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
     def state(self) -> Global___NodeState: ...
     def __init__(
         self,
         *,
         state: Global___NodeState | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["state", b"state"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["state", b"state"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GetStateResponse: typing_extensions.TypeAlias = GetStateResponse
+Global___GetStateResponse: _TypeAlias = GetStateResponse  # noqa: Y015
 
-@typing.final
-class WatchStateRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class WatchStateRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
         self,
     ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___WatchStateRequest: typing_extensions.TypeAlias = WatchStateRequest
+Global___WatchStateRequest: _TypeAlias = WatchStateRequest  # noqa: Y015
 
-@typing.final
-class WatchStateResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class WatchStateResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    STATE_FIELD_NUMBER: builtins.int
-    EVENT_FIELD_NUMBER: builtins.int
-    @property
+    STATE_FIELD_NUMBER: _builtins.int
+    EVENT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
     def state(self) -> Global___NodeState: ...
-    @property
+    @_builtins.property
     def event(self) -> Global___StageEvent:
         """What changed; absent in the first answer."""
 
@@ -322,46 +359,57 @@ class WatchStateResponse(google.protobuf.message.Message):
         state: Global___NodeState | None = ...,
         event: Global___StageEvent | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["event", b"event", "state", b"state"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["event", b"event", "state", b"state"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "state", b"state"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___WatchStateResponse: typing_extensions.TypeAlias = WatchStateResponse
+Global___WatchStateResponse: _TypeAlias = WatchStateResponse  # noqa: Y015
 
-@typing.final
-class ListChangeoversRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class ListChangeoversRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    PAGE_SIZE_FIELD_NUMBER: builtins.int
-    PAGE_TOKEN_FIELD_NUMBER: builtins.int
-    page_size: builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
     """1 to 1000; 0 means 50."""
-    page_token: builtins.str
+    page_token: _builtins.str
     def __init__(
         self,
         *,
-        page_size: builtins.int = ...,
-        page_token: builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["page_size", b"page_size", "page_token", b"page_token"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListChangeoversRequest: typing_extensions.TypeAlias = ListChangeoversRequest
+Global___ListChangeoversRequest: _TypeAlias = ListChangeoversRequest  # noqa: Y015
 
-@typing.final
-class ListChangeoversResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class ListChangeoversResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    CHANGEOVERS_FIELD_NUMBER: builtins.int
-    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
-    next_page_token: builtins.str
+    CHANGEOVERS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
     """Empty on the last page."""
-    @property
-    def changeovers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Changeover]: ...
+    @_builtins.property
+    def changeovers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Changeover]: ...
     def __init__(
         self,
         *,
-        changeovers: collections.abc.Iterable[Global___Changeover] | None = ...,
-        next_page_token: builtins.str = ...,
+        changeovers: _abc.Iterable[Global___Changeover] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["changeovers", b"changeovers", "next_page_token", b"next_page_token"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changeovers", b"changeovers", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListChangeoversResponse: typing_extensions.TypeAlias = ListChangeoversResponse
+Global___ListChangeoversResponse: _TypeAlias = ListChangeoversResponse  # noqa: Y015

@@ -69,8 +69,8 @@ class CoordinatorServiceServicer(object):
     def Acquire(self, request, context):
         """Brings the node to a phase and streams what happens, stage by stage; ends when the phase holds.
 
-        The changeover goes on when the caller leaves; the same request_id attaches to it again and gets every event from the first.
-        When the node already is in the phase, the stream has one event with status HELD.
+        Phase: any; when the node already is in the phase, the stream has one event with status HELD.
+        Repeat: the changeover goes on when the caller leaves; the same request_id attaches to it again and gets every event from the first.
         Errors: FAILED_PRECONDITION/CHANGEOVER_RUNNING when one to the other phase is under way; the error of the stage that failed, after
         the finished stages were undone.
         """
@@ -81,7 +81,8 @@ class CoordinatorServiceServicer(object):
     def RunStage(self, request, context):
         """Runs one stage by hand: the next one of the ring, no other.
 
-        Repeat: the same request_id gets the first answer. Errors: FAILED_PRECONDITION/STAGE_ORDER naming the stage that may come next;
+        Phase: the one that the stage starts from. Repeat: the same request_id gets the first answer.
+        Errors: FAILED_PRECONDITION/STAGE_ORDER naming the stage that may come next;
         the stage's own error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -96,14 +97,14 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchState(self, request, context):
-        """The state now, and again after each change, until the caller leaves.
+        """The state now, and again after each change, until the caller leaves. Any phase, harmless to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListChangeovers(self, request, context):
-        """Changeovers from the journal, newest first.
+        """Changeovers from the journal, newest first. Any phase, harmless to repeat.
 
         Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for a bad page_size or page_token.
         """

@@ -3,264 +3,146 @@
 isort:skip_file
 """
 
-import abc
-import collections.abc
-import grpc
-import grpc.aio
+from collections import abc as _abc
+from grpc import aio as _aio
+from tasuki.v1 import coordinator_pb2 as _coordinator_pb2
+import abc as _abc_1
+import grpc as _grpc
 import sys
-import tasuki.v1.coordinator_pb2
-import typing
+import typing as _typing
 
-if sys.version_info >= (3, 13):
-    import typing as typing_extensions
+if sys.version_info >= (3, 11):
+    from typing import Self as _Self
 else:
-    import typing_extensions
+    from typing_extensions import Self as _Self
 
-_T = typing.TypeVar("_T")
+_T = _typing.TypeVar("_T")
 
-class _MaybeAsyncIterator(collections.abc.AsyncIterator[_T], collections.abc.Iterator[_T], metaclass=abc.ABCMeta): ...
+class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_abc_1.ABCMeta): ...
 
-class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type: ignore[misc, type-arg]
+class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
     ...
 
 GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
-_CoordinatorServiceAcquireType = typing_extensions.TypeVar(
-    '_CoordinatorServiceAcquireType',
-    grpc.UnaryStreamMultiCallable[
-        tasuki.v1.coordinator_pb2.AcquireRequest,
-        tasuki.v1.coordinator_pb2.AcquireResponse,
-    ],
-    grpc.aio.UnaryStreamMultiCallable[
-        tasuki.v1.coordinator_pb2.AcquireRequest,
-        tasuki.v1.coordinator_pb2.AcquireResponse,
-    ],
-    default=grpc.UnaryStreamMultiCallable[
-        tasuki.v1.coordinator_pb2.AcquireRequest,
-        tasuki.v1.coordinator_pb2.AcquireResponse,
-    ],
-)
 
-_CoordinatorServiceRunStageType = typing_extensions.TypeVar(
-    '_CoordinatorServiceRunStageType',
-    grpc.UnaryUnaryMultiCallable[
-        tasuki.v1.coordinator_pb2.RunStageRequest,
-        tasuki.v1.coordinator_pb2.RunStageResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tasuki.v1.coordinator_pb2.RunStageRequest,
-        tasuki.v1.coordinator_pb2.RunStageResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        tasuki.v1.coordinator_pb2.RunStageRequest,
-        tasuki.v1.coordinator_pb2.RunStageResponse,
-    ],
-)
-
-_CoordinatorServiceGetStateType = typing_extensions.TypeVar(
-    '_CoordinatorServiceGetStateType',
-    grpc.UnaryUnaryMultiCallable[
-        tasuki.v1.coordinator_pb2.GetStateRequest,
-        tasuki.v1.coordinator_pb2.GetStateResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tasuki.v1.coordinator_pb2.GetStateRequest,
-        tasuki.v1.coordinator_pb2.GetStateResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        tasuki.v1.coordinator_pb2.GetStateRequest,
-        tasuki.v1.coordinator_pb2.GetStateResponse,
-    ],
-)
-
-_CoordinatorServiceWatchStateType = typing_extensions.TypeVar(
-    '_CoordinatorServiceWatchStateType',
-    grpc.UnaryStreamMultiCallable[
-        tasuki.v1.coordinator_pb2.WatchStateRequest,
-        tasuki.v1.coordinator_pb2.WatchStateResponse,
-    ],
-    grpc.aio.UnaryStreamMultiCallable[
-        tasuki.v1.coordinator_pb2.WatchStateRequest,
-        tasuki.v1.coordinator_pb2.WatchStateResponse,
-    ],
-    default=grpc.UnaryStreamMultiCallable[
-        tasuki.v1.coordinator_pb2.WatchStateRequest,
-        tasuki.v1.coordinator_pb2.WatchStateResponse,
-    ],
-)
-
-_CoordinatorServiceListChangeoversType = typing_extensions.TypeVar(
-    '_CoordinatorServiceListChangeoversType',
-    grpc.UnaryUnaryMultiCallable[
-        tasuki.v1.coordinator_pb2.ListChangeoversRequest,
-        tasuki.v1.coordinator_pb2.ListChangeoversResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tasuki.v1.coordinator_pb2.ListChangeoversRequest,
-        tasuki.v1.coordinator_pb2.ListChangeoversResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        tasuki.v1.coordinator_pb2.ListChangeoversRequest,
-        tasuki.v1.coordinator_pb2.ListChangeoversResponse,
-    ],
-)
-
-class CoordinatorServiceStub(typing.Generic[_CoordinatorServiceAcquireType, _CoordinatorServiceRunStageType, _CoordinatorServiceGetStateType, _CoordinatorServiceWatchStateType, _CoordinatorServiceListChangeoversType]):
+class CoordinatorServiceStub:
     """Decides who holds the GPUs. It is not on the data path: clients learn here where trainer and rollout are."""
 
-    @typing.overload
-    def __init__(self: CoordinatorServiceStub[
-        grpc.UnaryStreamMultiCallable[
-            tasuki.v1.coordinator_pb2.AcquireRequest,
-            tasuki.v1.coordinator_pb2.AcquireResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            tasuki.v1.coordinator_pb2.RunStageRequest,
-            tasuki.v1.coordinator_pb2.RunStageResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            tasuki.v1.coordinator_pb2.GetStateRequest,
-            tasuki.v1.coordinator_pb2.GetStateResponse,
-        ],
-        grpc.UnaryStreamMultiCallable[
-            tasuki.v1.coordinator_pb2.WatchStateRequest,
-            tasuki.v1.coordinator_pb2.WatchStateResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            tasuki.v1.coordinator_pb2.ListChangeoversRequest,
-            tasuki.v1.coordinator_pb2.ListChangeoversResponse,
-        ],
-    ], channel: grpc.Channel) -> None: ...
-
-    @typing.overload
-    def __init__(self: CoordinatorServiceStub[
-        grpc.aio.UnaryStreamMultiCallable[
-            tasuki.v1.coordinator_pb2.AcquireRequest,
-            tasuki.v1.coordinator_pb2.AcquireResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            tasuki.v1.coordinator_pb2.RunStageRequest,
-            tasuki.v1.coordinator_pb2.RunStageResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            tasuki.v1.coordinator_pb2.GetStateRequest,
-            tasuki.v1.coordinator_pb2.GetStateResponse,
-        ],
-        grpc.aio.UnaryStreamMultiCallable[
-            tasuki.v1.coordinator_pb2.WatchStateRequest,
-            tasuki.v1.coordinator_pb2.WatchStateResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            tasuki.v1.coordinator_pb2.ListChangeoversRequest,
-            tasuki.v1.coordinator_pb2.ListChangeoversResponse,
-        ],
-    ], channel: grpc.aio.Channel) -> None: ...
-
-    Acquire: _CoordinatorServiceAcquireType
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> CoordinatorServiceAsyncStub: ...
+    Acquire: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.AcquireRequest, _coordinator_pb2.AcquireResponse]
     """Brings the node to a phase and streams what happens, stage by stage; ends when the phase holds.
 
-    The changeover goes on when the caller leaves; the same request_id attaches to it again and gets every event from the first.
-    When the node already is in the phase, the stream has one event with status HELD.
+    Phase: any; when the node already is in the phase, the stream has one event with status HELD.
+    Repeat: the changeover goes on when the caller leaves; the same request_id attaches to it again and gets every event from the first.
     Errors: FAILED_PRECONDITION/CHANGEOVER_RUNNING when one to the other phase is under way; the error of the stage that failed, after
     the finished stages were undone.
     """
-
-    RunStage: _CoordinatorServiceRunStageType
+    RunStage: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RunStageRequest, _coordinator_pb2.RunStageResponse]
     """Runs one stage by hand: the next one of the ring, no other.
 
-    Repeat: the same request_id gets the first answer. Errors: FAILED_PRECONDITION/STAGE_ORDER naming the stage that may come next;
+    Phase: the one that the stage starts from. Repeat: the same request_id gets the first answer.
+    Errors: FAILED_PRECONDITION/STAGE_ORDER naming the stage that may come next;
     the stage's own error.
     """
-
-    GetState: _CoordinatorServiceGetStateType
+    GetState: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetStateRequest, _coordinator_pb2.GetStateResponse]
     """Phase, stage, version, addresses. Any phase, harmless to repeat."""
-
-    WatchState: _CoordinatorServiceWatchStateType
-    """The state now, and again after each change, until the caller leaves."""
-
-    ListChangeovers: _CoordinatorServiceListChangeoversType
-    """Changeovers from the journal, newest first.
+    WatchState: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.WatchStateRequest, _coordinator_pb2.WatchStateResponse]
+    """The state now, and again after each change, until the caller leaves. Any phase, harmless to repeat."""
+    ListChangeovers: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListChangeoversRequest, _coordinator_pb2.ListChangeoversResponse]
+    """Changeovers from the journal, newest first. Any phase, harmless to repeat.
 
     Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for a bad page_size or page_token.
     """
 
-CoordinatorServiceAsyncStub: typing_extensions.TypeAlias = CoordinatorServiceStub[
-    grpc.aio.UnaryStreamMultiCallable[
-        tasuki.v1.coordinator_pb2.AcquireRequest,
-        tasuki.v1.coordinator_pb2.AcquireResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tasuki.v1.coordinator_pb2.RunStageRequest,
-        tasuki.v1.coordinator_pb2.RunStageResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tasuki.v1.coordinator_pb2.GetStateRequest,
-        tasuki.v1.coordinator_pb2.GetStateResponse,
-    ],
-    grpc.aio.UnaryStreamMultiCallable[
-        tasuki.v1.coordinator_pb2.WatchStateRequest,
-        tasuki.v1.coordinator_pb2.WatchStateResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tasuki.v1.coordinator_pb2.ListChangeoversRequest,
-        tasuki.v1.coordinator_pb2.ListChangeoversResponse,
-    ],
-]
-
-class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
+@_typing.type_check_only
+class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """Decides who holds the GPUs. It is not on the data path: clients learn here where trainer and rollout are."""
 
-    @abc.abstractmethod
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Acquire: _aio.UnaryStreamMultiCallable[_coordinator_pb2.AcquireRequest, _coordinator_pb2.AcquireResponse]  # type: ignore[assignment]
+    """Brings the node to a phase and streams what happens, stage by stage; ends when the phase holds.
+
+    Phase: any; when the node already is in the phase, the stream has one event with status HELD.
+    Repeat: the changeover goes on when the caller leaves; the same request_id attaches to it again and gets every event from the first.
+    Errors: FAILED_PRECONDITION/CHANGEOVER_RUNNING when one to the other phase is under way; the error of the stage that failed, after
+    the finished stages were undone.
+    """
+    RunStage: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RunStageRequest, _coordinator_pb2.RunStageResponse]  # type: ignore[assignment]
+    """Runs one stage by hand: the next one of the ring, no other.
+
+    Phase: the one that the stage starts from. Repeat: the same request_id gets the first answer.
+    Errors: FAILED_PRECONDITION/STAGE_ORDER naming the stage that may come next;
+    the stage's own error.
+    """
+    GetState: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetStateRequest, _coordinator_pb2.GetStateResponse]  # type: ignore[assignment]
+    """Phase, stage, version, addresses. Any phase, harmless to repeat."""
+    WatchState: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchStateRequest, _coordinator_pb2.WatchStateResponse]  # type: ignore[assignment]
+    """The state now, and again after each change, until the caller leaves. Any phase, harmless to repeat."""
+    ListChangeovers: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListChangeoversRequest, _coordinator_pb2.ListChangeoversResponse]  # type: ignore[assignment]
+    """Changeovers from the journal, newest first. Any phase, harmless to repeat.
+
+    Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for a bad page_size or page_token.
+    """
+
+class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Decides who holds the GPUs. It is not on the data path: clients learn here where trainer and rollout are."""
+
+    @_abc_1.abstractmethod
     def Acquire(
         self,
-        request: tasuki.v1.coordinator_pb2.AcquireRequest,
+        request: _coordinator_pb2.AcquireRequest,
         context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[tasuki.v1.coordinator_pb2.AcquireResponse], collections.abc.AsyncIterator[tasuki.v1.coordinator_pb2.AcquireResponse]]:
+    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.AcquireResponse], _abc.AsyncIterator[_coordinator_pb2.AcquireResponse]]:
         """Brings the node to a phase and streams what happens, stage by stage; ends when the phase holds.
 
-        The changeover goes on when the caller leaves; the same request_id attaches to it again and gets every event from the first.
-        When the node already is in the phase, the stream has one event with status HELD.
+        Phase: any; when the node already is in the phase, the stream has one event with status HELD.
+        Repeat: the changeover goes on when the caller leaves; the same request_id attaches to it again and gets every event from the first.
         Errors: FAILED_PRECONDITION/CHANGEOVER_RUNNING when one to the other phase is under way; the error of the stage that failed, after
         the finished stages were undone.
         """
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def RunStage(
         self,
-        request: tasuki.v1.coordinator_pb2.RunStageRequest,
+        request: _coordinator_pb2.RunStageRequest,
         context: _ServicerContext,
-    ) -> typing.Union[tasuki.v1.coordinator_pb2.RunStageResponse, collections.abc.Awaitable[tasuki.v1.coordinator_pb2.RunStageResponse]]:
+    ) -> _typing.Union[_coordinator_pb2.RunStageResponse, _abc.Awaitable[_coordinator_pb2.RunStageResponse]]:
         """Runs one stage by hand: the next one of the ring, no other.
 
-        Repeat: the same request_id gets the first answer. Errors: FAILED_PRECONDITION/STAGE_ORDER naming the stage that may come next;
+        Phase: the one that the stage starts from. Repeat: the same request_id gets the first answer.
+        Errors: FAILED_PRECONDITION/STAGE_ORDER naming the stage that may come next;
         the stage's own error.
         """
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def GetState(
         self,
-        request: tasuki.v1.coordinator_pb2.GetStateRequest,
+        request: _coordinator_pb2.GetStateRequest,
         context: _ServicerContext,
-    ) -> typing.Union[tasuki.v1.coordinator_pb2.GetStateResponse, collections.abc.Awaitable[tasuki.v1.coordinator_pb2.GetStateResponse]]:
+    ) -> _typing.Union[_coordinator_pb2.GetStateResponse, _abc.Awaitable[_coordinator_pb2.GetStateResponse]]:
         """Phase, stage, version, addresses. Any phase, harmless to repeat."""
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def WatchState(
         self,
-        request: tasuki.v1.coordinator_pb2.WatchStateRequest,
+        request: _coordinator_pb2.WatchStateRequest,
         context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[tasuki.v1.coordinator_pb2.WatchStateResponse], collections.abc.AsyncIterator[tasuki.v1.coordinator_pb2.WatchStateResponse]]:
-        """The state now, and again after each change, until the caller leaves."""
+    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.WatchStateResponse], _abc.AsyncIterator[_coordinator_pb2.WatchStateResponse]]:
+        """The state now, and again after each change, until the caller leaves. Any phase, harmless to repeat."""
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def ListChangeovers(
         self,
-        request: tasuki.v1.coordinator_pb2.ListChangeoversRequest,
+        request: _coordinator_pb2.ListChangeoversRequest,
         context: _ServicerContext,
-    ) -> typing.Union[tasuki.v1.coordinator_pb2.ListChangeoversResponse, collections.abc.Awaitable[tasuki.v1.coordinator_pb2.ListChangeoversResponse]]:
-        """Changeovers from the journal, newest first.
+    ) -> _typing.Union[_coordinator_pb2.ListChangeoversResponse, _abc.Awaitable[_coordinator_pb2.ListChangeoversResponse]]:
+        """Changeovers from the journal, newest first. Any phase, harmless to repeat.
 
         Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for a bad page_size or page_token.
         """
 
-def add_CoordinatorServiceServicer_to_server(servicer: CoordinatorServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
+def add_CoordinatorServiceServicer_to_server(servicer: CoordinatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

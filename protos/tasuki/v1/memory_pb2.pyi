@@ -3,138 +3,161 @@
 isort:skip_file
 """
 
-import builtins
-import collections.abc
-import google.protobuf.descriptor
-import google.protobuf.internal.containers
-import google.protobuf.message
+from collections import abc as _abc
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
+from tasuki.v1 import types_pb2 as _types_pb2
+import builtins as _builtins
 import sys
-import tasuki.v1.types_pb2
-import typing
+import typing as _typing
 
-if sys.version_info >= (3, 10):
-    import typing as typing_extensions
+if sys.version_info >= (3, 11):
+    from typing import TypeAlias as _TypeAlias, Never as _Never
 else:
-    import typing_extensions
+    from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
-DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+DESCRIPTOR: _descriptor.FileDescriptor
 
-@typing.final
-class PauseRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class PauseRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    COMMAND_FIELD_NUMBER: builtins.int
-    STAGE_FIELD_NUMBER: builtins.int
-    TAGS_FIELD_NUMBER: builtins.int
-    stage: tasuki.v1.types_pb2.Stage.ValueType
-    @property
-    def command(self) -> tasuki.v1.types_pb2.CommandId: ...
-    @property
-    def tags(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[tasuki.v1.types_pb2.MemoryTag.ValueType]:
+    COMMAND_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    TAGS_FIELD_NUMBER: _builtins.int
+    stage: _types_pb2.Stage.ValueType
+    @_builtins.property
+    def command(self) -> _types_pb2.CommandId: ...
+    @_builtins.property
+    def tags(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.MemoryTag.ValueType]:
         """May be empty: the stage then frees nothing but still counts."""
 
     def __init__(
         self,
         *,
-        command: tasuki.v1.types_pb2.CommandId | None = ...,
-        stage: tasuki.v1.types_pb2.Stage.ValueType = ...,
-        tags: collections.abc.Iterable[tasuki.v1.types_pb2.MemoryTag.ValueType] | None = ...,
+        command: _types_pb2.CommandId | None = ...,
+        stage: _types_pb2.Stage.ValueType = ...,
+        tags: _abc.Iterable[_types_pb2.MemoryTag.ValueType] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["command", b"command"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["command", b"command", "stage", b"stage", "tags", b"tags"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "stage", b"stage", "tags", b"tags"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PauseRequest: typing_extensions.TypeAlias = PauseRequest
+Global___PauseRequest: _TypeAlias = PauseRequest  # noqa: Y015
 
-@typing.final
-class PauseResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class PauseResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    RELEASED_BYTES_FIELD_NUMBER: builtins.int
-    FREES_MEMORY_FIELD_NUMBER: builtins.int
-    released_bytes: builtins.int
+    RELEASED_BYTES_FIELD_NUMBER: _builtins.int
+    FREES_MEMORY_FIELD_NUMBER: _builtins.int
+    released_bytes: _builtins.int
     """Bytes given back to the system over all ranks."""
-    frees_memory: builtins.bool
+    frees_memory: _builtins.bool
     """False when this build's allocator keeps the pages of a paused tag; released_bytes is then 0."""
     def __init__(
         self,
         *,
-        released_bytes: builtins.int = ...,
-        frees_memory: builtins.bool = ...,
+        released_bytes: _builtins.int = ...,
+        frees_memory: _builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["frees_memory", b"frees_memory", "released_bytes", b"released_bytes"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frees_memory", b"frees_memory", "released_bytes", b"released_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PauseResponse: typing_extensions.TypeAlias = PauseResponse
+Global___PauseResponse: _TypeAlias = PauseResponse  # noqa: Y015
 
-@typing.final
-class ResumeRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class ResumeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    COMMAND_FIELD_NUMBER: builtins.int
-    STAGE_FIELD_NUMBER: builtins.int
-    TAGS_FIELD_NUMBER: builtins.int
-    stage: tasuki.v1.types_pb2.Stage.ValueType
-    @property
-    def command(self) -> tasuki.v1.types_pb2.CommandId: ...
-    @property
-    def tags(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[tasuki.v1.types_pb2.MemoryTag.ValueType]: ...
+    COMMAND_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    TAGS_FIELD_NUMBER: _builtins.int
+    stage: _types_pb2.Stage.ValueType
+    @_builtins.property
+    def command(self) -> _types_pb2.CommandId: ...
+    @_builtins.property
+    def tags(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.MemoryTag.ValueType]: ...
     def __init__(
         self,
         *,
-        command: tasuki.v1.types_pb2.CommandId | None = ...,
-        stage: tasuki.v1.types_pb2.Stage.ValueType = ...,
-        tags: collections.abc.Iterable[tasuki.v1.types_pb2.MemoryTag.ValueType] | None = ...,
+        command: _types_pb2.CommandId | None = ...,
+        stage: _types_pb2.Stage.ValueType = ...,
+        tags: _abc.Iterable[_types_pb2.MemoryTag.ValueType] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["command", b"command"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["command", b"command", "stage", b"stage", "tags", b"tags"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "stage", b"stage", "tags", b"tags"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ResumeRequest: typing_extensions.TypeAlias = ResumeRequest
+Global___ResumeRequest: _TypeAlias = ResumeRequest  # noqa: Y015
 
-@typing.final
-class ResumeResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class ResumeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    MAPPED_BYTES_FIELD_NUMBER: builtins.int
-    FREES_MEMORY_FIELD_NUMBER: builtins.int
-    mapped_bytes: builtins.int
+    MAPPED_BYTES_FIELD_NUMBER: _builtins.int
+    FREES_MEMORY_FIELD_NUMBER: _builtins.int
+    mapped_bytes: _builtins.int
     """Bytes taken from the system over all ranks."""
-    frees_memory: builtins.bool
+    frees_memory: _builtins.bool
     """False when this build's allocator keeps the pages of a paused tag; mapped_bytes is then 0."""
     def __init__(
         self,
         *,
-        mapped_bytes: builtins.int = ...,
-        frees_memory: builtins.bool = ...,
+        mapped_bytes: _builtins.int = ...,
+        frees_memory: _builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["frees_memory", b"frees_memory", "mapped_bytes", b"mapped_bytes"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frees_memory", b"frees_memory", "mapped_bytes", b"mapped_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ResumeResponse: typing_extensions.TypeAlias = ResumeResponse
+Global___ResumeResponse: _TypeAlias = ResumeResponse  # noqa: Y015
 
-@typing.final
-class GetUsageRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class GetUsageRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
         self,
     ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GetUsageRequest: typing_extensions.TypeAlias = GetUsageRequest
+Global___GetUsageRequest: _TypeAlias = GetUsageRequest  # noqa: Y015
 
-@typing.final
-class GetUsageResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class GetUsageResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    TAGS_FIELD_NUMBER: builtins.int
-    FREES_MEMORY_FIELD_NUMBER: builtins.int
-    frees_memory: builtins.bool
+    TAGS_FIELD_NUMBER: _builtins.int
+    FREES_MEMORY_FIELD_NUMBER: _builtins.int
+    frees_memory: _builtins.bool
     """False when a pause in this build frees nothing."""
-    @property
-    def tags(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tasuki.v1.types_pb2.TagUsage]: ...
+    @_builtins.property
+    def tags(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TagUsage]: ...
     def __init__(
         self,
         *,
-        tags: collections.abc.Iterable[tasuki.v1.types_pb2.TagUsage] | None = ...,
-        frees_memory: builtins.bool = ...,
+        tags: _abc.Iterable[_types_pb2.TagUsage] | None = ...,
+        frees_memory: _builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["frees_memory", b"frees_memory", "tags", b"tags"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frees_memory", b"frees_memory", "tags", b"tags"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GetUsageResponse: typing_extensions.TypeAlias = GetUsageResponse
+Global___GetUsageResponse: _TypeAlias = GetUsageResponse  # noqa: Y015

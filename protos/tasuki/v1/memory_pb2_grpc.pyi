@@ -3,154 +3,84 @@
 isort:skip_file
 """
 
-import abc
-import collections.abc
-import grpc
-import grpc.aio
+from collections import abc as _abc
+from grpc import aio as _aio
+from tasuki.v1 import memory_pb2 as _memory_pb2
+import abc as _abc_1
+import grpc as _grpc
 import sys
-import tasuki.v1.memory_pb2
-import typing
+import typing as _typing
 
-if sys.version_info >= (3, 13):
-    import typing as typing_extensions
+if sys.version_info >= (3, 11):
+    from typing import Self as _Self
 else:
-    import typing_extensions
+    from typing_extensions import Self as _Self
 
-_T = typing.TypeVar("_T")
+_T = _typing.TypeVar("_T")
 
-class _MaybeAsyncIterator(collections.abc.AsyncIterator[_T], collections.abc.Iterator[_T], metaclass=abc.ABCMeta): ...
+class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_abc_1.ABCMeta): ...
 
-class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type: ignore[misc, type-arg]
+class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
     ...
 
 GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
-_MemoryServicePauseType = typing_extensions.TypeVar(
-    '_MemoryServicePauseType',
-    grpc.UnaryUnaryMultiCallable[
-        tasuki.v1.memory_pb2.PauseRequest,
-        tasuki.v1.memory_pb2.PauseResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tasuki.v1.memory_pb2.PauseRequest,
-        tasuki.v1.memory_pb2.PauseResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        tasuki.v1.memory_pb2.PauseRequest,
-        tasuki.v1.memory_pb2.PauseResponse,
-    ],
-)
 
-_MemoryServiceResumeType = typing_extensions.TypeVar(
-    '_MemoryServiceResumeType',
-    grpc.UnaryUnaryMultiCallable[
-        tasuki.v1.memory_pb2.ResumeRequest,
-        tasuki.v1.memory_pb2.ResumeResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tasuki.v1.memory_pb2.ResumeRequest,
-        tasuki.v1.memory_pb2.ResumeResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        tasuki.v1.memory_pb2.ResumeRequest,
-        tasuki.v1.memory_pb2.ResumeResponse,
-    ],
-)
-
-_MemoryServiceGetUsageType = typing_extensions.TypeVar(
-    '_MemoryServiceGetUsageType',
-    grpc.UnaryUnaryMultiCallable[
-        tasuki.v1.memory_pb2.GetUsageRequest,
-        tasuki.v1.memory_pb2.GetUsageResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tasuki.v1.memory_pb2.GetUsageRequest,
-        tasuki.v1.memory_pb2.GetUsageResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        tasuki.v1.memory_pb2.GetUsageRequest,
-        tasuki.v1.memory_pb2.GetUsageResponse,
-    ],
-)
-
-class MemoryServiceStub(typing.Generic[_MemoryServicePauseType, _MemoryServiceResumeType, _MemoryServiceGetUsageType]):
+class MemoryServiceStub:
     """Memory of one service by tag. Trainer and rollout both serve it; the coordinator is its usual caller."""
 
-    @typing.overload
-    def __init__(self: MemoryServiceStub[
-        grpc.UnaryUnaryMultiCallable[
-            tasuki.v1.memory_pb2.PauseRequest,
-            tasuki.v1.memory_pb2.PauseResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            tasuki.v1.memory_pb2.ResumeRequest,
-            tasuki.v1.memory_pb2.ResumeResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            tasuki.v1.memory_pb2.GetUsageRequest,
-            tasuki.v1.memory_pb2.GetUsageResponse,
-        ],
-    ], channel: grpc.Channel) -> None: ...
-
-    @typing.overload
-    def __init__(self: MemoryServiceStub[
-        grpc.aio.UnaryUnaryMultiCallable[
-            tasuki.v1.memory_pb2.PauseRequest,
-            tasuki.v1.memory_pb2.PauseResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            tasuki.v1.memory_pb2.ResumeRequest,
-            tasuki.v1.memory_pb2.ResumeResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            tasuki.v1.memory_pb2.GetUsageRequest,
-            tasuki.v1.memory_pb2.GetUsageResponse,
-        ],
-    ], channel: grpc.aio.Channel) -> None: ...
-
-    Pause: _MemoryServicePauseType
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> MemoryServiceAsyncStub: ...
+    Pause: _grpc.UnaryUnaryMultiCallable[_memory_pb2.PauseRequest, _memory_pb2.PauseResponse]
     """Gives the pages of the tags back, keeping addresses. All or nothing.
 
     Phase: `stage` must be the next one of this service (trainer: OFFLOAD; rollout: PAUSE_KV, PAUSE_WEIGHTS) or undo the last one.
     Repeat: the same request_id gets the first answer; a tag that is already paused counts zero bytes.
     Errors: FAILED_PRECONDITION/STAGE_ORDER, FAILED_PRECONDITION/BUSY, ABORTED/STALE_EPOCH, INVALID_ARGUMENT/INVALID_ARGUMENT.
     """
-
-    Resume: _MemoryServiceResumeType
+    Resume: _grpc.UnaryUnaryMultiCallable[_memory_pb2.ResumeRequest, _memory_pb2.ResumeResponse]
     """Takes pages for the tags at the same addresses. All or nothing: on failure every tag is as before.
 
     Phase: `stage` must be the next one of this service (trainer: LOAD_TRAINER; rollout: RESUME_WEIGHTS, RESUME_KV) or undo the last one.
     Repeat: the same request_id gets the first answer; a tag that is already resident counts zero bytes.
     Errors: FAILED_PRECONDITION/STAGE_ORDER, RESOURCE_EXHAUSTED/GPU_MEMORY, ABORTED/STALE_EPOCH, INVALID_ARGUMENT/INVALID_ARGUMENT.
     """
-
-    GetUsage: _MemoryServiceGetUsageType
+    GetUsage: _grpc.UnaryUnaryMultiCallable[_memory_pb2.GetUsageRequest, _memory_pb2.GetUsageResponse]
     """Bytes by tag, rank and device. Any phase, harmless to repeat."""
 
-MemoryServiceAsyncStub: typing_extensions.TypeAlias = MemoryServiceStub[
-    grpc.aio.UnaryUnaryMultiCallable[
-        tasuki.v1.memory_pb2.PauseRequest,
-        tasuki.v1.memory_pb2.PauseResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tasuki.v1.memory_pb2.ResumeRequest,
-        tasuki.v1.memory_pb2.ResumeResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tasuki.v1.memory_pb2.GetUsageRequest,
-        tasuki.v1.memory_pb2.GetUsageResponse,
-    ],
-]
-
-class MemoryServiceServicer(metaclass=abc.ABCMeta):
+@_typing.type_check_only
+class MemoryServiceAsyncStub(MemoryServiceStub):
     """Memory of one service by tag. Trainer and rollout both serve it; the coordinator is its usual caller."""
 
-    @abc.abstractmethod
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Pause: _aio.UnaryUnaryMultiCallable[_memory_pb2.PauseRequest, _memory_pb2.PauseResponse]  # type: ignore[assignment]
+    """Gives the pages of the tags back, keeping addresses. All or nothing.
+
+    Phase: `stage` must be the next one of this service (trainer: OFFLOAD; rollout: PAUSE_KV, PAUSE_WEIGHTS) or undo the last one.
+    Repeat: the same request_id gets the first answer; a tag that is already paused counts zero bytes.
+    Errors: FAILED_PRECONDITION/STAGE_ORDER, FAILED_PRECONDITION/BUSY, ABORTED/STALE_EPOCH, INVALID_ARGUMENT/INVALID_ARGUMENT.
+    """
+    Resume: _aio.UnaryUnaryMultiCallable[_memory_pb2.ResumeRequest, _memory_pb2.ResumeResponse]  # type: ignore[assignment]
+    """Takes pages for the tags at the same addresses. All or nothing: on failure every tag is as before.
+
+    Phase: `stage` must be the next one of this service (trainer: LOAD_TRAINER; rollout: RESUME_WEIGHTS, RESUME_KV) or undo the last one.
+    Repeat: the same request_id gets the first answer; a tag that is already resident counts zero bytes.
+    Errors: FAILED_PRECONDITION/STAGE_ORDER, RESOURCE_EXHAUSTED/GPU_MEMORY, ABORTED/STALE_EPOCH, INVALID_ARGUMENT/INVALID_ARGUMENT.
+    """
+    GetUsage: _aio.UnaryUnaryMultiCallable[_memory_pb2.GetUsageRequest, _memory_pb2.GetUsageResponse]  # type: ignore[assignment]
+    """Bytes by tag, rank and device. Any phase, harmless to repeat."""
+
+class MemoryServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Memory of one service by tag. Trainer and rollout both serve it; the coordinator is its usual caller."""
+
+    @_abc_1.abstractmethod
     def Pause(
         self,
-        request: tasuki.v1.memory_pb2.PauseRequest,
+        request: _memory_pb2.PauseRequest,
         context: _ServicerContext,
-    ) -> typing.Union[tasuki.v1.memory_pb2.PauseResponse, collections.abc.Awaitable[tasuki.v1.memory_pb2.PauseResponse]]:
+    ) -> _typing.Union[_memory_pb2.PauseResponse, _abc.Awaitable[_memory_pb2.PauseResponse]]:
         """Gives the pages of the tags back, keeping addresses. All or nothing.
 
         Phase: `stage` must be the next one of this service (trainer: OFFLOAD; rollout: PAUSE_KV, PAUSE_WEIGHTS) or undo the last one.
@@ -158,12 +88,12 @@ class MemoryServiceServicer(metaclass=abc.ABCMeta):
         Errors: FAILED_PRECONDITION/STAGE_ORDER, FAILED_PRECONDITION/BUSY, ABORTED/STALE_EPOCH, INVALID_ARGUMENT/INVALID_ARGUMENT.
         """
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def Resume(
         self,
-        request: tasuki.v1.memory_pb2.ResumeRequest,
+        request: _memory_pb2.ResumeRequest,
         context: _ServicerContext,
-    ) -> typing.Union[tasuki.v1.memory_pb2.ResumeResponse, collections.abc.Awaitable[tasuki.v1.memory_pb2.ResumeResponse]]:
+    ) -> _typing.Union[_memory_pb2.ResumeResponse, _abc.Awaitable[_memory_pb2.ResumeResponse]]:
         """Takes pages for the tags at the same addresses. All or nothing: on failure every tag is as before.
 
         Phase: `stage` must be the next one of this service (trainer: LOAD_TRAINER; rollout: RESUME_WEIGHTS, RESUME_KV) or undo the last one.
@@ -171,12 +101,12 @@ class MemoryServiceServicer(metaclass=abc.ABCMeta):
         Errors: FAILED_PRECONDITION/STAGE_ORDER, RESOURCE_EXHAUSTED/GPU_MEMORY, ABORTED/STALE_EPOCH, INVALID_ARGUMENT/INVALID_ARGUMENT.
         """
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def GetUsage(
         self,
-        request: tasuki.v1.memory_pb2.GetUsageRequest,
+        request: _memory_pb2.GetUsageRequest,
         context: _ServicerContext,
-    ) -> typing.Union[tasuki.v1.memory_pb2.GetUsageResponse, collections.abc.Awaitable[tasuki.v1.memory_pb2.GetUsageResponse]]:
+    ) -> _typing.Union[_memory_pb2.GetUsageResponse, _abc.Awaitable[_memory_pb2.GetUsageResponse]]:
         """Bytes by tag, rank and device. Any phase, harmless to repeat."""
 
-def add_MemoryServiceServicer_to_server(servicer: MemoryServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
+def add_MemoryServiceServicer_to_server(servicer: MemoryServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

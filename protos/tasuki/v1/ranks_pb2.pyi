@@ -3,439 +3,496 @@
 isort:skip_file
 """
 
-import builtins
-import collections.abc
-import google.protobuf.descriptor
-import google.protobuf.internal.containers
-import google.protobuf.message
+from collections import abc as _abc
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
+from tasuki.v1 import memory_pb2 as _memory_pb2
+from tasuki.v1 import trainer_pb2 as _trainer_pb2
+from tasuki.v1 import types_pb2 as _types_pb2
+from tasuki.v1 import weights_pb2 as _weights_pb2
+import builtins as _builtins
 import sys
-import tasuki.v1.memory_pb2
-import tasuki.v1.trainer_pb2
-import tasuki.v1.types_pb2
-import tasuki.v1.weights_pb2
-import typing
+import typing as _typing
 
-if sys.version_info >= (3, 10):
-    import typing as typing_extensions
+if sys.version_info >= (3, 11):
+    from typing import TypeAlias as _TypeAlias, Never as _Never
 else:
-    import typing_extensions
+    from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
-DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+DESCRIPTOR: _descriptor.FileDescriptor
 
-@typing.final
-class TrainerRankCommand(google.protobuf.message.Message):
+@_typing.final
+class TrainerRankCommand(_message.Message):
     """Messages inside one service, between its front and its ranks, over ZMQ on a private unix socket. No client sees them.
 
     One call that every trainer rank runs, in the same order.
     """
 
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+    DESCRIPTOR: _descriptor.Descriptor
 
-    CALL_FIELD_NUMBER: builtins.int
-    FORWARD_BACKWARD_FIELD_NUMBER: builtins.int
-    OPTIM_STEP_FIELD_NUMBER: builtins.int
-    DISCARD_GRADIENTS_FIELD_NUMBER: builtins.int
-    COMPUTE_LOG_PROBS_FIELD_NUMBER: builtins.int
-    PUBLISH_WEIGHTS_FIELD_NUMBER: builtins.int
-    WITHDRAW_WEIGHTS_FIELD_NUMBER: builtins.int
-    SAVE_CHECKPOINT_FIELD_NUMBER: builtins.int
-    LOAD_CHECKPOINT_FIELD_NUMBER: builtins.int
-    EXPORT_MODEL_FIELD_NUMBER: builtins.int
-    PAUSE_FIELD_NUMBER: builtins.int
-    RESUME_FIELD_NUMBER: builtins.int
-    GET_USAGE_FIELD_NUMBER: builtins.int
-    STOP_FIELD_NUMBER: builtins.int
-    call: builtins.int
-    @property
+    CALL_FIELD_NUMBER: _builtins.int
+    FORWARD_BACKWARD_FIELD_NUMBER: _builtins.int
+    OPTIM_STEP_FIELD_NUMBER: _builtins.int
+    DISCARD_GRADIENTS_FIELD_NUMBER: _builtins.int
+    COMPUTE_LOG_PROBS_FIELD_NUMBER: _builtins.int
+    PUBLISH_WEIGHTS_FIELD_NUMBER: _builtins.int
+    WITHDRAW_WEIGHTS_FIELD_NUMBER: _builtins.int
+    SAVE_CHECKPOINT_FIELD_NUMBER: _builtins.int
+    LOAD_CHECKPOINT_FIELD_NUMBER: _builtins.int
+    EXPORT_MODEL_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
+    GET_USAGE_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    call: _builtins.int
+    @_builtins.property
     def forward_backward(self) -> Global___RankForwardBackward: ...
-    @property
-    def optim_step(self) -> tasuki.v1.trainer_pb2.OptimStepRequest: ...
-    @property
-    def discard_gradients(self) -> tasuki.v1.trainer_pb2.DiscardGradientsRequest: ...
-    @property
+    @_builtins.property
+    def optim_step(self) -> _trainer_pb2.OptimStepRequest: ...
+    @_builtins.property
+    def discard_gradients(self) -> _trainer_pb2.DiscardGradientsRequest: ...
+    @_builtins.property
     def compute_log_probs(self) -> Global___RankComputeLogProbs: ...
-    @property
-    def publish_weights(self) -> tasuki.v1.trainer_pb2.PublishWeightsRequest: ...
-    @property
-    def withdraw_weights(self) -> tasuki.v1.trainer_pb2.WithdrawWeightsRequest: ...
-    @property
-    def save_checkpoint(self) -> tasuki.v1.trainer_pb2.SaveCheckpointRequest: ...
-    @property
-    def load_checkpoint(self) -> tasuki.v1.trainer_pb2.LoadCheckpointRequest: ...
-    @property
-    def export_model(self) -> tasuki.v1.trainer_pb2.ExportModelRequest: ...
-    @property
-    def pause(self) -> tasuki.v1.memory_pb2.PauseRequest: ...
-    @property
-    def resume(self) -> tasuki.v1.memory_pb2.ResumeRequest: ...
-    @property
-    def get_usage(self) -> tasuki.v1.memory_pb2.GetUsageRequest: ...
-    @property
+    @_builtins.property
+    def publish_weights(self) -> _trainer_pb2.PublishWeightsRequest: ...
+    @_builtins.property
+    def withdraw_weights(self) -> _trainer_pb2.WithdrawWeightsRequest: ...
+    @_builtins.property
+    def save_checkpoint(self) -> _trainer_pb2.SaveCheckpointRequest: ...
+    @_builtins.property
+    def load_checkpoint(self) -> _trainer_pb2.LoadCheckpointRequest: ...
+    @_builtins.property
+    def export_model(self) -> _trainer_pb2.ExportModelRequest: ...
+    @_builtins.property
+    def pause(self) -> _memory_pb2.PauseRequest: ...
+    @_builtins.property
+    def resume(self) -> _memory_pb2.ResumeRequest: ...
+    @_builtins.property
+    def get_usage(self) -> _memory_pb2.GetUsageRequest: ...
+    @_builtins.property
     def stop(self) -> Global___RankStop: ...
     def __init__(
         self,
         *,
-        call: builtins.int = ...,
+        call: _builtins.int = ...,
         forward_backward: Global___RankForwardBackward | None = ...,
-        optim_step: tasuki.v1.trainer_pb2.OptimStepRequest | None = ...,
-        discard_gradients: tasuki.v1.trainer_pb2.DiscardGradientsRequest | None = ...,
+        optim_step: _trainer_pb2.OptimStepRequest | None = ...,
+        discard_gradients: _trainer_pb2.DiscardGradientsRequest | None = ...,
         compute_log_probs: Global___RankComputeLogProbs | None = ...,
-        publish_weights: tasuki.v1.trainer_pb2.PublishWeightsRequest | None = ...,
-        withdraw_weights: tasuki.v1.trainer_pb2.WithdrawWeightsRequest | None = ...,
-        save_checkpoint: tasuki.v1.trainer_pb2.SaveCheckpointRequest | None = ...,
-        load_checkpoint: tasuki.v1.trainer_pb2.LoadCheckpointRequest | None = ...,
-        export_model: tasuki.v1.trainer_pb2.ExportModelRequest | None = ...,
-        pause: tasuki.v1.memory_pb2.PauseRequest | None = ...,
-        resume: tasuki.v1.memory_pb2.ResumeRequest | None = ...,
-        get_usage: tasuki.v1.memory_pb2.GetUsageRequest | None = ...,
+        publish_weights: _trainer_pb2.PublishWeightsRequest | None = ...,
+        withdraw_weights: _trainer_pb2.WithdrawWeightsRequest | None = ...,
+        save_checkpoint: _trainer_pb2.SaveCheckpointRequest | None = ...,
+        load_checkpoint: _trainer_pb2.LoadCheckpointRequest | None = ...,
+        export_model: _trainer_pb2.ExportModelRequest | None = ...,
+        pause: _memory_pb2.PauseRequest | None = ...,
+        resume: _memory_pb2.ResumeRequest | None = ...,
+        get_usage: _memory_pb2.GetUsageRequest | None = ...,
         stop: Global___RankStop | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["command", b"command", "compute_log_probs", b"compute_log_probs", "discard_gradients", b"discard_gradients", "export_model", b"export_model", "forward_backward", b"forward_backward", "get_usage", b"get_usage", "load_checkpoint", b"load_checkpoint", "optim_step", b"optim_step", "pause", b"pause", "publish_weights", b"publish_weights", "resume", b"resume", "save_checkpoint", b"save_checkpoint", "stop", b"stop", "withdraw_weights", b"withdraw_weights"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["call", b"call", "command", b"command", "compute_log_probs", b"compute_log_probs", "discard_gradients", b"discard_gradients", "export_model", b"export_model", "forward_backward", b"forward_backward", "get_usage", b"get_usage", "load_checkpoint", b"load_checkpoint", "optim_step", b"optim_step", "pause", b"pause", "publish_weights", b"publish_weights", "resume", b"resume", "save_checkpoint", b"save_checkpoint", "stop", b"stop", "withdraw_weights", b"withdraw_weights"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["command", b"command"]) -> typing.Literal["forward_backward", "optim_step", "discard_gradients", "compute_log_probs", "publish_weights", "withdraw_weights", "save_checkpoint", "load_checkpoint", "export_model", "pause", "resume", "get_usage", "stop"] | None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "compute_log_probs", b"compute_log_probs", "discard_gradients", b"discard_gradients", "export_model", b"export_model", "forward_backward", b"forward_backward", "get_usage", b"get_usage", "load_checkpoint", b"load_checkpoint", "optim_step", b"optim_step", "pause", b"pause", "publish_weights", b"publish_weights", "resume", b"resume", "save_checkpoint", b"save_checkpoint", "stop", b"stop", "withdraw_weights", b"withdraw_weights"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "command", b"command", "compute_log_probs", b"compute_log_probs", "discard_gradients", b"discard_gradients", "export_model", b"export_model", "forward_backward", b"forward_backward", "get_usage", b"get_usage", "load_checkpoint", b"load_checkpoint", "optim_step", b"optim_step", "pause", b"pause", "publish_weights", b"publish_weights", "resume", b"resume", "save_checkpoint", b"save_checkpoint", "stop", b"stop", "withdraw_weights", b"withdraw_weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["forward_backward", "optim_step", "discard_gradients", "compute_log_probs", "publish_weights", "withdraw_weights", "save_checkpoint", "load_checkpoint", "export_model", "pause", "resume", "get_usage", "stop"]  # noqa: Y015
+    _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
-Global___TrainerRankCommand: typing_extensions.TypeAlias = TrainerRankCommand
+Global___TrainerRankCommand: _TypeAlias = TrainerRankCommand  # noqa: Y015
 
-@typing.final
-class TrainerRankResult(google.protobuf.message.Message):
+@_typing.final
+class TrainerRankResult(_message.Message):
     """A rank's answer to one call."""
 
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+    DESCRIPTOR: _descriptor.Descriptor
 
-    CALL_FIELD_NUMBER: builtins.int
-    RANK_FIELD_NUMBER: builtins.int
-    ERROR_FIELD_NUMBER: builtins.int
-    FORWARD_BACKWARD_FIELD_NUMBER: builtins.int
-    OPTIM_STEP_FIELD_NUMBER: builtins.int
-    DISCARD_GRADIENTS_FIELD_NUMBER: builtins.int
-    COMPUTE_LOG_PROBS_FIELD_NUMBER: builtins.int
-    PUBLISH_WEIGHTS_FIELD_NUMBER: builtins.int
-    WITHDRAW_WEIGHTS_FIELD_NUMBER: builtins.int
-    SAVE_CHECKPOINT_FIELD_NUMBER: builtins.int
-    LOAD_CHECKPOINT_FIELD_NUMBER: builtins.int
-    EXPORT_MODEL_FIELD_NUMBER: builtins.int
-    PAUSE_FIELD_NUMBER: builtins.int
-    RESUME_FIELD_NUMBER: builtins.int
-    GET_USAGE_FIELD_NUMBER: builtins.int
-    READY_FIELD_NUMBER: builtins.int
-    call: builtins.int
-    rank: builtins.int
-    @property
+    CALL_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    FORWARD_BACKWARD_FIELD_NUMBER: _builtins.int
+    OPTIM_STEP_FIELD_NUMBER: _builtins.int
+    DISCARD_GRADIENTS_FIELD_NUMBER: _builtins.int
+    COMPUTE_LOG_PROBS_FIELD_NUMBER: _builtins.int
+    PUBLISH_WEIGHTS_FIELD_NUMBER: _builtins.int
+    WITHDRAW_WEIGHTS_FIELD_NUMBER: _builtins.int
+    SAVE_CHECKPOINT_FIELD_NUMBER: _builtins.int
+    LOAD_CHECKPOINT_FIELD_NUMBER: _builtins.int
+    EXPORT_MODEL_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
+    GET_USAGE_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    call: _builtins.int
+    rank: _builtins.int
+    @_builtins.property
     def error(self) -> Global___RankError:
         """Set when the call failed on this rank."""
 
-    @property
-    def forward_backward(self) -> tasuki.v1.trainer_pb2.ForwardBackwardResponse: ...
-    @property
-    def optim_step(self) -> tasuki.v1.trainer_pb2.OptimStepResponse: ...
-    @property
-    def discard_gradients(self) -> tasuki.v1.trainer_pb2.DiscardGradientsResponse: ...
-    @property
+    @_builtins.property
+    def forward_backward(self) -> _trainer_pb2.ForwardBackwardResponse: ...
+    @_builtins.property
+    def optim_step(self) -> _trainer_pb2.OptimStepResponse: ...
+    @_builtins.property
+    def discard_gradients(self) -> _trainer_pb2.DiscardGradientsResponse: ...
+    @_builtins.property
     def compute_log_probs(self) -> Global___RankLogProbs: ...
-    @property
+    @_builtins.property
     def publish_weights(self) -> Global___RankPublished: ...
-    @property
-    def withdraw_weights(self) -> tasuki.v1.trainer_pb2.WithdrawWeightsResponse: ...
-    @property
-    def save_checkpoint(self) -> tasuki.v1.trainer_pb2.SaveCheckpointResponse: ...
-    @property
-    def load_checkpoint(self) -> tasuki.v1.trainer_pb2.LoadCheckpointResponse: ...
-    @property
-    def export_model(self) -> tasuki.v1.trainer_pb2.ExportModelResponse: ...
-    @property
-    def pause(self) -> tasuki.v1.memory_pb2.PauseResponse: ...
-    @property
-    def resume(self) -> tasuki.v1.memory_pb2.ResumeResponse: ...
-    @property
-    def get_usage(self) -> tasuki.v1.memory_pb2.GetUsageResponse: ...
-    @property
+    @_builtins.property
+    def withdraw_weights(self) -> _trainer_pb2.WithdrawWeightsResponse: ...
+    @_builtins.property
+    def save_checkpoint(self) -> _trainer_pb2.SaveCheckpointResponse: ...
+    @_builtins.property
+    def load_checkpoint(self) -> _trainer_pb2.LoadCheckpointResponse: ...
+    @_builtins.property
+    def export_model(self) -> _trainer_pb2.ExportModelResponse: ...
+    @_builtins.property
+    def pause(self) -> _memory_pb2.PauseResponse: ...
+    @_builtins.property
+    def resume(self) -> _memory_pb2.ResumeResponse: ...
+    @_builtins.property
+    def get_usage(self) -> _memory_pb2.GetUsageResponse: ...
+    @_builtins.property
     def ready(self) -> Global___RankReady: ...
     def __init__(
         self,
         *,
-        call: builtins.int = ...,
-        rank: builtins.int = ...,
+        call: _builtins.int = ...,
+        rank: _builtins.int = ...,
         error: Global___RankError | None = ...,
-        forward_backward: tasuki.v1.trainer_pb2.ForwardBackwardResponse | None = ...,
-        optim_step: tasuki.v1.trainer_pb2.OptimStepResponse | None = ...,
-        discard_gradients: tasuki.v1.trainer_pb2.DiscardGradientsResponse | None = ...,
+        forward_backward: _trainer_pb2.ForwardBackwardResponse | None = ...,
+        optim_step: _trainer_pb2.OptimStepResponse | None = ...,
+        discard_gradients: _trainer_pb2.DiscardGradientsResponse | None = ...,
         compute_log_probs: Global___RankLogProbs | None = ...,
         publish_weights: Global___RankPublished | None = ...,
-        withdraw_weights: tasuki.v1.trainer_pb2.WithdrawWeightsResponse | None = ...,
-        save_checkpoint: tasuki.v1.trainer_pb2.SaveCheckpointResponse | None = ...,
-        load_checkpoint: tasuki.v1.trainer_pb2.LoadCheckpointResponse | None = ...,
-        export_model: tasuki.v1.trainer_pb2.ExportModelResponse | None = ...,
-        pause: tasuki.v1.memory_pb2.PauseResponse | None = ...,
-        resume: tasuki.v1.memory_pb2.ResumeResponse | None = ...,
-        get_usage: tasuki.v1.memory_pb2.GetUsageResponse | None = ...,
+        withdraw_weights: _trainer_pb2.WithdrawWeightsResponse | None = ...,
+        save_checkpoint: _trainer_pb2.SaveCheckpointResponse | None = ...,
+        load_checkpoint: _trainer_pb2.LoadCheckpointResponse | None = ...,
+        export_model: _trainer_pb2.ExportModelResponse | None = ...,
+        pause: _memory_pb2.PauseResponse | None = ...,
+        resume: _memory_pb2.ResumeResponse | None = ...,
+        get_usage: _memory_pb2.GetUsageResponse | None = ...,
         ready: Global___RankReady | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["compute_log_probs", b"compute_log_probs", "discard_gradients", b"discard_gradients", "error", b"error", "export_model", b"export_model", "forward_backward", b"forward_backward", "get_usage", b"get_usage", "load_checkpoint", b"load_checkpoint", "optim_step", b"optim_step", "pause", b"pause", "publish_weights", b"publish_weights", "ready", b"ready", "result", b"result", "resume", b"resume", "save_checkpoint", b"save_checkpoint", "withdraw_weights", b"withdraw_weights"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["call", b"call", "compute_log_probs", b"compute_log_probs", "discard_gradients", b"discard_gradients", "error", b"error", "export_model", b"export_model", "forward_backward", b"forward_backward", "get_usage", b"get_usage", "load_checkpoint", b"load_checkpoint", "optim_step", b"optim_step", "pause", b"pause", "publish_weights", b"publish_weights", "rank", b"rank", "ready", b"ready", "result", b"result", "resume", b"resume", "save_checkpoint", b"save_checkpoint", "withdraw_weights", b"withdraw_weights"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["forward_backward", "optim_step", "discard_gradients", "compute_log_probs", "publish_weights", "withdraw_weights", "save_checkpoint", "load_checkpoint", "export_model", "pause", "resume", "get_usage", "ready"] | None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["compute_log_probs", b"compute_log_probs", "discard_gradients", b"discard_gradients", "error", b"error", "export_model", b"export_model", "forward_backward", b"forward_backward", "get_usage", b"get_usage", "load_checkpoint", b"load_checkpoint", "optim_step", b"optim_step", "pause", b"pause", "publish_weights", b"publish_weights", "ready", b"ready", "result", b"result", "resume", b"resume", "save_checkpoint", b"save_checkpoint", "withdraw_weights", b"withdraw_weights"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "compute_log_probs", b"compute_log_probs", "discard_gradients", b"discard_gradients", "error", b"error", "export_model", b"export_model", "forward_backward", b"forward_backward", "get_usage", b"get_usage", "load_checkpoint", b"load_checkpoint", "optim_step", b"optim_step", "pause", b"pause", "publish_weights", b"publish_weights", "rank", b"rank", "ready", b"ready", "result", b"result", "resume", b"resume", "save_checkpoint", b"save_checkpoint", "withdraw_weights", b"withdraw_weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["forward_backward", "optim_step", "discard_gradients", "compute_log_probs", "publish_weights", "withdraw_weights", "save_checkpoint", "load_checkpoint", "export_model", "pause", "resume", "get_usage", "ready"]  # noqa: Y015
+    _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 
-Global___TrainerRankResult: typing_extensions.TypeAlias = TrainerRankResult
+Global___TrainerRankResult: _TypeAlias = TrainerRankResult  # noqa: Y015
 
-@typing.final
-class RankError(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class RankError(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    @typing.final
-    class MetadataEntry(google.protobuf.message.Message):
-        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+    @_typing.final
+    class MetadataEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
 
-        KEY_FIELD_NUMBER: builtins.int
-        VALUE_FIELD_NUMBER: builtins.int
-        key: builtins.str
-        value: builtins.str
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
         def __init__(
             self,
             *,
-            key: builtins.str = ...,
-            value: builtins.str = ...,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
         ) -> None: ...
-        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-    REASON_FIELD_NUMBER: builtins.int
-    MESSAGE_FIELD_NUMBER: builtins.int
-    METADATA_FIELD_NUMBER: builtins.int
-    reason: builtins.str
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
     """ErrorInfo reason of a known error; empty for an unknown one."""
-    message: builtins.str
-    @property
-    def metadata(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]: ...
+    message: _builtins.str
+    @_builtins.property
+    def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     def __init__(
         self,
         *,
-        reason: builtins.str = ...,
-        message: builtins.str = ...,
-        metadata: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        reason: _builtins.str = ...,
+        message: _builtins.str = ...,
+        metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["message", b"message", "metadata", b"metadata", "reason", b"reason"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "metadata", b"metadata", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RankError: typing_extensions.TypeAlias = RankError
+Global___RankError: _TypeAlias = RankError  # noqa: Y015
 
-@typing.final
-class RankReady(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class RankReady(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    NUM_PARAMETERS_FIELD_NUMBER: builtins.int
-    POLICY_VERSION_FIELD_NUMBER: builtins.int
-    VOCAB_SIZE_FIELD_NUMBER: builtins.int
-    CONTEXT_LENGTH_FIELD_NUMBER: builtins.int
-    num_parameters: builtins.int
-    policy_version: builtins.int
-    vocab_size: builtins.int
-    context_length: builtins.int
+    NUM_PARAMETERS_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    VOCAB_SIZE_FIELD_NUMBER: _builtins.int
+    CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    num_parameters: _builtins.int
+    policy_version: _builtins.int
+    vocab_size: _builtins.int
+    context_length: _builtins.int
+    pid: _builtins.int
+    """Process id, by which the front notices that the rank is gone."""
     def __init__(
         self,
         *,
-        num_parameters: builtins.int = ...,
-        policy_version: builtins.int = ...,
-        vocab_size: builtins.int = ...,
-        context_length: builtins.int = ...,
+        num_parameters: _builtins.int = ...,
+        policy_version: _builtins.int = ...,
+        vocab_size: _builtins.int = ...,
+        context_length: _builtins.int = ...,
+        pid: _builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["context_length", b"context_length", "num_parameters", b"num_parameters", "policy_version", b"policy_version", "vocab_size", b"vocab_size"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "num_parameters", b"num_parameters", "pid", b"pid", "policy_version", b"policy_version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RankReady: typing_extensions.TypeAlias = RankReady
+Global___RankReady: _TypeAlias = RankReady  # noqa: Y015
 
-@typing.final
-class RankStop(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class RankStop(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
         self,
     ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RankStop: typing_extensions.TypeAlias = RankStop
+Global___RankStop: _TypeAlias = RankStop  # noqa: Y015
 
-@typing.final
-class RankForwardBackward(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class RankForwardBackward(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    LOSS_FIELD_NUMBER: builtins.int
-    MICRO_BATCHES_FIELD_NUMBER: builtins.int
-    NUM_LOSS_TOKENS_FIELD_NUMBER: builtins.int
-    NUM_GAP_TOKENS_FIELD_NUMBER: builtins.int
-    num_loss_tokens: builtins.float
+    LOSS_FIELD_NUMBER: _builtins.int
+    MICRO_BATCHES_FIELD_NUMBER: _builtins.int
+    NUM_LOSS_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_GAP_TOKENS_FIELD_NUMBER: _builtins.int
+    num_loss_tokens: _builtins.float
     """Counted tokens of the whole call, over all ranks."""
-    num_gap_tokens: builtins.int
-    @property
-    def loss(self) -> tasuki.v1.trainer_pb2.LossConfig: ...
-    @property
-    def micro_batches(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tasuki.v1.trainer_pb2.TrainingSamples]:
+    num_gap_tokens: _builtins.int
+    @_builtins.property
+    def loss(self) -> _trainer_pb2.LossConfig: ...
+    @_builtins.property
+    def micro_batches(self) -> _containers.RepeatedCompositeFieldContainer[_trainer_pb2.TrainingSamples]:
         """This rank's micro-batches, in order; every rank gets as many, the last of them may be empty."""
 
     def __init__(
         self,
         *,
-        loss: tasuki.v1.trainer_pb2.LossConfig | None = ...,
-        micro_batches: collections.abc.Iterable[tasuki.v1.trainer_pb2.TrainingSamples] | None = ...,
-        num_loss_tokens: builtins.float = ...,
-        num_gap_tokens: builtins.int = ...,
+        loss: _trainer_pb2.LossConfig | None = ...,
+        micro_batches: _abc.Iterable[_trainer_pb2.TrainingSamples] | None = ...,
+        num_loss_tokens: _builtins.float = ...,
+        num_gap_tokens: _builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["loss", b"loss"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["loss", b"loss", "micro_batches", b"micro_batches", "num_gap_tokens", b"num_gap_tokens", "num_loss_tokens", b"num_loss_tokens"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss", "micro_batches", b"micro_batches", "num_gap_tokens", b"num_gap_tokens", "num_loss_tokens", b"num_loss_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RankForwardBackward: typing_extensions.TypeAlias = RankForwardBackward
+Global___RankForwardBackward: _TypeAlias = RankForwardBackward  # noqa: Y015
 
-@typing.final
-class RankComputeLogProbs(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class RankComputeLogProbs(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    POLICY_FIELD_NUMBER: builtins.int
-    TEMPERATURE_FIELD_NUMBER: builtins.int
-    MICRO_BATCHES_FIELD_NUMBER: builtins.int
-    policy: tasuki.v1.trainer_pb2.PolicyKind.ValueType
-    temperature: builtins.float
-    @property
-    def micro_batches(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tasuki.v1.trainer_pb2.TrainingSamples]: ...
+    POLICY_FIELD_NUMBER: _builtins.int
+    TEMPERATURE_FIELD_NUMBER: _builtins.int
+    MICRO_BATCHES_FIELD_NUMBER: _builtins.int
+    policy: _trainer_pb2.PolicyKind.ValueType
+    temperature: _builtins.float
+    @_builtins.property
+    def micro_batches(self) -> _containers.RepeatedCompositeFieldContainer[_trainer_pb2.TrainingSamples]: ...
     def __init__(
         self,
         *,
-        policy: tasuki.v1.trainer_pb2.PolicyKind.ValueType = ...,
-        temperature: builtins.float = ...,
-        micro_batches: collections.abc.Iterable[tasuki.v1.trainer_pb2.TrainingSamples] | None = ...,
+        policy: _trainer_pb2.PolicyKind.ValueType = ...,
+        temperature: _builtins.float = ...,
+        micro_batches: _abc.Iterable[_trainer_pb2.TrainingSamples] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["micro_batches", b"micro_batches", "policy", b"policy", "temperature", b"temperature"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["micro_batches", b"micro_batches", "policy", b"policy", "temperature", b"temperature"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RankComputeLogProbs: typing_extensions.TypeAlias = RankComputeLogProbs
+Global___RankComputeLogProbs: _TypeAlias = RankComputeLogProbs  # noqa: Y015
 
-@typing.final
-class RankLogProbs(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class RankLogProbs(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    SAMPLES_FIELD_NUMBER: builtins.int
-    @property
-    def samples(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tasuki.v1.trainer_pb2.TokenLogProbs]:
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[_trainer_pb2.TokenLogProbs]:
         """One for each sample of this rank, in the order of its micro-batches."""
 
     def __init__(
         self,
         *,
-        samples: collections.abc.Iterable[tasuki.v1.trainer_pb2.TokenLogProbs] | None = ...,
+        samples: _abc.Iterable[_trainer_pb2.TokenLogProbs] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["samples", b"samples"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RankLogProbs: typing_extensions.TypeAlias = RankLogProbs
+Global___RankLogProbs: _TypeAlias = RankLogProbs  # noqa: Y015
 
-@typing.final
-class RankPublished(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class RankPublished(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    HANDLE_FIELD_NUMBER: builtins.int
-    PUBLISHED_BYTES_FIELD_NUMBER: builtins.int
-    published_bytes: builtins.int
-    @property
-    def handle(self) -> tasuki.v1.weights_pb2.WeightHandle: ...
+    HANDLE_FIELD_NUMBER: _builtins.int
+    PUBLISHED_BYTES_FIELD_NUMBER: _builtins.int
+    published_bytes: _builtins.int
+    @_builtins.property
+    def handle(self) -> _weights_pb2.WeightHandle: ...
     def __init__(
         self,
         *,
-        handle: tasuki.v1.weights_pb2.WeightHandle | None = ...,
-        published_bytes: builtins.int = ...,
+        handle: _weights_pb2.WeightHandle | None = ...,
+        published_bytes: _builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["handle", b"handle"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["handle", b"handle", "published_bytes", b"published_bytes"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "published_bytes", b"published_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RankPublished: typing_extensions.TypeAlias = RankPublished
+Global___RankPublished: _TypeAlias = RankPublished  # noqa: Y015
 
-@typing.final
-class EngineRankCommand(google.protobuf.message.Message):
+@_typing.final
+class EngineRankCommand(_message.Message):
     """What the rollout front asks an engine rank, carried as bytes through SGLang's own weight update call."""
 
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+    DESCRIPTOR: _descriptor.Descriptor
 
-    CALL_FIELD_NUMBER: builtins.int
-    REPLY_ADDRESS_FIELD_NUMBER: builtins.int
-    WEIGHTS_FIELD_NUMBER: builtins.int
-    call: builtins.int
-    reply_address: builtins.str
+    CALL_FIELD_NUMBER: _builtins.int
+    REPLY_ADDRESS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    IMPORT_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    call: _builtins.int
+    reply_address: _builtins.str
     """ZMQ address for the answer."""
-    @property
-    def weights(self) -> tasuki.v1.weights_pb2.PublishedWeights: ...
+    import_timeout_ms: _builtins.int
+    """How long a trainer rank's socket may take to hand out its memory."""
+    @_builtins.property
+    def weights(self) -> _weights_pb2.PublishedWeights: ...
     def __init__(
         self,
         *,
-        call: builtins.int = ...,
-        reply_address: builtins.str = ...,
-        weights: tasuki.v1.weights_pb2.PublishedWeights | None = ...,
+        call: _builtins.int = ...,
+        reply_address: _builtins.str = ...,
+        weights: _weights_pb2.PublishedWeights | None = ...,
+        import_timeout_ms: _builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["weights", b"weights"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["call", b"call", "reply_address", b"reply_address", "weights", b"weights"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "import_timeout_ms", b"import_timeout_ms", "reply_address", b"reply_address", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___EngineRankCommand: typing_extensions.TypeAlias = EngineRankCommand
+Global___EngineRankCommand: _TypeAlias = EngineRankCommand  # noqa: Y015
 
-@typing.final
-class EngineRankResult(google.protobuf.message.Message):
+@_typing.final
+class EngineRankResult(_message.Message):
     """An engine rank's answer, sent only after its copies have finished."""
 
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+    DESCRIPTOR: _descriptor.Descriptor
 
-    CALL_FIELD_NUMBER: builtins.int
-    TP_RANK_FIELD_NUMBER: builtins.int
-    ERROR_FIELD_NUMBER: builtins.int
-    POLICY_VERSION_FIELD_NUMBER: builtins.int
-    COPIED_BYTES_FIELD_NUMBER: builtins.int
-    FALLBACK_NAMES_FIELD_NUMBER: builtins.int
-    TIMINGS_FIELD_NUMBER: builtins.int
-    CHECKSUMS_FIELD_NUMBER: builtins.int
-    call: builtins.int
-    tp_rank: builtins.int
-    policy_version: builtins.int
-    copied_bytes: builtins.int
-    @property
+    CALL_FIELD_NUMBER: _builtins.int
+    TP_RANK_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    COPIED_BYTES_FIELD_NUMBER: _builtins.int
+    FALLBACK_NAMES_FIELD_NUMBER: _builtins.int
+    TIMINGS_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
+    call: _builtins.int
+    tp_rank: _builtins.int
+    policy_version: _builtins.int
+    copied_bytes: _builtins.int
+    @_builtins.property
     def error(self) -> Global___RankError: ...
-    @property
-    def fallback_names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
-    @property
-    def timings(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tasuki.v1.types_pb2.Timing]: ...
-    @property
-    def checksums(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PieceChecksum]: ...
+    @_builtins.property
+    def fallback_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def timings(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Timing]: ...
+    @_builtins.property
+    def checksums(self) -> _containers.RepeatedCompositeFieldContainer[Global___PieceChecksum]: ...
     def __init__(
         self,
         *,
-        call: builtins.int = ...,
-        tp_rank: builtins.int = ...,
+        call: _builtins.int = ...,
+        tp_rank: _builtins.int = ...,
         error: Global___RankError | None = ...,
-        policy_version: builtins.int = ...,
-        copied_bytes: builtins.int = ...,
-        fallback_names: collections.abc.Iterable[builtins.str] | None = ...,
-        timings: collections.abc.Iterable[tasuki.v1.types_pb2.Timing] | None = ...,
-        checksums: collections.abc.Iterable[Global___PieceChecksum] | None = ...,
+        policy_version: _builtins.int = ...,
+        copied_bytes: _builtins.int = ...,
+        fallback_names: _abc.Iterable[_builtins.str] | None = ...,
+        timings: _abc.Iterable[_types_pb2.Timing] | None = ...,
+        checksums: _abc.Iterable[Global___PieceChecksum] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["error", b"error"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["call", b"call", "checksums", b"checksums", "copied_bytes", b"copied_bytes", "error", b"error", "fallback_names", b"fallback_names", "policy_version", b"policy_version", "timings", b"timings", "tp_rank", b"tp_rank"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "checksums", b"checksums", "copied_bytes", b"copied_bytes", "error", b"error", "fallback_names", b"fallback_names", "policy_version", b"policy_version", "timings", b"timings", "tp_rank", b"tp_rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___EngineRankResult: typing_extensions.TypeAlias = EngineRankResult
+Global___EngineRankResult: _TypeAlias = EngineRankResult  # noqa: Y015
 
-@typing.final
-class PieceChecksum(google.protobuf.message.Message):
+@_typing.final
+class PieceChecksum(_message.Message):
     """Checksum of the part of one checkpoint tensor that a rank holds after the copy, read back from the engine's parameters."""
 
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+    DESCRIPTOR: _descriptor.Descriptor
 
-    NAME_FIELD_NUMBER: builtins.int
-    OFFSET_FIELD_NUMBER: builtins.int
-    SHAPE_FIELD_NUMBER: builtins.int
-    STRIDES_FIELD_NUMBER: builtins.int
-    CHECKSUM_FIELD_NUMBER: builtins.int
-    name: builtins.str
-    offset: builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    STRIDES_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    offset: _builtins.int
     """Flat offset, shape and strides of the part inside the checkpoint tensor."""
-    checksum: builtins.int
-    @property
-    def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
-    @property
-    def strides(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    checksum: _builtins.int
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def strides(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
-        name: builtins.str = ...,
-        offset: builtins.int = ...,
-        shape: collections.abc.Iterable[builtins.int] | None = ...,
-        strides: collections.abc.Iterable[builtins.int] | None = ...,
-        checksum: builtins.int = ...,
+        name: _builtins.str = ...,
+        offset: _builtins.int = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+        strides: _abc.Iterable[_builtins.int] | None = ...,
+        checksum: _builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "name", b"name", "offset", b"offset", "shape", b"shape", "strides", b"strides"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "name", b"name", "offset", b"offset", "shape", b"shape", "strides", b"strides"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PieceChecksum: typing_extensions.TypeAlias = PieceChecksum
+Global___PieceChecksum: _TypeAlias = PieceChecksum  # noqa: Y015

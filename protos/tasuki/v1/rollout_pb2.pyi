@@ -3,251 +3,286 @@
 isort:skip_file
 """
 
-import builtins
-import collections.abc
-import google.protobuf.descriptor
-import google.protobuf.internal.containers
-import google.protobuf.message
+from collections import abc as _abc
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
+from tasuki.v1 import types_pb2 as _types_pb2
+from tasuki.v1 import weights_pb2 as _weights_pb2
+import builtins as _builtins
 import sys
-import tasuki.v1.types_pb2
-import tasuki.v1.weights_pb2
-import typing
+import typing as _typing
 
-if sys.version_info >= (3, 10):
-    import typing as typing_extensions
+if sys.version_info >= (3, 11):
+    from typing import TypeAlias as _TypeAlias, Never as _Never
 else:
-    import typing_extensions
+    from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
-DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+DESCRIPTOR: _descriptor.FileDescriptor
 
-@typing.final
-class Prompt(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class Prompt(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    TOKEN_IDS_FIELD_NUMBER: builtins.int
-    @property
-    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """At least one."""
 
     def __init__(
         self,
         *,
-        token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["token_ids", b"token_ids"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Prompt: typing_extensions.TypeAlias = Prompt
+Global___Prompt: _TypeAlias = Prompt  # noqa: Y015
 
-@typing.final
-class GenerateRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class GenerateRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    REQUEST_ID_FIELD_NUMBER: builtins.int
-    PROMPTS_FIELD_NUMBER: builtins.int
-    NUM_SAMPLES_FIELD_NUMBER: builtins.int
-    SAMPLING_PARAMS_FIELD_NUMBER: builtins.int
-    request_id: builtins.str
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    PROMPTS_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    SAMPLING_PARAMS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
     """Names the call in logs; optional."""
-    num_samples: builtins.int
+    num_samples: _builtins.int
     """Samples for each prompt; at least 1."""
-    @property
-    def prompts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Prompt]:
+    @_builtins.property
+    def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prompt]:
         """At least one."""
 
-    @property
-    def sampling_params(self) -> tasuki.v1.types_pb2.SamplingParams: ...
+    @_builtins.property
+    def sampling_params(self) -> _types_pb2.SamplingParams: ...
     def __init__(
         self,
         *,
-        request_id: builtins.str = ...,
-        prompts: collections.abc.Iterable[Global___Prompt] | None = ...,
-        num_samples: builtins.int = ...,
-        sampling_params: tasuki.v1.types_pb2.SamplingParams | None = ...,
+        request_id: _builtins.str = ...,
+        prompts: _abc.Iterable[Global___Prompt] | None = ...,
+        num_samples: _builtins.int = ...,
+        sampling_params: _types_pb2.SamplingParams | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["sampling_params", b"sampling_params"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["num_samples", b"num_samples", "prompts", b"prompts", "request_id", b"request_id", "sampling_params", b"sampling_params"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling_params", b"sampling_params"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_samples", b"num_samples", "prompts", b"prompts", "request_id", b"request_id", "sampling_params", b"sampling_params"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GenerateRequest: typing_extensions.TypeAlias = GenerateRequest
+Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
-@typing.final
-class GenerateResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class GenerateResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    SAMPLE_FIELD_NUMBER: builtins.int
-    @property
-    def sample(self) -> tasuki.v1.types_pb2.Sample: ...
+    SAMPLE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sample(self) -> _types_pb2.Sample: ...
     def __init__(
         self,
         *,
-        sample: tasuki.v1.types_pb2.Sample | None = ...,
+        sample: _types_pb2.Sample | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["sample", b"sample"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["sample", b"sample"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sample", b"sample"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sample", b"sample"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GenerateResponse: typing_extensions.TypeAlias = GenerateResponse
+Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
-@typing.final
-class ReceiveWeightsRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class ReceiveWeightsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    COMMAND_FIELD_NUMBER: builtins.int
-    WEIGHTS_FIELD_NUMBER: builtins.int
-    @property
-    def command(self) -> tasuki.v1.types_pb2.CommandId: ...
-    @property
-    def weights(self) -> tasuki.v1.weights_pb2.PublishedWeights: ...
+    COMMAND_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def command(self) -> _types_pb2.CommandId: ...
+    @_builtins.property
+    def weights(self) -> _weights_pb2.PublishedWeights: ...
     def __init__(
         self,
         *,
-        command: tasuki.v1.types_pb2.CommandId | None = ...,
-        weights: tasuki.v1.weights_pb2.PublishedWeights | None = ...,
+        command: _types_pb2.CommandId | None = ...,
+        weights: _weights_pb2.PublishedWeights | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["command", b"command", "weights", b"weights"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["command", b"command", "weights", b"weights"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "weights", b"weights"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ReceiveWeightsRequest: typing_extensions.TypeAlias = ReceiveWeightsRequest
+Global___ReceiveWeightsRequest: _TypeAlias = ReceiveWeightsRequest  # noqa: Y015
 
-@typing.final
-class ReceiveWeightsResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class ReceiveWeightsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    POLICY_VERSION_FIELD_NUMBER: builtins.int
-    COPIED_BYTES_FIELD_NUMBER: builtins.int
-    FALLBACK_NAMES_FIELD_NUMBER: builtins.int
-    TIMINGS_FIELD_NUMBER: builtins.int
-    policy_version: builtins.int
-    copied_bytes: builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    COPIED_BYTES_FIELD_NUMBER: _builtins.int
+    FALLBACK_NAMES_FIELD_NUMBER: _builtins.int
+    TIMINGS_FIELD_NUMBER: _builtins.int
+    policy_version: _builtins.int
+    copied_bytes: _builtins.int
     """Bytes copied over all engine ranks."""
-    @property
-    def fallback_names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+    @_builtins.property
+    def fallback_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Tensors that went through the engine's own load_weights because a copy plan cannot express them."""
 
-    @property
-    def timings(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tasuki.v1.types_pb2.Timing]:
+    @_builtins.property
+    def timings(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Timing]:
         """Largest time of any rank for: import, record, copy, verify."""
 
     def __init__(
         self,
         *,
-        policy_version: builtins.int = ...,
-        copied_bytes: builtins.int = ...,
-        fallback_names: collections.abc.Iterable[builtins.str] | None = ...,
-        timings: collections.abc.Iterable[tasuki.v1.types_pb2.Timing] | None = ...,
+        policy_version: _builtins.int = ...,
+        copied_bytes: _builtins.int = ...,
+        fallback_names: _abc.Iterable[_builtins.str] | None = ...,
+        timings: _abc.Iterable[_types_pb2.Timing] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["copied_bytes", b"copied_bytes", "fallback_names", b"fallback_names", "policy_version", b"policy_version", "timings", b"timings"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copied_bytes", b"copied_bytes", "fallback_names", b"fallback_names", "policy_version", b"policy_version", "timings", b"timings"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ReceiveWeightsResponse: typing_extensions.TypeAlias = ReceiveWeightsResponse
+Global___ReceiveWeightsResponse: _TypeAlias = ReceiveWeightsResponse  # noqa: Y015
 
-@typing.final
-class DrainRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class DrainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    COMMAND_FIELD_NUMBER: builtins.int
-    GRACE_MS_FIELD_NUMBER: builtins.int
-    grace_ms: builtins.int
+    COMMAND_FIELD_NUMBER: _builtins.int
+    GRACE_MS_FIELD_NUMBER: _builtins.int
+    grace_ms: _builtins.int
     """Running requests may take this long before they are cut; 0 cuts at once."""
-    @property
-    def command(self) -> tasuki.v1.types_pb2.CommandId: ...
+    @_builtins.property
+    def command(self) -> _types_pb2.CommandId: ...
     def __init__(
         self,
         *,
-        command: tasuki.v1.types_pb2.CommandId | None = ...,
-        grace_ms: builtins.int = ...,
+        command: _types_pb2.CommandId | None = ...,
+        grace_ms: _builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["command", b"command"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["command", b"command", "grace_ms", b"grace_ms"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "grace_ms", b"grace_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___DrainRequest: typing_extensions.TypeAlias = DrainRequest
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
 
-@typing.final
-class DrainResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class DrainResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    NUM_FINISHED_FIELD_NUMBER: builtins.int
-    NUM_CUT_FIELD_NUMBER: builtins.int
-    num_finished: builtins.int
-    num_cut: builtins.int
+    NUM_FINISHED_FIELD_NUMBER: _builtins.int
+    NUM_CUT_FIELD_NUMBER: _builtins.int
+    num_finished: _builtins.int
+    num_cut: _builtins.int
     def __init__(
         self,
         *,
-        num_finished: builtins.int = ...,
-        num_cut: builtins.int = ...,
+        num_finished: _builtins.int = ...,
+        num_cut: _builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["num_cut", b"num_cut", "num_finished", b"num_finished"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cut", b"num_cut", "num_finished", b"num_finished"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___DrainResponse: typing_extensions.TypeAlias = DrainResponse
+Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
 
-@typing.final
-class GetRolloutStateRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class GetRolloutStateRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
         self,
     ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GetRolloutStateRequest: typing_extensions.TypeAlias = GetRolloutStateRequest
+Global___GetRolloutStateRequest: _TypeAlias = GetRolloutStateRequest  # noqa: Y015
 
-@typing.final
-class GetRolloutStateResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class GetRolloutStateResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    BOOT_ID_FIELD_NUMBER: builtins.int
-    EPOCH_FIELD_NUMBER: builtins.int
-    SEQUENCE_FIELD_NUMBER: builtins.int
-    STAGE_FIELD_NUMBER: builtins.int
-    RESIDENT_TAGS_FIELD_NUMBER: builtins.int
-    POLICY_VERSION_FIELD_NUMBER: builtins.int
-    RECEIVED_VERSION_FIELD_NUMBER: builtins.int
-    IS_POISONED_FIELD_NUMBER: builtins.int
-    POISON_REASON_FIELD_NUMBER: builtins.int
-    NUM_RUNNING_FIELD_NUMBER: builtins.int
-    TP_SIZE_FIELD_NUMBER: builtins.int
-    CONTEXT_LENGTH_FIELD_NUMBER: builtins.int
-    VOCAB_SIZE_FIELD_NUMBER: builtins.int
-    MODEL_PATH_FIELD_NUMBER: builtins.int
-    boot_id: builtins.str
+    BOOT_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    RESIDENT_TAGS_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    RECEIVED_VERSION_FIELD_NUMBER: _builtins.int
+    IS_POISONED_FIELD_NUMBER: _builtins.int
+    POISON_REASON_FIELD_NUMBER: _builtins.int
+    NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    TP_SIZE_FIELD_NUMBER: _builtins.int
+    CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
+    VOCAB_SIZE_FIELD_NUMBER: _builtins.int
+    MODEL_PATH_FIELD_NUMBER: _builtins.int
+    boot_id: _builtins.str
     """Changes with every start of the service."""
-    epoch: builtins.int
-    sequence: builtins.int
-    stage: tasuki.v1.types_pb2.Stage.ValueType
+    epoch: _builtins.int
+    sequence: _builtins.int
+    stage: _types_pb2.Stage.ValueType
     """Last stage that this service completed; UNSPECIFIED after a start (asleep)."""
-    policy_version: builtins.int
+    policy_version: _builtins.int
     """Version that is served; absent while none is."""
-    received_version: builtins.int
+    received_version: _builtins.int
     """Version received and verified but not yet served."""
-    is_poisoned: builtins.bool
-    poison_reason: builtins.str
-    num_running: builtins.int
-    tp_size: builtins.int
-    context_length: builtins.int
-    vocab_size: builtins.int
-    model_path: builtins.str
+    is_poisoned: _builtins.bool
+    poison_reason: _builtins.str
+    num_running: _builtins.int
+    tp_size: _builtins.int
+    context_length: _builtins.int
+    vocab_size: _builtins.int
+    model_path: _builtins.str
     """Path of the model folder that the engine was started from."""
-    @property
-    def resident_tags(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[tasuki.v1.types_pb2.MemoryTag.ValueType]: ...
+    @_builtins.property
+    def resident_tags(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.MemoryTag.ValueType]: ...
     def __init__(
         self,
         *,
-        boot_id: builtins.str = ...,
-        epoch: builtins.int = ...,
-        sequence: builtins.int = ...,
-        stage: tasuki.v1.types_pb2.Stage.ValueType = ...,
-        resident_tags: collections.abc.Iterable[tasuki.v1.types_pb2.MemoryTag.ValueType] | None = ...,
-        policy_version: builtins.int | None = ...,
-        received_version: builtins.int | None = ...,
-        is_poisoned: builtins.bool = ...,
-        poison_reason: builtins.str = ...,
-        num_running: builtins.int = ...,
-        tp_size: builtins.int = ...,
-        context_length: builtins.int = ...,
-        vocab_size: builtins.int = ...,
-        model_path: builtins.str = ...,
+        boot_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        sequence: _builtins.int = ...,
+        stage: _types_pb2.Stage.ValueType = ...,
+        resident_tags: _abc.Iterable[_types_pb2.MemoryTag.ValueType] | None = ...,
+        policy_version: _builtins.int | None = ...,
+        received_version: _builtins.int | None = ...,
+        is_poisoned: _builtins.bool = ...,
+        poison_reason: _builtins.str = ...,
+        num_running: _builtins.int = ...,
+        tp_size: _builtins.int = ...,
+        context_length: _builtins.int = ...,
+        vocab_size: _builtins.int = ...,
+        model_path: _builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "_received_version", b"_received_version", "policy_version", b"policy_version", "received_version", b"received_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_policy_version", b"_policy_version", "_received_version", b"_received_version", "boot_id", b"boot_id", "context_length", b"context_length", "epoch", b"epoch", "is_poisoned", b"is_poisoned", "model_path", b"model_path", "num_running", b"num_running", "poison_reason", b"poison_reason", "policy_version", b"policy_version", "received_version", b"received_version", "resident_tags", b"resident_tags", "sequence", b"sequence", "stage", b"stage", "tp_size", b"tp_size", "vocab_size", b"vocab_size"]) -> None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_policy_version", b"_policy_version"]) -> typing.Literal["policy_version"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_received_version", b"_received_version"]) -> typing.Literal["received_version"] | None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_received_version", b"_received_version", "policy_version", b"policy_version", "received_version", b"received_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_received_version", b"_received_version", "boot_id", b"boot_id", "context_length", b"context_length", "epoch", b"epoch", "is_poisoned", b"is_poisoned", "model_path", b"model_path", "num_running", b"num_running", "poison_reason", b"poison_reason", "policy_version", b"policy_version", "received_version", b"received_version", "resident_tags", b"resident_tags", "sequence", b"sequence", "stage", b"stage", "tp_size", b"tp_size", "vocab_size", b"vocab_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
+    _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
+    _WhichOneofReturnType__received_version: _TypeAlias = _typing.Literal["received_version"]  # noqa: Y015
+    _WhichOneofArgType__received_version: _TypeAlias = _typing.Literal["_received_version", b"_received_version"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__received_version) -> _WhichOneofReturnType__received_version | None: ...
 
-Global___GetRolloutStateResponse: typing_extensions.TypeAlias = GetRolloutStateResponse
+Global___GetRolloutStateResponse: _TypeAlias = GetRolloutStateResponse  # noqa: Y015

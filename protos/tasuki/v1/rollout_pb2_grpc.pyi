@@ -3,136 +3,37 @@
 isort:skip_file
 """
 
-import abc
-import collections.abc
-import grpc
-import grpc.aio
+from collections import abc as _abc
+from grpc import aio as _aio
+from tasuki.v1 import rollout_pb2 as _rollout_pb2
+import abc as _abc_1
+import grpc as _grpc
 import sys
-import tasuki.v1.rollout_pb2
-import typing
+import typing as _typing
 
-if sys.version_info >= (3, 13):
-    import typing as typing_extensions
+if sys.version_info >= (3, 11):
+    from typing import Self as _Self
 else:
-    import typing_extensions
+    from typing_extensions import Self as _Self
 
-_T = typing.TypeVar("_T")
+_T = _typing.TypeVar("_T")
 
-class _MaybeAsyncIterator(collections.abc.AsyncIterator[_T], collections.abc.Iterator[_T], metaclass=abc.ABCMeta): ...
+class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_abc_1.ABCMeta): ...
 
-class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type: ignore[misc, type-arg]
+class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
     ...
 
 GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
-_RolloutServiceGenerateType = typing_extensions.TypeVar(
-    '_RolloutServiceGenerateType',
-    grpc.UnaryStreamMultiCallable[
-        tasuki.v1.rollout_pb2.GenerateRequest,
-        tasuki.v1.rollout_pb2.GenerateResponse,
-    ],
-    grpc.aio.UnaryStreamMultiCallable[
-        tasuki.v1.rollout_pb2.GenerateRequest,
-        tasuki.v1.rollout_pb2.GenerateResponse,
-    ],
-    default=grpc.UnaryStreamMultiCallable[
-        tasuki.v1.rollout_pb2.GenerateRequest,
-        tasuki.v1.rollout_pb2.GenerateResponse,
-    ],
-)
 
-_RolloutServiceReceiveWeightsType = typing_extensions.TypeVar(
-    '_RolloutServiceReceiveWeightsType',
-    grpc.UnaryUnaryMultiCallable[
-        tasuki.v1.rollout_pb2.ReceiveWeightsRequest,
-        tasuki.v1.rollout_pb2.ReceiveWeightsResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tasuki.v1.rollout_pb2.ReceiveWeightsRequest,
-        tasuki.v1.rollout_pb2.ReceiveWeightsResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        tasuki.v1.rollout_pb2.ReceiveWeightsRequest,
-        tasuki.v1.rollout_pb2.ReceiveWeightsResponse,
-    ],
-)
-
-_RolloutServiceDrainType = typing_extensions.TypeVar(
-    '_RolloutServiceDrainType',
-    grpc.UnaryUnaryMultiCallable[
-        tasuki.v1.rollout_pb2.DrainRequest,
-        tasuki.v1.rollout_pb2.DrainResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tasuki.v1.rollout_pb2.DrainRequest,
-        tasuki.v1.rollout_pb2.DrainResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        tasuki.v1.rollout_pb2.DrainRequest,
-        tasuki.v1.rollout_pb2.DrainResponse,
-    ],
-)
-
-_RolloutServiceGetRolloutStateType = typing_extensions.TypeVar(
-    '_RolloutServiceGetRolloutStateType',
-    grpc.UnaryUnaryMultiCallable[
-        tasuki.v1.rollout_pb2.GetRolloutStateRequest,
-        tasuki.v1.rollout_pb2.GetRolloutStateResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tasuki.v1.rollout_pb2.GetRolloutStateRequest,
-        tasuki.v1.rollout_pb2.GetRolloutStateResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        tasuki.v1.rollout_pb2.GetRolloutStateRequest,
-        tasuki.v1.rollout_pb2.GetRolloutStateResponse,
-    ],
-)
-
-class RolloutServiceStub(typing.Generic[_RolloutServiceGenerateType, _RolloutServiceReceiveWeightsType, _RolloutServiceDrainType, _RolloutServiceGetRolloutStateType]):
+class RolloutServiceStub:
     """Generates with an embedded SGLang engine. Token ids in, token ids out."""
 
-    @typing.overload
-    def __init__(self: RolloutServiceStub[
-        grpc.UnaryStreamMultiCallable[
-            tasuki.v1.rollout_pb2.GenerateRequest,
-            tasuki.v1.rollout_pb2.GenerateResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            tasuki.v1.rollout_pb2.ReceiveWeightsRequest,
-            tasuki.v1.rollout_pb2.ReceiveWeightsResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            tasuki.v1.rollout_pb2.DrainRequest,
-            tasuki.v1.rollout_pb2.DrainResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            tasuki.v1.rollout_pb2.GetRolloutStateRequest,
-            tasuki.v1.rollout_pb2.GetRolloutStateResponse,
-        ],
-    ], channel: grpc.Channel) -> None: ...
-
-    @typing.overload
-    def __init__(self: RolloutServiceStub[
-        grpc.aio.UnaryStreamMultiCallable[
-            tasuki.v1.rollout_pb2.GenerateRequest,
-            tasuki.v1.rollout_pb2.GenerateResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            tasuki.v1.rollout_pb2.ReceiveWeightsRequest,
-            tasuki.v1.rollout_pb2.ReceiveWeightsResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            tasuki.v1.rollout_pb2.DrainRequest,
-            tasuki.v1.rollout_pb2.DrainResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            tasuki.v1.rollout_pb2.GetRolloutStateRequest,
-            tasuki.v1.rollout_pb2.GetRolloutStateResponse,
-        ],
-    ], channel: grpc.aio.Channel) -> None: ...
-
-    Generate: _RolloutServiceGenerateType
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> RolloutServiceAsyncStub: ...
+    Generate: _grpc.UnaryStreamMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]
     """Streams each sample as soon as it is complete, in the order of completion.
 
     Phase: ROLLOUT. Cancelling the call frees its requests in the engine.
@@ -140,8 +41,7 @@ class RolloutServiceStub(typing.Generic[_RolloutServiceGenerateType, _RolloutSer
     Errors: UNAVAILABLE/ASLEEP with RetryInfo when rollout does not serve, UNAVAILABLE/DRAINING, INVALID_ARGUMENT/INVALID_ARGUMENT
     naming the field (empty prompt, token id outside the vocabulary, prompt plus max_new_tokens above the context length).
     """
-
-    ReceiveWeights: _RolloutServiceReceiveWeightsType
+    ReceiveWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ReceiveWeightsRequest, _rollout_pb2.ReceiveWeightsResponse]
     """Stage SYNC: every engine rank copies its slices of the published weights, synchronizes and verifies them.
 
     Phase: after RESUME_WEIGHTS. The version is not served before RESUME_KV.
@@ -149,45 +49,54 @@ class RolloutServiceStub(typing.Generic[_RolloutServiceGenerateType, _RolloutSer
     Errors: FAILED_PRECONDITION/STAGE_ORDER; DATA_LOSS/WEIGHTS_CORRUPT naming tensors and rank; FAILED_PRECONDITION/VERSION_ORDER;
     INVALID_ARGUMENT/BAD_HANDLE. After DATA_LOSS the engine is poisoned: it refuses every stage until it is started anew.
     """
-
-    Drain: _RolloutServiceDrainType
+    Drain: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.DrainRequest, _rollout_pb2.DrainResponse]
     """Stage DRAIN: stops taking requests; running ones finish, or are cut at the deadline of the request and returned as CUT.
 
     Phase: ROLLOUT. Repeat: the same request_id gets the first answer.
     Errors: FAILED_PRECONDITION/STAGE_ORDER, ABORTED/STALE_EPOCH.
     """
-
-    GetRolloutState: _RolloutServiceGetRolloutStateType
+    GetRolloutState: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.GetRolloutStateRequest, _rollout_pb2.GetRolloutStateResponse]
     """What the service is and does now. Any phase, harmless to repeat."""
 
-RolloutServiceAsyncStub: typing_extensions.TypeAlias = RolloutServiceStub[
-    grpc.aio.UnaryStreamMultiCallable[
-        tasuki.v1.rollout_pb2.GenerateRequest,
-        tasuki.v1.rollout_pb2.GenerateResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tasuki.v1.rollout_pb2.ReceiveWeightsRequest,
-        tasuki.v1.rollout_pb2.ReceiveWeightsResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tasuki.v1.rollout_pb2.DrainRequest,
-        tasuki.v1.rollout_pb2.DrainResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tasuki.v1.rollout_pb2.GetRolloutStateRequest,
-        tasuki.v1.rollout_pb2.GetRolloutStateResponse,
-    ],
-]
-
-class RolloutServiceServicer(metaclass=abc.ABCMeta):
+@_typing.type_check_only
+class RolloutServiceAsyncStub(RolloutServiceStub):
     """Generates with an embedded SGLang engine. Token ids in, token ids out."""
 
-    @abc.abstractmethod
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Generate: _aio.UnaryStreamMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]  # type: ignore[assignment]
+    """Streams each sample as soon as it is complete, in the order of completion.
+
+    Phase: ROLLOUT. Cancelling the call frees its requests in the engine.
+    Repeat: a new generation; give sampling_seed for a repeatable one.
+    Errors: UNAVAILABLE/ASLEEP with RetryInfo when rollout does not serve, UNAVAILABLE/DRAINING, INVALID_ARGUMENT/INVALID_ARGUMENT
+    naming the field (empty prompt, token id outside the vocabulary, prompt plus max_new_tokens above the context length).
+    """
+    ReceiveWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ReceiveWeightsRequest, _rollout_pb2.ReceiveWeightsResponse]  # type: ignore[assignment]
+    """Stage SYNC: every engine rank copies its slices of the published weights, synchronizes and verifies them.
+
+    Phase: after RESUME_WEIGHTS. The version is not served before RESUME_KV.
+    Repeat: the same request_id gets the first answer.
+    Errors: FAILED_PRECONDITION/STAGE_ORDER; DATA_LOSS/WEIGHTS_CORRUPT naming tensors and rank; FAILED_PRECONDITION/VERSION_ORDER;
+    INVALID_ARGUMENT/BAD_HANDLE. After DATA_LOSS the engine is poisoned: it refuses every stage until it is started anew.
+    """
+    Drain: _aio.UnaryUnaryMultiCallable[_rollout_pb2.DrainRequest, _rollout_pb2.DrainResponse]  # type: ignore[assignment]
+    """Stage DRAIN: stops taking requests; running ones finish, or are cut at the deadline of the request and returned as CUT.
+
+    Phase: ROLLOUT. Repeat: the same request_id gets the first answer.
+    Errors: FAILED_PRECONDITION/STAGE_ORDER, ABORTED/STALE_EPOCH.
+    """
+    GetRolloutState: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GetRolloutStateRequest, _rollout_pb2.GetRolloutStateResponse]  # type: ignore[assignment]
+    """What the service is and does now. Any phase, harmless to repeat."""
+
+class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Generates with an embedded SGLang engine. Token ids in, token ids out."""
+
+    @_abc_1.abstractmethod
     def Generate(
         self,
-        request: tasuki.v1.rollout_pb2.GenerateRequest,
+        request: _rollout_pb2.GenerateRequest,
         context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[tasuki.v1.rollout_pb2.GenerateResponse], collections.abc.AsyncIterator[tasuki.v1.rollout_pb2.GenerateResponse]]:
+    ) -> _typing.Union[_abc.Iterator[_rollout_pb2.GenerateResponse], _abc.AsyncIterator[_rollout_pb2.GenerateResponse]]:
         """Streams each sample as soon as it is complete, in the order of completion.
 
         Phase: ROLLOUT. Cancelling the call frees its requests in the engine.
@@ -196,12 +105,12 @@ class RolloutServiceServicer(metaclass=abc.ABCMeta):
         naming the field (empty prompt, token id outside the vocabulary, prompt plus max_new_tokens above the context length).
         """
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def ReceiveWeights(
         self,
-        request: tasuki.v1.rollout_pb2.ReceiveWeightsRequest,
+        request: _rollout_pb2.ReceiveWeightsRequest,
         context: _ServicerContext,
-    ) -> typing.Union[tasuki.v1.rollout_pb2.ReceiveWeightsResponse, collections.abc.Awaitable[tasuki.v1.rollout_pb2.ReceiveWeightsResponse]]:
+    ) -> _typing.Union[_rollout_pb2.ReceiveWeightsResponse, _abc.Awaitable[_rollout_pb2.ReceiveWeightsResponse]]:
         """Stage SYNC: every engine rank copies its slices of the published weights, synchronizes and verifies them.
 
         Phase: after RESUME_WEIGHTS. The version is not served before RESUME_KV.
@@ -210,24 +119,24 @@ class RolloutServiceServicer(metaclass=abc.ABCMeta):
         INVALID_ARGUMENT/BAD_HANDLE. After DATA_LOSS the engine is poisoned: it refuses every stage until it is started anew.
         """
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def Drain(
         self,
-        request: tasuki.v1.rollout_pb2.DrainRequest,
+        request: _rollout_pb2.DrainRequest,
         context: _ServicerContext,
-    ) -> typing.Union[tasuki.v1.rollout_pb2.DrainResponse, collections.abc.Awaitable[tasuki.v1.rollout_pb2.DrainResponse]]:
+    ) -> _typing.Union[_rollout_pb2.DrainResponse, _abc.Awaitable[_rollout_pb2.DrainResponse]]:
         """Stage DRAIN: stops taking requests; running ones finish, or are cut at the deadline of the request and returned as CUT.
 
         Phase: ROLLOUT. Repeat: the same request_id gets the first answer.
         Errors: FAILED_PRECONDITION/STAGE_ORDER, ABORTED/STALE_EPOCH.
         """
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def GetRolloutState(
         self,
-        request: tasuki.v1.rollout_pb2.GetRolloutStateRequest,
+        request: _rollout_pb2.GetRolloutStateRequest,
         context: _ServicerContext,
-    ) -> typing.Union[tasuki.v1.rollout_pb2.GetRolloutStateResponse, collections.abc.Awaitable[tasuki.v1.rollout_pb2.GetRolloutStateResponse]]:
+    ) -> _typing.Union[_rollout_pb2.GetRolloutStateResponse, _abc.Awaitable[_rollout_pb2.GetRolloutStateResponse]]:
         """What the service is and does now. Any phase, harmless to repeat."""
 
-def add_RolloutServiceServicer_to_server(servicer: RolloutServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
+def add_RolloutServiceServicer_to_server(servicer: RolloutServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -3,30 +3,30 @@
 isort:skip_file
 """
 
-import builtins
-import collections.abc
-import google.protobuf.descriptor
-import google.protobuf.internal.containers
-import google.protobuf.internal.enum_type_wrapper
-import google.protobuf.message
+from collections import abc as _abc
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from tasuki.v1 import types_pb2 as _types_pb2
+from tasuki.v1 import weights_pb2 as _weights_pb2
+import builtins as _builtins
 import sys
-import tasuki.v1.types_pb2
-import tasuki.v1.weights_pb2
-import typing
+import typing as _typing
 
-if sys.version_info >= (3, 10):
-    import typing as typing_extensions
+if sys.version_info >= (3, 11):
+    from typing import TypeAlias as _TypeAlias, Never as _Never
 else:
-    import typing_extensions
+    from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
-DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+DESCRIPTOR: _descriptor.FileDescriptor
 
 class _PolicyKind:
-    ValueType = typing.NewType("ValueType", builtins.int)
-    V: typing_extensions.TypeAlias = ValueType
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
 
-class _PolicyKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_PolicyKind.ValueType], builtins.type):
-    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+class _PolicyKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PolicyKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
     POLICY_KIND_UNSPECIFIED: _PolicyKind.ValueType  # 0
     POLICY_KIND_POLICY: _PolicyKind.ValueType  # 1
     """The policy that is being trained."""
@@ -41,56 +41,66 @@ POLICY_KIND_POLICY: PolicyKind.ValueType  # 1
 """The policy that is being trained."""
 POLICY_KIND_REFERENCE: PolicyKind.ValueType  # 2
 """The frozen weights that training started from."""
-Global___PolicyKind: typing_extensions.TypeAlias = PolicyKind
+Global___PolicyKind: _TypeAlias = PolicyKind  # noqa: Y015
 
-@typing.final
-class LossConfig(google.protobuf.message.Message):
+@_typing.final
+class LossConfig(_message.Message):
     """Loss of one ForwardBackward."""
 
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+    DESCRIPTOR: _descriptor.Descriptor
 
-    CLIP_LOW_FIELD_NUMBER: builtins.int
-    CLIP_HIGH_FIELD_NUMBER: builtins.int
-    KL_COEF_FIELD_NUMBER: builtins.int
-    TEMPERATURE_FIELD_NUMBER: builtins.int
-    clip_low: builtins.float
+    CLIP_LOW_FIELD_NUMBER: _builtins.int
+    CLIP_HIGH_FIELD_NUMBER: _builtins.int
+    KL_COEF_FIELD_NUMBER: _builtins.int
+    TEMPERATURE_FIELD_NUMBER: _builtins.int
+    clip_low: _builtins.float
     """Lower clip of the probability ratio is 1 - clip_low; default 0.2."""
-    clip_high: builtins.float
+    clip_high: _builtins.float
     """Upper clip is 1 + clip_high; default 0.2. DAPO's clip-higher uses 0.28."""
-    kl_coef: builtins.float
+    kl_coef: _builtins.float
     """Weight of the k3 estimate of the KL divergence to the reference policy; default 0."""
-    temperature: builtins.float
+    temperature: _builtins.float
     """Temperature that the samples were drawn with; default 1."""
     def __init__(
         self,
         *,
-        clip_low: builtins.float | None = ...,
-        clip_high: builtins.float | None = ...,
-        kl_coef: builtins.float | None = ...,
-        temperature: builtins.float | None = ...,
+        clip_low: _builtins.float | None = ...,
+        clip_high: _builtins.float | None = ...,
+        kl_coef: _builtins.float | None = ...,
+        temperature: _builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_kl_coef", b"_kl_coef", "_temperature", b"_temperature", "clip_high", b"clip_high", "clip_low", b"clip_low", "kl_coef", b"kl_coef", "temperature", b"temperature"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_kl_coef", b"_kl_coef", "_temperature", b"_temperature", "clip_high", b"clip_high", "clip_low", b"clip_low", "kl_coef", b"kl_coef", "temperature", b"temperature"]) -> None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_clip_high", b"_clip_high"]) -> typing.Literal["clip_high"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_clip_low", b"_clip_low"]) -> typing.Literal["clip_low"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_kl_coef", b"_kl_coef"]) -> typing.Literal["kl_coef"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_temperature", b"_temperature"]) -> typing.Literal["temperature"] | None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_kl_coef", b"_kl_coef", "_temperature", b"_temperature", "clip_high", b"clip_high", "clip_low", b"clip_low", "kl_coef", b"kl_coef", "temperature", b"temperature"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_kl_coef", b"_kl_coef", "_temperature", b"_temperature", "clip_high", b"clip_high", "clip_low", b"clip_low", "kl_coef", b"kl_coef", "temperature", b"temperature"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__clip_high: _TypeAlias = _typing.Literal["clip_high"]  # noqa: Y015
+    _WhichOneofArgType__clip_high: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high"]  # noqa: Y015
+    _WhichOneofReturnType__clip_low: _TypeAlias = _typing.Literal["clip_low"]  # noqa: Y015
+    _WhichOneofArgType__clip_low: _TypeAlias = _typing.Literal["_clip_low", b"_clip_low"]  # noqa: Y015
+    _WhichOneofReturnType__kl_coef: _TypeAlias = _typing.Literal["kl_coef"]  # noqa: Y015
+    _WhichOneofArgType__kl_coef: _TypeAlias = _typing.Literal["_kl_coef", b"_kl_coef"]  # noqa: Y015
+    _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
+    _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_high) -> _WhichOneofReturnType__clip_high | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_low) -> _WhichOneofReturnType__clip_low | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kl_coef) -> _WhichOneofReturnType__kl_coef | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
 
-Global___LossConfig: typing_extensions.TypeAlias = LossConfig
+Global___LossConfig: _TypeAlias = LossConfig  # noqa: Y015
 
-@typing.final
-class ForwardBackwardRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class ForwardBackwardRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    HEADER_FIELD_NUMBER: builtins.int
-    SAMPLES_FIELD_NUMBER: builtins.int
-    @property
+    HEADER_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
     def header(self) -> Global___ForwardBackwardHeader: ...
-    @property
+    @_builtins.property
     def samples(self) -> Global___TrainingSamples: ...
     def __init__(
         self,
@@ -98,185 +108,216 @@ class ForwardBackwardRequest(google.protobuf.message.Message):
         header: Global___ForwardBackwardHeader | None = ...,
         samples: Global___TrainingSamples | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["header", b"header", "part", b"part", "samples", b"samples"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["header", b"header", "part", b"part", "samples", b"samples"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["header", "samples"] | None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "part", b"part", "samples", b"samples"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "part", b"part", "samples", b"samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["header", "samples"]  # noqa: Y015
+    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
 
-Global___ForwardBackwardRequest: typing_extensions.TypeAlias = ForwardBackwardRequest
+Global___ForwardBackwardRequest: _TypeAlias = ForwardBackwardRequest  # noqa: Y015
 
-@typing.final
-class ForwardBackwardHeader(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class ForwardBackwardHeader(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    COMMAND_FIELD_NUMBER: builtins.int
-    LOSS_FIELD_NUMBER: builtins.int
-    @property
-    def command(self) -> tasuki.v1.types_pb2.CommandId: ...
-    @property
+    COMMAND_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def command(self) -> _types_pb2.CommandId: ...
+    @_builtins.property
     def loss(self) -> Global___LossConfig: ...
     def __init__(
         self,
         *,
-        command: tasuki.v1.types_pb2.CommandId | None = ...,
+        command: _types_pb2.CommandId | None = ...,
         loss: Global___LossConfig | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["command", b"command", "loss", b"loss"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["command", b"command", "loss", b"loss"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "loss", b"loss"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "loss", b"loss"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ForwardBackwardHeader: typing_extensions.TypeAlias = ForwardBackwardHeader
+Global___ForwardBackwardHeader: _TypeAlias = ForwardBackwardHeader  # noqa: Y015
 
-@typing.final
-class TrainingSamples(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class TrainingSamples(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    SAMPLES_FIELD_NUMBER: builtins.int
-    @property
-    def samples(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[tasuki.v1.types_pb2.TrainingSample]: ...
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TrainingSample]: ...
     def __init__(
         self,
         *,
-        samples: collections.abc.Iterable[tasuki.v1.types_pb2.TrainingSample] | None = ...,
+        samples: _abc.Iterable[_types_pb2.TrainingSample] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["samples", b"samples"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___TrainingSamples: typing_extensions.TypeAlias = TrainingSamples
+Global___TrainingSamples: _TypeAlias = TrainingSamples  # noqa: Y015
 
-@typing.final
-class ForwardBackwardResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class ForwardBackwardResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    LOSS_FIELD_NUMBER: builtins.int
-    NUM_SAMPLES_FIELD_NUMBER: builtins.int
-    NUM_TOKENS_FIELD_NUMBER: builtins.int
-    CLIP_FRACTION_FIELD_NUMBER: builtins.int
-    REF_KL_FIELD_NUMBER: builtins.int
-    MAX_LOG_PROB_GAP_FIELD_NUMBER: builtins.int
-    MEAN_LOG_PROB_GAP_FIELD_NUMBER: builtins.int
-    NUM_GAP_TOKENS_FIELD_NUMBER: builtins.int
-    ENTROPY_FIELD_NUMBER: builtins.int
-    NUM_MICRO_BATCHES_FIELD_NUMBER: builtins.int
-    SECONDS_FIELD_NUMBER: builtins.int
-    loss: builtins.float
+    LOSS_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    CLIP_FRACTION_FIELD_NUMBER: _builtins.int
+    REF_KL_FIELD_NUMBER: _builtins.int
+    MAX_LOG_PROB_GAP_FIELD_NUMBER: _builtins.int
+    MEAN_LOG_PROB_GAP_FIELD_NUMBER: _builtins.int
+    NUM_GAP_TOKENS_FIELD_NUMBER: _builtins.int
+    ENTROPY_FIELD_NUMBER: _builtins.int
+    NUM_MICRO_BATCHES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    loss: _builtins.float
     """Token mean of the loss over the call."""
-    num_samples: builtins.int
-    num_tokens: builtins.int
+    num_samples: _builtins.int
+    num_tokens: _builtins.int
     """Tokens that counted in the loss."""
-    clip_fraction: builtins.float
+    clip_fraction: _builtins.float
     """Share of counted tokens whose ratio was clipped."""
-    ref_kl: builtins.float
+    ref_kl: _builtins.float
     """Token mean of the k3 estimate of KL(policy || reference); 0 without ref_log_probs."""
-    max_log_prob_gap: builtins.float
+    max_log_prob_gap: _builtins.float
     """|trainer log-prob - rollout log-prob| over counted tokens of samples made with the present policy version."""
-    mean_log_prob_gap: builtins.float
-    num_gap_tokens: builtins.int
+    mean_log_prob_gap: _builtins.float
+    num_gap_tokens: _builtins.int
     """Tokens behind the two gaps; 0 when every sample is of an older version."""
-    entropy: builtins.float
+    entropy: _builtins.float
     """Token mean of the policy's entropy, in nats."""
-    num_micro_batches: builtins.int
-    seconds: builtins.float
+    num_micro_batches: _builtins.int
+    seconds: _builtins.float
     def __init__(
         self,
         *,
-        loss: builtins.float = ...,
-        num_samples: builtins.int = ...,
-        num_tokens: builtins.int = ...,
-        clip_fraction: builtins.float = ...,
-        ref_kl: builtins.float = ...,
-        max_log_prob_gap: builtins.float = ...,
-        mean_log_prob_gap: builtins.float = ...,
-        num_gap_tokens: builtins.int = ...,
-        entropy: builtins.float = ...,
-        num_micro_batches: builtins.int = ...,
-        seconds: builtins.float = ...,
+        loss: _builtins.float = ...,
+        num_samples: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        clip_fraction: _builtins.float = ...,
+        ref_kl: _builtins.float = ...,
+        max_log_prob_gap: _builtins.float = ...,
+        mean_log_prob_gap: _builtins.float = ...,
+        num_gap_tokens: _builtins.int = ...,
+        entropy: _builtins.float = ...,
+        num_micro_batches: _builtins.int = ...,
+        seconds: _builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["clip_fraction", b"clip_fraction", "entropy", b"entropy", "loss", b"loss", "max_log_prob_gap", b"max_log_prob_gap", "mean_log_prob_gap", b"mean_log_prob_gap", "num_gap_tokens", b"num_gap_tokens", "num_micro_batches", b"num_micro_batches", "num_samples", b"num_samples", "num_tokens", b"num_tokens", "ref_kl", b"ref_kl", "seconds", b"seconds"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clip_fraction", b"clip_fraction", "entropy", b"entropy", "loss", b"loss", "max_log_prob_gap", b"max_log_prob_gap", "mean_log_prob_gap", b"mean_log_prob_gap", "num_gap_tokens", b"num_gap_tokens", "num_micro_batches", b"num_micro_batches", "num_samples", b"num_samples", "num_tokens", b"num_tokens", "ref_kl", b"ref_kl", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ForwardBackwardResponse: typing_extensions.TypeAlias = ForwardBackwardResponse
+Global___ForwardBackwardResponse: _TypeAlias = ForwardBackwardResponse  # noqa: Y015
 
-@typing.final
-class OptimStepRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class OptimStepRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    COMMAND_FIELD_NUMBER: builtins.int
-    LEARNING_RATE_FIELD_NUMBER: builtins.int
-    learning_rate: builtins.float
+    COMMAND_FIELD_NUMBER: _builtins.int
+    LEARNING_RATE_FIELD_NUMBER: _builtins.int
+    learning_rate: _builtins.float
     """Replaces the configured schedule's rate for this step."""
-    @property
-    def command(self) -> tasuki.v1.types_pb2.CommandId: ...
+    @_builtins.property
+    def command(self) -> _types_pb2.CommandId: ...
     def __init__(
         self,
         *,
-        command: tasuki.v1.types_pb2.CommandId | None = ...,
-        learning_rate: builtins.float | None = ...,
+        command: _types_pb2.CommandId | None = ...,
+        learning_rate: _builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_learning_rate", b"_learning_rate", "command", b"command", "learning_rate", b"learning_rate"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_learning_rate", b"_learning_rate", "command", b"command", "learning_rate", b"learning_rate"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["_learning_rate", b"_learning_rate"]) -> typing.Literal["learning_rate"] | None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "command", b"command", "learning_rate", b"learning_rate"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "command", b"command", "learning_rate", b"learning_rate"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__learning_rate: _TypeAlias = _typing.Literal["learning_rate"]  # noqa: Y015
+    _WhichOneofArgType__learning_rate: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__learning_rate) -> _WhichOneofReturnType__learning_rate | None: ...
 
-Global___OptimStepRequest: typing_extensions.TypeAlias = OptimStepRequest
+Global___OptimStepRequest: _TypeAlias = OptimStepRequest  # noqa: Y015
 
-@typing.final
-class OptimStepResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class OptimStepResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    POLICY_VERSION_FIELD_NUMBER: builtins.int
-    GRAD_NORM_FIELD_NUMBER: builtins.int
-    LEARNING_RATE_FIELD_NUMBER: builtins.int
-    SECONDS_FIELD_NUMBER: builtins.int
-    policy_version: builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    GRAD_NORM_FIELD_NUMBER: _builtins.int
+    LEARNING_RATE_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    policy_version: _builtins.int
     """Version after the step."""
-    grad_norm: builtins.float
+    grad_norm: _builtins.float
     """L2 norm over all ranks before clipping."""
-    learning_rate: builtins.float
-    seconds: builtins.float
+    learning_rate: _builtins.float
+    seconds: _builtins.float
     def __init__(
         self,
         *,
-        policy_version: builtins.int = ...,
-        grad_norm: builtins.float = ...,
-        learning_rate: builtins.float = ...,
-        seconds: builtins.float = ...,
+        policy_version: _builtins.int = ...,
+        grad_norm: _builtins.float = ...,
+        learning_rate: _builtins.float = ...,
+        seconds: _builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["grad_norm", b"grad_norm", "learning_rate", b"learning_rate", "policy_version", b"policy_version", "seconds", b"seconds"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grad_norm", b"grad_norm", "learning_rate", b"learning_rate", "policy_version", b"policy_version", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___OptimStepResponse: typing_extensions.TypeAlias = OptimStepResponse
+Global___OptimStepResponse: _TypeAlias = OptimStepResponse  # noqa: Y015
 
-@typing.final
-class DiscardGradientsRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class DiscardGradientsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    COMMAND_FIELD_NUMBER: builtins.int
-    @property
-    def command(self) -> tasuki.v1.types_pb2.CommandId: ...
+    COMMAND_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def command(self) -> _types_pb2.CommandId: ...
     def __init__(
         self,
         *,
-        command: tasuki.v1.types_pb2.CommandId | None = ...,
+        command: _types_pb2.CommandId | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["command", b"command"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["command", b"command"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___DiscardGradientsRequest: typing_extensions.TypeAlias = DiscardGradientsRequest
+Global___DiscardGradientsRequest: _TypeAlias = DiscardGradientsRequest  # noqa: Y015
 
-@typing.final
-class DiscardGradientsResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class DiscardGradientsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
         self,
     ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___DiscardGradientsResponse: typing_extensions.TypeAlias = DiscardGradientsResponse
+Global___DiscardGradientsResponse: _TypeAlias = DiscardGradientsResponse  # noqa: Y015
 
-@typing.final
-class ComputeLogProbsRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class ComputeLogProbsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    HEADER_FIELD_NUMBER: builtins.int
-    SAMPLES_FIELD_NUMBER: builtins.int
-    @property
+    HEADER_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
     def header(self) -> Global___ComputeLogProbsHeader: ...
-    @property
+    @_builtins.property
     def samples(self) -> Global___TrainingSamples: ...
     def __init__(
         self,
@@ -284,317 +325,377 @@ class ComputeLogProbsRequest(google.protobuf.message.Message):
         header: Global___ComputeLogProbsHeader | None = ...,
         samples: Global___TrainingSamples | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["header", b"header", "part", b"part", "samples", b"samples"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["header", b"header", "part", b"part", "samples", b"samples"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["header", "samples"] | None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "part", b"part", "samples", b"samples"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "part", b"part", "samples", b"samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["header", "samples"]  # noqa: Y015
+    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
 
-Global___ComputeLogProbsRequest: typing_extensions.TypeAlias = ComputeLogProbsRequest
+Global___ComputeLogProbsRequest: _TypeAlias = ComputeLogProbsRequest  # noqa: Y015
 
-@typing.final
-class ComputeLogProbsHeader(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class ComputeLogProbsHeader(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    POLICY_FIELD_NUMBER: builtins.int
-    TEMPERATURE_FIELD_NUMBER: builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    TEMPERATURE_FIELD_NUMBER: _builtins.int
     policy: Global___PolicyKind.ValueType
-    temperature: builtins.float
+    temperature: _builtins.float
     """Default 1."""
     def __init__(
         self,
         *,
         policy: Global___PolicyKind.ValueType = ...,
-        temperature: builtins.float | None = ...,
+        temperature: _builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_temperature", b"_temperature", "temperature", b"temperature"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_temperature", b"_temperature", "policy", b"policy", "temperature", b"temperature"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["_temperature", b"_temperature"]) -> typing.Literal["temperature"] | None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_temperature", b"_temperature", "temperature", b"temperature"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_temperature", b"_temperature", "policy", b"policy", "temperature", b"temperature"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
+    _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
 
-Global___ComputeLogProbsHeader: typing_extensions.TypeAlias = ComputeLogProbsHeader
+Global___ComputeLogProbsHeader: _TypeAlias = ComputeLogProbsHeader  # noqa: Y015
 
-@typing.final
-class ComputeLogProbsResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class ComputeLogProbsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    SAMPLES_FIELD_NUMBER: builtins.int
-    @property
-    def samples(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TokenLogProbs]: ...
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogProbs]: ...
     def __init__(
         self,
         *,
-        samples: collections.abc.Iterable[Global___TokenLogProbs] | None = ...,
+        samples: _abc.Iterable[Global___TokenLogProbs] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["samples", b"samples"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ComputeLogProbsResponse: typing_extensions.TypeAlias = ComputeLogProbsResponse
+Global___ComputeLogProbsResponse: _TypeAlias = ComputeLogProbsResponse  # noqa: Y015
 
-@typing.final
-class TokenLogProbs(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class TokenLogProbs(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    LOG_PROBS_FIELD_NUMBER: builtins.int
-    @property
-    def log_probs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+    LOG_PROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """One for each completion token."""
 
     def __init__(
         self,
         *,
-        log_probs: collections.abc.Iterable[builtins.float] | None = ...,
+        log_probs: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["log_probs", b"log_probs"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_probs", b"log_probs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___TokenLogProbs: typing_extensions.TypeAlias = TokenLogProbs
+Global___TokenLogProbs: _TypeAlias = TokenLogProbs  # noqa: Y015
 
-@typing.final
-class PublishWeightsRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class PublishWeightsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    COMMAND_FIELD_NUMBER: builtins.int
-    @property
-    def command(self) -> tasuki.v1.types_pb2.CommandId: ...
+    COMMAND_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def command(self) -> _types_pb2.CommandId: ...
     def __init__(
         self,
         *,
-        command: tasuki.v1.types_pb2.CommandId | None = ...,
+        command: _types_pb2.CommandId | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["command", b"command"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["command", b"command"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PublishWeightsRequest: typing_extensions.TypeAlias = PublishWeightsRequest
+Global___PublishWeightsRequest: _TypeAlias = PublishWeightsRequest  # noqa: Y015
 
-@typing.final
-class PublishWeightsResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class PublishWeightsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    WEIGHTS_FIELD_NUMBER: builtins.int
-    PUBLISHED_BYTES_FIELD_NUMBER: builtins.int
-    SECONDS_FIELD_NUMBER: builtins.int
-    published_bytes: builtins.int
-    seconds: builtins.float
-    @property
-    def weights(self) -> tasuki.v1.weights_pb2.PublishedWeights: ...
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    PUBLISHED_BYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    published_bytes: _builtins.int
+    seconds: _builtins.float
+    @_builtins.property
+    def weights(self) -> _weights_pb2.PublishedWeights: ...
     def __init__(
         self,
         *,
-        weights: tasuki.v1.weights_pb2.PublishedWeights | None = ...,
-        published_bytes: builtins.int = ...,
-        seconds: builtins.float = ...,
+        weights: _weights_pb2.PublishedWeights | None = ...,
+        published_bytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["weights", b"weights"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["published_bytes", b"published_bytes", "seconds", b"seconds", "weights", b"weights"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["published_bytes", b"published_bytes", "seconds", b"seconds", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PublishWeightsResponse: typing_extensions.TypeAlias = PublishWeightsResponse
+Global___PublishWeightsResponse: _TypeAlias = PublishWeightsResponse  # noqa: Y015
 
-@typing.final
-class WithdrawWeightsRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class WithdrawWeightsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    COMMAND_FIELD_NUMBER: builtins.int
-    @property
-    def command(self) -> tasuki.v1.types_pb2.CommandId: ...
+    COMMAND_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def command(self) -> _types_pb2.CommandId: ...
     def __init__(
         self,
         *,
-        command: tasuki.v1.types_pb2.CommandId | None = ...,
+        command: _types_pb2.CommandId | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["command", b"command"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["command", b"command"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___WithdrawWeightsRequest: typing_extensions.TypeAlias = WithdrawWeightsRequest
+Global___WithdrawWeightsRequest: _TypeAlias = WithdrawWeightsRequest  # noqa: Y015
 
-@typing.final
-class WithdrawWeightsResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class WithdrawWeightsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
         self,
     ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___WithdrawWeightsResponse: typing_extensions.TypeAlias = WithdrawWeightsResponse
+Global___WithdrawWeightsResponse: _TypeAlias = WithdrawWeightsResponse  # noqa: Y015
 
-@typing.final
-class SaveCheckpointRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class SaveCheckpointRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    COMMAND_FIELD_NUMBER: builtins.int
-    PATH_FIELD_NUMBER: builtins.int
-    path: builtins.str
+    COMMAND_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
     """Absolute path of a folder that does not exist yet."""
-    @property
-    def command(self) -> tasuki.v1.types_pb2.CommandId: ...
+    @_builtins.property
+    def command(self) -> _types_pb2.CommandId: ...
     def __init__(
         self,
         *,
-        command: tasuki.v1.types_pb2.CommandId | None = ...,
-        path: builtins.str = ...,
+        command: _types_pb2.CommandId | None = ...,
+        path: _builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["command", b"command"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["command", b"command", "path", b"path"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SaveCheckpointRequest: typing_extensions.TypeAlias = SaveCheckpointRequest
+Global___SaveCheckpointRequest: _TypeAlias = SaveCheckpointRequest  # noqa: Y015
 
-@typing.final
-class SaveCheckpointResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class SaveCheckpointResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    POLICY_VERSION_FIELD_NUMBER: builtins.int
-    BYTES_FIELD_NUMBER: builtins.int
-    SECONDS_FIELD_NUMBER: builtins.int
-    policy_version: builtins.int
-    bytes: builtins.int
-    seconds: builtins.float
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    policy_version: _builtins.int
+    bytes: _builtins.int
+    seconds: _builtins.float
     def __init__(
         self,
         *,
-        policy_version: builtins.int = ...,
-        bytes: builtins.int = ...,
-        seconds: builtins.float = ...,
+        policy_version: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "policy_version", b"policy_version", "seconds", b"seconds"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "policy_version", b"policy_version", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SaveCheckpointResponse: typing_extensions.TypeAlias = SaveCheckpointResponse
+Global___SaveCheckpointResponse: _TypeAlias = SaveCheckpointResponse  # noqa: Y015
 
-@typing.final
-class LoadCheckpointRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class LoadCheckpointRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    COMMAND_FIELD_NUMBER: builtins.int
-    PATH_FIELD_NUMBER: builtins.int
-    path: builtins.str
-    @property
-    def command(self) -> tasuki.v1.types_pb2.CommandId: ...
+    COMMAND_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    @_builtins.property
+    def command(self) -> _types_pb2.CommandId: ...
     def __init__(
         self,
         *,
-        command: tasuki.v1.types_pb2.CommandId | None = ...,
-        path: builtins.str = ...,
+        command: _types_pb2.CommandId | None = ...,
+        path: _builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["command", b"command"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["command", b"command", "path", b"path"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LoadCheckpointRequest: typing_extensions.TypeAlias = LoadCheckpointRequest
+Global___LoadCheckpointRequest: _TypeAlias = LoadCheckpointRequest  # noqa: Y015
 
-@typing.final
-class LoadCheckpointResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class LoadCheckpointResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    POLICY_VERSION_FIELD_NUMBER: builtins.int
-    policy_version: builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    policy_version: _builtins.int
     def __init__(
         self,
         *,
-        policy_version: builtins.int = ...,
+        policy_version: _builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["policy_version", b"policy_version"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LoadCheckpointResponse: typing_extensions.TypeAlias = LoadCheckpointResponse
+Global___LoadCheckpointResponse: _TypeAlias = LoadCheckpointResponse  # noqa: Y015
 
-@typing.final
-class ExportModelRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class ExportModelRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    COMMAND_FIELD_NUMBER: builtins.int
-    PATH_FIELD_NUMBER: builtins.int
-    path: builtins.str
+    COMMAND_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
     """Absolute path of a folder that does not exist yet."""
-    @property
-    def command(self) -> tasuki.v1.types_pb2.CommandId: ...
+    @_builtins.property
+    def command(self) -> _types_pb2.CommandId: ...
     def __init__(
         self,
         *,
-        command: tasuki.v1.types_pb2.CommandId | None = ...,
-        path: builtins.str = ...,
+        command: _types_pb2.CommandId | None = ...,
+        path: _builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["command", b"command"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["command", b"command", "path", b"path"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ExportModelRequest: typing_extensions.TypeAlias = ExportModelRequest
+Global___ExportModelRequest: _TypeAlias = ExportModelRequest  # noqa: Y015
 
-@typing.final
-class ExportModelResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class ExportModelResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    POLICY_VERSION_FIELD_NUMBER: builtins.int
-    BYTES_FIELD_NUMBER: builtins.int
-    SECONDS_FIELD_NUMBER: builtins.int
-    policy_version: builtins.int
-    bytes: builtins.int
-    seconds: builtins.float
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    policy_version: _builtins.int
+    bytes: _builtins.int
+    seconds: _builtins.float
     def __init__(
         self,
         *,
-        policy_version: builtins.int = ...,
-        bytes: builtins.int = ...,
-        seconds: builtins.float = ...,
+        policy_version: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "policy_version", b"policy_version", "seconds", b"seconds"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "policy_version", b"policy_version", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ExportModelResponse: typing_extensions.TypeAlias = ExportModelResponse
+Global___ExportModelResponse: _TypeAlias = ExportModelResponse  # noqa: Y015
 
-@typing.final
-class GetTrainerStateRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class GetTrainerStateRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
         self,
     ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GetTrainerStateRequest: typing_extensions.TypeAlias = GetTrainerStateRequest
+Global___GetTrainerStateRequest: _TypeAlias = GetTrainerStateRequest  # noqa: Y015
 
-@typing.final
-class GetTrainerStateResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class GetTrainerStateResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    BOOT_ID_FIELD_NUMBER: builtins.int
-    EPOCH_FIELD_NUMBER: builtins.int
-    SEQUENCE_FIELD_NUMBER: builtins.int
-    STAGE_FIELD_NUMBER: builtins.int
-    RESIDENT_TAGS_FIELD_NUMBER: builtins.int
-    POLICY_VERSION_FIELD_NUMBER: builtins.int
-    PUBLISHED_VERSION_FIELD_NUMBER: builtins.int
-    HAS_GRADIENTS_FIELD_NUMBER: builtins.int
-    NUM_RANKS_FIELD_NUMBER: builtins.int
-    NUM_PARAMETERS_FIELD_NUMBER: builtins.int
-    VOCAB_SIZE_FIELD_NUMBER: builtins.int
-    CONTEXT_LENGTH_FIELD_NUMBER: builtins.int
-    MODEL_PATH_FIELD_NUMBER: builtins.int
-    boot_id: builtins.str
+    BOOT_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    RESIDENT_TAGS_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    PUBLISHED_VERSION_FIELD_NUMBER: _builtins.int
+    HAS_GRADIENTS_FIELD_NUMBER: _builtins.int
+    NUM_RANKS_FIELD_NUMBER: _builtins.int
+    NUM_PARAMETERS_FIELD_NUMBER: _builtins.int
+    VOCAB_SIZE_FIELD_NUMBER: _builtins.int
+    CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
+    MODEL_PATH_FIELD_NUMBER: _builtins.int
+    boot_id: _builtins.str
     """Changes with every start of the service."""
-    epoch: builtins.int
-    sequence: builtins.int
-    stage: tasuki.v1.types_pb2.Stage.ValueType
+    epoch: _builtins.int
+    sequence: _builtins.int
+    stage: _types_pb2.Stage.ValueType
     """Last stage that this service completed; UNSPECIFIED after a start (loaded, nothing published)."""
-    policy_version: builtins.int
-    published_version: builtins.int
+    policy_version: _builtins.int
+    published_version: _builtins.int
     """Version in the manifest; absent while nothing is published."""
-    has_gradients: builtins.bool
-    num_ranks: builtins.int
-    num_parameters: builtins.int
-    vocab_size: builtins.int
-    context_length: builtins.int
-    model_path: builtins.str
+    has_gradients: _builtins.bool
+    num_ranks: _builtins.int
+    num_parameters: _builtins.int
+    vocab_size: _builtins.int
+    context_length: _builtins.int
+    model_path: _builtins.str
     """Path of the model folder that training started from."""
-    @property
-    def resident_tags(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[tasuki.v1.types_pb2.MemoryTag.ValueType]: ...
+    @_builtins.property
+    def resident_tags(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.MemoryTag.ValueType]: ...
     def __init__(
         self,
         *,
-        boot_id: builtins.str = ...,
-        epoch: builtins.int = ...,
-        sequence: builtins.int = ...,
-        stage: tasuki.v1.types_pb2.Stage.ValueType = ...,
-        resident_tags: collections.abc.Iterable[tasuki.v1.types_pb2.MemoryTag.ValueType] | None = ...,
-        policy_version: builtins.int = ...,
-        published_version: builtins.int | None = ...,
-        has_gradients: builtins.bool = ...,
-        num_ranks: builtins.int = ...,
-        num_parameters: builtins.int = ...,
-        vocab_size: builtins.int = ...,
-        context_length: builtins.int = ...,
-        model_path: builtins.str = ...,
+        boot_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        sequence: _builtins.int = ...,
+        stage: _types_pb2.Stage.ValueType = ...,
+        resident_tags: _abc.Iterable[_types_pb2.MemoryTag.ValueType] | None = ...,
+        policy_version: _builtins.int = ...,
+        published_version: _builtins.int | None = ...,
+        has_gradients: _builtins.bool = ...,
+        num_ranks: _builtins.int = ...,
+        num_parameters: _builtins.int = ...,
+        vocab_size: _builtins.int = ...,
+        context_length: _builtins.int = ...,
+        model_path: _builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_published_version", b"_published_version", "published_version", b"published_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_published_version", b"_published_version", "boot_id", b"boot_id", "context_length", b"context_length", "epoch", b"epoch", "has_gradients", b"has_gradients", "model_path", b"model_path", "num_parameters", b"num_parameters", "num_ranks", b"num_ranks", "policy_version", b"policy_version", "published_version", b"published_version", "resident_tags", b"resident_tags", "sequence", b"sequence", "stage", b"stage", "vocab_size", b"vocab_size"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["_published_version", b"_published_version"]) -> typing.Literal["published_version"] | None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_published_version", b"_published_version", "published_version", b"published_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_published_version", b"_published_version", "boot_id", b"boot_id", "context_length", b"context_length", "epoch", b"epoch", "has_gradients", b"has_gradients", "model_path", b"model_path", "num_parameters", b"num_parameters", "num_ranks", b"num_ranks", "policy_version", b"policy_version", "published_version", b"published_version", "resident_tags", b"resident_tags", "sequence", b"sequence", "stage", b"stage", "vocab_size", b"vocab_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__published_version: _TypeAlias = _typing.Literal["published_version"]  # noqa: Y015
+    _WhichOneofArgType__published_version: _TypeAlias = _typing.Literal["_published_version", b"_published_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__published_version) -> _WhichOneofReturnType__published_version | None: ...
 
-Global___GetTrainerStateResponse: typing_extensions.TypeAlias = GetTrainerStateResponse
+Global___GetTrainerStateResponse: _TypeAlias = GetTrainerStateResponse  # noqa: Y015

@@ -115,7 +115,9 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DiscardGradients(self, request, context):
-        """Clears accumulated gradients without a step. Phase: TRAIN. Repeat: harmless.
+        """Clears accumulated gradients without a step.
+
+        Phase: TRAIN. Repeat: harmless. Errors: FAILED_PRECONDITION/WRONG_PHASE, ABORTED/STALE_EPOCH.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -142,7 +144,10 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WithdrawWeights(self, request, context):
-        """Undoes LOAD_WEIGHTS: the manifest is no longer valid, training may go on. Repeat: harmless.
+        """Undoes LOAD_WEIGHTS: the manifest is no longer valid, training may go on.
+
+        Phase: after LOAD_WEIGHTS, before OFFLOAD. Repeat: the same request_id gets the first answer.
+        Errors: FAILED_PRECONDITION/STAGE_ORDER, ABORTED/STALE_EPOCH.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -151,7 +156,8 @@ class TrainerServiceServicer(object):
     def SaveCheckpoint(self, request, context):
         """Writes model, optimizer, random state and policy version by torch.distributed.checkpoint: aside, fsynced, renamed.
 
-        Phase: TRAIN. Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE.
+        Phase: TRAIN. Repeat: the same request_id gets the first answer.
+        Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE, INVALID_ARGUMENT/INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -160,7 +166,8 @@ class TrainerServiceServicer(object):
     def LoadCheckpoint(self, request, context):
         """Reads what SaveCheckpoint wrote; the number of ranks may differ. Gradients are cleared. All or nothing.
 
-        Phase: TRAIN. Errors: NOT_FOUND/PATH_NOT_FOUND, FAILED_PRECONDITION/VERSION_ORDER, FAILED_PRECONDITION/WRONG_PHASE.
+        Phase: TRAIN. Repeat: the same request_id gets the first answer.
+        Errors: NOT_FOUND/PATH_NOT_FOUND, FAILED_PRECONDITION/VERSION_ORDER, FAILED_PRECONDITION/WRONG_PHASE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -169,7 +176,7 @@ class TrainerServiceServicer(object):
     def ExportModel(self, request, context):
         """Writes a Hugging Face folder (safetensors, config, tokenizer) that from_pretrained loads.
 
-        Phase: TRAIN. Errors: as SaveCheckpoint.
+        Phase: TRAIN. Repeat: the same request_id gets the first answer. Errors: as SaveCheckpoint.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -3,280 +3,37 @@
 isort:skip_file
 """
 
-import abc
-import collections.abc
-import grpc
-import grpc.aio
+from collections import abc as _abc
+from grpc import aio as _aio
+from tasuki.v1 import trainer_pb2 as _trainer_pb2
+import abc as _abc_1
+import grpc as _grpc
 import sys
-import tasuki.v1.trainer_pb2
-import typing
+import typing as _typing
 
-if sys.version_info >= (3, 13):
-    import typing as typing_extensions
+if sys.version_info >= (3, 11):
+    from typing import Self as _Self
 else:
-    import typing_extensions
+    from typing_extensions import Self as _Self
 
-_T = typing.TypeVar("_T")
+_T = _typing.TypeVar("_T")
 
-class _MaybeAsyncIterator(collections.abc.AsyncIterator[_T], collections.abc.Iterator[_T], metaclass=abc.ABCMeta): ...
+class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_abc_1.ABCMeta): ...
 
-class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type: ignore[misc, type-arg]
+class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
     ...
 
 GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
-_TrainerServiceForwardBackwardType = typing_extensions.TypeVar(
-    '_TrainerServiceForwardBackwardType',
-    grpc.StreamUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.ForwardBackwardRequest,
-        tasuki.v1.trainer_pb2.ForwardBackwardResponse,
-    ],
-    grpc.aio.StreamUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.ForwardBackwardRequest,
-        tasuki.v1.trainer_pb2.ForwardBackwardResponse,
-    ],
-    default=grpc.StreamUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.ForwardBackwardRequest,
-        tasuki.v1.trainer_pb2.ForwardBackwardResponse,
-    ],
-)
 
-_TrainerServiceOptimStepType = typing_extensions.TypeVar(
-    '_TrainerServiceOptimStepType',
-    grpc.UnaryUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.OptimStepRequest,
-        tasuki.v1.trainer_pb2.OptimStepResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.OptimStepRequest,
-        tasuki.v1.trainer_pb2.OptimStepResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.OptimStepRequest,
-        tasuki.v1.trainer_pb2.OptimStepResponse,
-    ],
-)
-
-_TrainerServiceDiscardGradientsType = typing_extensions.TypeVar(
-    '_TrainerServiceDiscardGradientsType',
-    grpc.UnaryUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.DiscardGradientsRequest,
-        tasuki.v1.trainer_pb2.DiscardGradientsResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.DiscardGradientsRequest,
-        tasuki.v1.trainer_pb2.DiscardGradientsResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.DiscardGradientsRequest,
-        tasuki.v1.trainer_pb2.DiscardGradientsResponse,
-    ],
-)
-
-_TrainerServiceComputeLogProbsType = typing_extensions.TypeVar(
-    '_TrainerServiceComputeLogProbsType',
-    grpc.StreamStreamMultiCallable[
-        tasuki.v1.trainer_pb2.ComputeLogProbsRequest,
-        tasuki.v1.trainer_pb2.ComputeLogProbsResponse,
-    ],
-    grpc.aio.StreamStreamMultiCallable[
-        tasuki.v1.trainer_pb2.ComputeLogProbsRequest,
-        tasuki.v1.trainer_pb2.ComputeLogProbsResponse,
-    ],
-    default=grpc.StreamStreamMultiCallable[
-        tasuki.v1.trainer_pb2.ComputeLogProbsRequest,
-        tasuki.v1.trainer_pb2.ComputeLogProbsResponse,
-    ],
-)
-
-_TrainerServicePublishWeightsType = typing_extensions.TypeVar(
-    '_TrainerServicePublishWeightsType',
-    grpc.UnaryUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.PublishWeightsRequest,
-        tasuki.v1.trainer_pb2.PublishWeightsResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.PublishWeightsRequest,
-        tasuki.v1.trainer_pb2.PublishWeightsResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.PublishWeightsRequest,
-        tasuki.v1.trainer_pb2.PublishWeightsResponse,
-    ],
-)
-
-_TrainerServiceWithdrawWeightsType = typing_extensions.TypeVar(
-    '_TrainerServiceWithdrawWeightsType',
-    grpc.UnaryUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.WithdrawWeightsRequest,
-        tasuki.v1.trainer_pb2.WithdrawWeightsResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.WithdrawWeightsRequest,
-        tasuki.v1.trainer_pb2.WithdrawWeightsResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.WithdrawWeightsRequest,
-        tasuki.v1.trainer_pb2.WithdrawWeightsResponse,
-    ],
-)
-
-_TrainerServiceSaveCheckpointType = typing_extensions.TypeVar(
-    '_TrainerServiceSaveCheckpointType',
-    grpc.UnaryUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.SaveCheckpointRequest,
-        tasuki.v1.trainer_pb2.SaveCheckpointResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.SaveCheckpointRequest,
-        tasuki.v1.trainer_pb2.SaveCheckpointResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.SaveCheckpointRequest,
-        tasuki.v1.trainer_pb2.SaveCheckpointResponse,
-    ],
-)
-
-_TrainerServiceLoadCheckpointType = typing_extensions.TypeVar(
-    '_TrainerServiceLoadCheckpointType',
-    grpc.UnaryUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.LoadCheckpointRequest,
-        tasuki.v1.trainer_pb2.LoadCheckpointResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.LoadCheckpointRequest,
-        tasuki.v1.trainer_pb2.LoadCheckpointResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.LoadCheckpointRequest,
-        tasuki.v1.trainer_pb2.LoadCheckpointResponse,
-    ],
-)
-
-_TrainerServiceExportModelType = typing_extensions.TypeVar(
-    '_TrainerServiceExportModelType',
-    grpc.UnaryUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.ExportModelRequest,
-        tasuki.v1.trainer_pb2.ExportModelResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.ExportModelRequest,
-        tasuki.v1.trainer_pb2.ExportModelResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.ExportModelRequest,
-        tasuki.v1.trainer_pb2.ExportModelResponse,
-    ],
-)
-
-_TrainerServiceGetTrainerStateType = typing_extensions.TypeVar(
-    '_TrainerServiceGetTrainerStateType',
-    grpc.UnaryUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.GetTrainerStateRequest,
-        tasuki.v1.trainer_pb2.GetTrainerStateResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.GetTrainerStateRequest,
-        tasuki.v1.trainer_pb2.GetTrainerStateResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.GetTrainerStateRequest,
-        tasuki.v1.trainer_pb2.GetTrainerStateResponse,
-    ],
-)
-
-class TrainerServiceStub(typing.Generic[_TrainerServiceForwardBackwardType, _TrainerServiceOptimStepType, _TrainerServiceDiscardGradientsType, _TrainerServiceComputeLogProbsType, _TrainerServicePublishWeightsType, _TrainerServiceWithdrawWeightsType, _TrainerServiceSaveCheckpointType, _TrainerServiceLoadCheckpointType, _TrainerServiceExportModelType, _TrainerServiceGetTrainerStateType]):
+class TrainerServiceStub:
     """Learns with FSDP2 over N ranks; rank 0 serves."""
 
-    @typing.overload
-    def __init__(self: TrainerServiceStub[
-        grpc.StreamUnaryMultiCallable[
-            tasuki.v1.trainer_pb2.ForwardBackwardRequest,
-            tasuki.v1.trainer_pb2.ForwardBackwardResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            tasuki.v1.trainer_pb2.OptimStepRequest,
-            tasuki.v1.trainer_pb2.OptimStepResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            tasuki.v1.trainer_pb2.DiscardGradientsRequest,
-            tasuki.v1.trainer_pb2.DiscardGradientsResponse,
-        ],
-        grpc.StreamStreamMultiCallable[
-            tasuki.v1.trainer_pb2.ComputeLogProbsRequest,
-            tasuki.v1.trainer_pb2.ComputeLogProbsResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            tasuki.v1.trainer_pb2.PublishWeightsRequest,
-            tasuki.v1.trainer_pb2.PublishWeightsResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            tasuki.v1.trainer_pb2.WithdrawWeightsRequest,
-            tasuki.v1.trainer_pb2.WithdrawWeightsResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            tasuki.v1.trainer_pb2.SaveCheckpointRequest,
-            tasuki.v1.trainer_pb2.SaveCheckpointResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            tasuki.v1.trainer_pb2.LoadCheckpointRequest,
-            tasuki.v1.trainer_pb2.LoadCheckpointResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            tasuki.v1.trainer_pb2.ExportModelRequest,
-            tasuki.v1.trainer_pb2.ExportModelResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            tasuki.v1.trainer_pb2.GetTrainerStateRequest,
-            tasuki.v1.trainer_pb2.GetTrainerStateResponse,
-        ],
-    ], channel: grpc.Channel) -> None: ...
-
-    @typing.overload
-    def __init__(self: TrainerServiceStub[
-        grpc.aio.StreamUnaryMultiCallable[
-            tasuki.v1.trainer_pb2.ForwardBackwardRequest,
-            tasuki.v1.trainer_pb2.ForwardBackwardResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            tasuki.v1.trainer_pb2.OptimStepRequest,
-            tasuki.v1.trainer_pb2.OptimStepResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            tasuki.v1.trainer_pb2.DiscardGradientsRequest,
-            tasuki.v1.trainer_pb2.DiscardGradientsResponse,
-        ],
-        grpc.aio.StreamStreamMultiCallable[
-            tasuki.v1.trainer_pb2.ComputeLogProbsRequest,
-            tasuki.v1.trainer_pb2.ComputeLogProbsResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            tasuki.v1.trainer_pb2.PublishWeightsRequest,
-            tasuki.v1.trainer_pb2.PublishWeightsResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            tasuki.v1.trainer_pb2.WithdrawWeightsRequest,
-            tasuki.v1.trainer_pb2.WithdrawWeightsResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            tasuki.v1.trainer_pb2.SaveCheckpointRequest,
-            tasuki.v1.trainer_pb2.SaveCheckpointResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            tasuki.v1.trainer_pb2.LoadCheckpointRequest,
-            tasuki.v1.trainer_pb2.LoadCheckpointResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            tasuki.v1.trainer_pb2.ExportModelRequest,
-            tasuki.v1.trainer_pb2.ExportModelResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            tasuki.v1.trainer_pb2.GetTrainerStateRequest,
-            tasuki.v1.trainer_pb2.GetTrainerStateResponse,
-        ],
-    ], channel: grpc.aio.Channel) -> None: ...
-
-    ForwardBackward: _TrainerServiceForwardBackwardType
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> TrainerServiceAsyncStub: ...
+    ForwardBackward: _grpc.StreamUnaryMultiCallable[_trainer_pb2.ForwardBackwardRequest, _trainer_pb2.ForwardBackwardResponse]
     """Adds gradients of the loss over all streamed samples. The first message carries `header`, the others `samples`.
 
     The loss is the sum over counted tokens divided by their number over the whole call, so it does not depend on how the samples
@@ -284,108 +41,128 @@ class TrainerServiceStub(typing.Generic[_TrainerServiceForwardBackwardType, _Tra
     Phase: TRAIN. Repeat: the same request_id gets the first answer and adds nothing.
     Errors: FAILED_PRECONDITION/WRONG_PHASE; INVALID_ARGUMENT/INVALID_ARGUMENT naming sample and field; ABORTED/STALE_EPOCH.
     """
-
-    OptimStep: _TrainerServiceOptimStepType
+    OptimStep: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.OptimStepRequest, _trainer_pb2.OptimStepResponse]
     """Clips the gradients, makes one AdamW step, clears the gradients, and adds 1 to the policy version.
 
     Phase: TRAIN, after at least one ForwardBackward. Repeat: the same request_id gets the first answer.
     Errors: FAILED_PRECONDITION/WRONG_PHASE, FAILED_PRECONDITION/NO_GRADIENTS, DATA_LOSS/GRADIENTS_NOT_FINITE (nothing is
     changed but the gradients, which are cleared).
     """
+    DiscardGradients: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.DiscardGradientsRequest, _trainer_pb2.DiscardGradientsResponse]
+    """Clears accumulated gradients without a step.
 
-    DiscardGradients: _TrainerServiceDiscardGradientsType
-    """Clears accumulated gradients without a step. Phase: TRAIN. Repeat: harmless."""
-
-    ComputeLogProbs: _TrainerServiceComputeLogProbsType
+    Phase: TRAIN. Repeat: harmless. Errors: FAILED_PRECONDITION/WRONG_PHASE, ABORTED/STALE_EPOCH.
+    """
+    ComputeLogProbs: _grpc.StreamStreamMultiCallable[_trainer_pb2.ComputeLogProbsRequest, _trainer_pb2.ComputeLogProbsResponse]
     """Log-probability of each completion token under the policy or the reference policy. The first message carries `header`, the
     others `samples`; the answers come in the order of the samples.
 
     Phase: TRAIN. Repeat: harmless. Errors: as ForwardBackward.
     """
-
-    PublishWeights: _TrainerServicePublishWeightsType
+    PublishWeights: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.PublishWeightsRequest, _trainer_pb2.PublishWeightsResponse]
     """Stage LOAD_WEIGHTS: training weights resident and published as a manifest of the current version.
 
     Phase: TRAIN, with no gradients pending. Repeat: the same request_id gets the first answer.
     Errors: FAILED_PRECONDITION/STAGE_ORDER, FAILED_PRECONDITION/GRADIENTS_PENDING, ABORTED/STALE_EPOCH.
     """
+    WithdrawWeights: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.WithdrawWeightsRequest, _trainer_pb2.WithdrawWeightsResponse]
+    """Undoes LOAD_WEIGHTS: the manifest is no longer valid, training may go on.
 
-    WithdrawWeights: _TrainerServiceWithdrawWeightsType
-    """Undoes LOAD_WEIGHTS: the manifest is no longer valid, training may go on. Repeat: harmless."""
-
-    SaveCheckpoint: _TrainerServiceSaveCheckpointType
+    Phase: after LOAD_WEIGHTS, before OFFLOAD. Repeat: the same request_id gets the first answer.
+    Errors: FAILED_PRECONDITION/STAGE_ORDER, ABORTED/STALE_EPOCH.
+    """
+    SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]
     """Writes model, optimizer, random state and policy version by torch.distributed.checkpoint: aside, fsynced, renamed.
 
-    Phase: TRAIN. Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE.
+    Phase: TRAIN. Repeat: the same request_id gets the first answer.
+    Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE, INVALID_ARGUMENT/INVALID_ARGUMENT.
     """
-
-    LoadCheckpoint: _TrainerServiceLoadCheckpointType
+    LoadCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.LoadCheckpointRequest, _trainer_pb2.LoadCheckpointResponse]
     """Reads what SaveCheckpoint wrote; the number of ranks may differ. Gradients are cleared. All or nothing.
 
-    Phase: TRAIN. Errors: NOT_FOUND/PATH_NOT_FOUND, FAILED_PRECONDITION/VERSION_ORDER, FAILED_PRECONDITION/WRONG_PHASE.
+    Phase: TRAIN. Repeat: the same request_id gets the first answer.
+    Errors: NOT_FOUND/PATH_NOT_FOUND, FAILED_PRECONDITION/VERSION_ORDER, FAILED_PRECONDITION/WRONG_PHASE.
     """
-
-    ExportModel: _TrainerServiceExportModelType
+    ExportModel: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ExportModelRequest, _trainer_pb2.ExportModelResponse]
     """Writes a Hugging Face folder (safetensors, config, tokenizer) that from_pretrained loads.
 
-    Phase: TRAIN. Errors: as SaveCheckpoint.
+    Phase: TRAIN. Repeat: the same request_id gets the first answer. Errors: as SaveCheckpoint.
     """
-
-    GetTrainerState: _TrainerServiceGetTrainerStateType
+    GetTrainerState: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.GetTrainerStateRequest, _trainer_pb2.GetTrainerStateResponse]
     """What the service is and does now. Any phase, harmless to repeat."""
 
-TrainerServiceAsyncStub: typing_extensions.TypeAlias = TrainerServiceStub[
-    grpc.aio.StreamUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.ForwardBackwardRequest,
-        tasuki.v1.trainer_pb2.ForwardBackwardResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.OptimStepRequest,
-        tasuki.v1.trainer_pb2.OptimStepResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.DiscardGradientsRequest,
-        tasuki.v1.trainer_pb2.DiscardGradientsResponse,
-    ],
-    grpc.aio.StreamStreamMultiCallable[
-        tasuki.v1.trainer_pb2.ComputeLogProbsRequest,
-        tasuki.v1.trainer_pb2.ComputeLogProbsResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.PublishWeightsRequest,
-        tasuki.v1.trainer_pb2.PublishWeightsResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.WithdrawWeightsRequest,
-        tasuki.v1.trainer_pb2.WithdrawWeightsResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.SaveCheckpointRequest,
-        tasuki.v1.trainer_pb2.SaveCheckpointResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.LoadCheckpointRequest,
-        tasuki.v1.trainer_pb2.LoadCheckpointResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.ExportModelRequest,
-        tasuki.v1.trainer_pb2.ExportModelResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tasuki.v1.trainer_pb2.GetTrainerStateRequest,
-        tasuki.v1.trainer_pb2.GetTrainerStateResponse,
-    ],
-]
-
-class TrainerServiceServicer(metaclass=abc.ABCMeta):
+@_typing.type_check_only
+class TrainerServiceAsyncStub(TrainerServiceStub):
     """Learns with FSDP2 over N ranks; rank 0 serves."""
 
-    @abc.abstractmethod
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    ForwardBackward: _aio.StreamUnaryMultiCallable[_trainer_pb2.ForwardBackwardRequest, _trainer_pb2.ForwardBackwardResponse]  # type: ignore[assignment]
+    """Adds gradients of the loss over all streamed samples. The first message carries `header`, the others `samples`.
+
+    The loss is the sum over counted tokens divided by their number over the whole call, so it does not depend on how the samples
+    were cut into chunks, micro-batches or ranks. Nothing is added when the call fails.
+    Phase: TRAIN. Repeat: the same request_id gets the first answer and adds nothing.
+    Errors: FAILED_PRECONDITION/WRONG_PHASE; INVALID_ARGUMENT/INVALID_ARGUMENT naming sample and field; ABORTED/STALE_EPOCH.
+    """
+    OptimStep: _aio.UnaryUnaryMultiCallable[_trainer_pb2.OptimStepRequest, _trainer_pb2.OptimStepResponse]  # type: ignore[assignment]
+    """Clips the gradients, makes one AdamW step, clears the gradients, and adds 1 to the policy version.
+
+    Phase: TRAIN, after at least one ForwardBackward. Repeat: the same request_id gets the first answer.
+    Errors: FAILED_PRECONDITION/WRONG_PHASE, FAILED_PRECONDITION/NO_GRADIENTS, DATA_LOSS/GRADIENTS_NOT_FINITE (nothing is
+    changed but the gradients, which are cleared).
+    """
+    DiscardGradients: _aio.UnaryUnaryMultiCallable[_trainer_pb2.DiscardGradientsRequest, _trainer_pb2.DiscardGradientsResponse]  # type: ignore[assignment]
+    """Clears accumulated gradients without a step.
+
+    Phase: TRAIN. Repeat: harmless. Errors: FAILED_PRECONDITION/WRONG_PHASE, ABORTED/STALE_EPOCH.
+    """
+    ComputeLogProbs: _aio.StreamStreamMultiCallable[_trainer_pb2.ComputeLogProbsRequest, _trainer_pb2.ComputeLogProbsResponse]  # type: ignore[assignment]
+    """Log-probability of each completion token under the policy or the reference policy. The first message carries `header`, the
+    others `samples`; the answers come in the order of the samples.
+
+    Phase: TRAIN. Repeat: harmless. Errors: as ForwardBackward.
+    """
+    PublishWeights: _aio.UnaryUnaryMultiCallable[_trainer_pb2.PublishWeightsRequest, _trainer_pb2.PublishWeightsResponse]  # type: ignore[assignment]
+    """Stage LOAD_WEIGHTS: training weights resident and published as a manifest of the current version.
+
+    Phase: TRAIN, with no gradients pending. Repeat: the same request_id gets the first answer.
+    Errors: FAILED_PRECONDITION/STAGE_ORDER, FAILED_PRECONDITION/GRADIENTS_PENDING, ABORTED/STALE_EPOCH.
+    """
+    WithdrawWeights: _aio.UnaryUnaryMultiCallable[_trainer_pb2.WithdrawWeightsRequest, _trainer_pb2.WithdrawWeightsResponse]  # type: ignore[assignment]
+    """Undoes LOAD_WEIGHTS: the manifest is no longer valid, training may go on.
+
+    Phase: after LOAD_WEIGHTS, before OFFLOAD. Repeat: the same request_id gets the first answer.
+    Errors: FAILED_PRECONDITION/STAGE_ORDER, ABORTED/STALE_EPOCH.
+    """
+    SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]  # type: ignore[assignment]
+    """Writes model, optimizer, random state and policy version by torch.distributed.checkpoint: aside, fsynced, renamed.
+
+    Phase: TRAIN. Repeat: the same request_id gets the first answer.
+    Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE, INVALID_ARGUMENT/INVALID_ARGUMENT.
+    """
+    LoadCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.LoadCheckpointRequest, _trainer_pb2.LoadCheckpointResponse]  # type: ignore[assignment]
+    """Reads what SaveCheckpoint wrote; the number of ranks may differ. Gradients are cleared. All or nothing.
+
+    Phase: TRAIN. Repeat: the same request_id gets the first answer.
+    Errors: NOT_FOUND/PATH_NOT_FOUND, FAILED_PRECONDITION/VERSION_ORDER, FAILED_PRECONDITION/WRONG_PHASE.
+    """
+    ExportModel: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ExportModelRequest, _trainer_pb2.ExportModelResponse]  # type: ignore[assignment]
+    """Writes a Hugging Face folder (safetensors, config, tokenizer) that from_pretrained loads.
+
+    Phase: TRAIN. Repeat: the same request_id gets the first answer. Errors: as SaveCheckpoint.
+    """
+    GetTrainerState: _aio.UnaryUnaryMultiCallable[_trainer_pb2.GetTrainerStateRequest, _trainer_pb2.GetTrainerStateResponse]  # type: ignore[assignment]
+    """What the service is and does now. Any phase, harmless to repeat."""
+
+class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Learns with FSDP2 over N ranks; rank 0 serves."""
+
+    @_abc_1.abstractmethod
     def ForwardBackward(
         self,
-        request_iterator: _MaybeAsyncIterator[tasuki.v1.trainer_pb2.ForwardBackwardRequest],
+        request_iterator: _MaybeAsyncIterator[_trainer_pb2.ForwardBackwardRequest],
         context: _ServicerContext,
-    ) -> typing.Union[tasuki.v1.trainer_pb2.ForwardBackwardResponse, collections.abc.Awaitable[tasuki.v1.trainer_pb2.ForwardBackwardResponse]]:
+    ) -> _typing.Union[_trainer_pb2.ForwardBackwardResponse, _abc.Awaitable[_trainer_pb2.ForwardBackwardResponse]]:
         """Adds gradients of the loss over all streamed samples. The first message carries `header`, the others `samples`.
 
         The loss is the sum over counted tokens divided by their number over the whole call, so it does not depend on how the samples
@@ -394,12 +171,12 @@ class TrainerServiceServicer(metaclass=abc.ABCMeta):
         Errors: FAILED_PRECONDITION/WRONG_PHASE; INVALID_ARGUMENT/INVALID_ARGUMENT naming sample and field; ABORTED/STALE_EPOCH.
         """
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def OptimStep(
         self,
-        request: tasuki.v1.trainer_pb2.OptimStepRequest,
+        request: _trainer_pb2.OptimStepRequest,
         context: _ServicerContext,
-    ) -> typing.Union[tasuki.v1.trainer_pb2.OptimStepResponse, collections.abc.Awaitable[tasuki.v1.trainer_pb2.OptimStepResponse]]:
+    ) -> _typing.Union[_trainer_pb2.OptimStepResponse, _abc.Awaitable[_trainer_pb2.OptimStepResponse]]:
         """Clips the gradients, makes one AdamW step, clears the gradients, and adds 1 to the policy version.
 
         Phase: TRAIN, after at least one ForwardBackward. Repeat: the same request_id gets the first answer.
@@ -407,85 +184,94 @@ class TrainerServiceServicer(metaclass=abc.ABCMeta):
         changed but the gradients, which are cleared).
         """
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def DiscardGradients(
         self,
-        request: tasuki.v1.trainer_pb2.DiscardGradientsRequest,
+        request: _trainer_pb2.DiscardGradientsRequest,
         context: _ServicerContext,
-    ) -> typing.Union[tasuki.v1.trainer_pb2.DiscardGradientsResponse, collections.abc.Awaitable[tasuki.v1.trainer_pb2.DiscardGradientsResponse]]:
-        """Clears accumulated gradients without a step. Phase: TRAIN. Repeat: harmless."""
+    ) -> _typing.Union[_trainer_pb2.DiscardGradientsResponse, _abc.Awaitable[_trainer_pb2.DiscardGradientsResponse]]:
+        """Clears accumulated gradients without a step.
 
-    @abc.abstractmethod
+        Phase: TRAIN. Repeat: harmless. Errors: FAILED_PRECONDITION/WRONG_PHASE, ABORTED/STALE_EPOCH.
+        """
+
+    @_abc_1.abstractmethod
     def ComputeLogProbs(
         self,
-        request_iterator: _MaybeAsyncIterator[tasuki.v1.trainer_pb2.ComputeLogProbsRequest],
+        request_iterator: _MaybeAsyncIterator[_trainer_pb2.ComputeLogProbsRequest],
         context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[tasuki.v1.trainer_pb2.ComputeLogProbsResponse], collections.abc.AsyncIterator[tasuki.v1.trainer_pb2.ComputeLogProbsResponse]]:
+    ) -> _typing.Union[_abc.Iterator[_trainer_pb2.ComputeLogProbsResponse], _abc.AsyncIterator[_trainer_pb2.ComputeLogProbsResponse]]:
         """Log-probability of each completion token under the policy or the reference policy. The first message carries `header`, the
         others `samples`; the answers come in the order of the samples.
 
         Phase: TRAIN. Repeat: harmless. Errors: as ForwardBackward.
         """
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def PublishWeights(
         self,
-        request: tasuki.v1.trainer_pb2.PublishWeightsRequest,
+        request: _trainer_pb2.PublishWeightsRequest,
         context: _ServicerContext,
-    ) -> typing.Union[tasuki.v1.trainer_pb2.PublishWeightsResponse, collections.abc.Awaitable[tasuki.v1.trainer_pb2.PublishWeightsResponse]]:
+    ) -> _typing.Union[_trainer_pb2.PublishWeightsResponse, _abc.Awaitable[_trainer_pb2.PublishWeightsResponse]]:
         """Stage LOAD_WEIGHTS: training weights resident and published as a manifest of the current version.
 
         Phase: TRAIN, with no gradients pending. Repeat: the same request_id gets the first answer.
         Errors: FAILED_PRECONDITION/STAGE_ORDER, FAILED_PRECONDITION/GRADIENTS_PENDING, ABORTED/STALE_EPOCH.
         """
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def WithdrawWeights(
         self,
-        request: tasuki.v1.trainer_pb2.WithdrawWeightsRequest,
+        request: _trainer_pb2.WithdrawWeightsRequest,
         context: _ServicerContext,
-    ) -> typing.Union[tasuki.v1.trainer_pb2.WithdrawWeightsResponse, collections.abc.Awaitable[tasuki.v1.trainer_pb2.WithdrawWeightsResponse]]:
-        """Undoes LOAD_WEIGHTS: the manifest is no longer valid, training may go on. Repeat: harmless."""
+    ) -> _typing.Union[_trainer_pb2.WithdrawWeightsResponse, _abc.Awaitable[_trainer_pb2.WithdrawWeightsResponse]]:
+        """Undoes LOAD_WEIGHTS: the manifest is no longer valid, training may go on.
 
-    @abc.abstractmethod
+        Phase: after LOAD_WEIGHTS, before OFFLOAD. Repeat: the same request_id gets the first answer.
+        Errors: FAILED_PRECONDITION/STAGE_ORDER, ABORTED/STALE_EPOCH.
+        """
+
+    @_abc_1.abstractmethod
     def SaveCheckpoint(
         self,
-        request: tasuki.v1.trainer_pb2.SaveCheckpointRequest,
+        request: _trainer_pb2.SaveCheckpointRequest,
         context: _ServicerContext,
-    ) -> typing.Union[tasuki.v1.trainer_pb2.SaveCheckpointResponse, collections.abc.Awaitable[tasuki.v1.trainer_pb2.SaveCheckpointResponse]]:
+    ) -> _typing.Union[_trainer_pb2.SaveCheckpointResponse, _abc.Awaitable[_trainer_pb2.SaveCheckpointResponse]]:
         """Writes model, optimizer, random state and policy version by torch.distributed.checkpoint: aside, fsynced, renamed.
 
-        Phase: TRAIN. Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE.
+        Phase: TRAIN. Repeat: the same request_id gets the first answer.
+        Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE, INVALID_ARGUMENT/INVALID_ARGUMENT.
         """
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def LoadCheckpoint(
         self,
-        request: tasuki.v1.trainer_pb2.LoadCheckpointRequest,
+        request: _trainer_pb2.LoadCheckpointRequest,
         context: _ServicerContext,
-    ) -> typing.Union[tasuki.v1.trainer_pb2.LoadCheckpointResponse, collections.abc.Awaitable[tasuki.v1.trainer_pb2.LoadCheckpointResponse]]:
+    ) -> _typing.Union[_trainer_pb2.LoadCheckpointResponse, _abc.Awaitable[_trainer_pb2.LoadCheckpointResponse]]:
         """Reads what SaveCheckpoint wrote; the number of ranks may differ. Gradients are cleared. All or nothing.
 
-        Phase: TRAIN. Errors: NOT_FOUND/PATH_NOT_FOUND, FAILED_PRECONDITION/VERSION_ORDER, FAILED_PRECONDITION/WRONG_PHASE.
+        Phase: TRAIN. Repeat: the same request_id gets the first answer.
+        Errors: NOT_FOUND/PATH_NOT_FOUND, FAILED_PRECONDITION/VERSION_ORDER, FAILED_PRECONDITION/WRONG_PHASE.
         """
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def ExportModel(
         self,
-        request: tasuki.v1.trainer_pb2.ExportModelRequest,
+        request: _trainer_pb2.ExportModelRequest,
         context: _ServicerContext,
-    ) -> typing.Union[tasuki.v1.trainer_pb2.ExportModelResponse, collections.abc.Awaitable[tasuki.v1.trainer_pb2.ExportModelResponse]]:
+    ) -> _typing.Union[_trainer_pb2.ExportModelResponse, _abc.Awaitable[_trainer_pb2.ExportModelResponse]]:
         """Writes a Hugging Face folder (safetensors, config, tokenizer) that from_pretrained loads.
 
-        Phase: TRAIN. Errors: as SaveCheckpoint.
+        Phase: TRAIN. Repeat: the same request_id gets the first answer. Errors: as SaveCheckpoint.
         """
 
-    @abc.abstractmethod
+    @_abc_1.abstractmethod
     def GetTrainerState(
         self,
-        request: tasuki.v1.trainer_pb2.GetTrainerStateRequest,
+        request: _trainer_pb2.GetTrainerStateRequest,
         context: _ServicerContext,
-    ) -> typing.Union[tasuki.v1.trainer_pb2.GetTrainerStateResponse, collections.abc.Awaitable[tasuki.v1.trainer_pb2.GetTrainerStateResponse]]:
+    ) -> _typing.Union[_trainer_pb2.GetTrainerStateResponse, _abc.Awaitable[_trainer_pb2.GetTrainerStateResponse]]:
         """What the service is and does now. Any phase, harmless to repeat."""
 
-def add_TrainerServiceServicer_to_server(servicer: TrainerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
+def add_TrainerServiceServicer_to_server(servicer: TrainerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -3,28 +3,28 @@
 isort:skip_file
 """
 
-import builtins
-import collections.abc
-import google.protobuf.descriptor
-import google.protobuf.internal.containers
-import google.protobuf.internal.enum_type_wrapper
-import google.protobuf.message
+from collections import abc as _abc
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+import builtins as _builtins
 import sys
-import typing
+import typing as _typing
 
-if sys.version_info >= (3, 10):
-    import typing as typing_extensions
+if sys.version_info >= (3, 11):
+    from typing import TypeAlias as _TypeAlias, Never as _Never
 else:
-    import typing_extensions
+    from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
-DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+DESCRIPTOR: _descriptor.FileDescriptor
 
 class _MemoryTag:
-    ValueType = typing.NewType("ValueType", builtins.int)
-    V: typing_extensions.TypeAlias = ValueType
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
 
-class _MemoryTagEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_MemoryTag.ValueType], builtins.type):
-    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+class _MemoryTagEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MemoryTag.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
     MEMORY_TAG_UNSPECIFIED: _MemoryTag.ValueType  # 0
     MEMORY_TAG_WEIGHTS: _MemoryTag.ValueType  # 1
     """Parameters: the trainer's shards, or the engine's copy."""
@@ -51,14 +51,14 @@ MEMORY_TAG_KV_CACHE: MemoryTag.ValueType  # 4
 """Key/value cache of the rollout engine."""
 MEMORY_TAG_CUDA_GRAPH: MemoryTag.ValueType  # 5
 """Private pools of captured CUDA graphs."""
-Global___MemoryTag: typing_extensions.TypeAlias = MemoryTag
+Global___MemoryTag: _TypeAlias = MemoryTag  # noqa: Y015
 
 class _Phase:
-    ValueType = typing.NewType("ValueType", builtins.int)
-    V: typing_extensions.TypeAlias = ValueType
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
 
-class _PhaseEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Phase.ValueType], builtins.type):
-    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+class _PhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Phase.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
     PHASE_UNSPECIFIED: _Phase.ValueType  # 0
     PHASE_TRAIN: _Phase.ValueType  # 1
     """The trainer holds the GPUs; rollout sleeps."""
@@ -73,14 +73,14 @@ PHASE_TRAIN: Phase.ValueType  # 1
 """The trainer holds the GPUs; rollout sleeps."""
 PHASE_ROLLOUT: Phase.ValueType  # 2
 """Rollout holds the GPUs and serves; the trainer is offloaded."""
-Global___Phase: typing_extensions.TypeAlias = Phase
+Global___Phase: _TypeAlias = Phase  # noqa: Y015
 
 class _Stage:
-    ValueType = typing.NewType("ValueType", builtins.int)
-    V: typing_extensions.TypeAlias = ValueType
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
 
-class _StageEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Stage.ValueType], builtins.type):
-    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+class _StageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Stage.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
     STAGE_UNSPECIFIED: _Stage.ValueType  # 0
     STAGE_LOAD_WEIGHTS: _Stage.ValueType  # 1
     """Trainer: weights resident and published as a manifest of one policy version."""
@@ -123,14 +123,14 @@ STAGE_PAUSE_WEIGHTS: Stage.ValueType  # 8
 """Rollout: gives up tag `weights`."""
 STAGE_LOAD_TRAINER: Stage.ValueType  # 9
 """Trainer: takes back the tags that training needs."""
-Global___Stage: typing_extensions.TypeAlias = Stage
+Global___Stage: _TypeAlias = Stage  # noqa: Y015
 
 class _FinishReason:
-    ValueType = typing.NewType("ValueType", builtins.int)
-    V: typing_extensions.TypeAlias = ValueType
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
 
-class _FinishReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_FinishReason.ValueType], builtins.type):
-    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
     """An end-of-sequence or stop token was sampled; it is the last token."""
@@ -149,260 +149,304 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_new_tokens or the context length was reached."""
 FINISH_REASON_CUT: FinishReason.ValueType  # 3
 """Cut by a drain; the tokens so far are valid for the sample's policy version."""
-Global___FinishReason: typing_extensions.TypeAlias = FinishReason
+Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
-@typing.final
-class CommandId(google.protobuf.message.Message):
+@_typing.final
+class CommandId(_message.Message):
     """Identity of a mutating command. Services refuse an epoch below the highest they have seen (ABORTED/STALE_EPOCH), and answer a
     repeated request_id with the first answer.
     """
 
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+    DESCRIPTOR: _descriptor.Descriptor
 
-    EPOCH_FIELD_NUMBER: builtins.int
-    SEQUENCE_FIELD_NUMBER: builtins.int
-    REQUEST_ID_FIELD_NUMBER: builtins.int
-    epoch: builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
     """Incarnation number of the coordinator."""
-    sequence: builtins.int
+    sequence: _builtins.int
     """Position among the coordinator's stage commands of this epoch, from 1, growing; 0 in commands that are no stage."""
-    request_id: builtins.str
+    request_id: _builtins.str
     """Chosen by the caller, unique for each intent; at most 128 characters."""
     def __init__(
         self,
         *,
-        epoch: builtins.int = ...,
-        sequence: builtins.int = ...,
-        request_id: builtins.str = ...,
+        epoch: _builtins.int = ...,
+        sequence: _builtins.int = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "request_id", b"request_id", "sequence", b"sequence"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "request_id", b"request_id", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CommandId: typing_extensions.TypeAlias = CommandId
+Global___CommandId: _TypeAlias = CommandId  # noqa: Y015
 
-@typing.final
-class SamplingParams(google.protobuf.message.Message):
+@_typing.final
+class SamplingParams(_message.Message):
     """Sampling parameters, with SGLang's names and meanings. Unset fields take SGLang's defaults."""
 
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+    DESCRIPTOR: _descriptor.Descriptor
 
-    MAX_NEW_TOKENS_FIELD_NUMBER: builtins.int
-    TEMPERATURE_FIELD_NUMBER: builtins.int
-    TOP_P_FIELD_NUMBER: builtins.int
-    TOP_K_FIELD_NUMBER: builtins.int
-    MIN_P_FIELD_NUMBER: builtins.int
-    FREQUENCY_PENALTY_FIELD_NUMBER: builtins.int
-    PRESENCE_PENALTY_FIELD_NUMBER: builtins.int
-    REPETITION_PENALTY_FIELD_NUMBER: builtins.int
-    MIN_NEW_TOKENS_FIELD_NUMBER: builtins.int
-    STOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
-    IGNORE_EOS_FIELD_NUMBER: builtins.int
-    SAMPLING_SEED_FIELD_NUMBER: builtins.int
-    max_new_tokens: builtins.int
-    temperature: builtins.float
+    MAX_NEW_TOKENS_FIELD_NUMBER: _builtins.int
+    TEMPERATURE_FIELD_NUMBER: _builtins.int
+    TOP_P_FIELD_NUMBER: _builtins.int
+    TOP_K_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    MIN_NEW_TOKENS_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    IGNORE_EOS_FIELD_NUMBER: _builtins.int
+    SAMPLING_SEED_FIELD_NUMBER: _builtins.int
+    max_new_tokens: _builtins.int
+    temperature: _builtins.float
     """0 is greedy."""
-    top_p: builtins.float
-    top_k: builtins.int
+    top_p: _builtins.float
+    top_k: _builtins.int
     """-1 switches it off."""
-    min_p: builtins.float
-    frequency_penalty: builtins.float
-    presence_penalty: builtins.float
-    repetition_penalty: builtins.float
-    min_new_tokens: builtins.int
-    ignore_eos: builtins.bool
-    sampling_seed: builtins.int
+    min_p: _builtins.float
+    frequency_penalty: _builtins.float
+    presence_penalty: _builtins.float
+    repetition_penalty: _builtins.float
+    min_new_tokens: _builtins.int
+    ignore_eos: _builtins.bool
+    sampling_seed: _builtins.int
     """Seed of the first sample; sample i of a prompt uses seed + i."""
-    @property
-    def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @_builtins.property
+    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
-        max_new_tokens: builtins.int | None = ...,
-        temperature: builtins.float | None = ...,
-        top_p: builtins.float | None = ...,
-        top_k: builtins.int | None = ...,
-        min_p: builtins.float | None = ...,
-        frequency_penalty: builtins.float | None = ...,
-        presence_penalty: builtins.float | None = ...,
-        repetition_penalty: builtins.float | None = ...,
-        min_new_tokens: builtins.int | None = ...,
-        stop_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
-        ignore_eos: builtins.bool | None = ...,
-        sampling_seed: builtins.int | None = ...,
+        max_new_tokens: _builtins.int | None = ...,
+        temperature: _builtins.float | None = ...,
+        top_p: _builtins.float | None = ...,
+        top_k: _builtins.int | None = ...,
+        min_p: _builtins.float | None = ...,
+        frequency_penalty: _builtins.float | None = ...,
+        presence_penalty: _builtins.float | None = ...,
+        repetition_penalty: _builtins.float | None = ...,
+        min_new_tokens: _builtins.int | None = ...,
+        stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        ignore_eos: _builtins.bool | None = ...,
+        sampling_seed: _builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_sampling_seed", b"_sampling_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "sampling_seed", b"sampling_seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_sampling_seed", b"_sampling_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "sampling_seed", b"sampling_seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_frequency_penalty", b"_frequency_penalty"]) -> typing.Literal["frequency_penalty"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_ignore_eos", b"_ignore_eos"]) -> typing.Literal["ignore_eos"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_max_new_tokens", b"_max_new_tokens"]) -> typing.Literal["max_new_tokens"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_min_new_tokens", b"_min_new_tokens"]) -> typing.Literal["min_new_tokens"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_min_p", b"_min_p"]) -> typing.Literal["min_p"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_presence_penalty", b"_presence_penalty"]) -> typing.Literal["presence_penalty"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_repetition_penalty", b"_repetition_penalty"]) -> typing.Literal["repetition_penalty"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_sampling_seed", b"_sampling_seed"]) -> typing.Literal["sampling_seed"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_temperature", b"_temperature"]) -> typing.Literal["temperature"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_top_k", b"_top_k"]) -> typing.Literal["top_k"] | None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_top_p", b"_top_p"]) -> typing.Literal["top_p"] | None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_sampling_seed", b"_sampling_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "sampling_seed", b"sampling_seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_sampling_seed", b"_sampling_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "sampling_seed", b"sampling_seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
+    _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__ignore_eos: _TypeAlias = _typing.Literal["ignore_eos"]  # noqa: Y015
+    _WhichOneofArgType__ignore_eos: _TypeAlias = _typing.Literal["_ignore_eos", b"_ignore_eos"]  # noqa: Y015
+    _WhichOneofReturnType__max_new_tokens: _TypeAlias = _typing.Literal["max_new_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_new_tokens: _TypeAlias = _typing.Literal["_max_new_tokens", b"_max_new_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__min_new_tokens: _TypeAlias = _typing.Literal["min_new_tokens"]  # noqa: Y015
+    _WhichOneofArgType__min_new_tokens: _TypeAlias = _typing.Literal["_min_new_tokens", b"_min_new_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__min_p: _TypeAlias = _typing.Literal["min_p"]  # noqa: Y015
+    _WhichOneofArgType__min_p: _TypeAlias = _typing.Literal["_min_p", b"_min_p"]  # noqa: Y015
+    _WhichOneofReturnType__presence_penalty: _TypeAlias = _typing.Literal["presence_penalty"]  # noqa: Y015
+    _WhichOneofArgType__presence_penalty: _TypeAlias = _typing.Literal["_presence_penalty", b"_presence_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
+    _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__sampling_seed: _TypeAlias = _typing.Literal["sampling_seed"]  # noqa: Y015
+    _WhichOneofArgType__sampling_seed: _TypeAlias = _typing.Literal["_sampling_seed", b"_sampling_seed"]  # noqa: Y015
+    _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
+    _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
+    _WhichOneofReturnType__top_k: _TypeAlias = _typing.Literal["top_k"]  # noqa: Y015
+    _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
+    _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
+    _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ignore_eos) -> _WhichOneofReturnType__ignore_eos | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_new_tokens) -> _WhichOneofReturnType__max_new_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_new_tokens) -> _WhichOneofReturnType__min_new_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sampling_seed) -> _WhichOneofReturnType__sampling_seed | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
 
-Global___SamplingParams: typing_extensions.TypeAlias = SamplingParams
+Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
-@typing.final
-class Sample(google.protobuf.message.Message):
+@_typing.final
+class Sample(_message.Message):
     """One completion as rollout made it."""
 
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+    DESCRIPTOR: _descriptor.Descriptor
 
-    PROMPT_INDEX_FIELD_NUMBER: builtins.int
-    SAMPLE_INDEX_FIELD_NUMBER: builtins.int
-    TOKEN_IDS_FIELD_NUMBER: builtins.int
-    ROLLOUT_LOG_PROBS_FIELD_NUMBER: builtins.int
-    FINISH_REASON_FIELD_NUMBER: builtins.int
-    POLICY_VERSION_FIELD_NUMBER: builtins.int
-    prompt_index: builtins.int
+    PROMPT_INDEX_FIELD_NUMBER: _builtins.int
+    SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    ROLLOUT_LOG_PROBS_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    prompt_index: _builtins.int
     """Position of the prompt in the request."""
-    sample_index: builtins.int
+    sample_index: _builtins.int
     """0 .. num_samples - 1 within the prompt."""
     finish_reason: Global___FinishReason.ValueType
-    policy_version: builtins.int
+    policy_version: _builtins.int
     """Version of the weights that made every token of this sample."""
-    @property
-    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Completion token ids, without the prompt."""
 
-    @property
-    def rollout_log_probs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+    @_builtins.property
+    def rollout_log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Natural log-probability of each completion token under the sampling distribution; as many as token_ids."""
 
     def __init__(
         self,
         *,
-        prompt_index: builtins.int = ...,
-        sample_index: builtins.int = ...,
-        token_ids: collections.abc.Iterable[builtins.int] | None = ...,
-        rollout_log_probs: collections.abc.Iterable[builtins.float] | None = ...,
+        prompt_index: _builtins.int = ...,
+        sample_index: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        rollout_log_probs: _abc.Iterable[_builtins.float] | None = ...,
         finish_reason: Global___FinishReason.ValueType = ...,
-        policy_version: builtins.int = ...,
+        policy_version: _builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["finish_reason", b"finish_reason", "policy_version", b"policy_version", "prompt_index", b"prompt_index", "rollout_log_probs", b"rollout_log_probs", "sample_index", b"sample_index", "token_ids", b"token_ids"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "policy_version", b"policy_version", "prompt_index", b"prompt_index", "rollout_log_probs", b"rollout_log_probs", "sample_index", b"sample_index", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Sample: typing_extensions.TypeAlias = Sample
+Global___Sample: _TypeAlias = Sample  # noqa: Y015
 
-@typing.final
-class TrainingSample(google.protobuf.message.Message):
+@_typing.final
+class TrainingSample(_message.Message):
     """One sequence to learn from or to score: a prompt and a completion. The per-token fields have one entry for each completion token,
     or none where a comment says so.
     """
 
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+    DESCRIPTOR: _descriptor.Descriptor
 
-    PROMPT_TOKEN_IDS_FIELD_NUMBER: builtins.int
-    COMPLETION_TOKEN_IDS_FIELD_NUMBER: builtins.int
-    ROLLOUT_LOG_PROBS_FIELD_NUMBER: builtins.int
-    ADVANTAGES_FIELD_NUMBER: builtins.int
-    REF_LOG_PROBS_FIELD_NUMBER: builtins.int
-    LOSS_MASK_FIELD_NUMBER: builtins.int
-    POLICY_VERSION_FIELD_NUMBER: builtins.int
-    policy_version: builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    COMPLETION_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    ROLLOUT_LOG_PROBS_FIELD_NUMBER: _builtins.int
+    ADVANTAGES_FIELD_NUMBER: _builtins.int
+    REF_LOG_PROBS_FIELD_NUMBER: _builtins.int
+    LOSS_MASK_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    policy_version: _builtins.int
     """Version of the weights that made the sample."""
-    @property
-    def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
-    @property
-    def completion_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+    @_builtins.property
+    def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def completion_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """At least one."""
 
-    @property
-    def rollout_log_probs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+    @_builtins.property
+    def rollout_log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Log-probabilities at sampling time. Required by the loss; ignored by ComputeLogProbs."""
 
-    @property
-    def advantages(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+    @_builtins.property
+    def advantages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """One for each completion token, or a single one for all of them. Finite."""
 
-    @property
-    def ref_log_probs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+    @_builtins.property
+    def ref_log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Reference policy's log-probabilities; needed when kl_coef is not 0, else empty."""
 
-    @property
-    def loss_mask(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+    @_builtins.property
+    def loss_mask(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """1 where the token counts in the loss, else 0; empty means all ones."""
 
     def __init__(
         self,
         *,
-        prompt_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
-        completion_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
-        rollout_log_probs: collections.abc.Iterable[builtins.float] | None = ...,
-        advantages: collections.abc.Iterable[builtins.float] | None = ...,
-        ref_log_probs: collections.abc.Iterable[builtins.float] | None = ...,
-        loss_mask: collections.abc.Iterable[builtins.float] | None = ...,
-        policy_version: builtins.int = ...,
+        prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        completion_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        rollout_log_probs: _abc.Iterable[_builtins.float] | None = ...,
+        advantages: _abc.Iterable[_builtins.float] | None = ...,
+        ref_log_probs: _abc.Iterable[_builtins.float] | None = ...,
+        loss_mask: _abc.Iterable[_builtins.float] | None = ...,
+        policy_version: _builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["advantages", b"advantages", "completion_token_ids", b"completion_token_ids", "loss_mask", b"loss_mask", "policy_version", b"policy_version", "prompt_token_ids", b"prompt_token_ids", "ref_log_probs", b"ref_log_probs", "rollout_log_probs", b"rollout_log_probs"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "completion_token_ids", b"completion_token_ids", "loss_mask", b"loss_mask", "policy_version", b"policy_version", "prompt_token_ids", b"prompt_token_ids", "ref_log_probs", b"ref_log_probs", "rollout_log_probs", b"rollout_log_probs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___TrainingSample: typing_extensions.TypeAlias = TrainingSample
+Global___TrainingSample: _TypeAlias = TrainingSample  # noqa: Y015
 
-@typing.final
-class TagUsage(google.protobuf.message.Message):
+@_typing.final
+class TagUsage(_message.Message):
     """State of one tag on one device."""
 
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+    DESCRIPTOR: _descriptor.Descriptor
 
-    TAG_FIELD_NUMBER: builtins.int
-    DEVICE_FIELD_NUMBER: builtins.int
-    RANK_FIELD_NUMBER: builtins.int
-    MAPPED_BYTES_FIELD_NUMBER: builtins.int
-    TOTAL_BYTES_FIELD_NUMBER: builtins.int
-    IS_PAUSED_FIELD_NUMBER: builtins.int
+    TAG_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    MAPPED_BYTES_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    IS_PAUSED_FIELD_NUMBER: _builtins.int
     tag: Global___MemoryTag.ValueType
-    device: builtins.str
+    device: _builtins.str
     """Torch's name of the device, e.g. "cuda:0" or "cpu"."""
-    rank: builtins.int
+    rank: _builtins.int
     """Rank inside the service."""
-    mapped_bytes: builtins.int
+    mapped_bytes: _builtins.int
     """Bytes that are mapped now."""
-    total_bytes: builtins.int
+    total_bytes: _builtins.int
     """Bytes that the tag has when resumed."""
-    is_paused: builtins.bool
+    is_paused: _builtins.bool
     def __init__(
         self,
         *,
         tag: Global___MemoryTag.ValueType = ...,
-        device: builtins.str = ...,
-        rank: builtins.int = ...,
-        mapped_bytes: builtins.int = ...,
-        total_bytes: builtins.int = ...,
-        is_paused: builtins.bool = ...,
+        device: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        mapped_bytes: _builtins.int = ...,
+        total_bytes: _builtins.int = ...,
+        is_paused: _builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["device", b"device", "is_paused", b"is_paused", "mapped_bytes", b"mapped_bytes", "rank", b"rank", "tag", b"tag", "total_bytes", b"total_bytes"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "is_paused", b"is_paused", "mapped_bytes", b"mapped_bytes", "rank", b"rank", "tag", b"tag", "total_bytes", b"total_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___TagUsage: typing_extensions.TypeAlias = TagUsage
+Global___TagUsage: _TypeAlias = TagUsage  # noqa: Y015
 
-@typing.final
-class Timing(google.protobuf.message.Message):
+@_typing.final
+class Timing(_message.Message):
     """Seconds spent in named parts of a call."""
 
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+    DESCRIPTOR: _descriptor.Descriptor
 
-    NAME_FIELD_NUMBER: builtins.int
-    SECONDS_FIELD_NUMBER: builtins.int
-    name: builtins.str
-    seconds: builtins.float
+    NAME_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    seconds: _builtins.float
     def __init__(
         self,
         *,
-        name: builtins.str = ...,
-        seconds: builtins.float = ...,
+        name: _builtins.str = ...,
+        seconds: _builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["name", b"name", "seconds", b"seconds"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Timing: typing_extensions.TypeAlias = Timing
+Global___Timing: _TypeAlias = Timing  # noqa: Y015

@@ -3,28 +3,28 @@
 isort:skip_file
 """
 
-import builtins
-import collections.abc
-import google.protobuf.descriptor
-import google.protobuf.internal.containers
-import google.protobuf.internal.enum_type_wrapper
-import google.protobuf.message
+from collections import abc as _abc
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+import builtins as _builtins
 import sys
-import typing
+import typing as _typing
 
-if sys.version_info >= (3, 10):
-    import typing as typing_extensions
+if sys.version_info >= (3, 11):
+    from typing import TypeAlias as _TypeAlias, Never as _Never
 else:
-    import typing_extensions
+    from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
-DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+DESCRIPTOR: _descriptor.FileDescriptor
 
 class _HandleKind:
-    ValueType = typing.NewType("ValueType", builtins.int)
-    V: typing_extensions.TypeAlias = ValueType
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
 
-class _HandleKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_HandleKind.ValueType], builtins.type):
-    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+class _HandleKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HandleKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
     HANDLE_KIND_UNSPECIFIED: _HandleKind.ValueType  # 0
     HANDLE_KIND_HOST_MEMFD: _HandleKind.ValueType  # 1
     """Host memory in a memfd."""
@@ -43,127 +43,143 @@ HANDLE_KIND_CUDA_VMM_FD: HandleKind.ValueType  # 2
 """CUDA virtual memory exported as POSIX file descriptors."""
 HANDLE_KIND_CUDA_IPC: HandleKind.ValueType  # 3
 """Legacy cudaIpcMemHandle."""
-Global___HandleKind: typing_extensions.TypeAlias = HandleKind
+Global___HandleKind: _TypeAlias = HandleKind  # noqa: Y015
 
-@typing.final
-class WeightHandle(google.protobuf.message.Message):
+@_typing.final
+class WeightHandle(_message.Message):
     """Where one trainer rank's shards are."""
 
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+    DESCRIPTOR: _descriptor.Descriptor
 
-    RANK_FIELD_NUMBER: builtins.int
-    SOCKET_PATH_FIELD_NUMBER: builtins.int
-    MANIFEST_DIGEST_FIELD_NUMBER: builtins.int
-    KIND_FIELD_NUMBER: builtins.int
-    rank: builtins.int
-    socket_path: builtins.str
+    RANK_FIELD_NUMBER: _builtins.int
+    SOCKET_PATH_FIELD_NUMBER: _builtins.int
+    MANIFEST_DIGEST_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    socket_path: _builtins.str
     """Socket in the node's private folder that hands out this rank's file descriptors and manifest."""
-    manifest_digest: builtins.str
+    manifest_digest: _builtins.str
     """Digest of the rank's manifest: names, dtypes, shapes, offsets."""
     kind: Global___HandleKind.ValueType
     def __init__(
         self,
         *,
-        rank: builtins.int = ...,
-        socket_path: builtins.str = ...,
-        manifest_digest: builtins.str = ...,
+        rank: _builtins.int = ...,
+        socket_path: _builtins.str = ...,
+        manifest_digest: _builtins.str = ...,
         kind: Global___HandleKind.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["kind", b"kind", "manifest_digest", b"manifest_digest", "rank", b"rank", "socket_path", b"socket_path"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "manifest_digest", b"manifest_digest", "rank", b"rank", "socket_path", b"socket_path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___WeightHandle: typing_extensions.TypeAlias = WeightHandle
+Global___WeightHandle: _TypeAlias = WeightHandle  # noqa: Y015
 
-@typing.final
-class PublishedWeights(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+@_typing.final
+class PublishedWeights(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
 
-    POLICY_VERSION_FIELD_NUMBER: builtins.int
-    HANDLES_FIELD_NUMBER: builtins.int
-    BOOT_ID_FIELD_NUMBER: builtins.int
-    policy_version: builtins.int
-    boot_id: builtins.str
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    HANDLES_FIELD_NUMBER: _builtins.int
+    BOOT_ID_FIELD_NUMBER: _builtins.int
+    policy_version: _builtins.int
+    boot_id: _builtins.str
     """Boot id of the trainer that owns the handles."""
-    @property
-    def handles(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WeightHandle]:
+    @_builtins.property
+    def handles(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightHandle]:
         """One for each trainer rank."""
 
     def __init__(
         self,
         *,
-        policy_version: builtins.int = ...,
-        handles: collections.abc.Iterable[Global___WeightHandle] | None = ...,
-        boot_id: builtins.str = ...,
+        policy_version: _builtins.int = ...,
+        handles: _abc.Iterable[Global___WeightHandle] | None = ...,
+        boot_id: _builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "handles", b"handles", "policy_version", b"policy_version"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "handles", b"handles", "policy_version", b"policy_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PublishedWeights: typing_extensions.TypeAlias = PublishedWeights
+Global___PublishedWeights: _TypeAlias = PublishedWeights  # noqa: Y015
 
-@typing.final
-class WeightManifest(google.protobuf.message.Message):
+@_typing.final
+class WeightManifest(_message.Message):
     """What a trainer rank sends beside its file descriptors, once per connection."""
 
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+    DESCRIPTOR: _descriptor.Descriptor
 
-    RANK_FIELD_NUMBER: builtins.int
-    NUM_RANKS_FIELD_NUMBER: builtins.int
-    ARENA_BYTES_FIELD_NUMBER: builtins.int
-    HEADER_OFFSET_FIELD_NUMBER: builtins.int
-    ENTRIES_FIELD_NUMBER: builtins.int
-    rank: builtins.int
-    num_ranks: builtins.int
-    arena_bytes: builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    NUM_RANKS_FIELD_NUMBER: _builtins.int
+    ARENA_BYTES_FIELD_NUMBER: _builtins.int
+    HEADER_OFFSET_FIELD_NUMBER: _builtins.int
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    num_ranks: _builtins.int
+    arena_bytes: _builtins.int
     """Size of the mapping behind the descriptor."""
-    header_offset: builtins.int
+    header_offset: _builtins.int
     """Offset of the header: version and checksums, written last."""
-    @property
-    def entries(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ManifestEntry]: ...
+    @_builtins.property
+    def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___ManifestEntry]: ...
     def __init__(
         self,
         *,
-        rank: builtins.int = ...,
-        num_ranks: builtins.int = ...,
-        arena_bytes: builtins.int = ...,
-        header_offset: builtins.int = ...,
-        entries: collections.abc.Iterable[Global___ManifestEntry] | None = ...,
+        rank: _builtins.int = ...,
+        num_ranks: _builtins.int = ...,
+        arena_bytes: _builtins.int = ...,
+        header_offset: _builtins.int = ...,
+        entries: _abc.Iterable[Global___ManifestEntry] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arena_bytes", b"arena_bytes", "entries", b"entries", "header_offset", b"header_offset", "num_ranks", b"num_ranks", "rank", b"rank"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "entries", b"entries", "header_offset", b"header_offset", "num_ranks", b"num_ranks", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___WeightManifest: typing_extensions.TypeAlias = WeightManifest
+Global___WeightManifest: _TypeAlias = WeightManifest  # noqa: Y015
 
-@typing.final
-class ManifestEntry(google.protobuf.message.Message):
+@_typing.final
+class ManifestEntry(_message.Message):
     """Rows [row_start, row_start + num_rows) of one checkpoint tensor, contiguous, at `offset`."""
 
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+    DESCRIPTOR: _descriptor.Descriptor
 
-    NAME_FIELD_NUMBER: builtins.int
-    DTYPE_FIELD_NUMBER: builtins.int
-    GLOBAL_SHAPE_FIELD_NUMBER: builtins.int
-    ROW_START_FIELD_NUMBER: builtins.int
-    NUM_ROWS_FIELD_NUMBER: builtins.int
-    OFFSET_FIELD_NUMBER: builtins.int
-    name: builtins.str
+    NAME_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    GLOBAL_SHAPE_FIELD_NUMBER: _builtins.int
+    ROW_START_FIELD_NUMBER: _builtins.int
+    NUM_ROWS_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
     """Hugging Face checkpoint name."""
-    dtype: builtins.str
+    dtype: _builtins.str
     """Torch's name of the dtype, e.g. "bfloat16"."""
-    row_start: builtins.int
-    num_rows: builtins.int
-    offset: builtins.int
+    row_start: _builtins.int
+    num_rows: _builtins.int
+    offset: _builtins.int
     """Bytes from the start of the arena."""
-    @property
-    def global_shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+    @_builtins.property
+    def global_shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Shape of the whole tensor."""
 
     def __init__(
         self,
         *,
-        name: builtins.str = ...,
-        dtype: builtins.str = ...,
-        global_shape: collections.abc.Iterable[builtins.int] | None = ...,
-        row_start: builtins.int = ...,
-        num_rows: builtins.int = ...,
-        offset: builtins.int = ...,
+        name: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+        global_shape: _abc.Iterable[_builtins.int] | None = ...,
+        row_start: _builtins.int = ...,
+        num_rows: _builtins.int = ...,
+        offset: _builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "global_shape", b"global_shape", "name", b"name", "num_rows", b"num_rows", "offset", b"offset", "row_start", b"row_start"]) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "global_shape", b"global_shape", "name", b"name", "num_rows", b"num_rows", "offset", b"offset", "row_start", b"row_start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ManifestEntry: typing_extensions.TypeAlias = ManifestEntry
+Global___ManifestEntry: _TypeAlias = ManifestEntry  # noqa: Y015

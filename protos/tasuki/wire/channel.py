@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import grpc
+import grpc.aio
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 # Streams of samples are cut into messages of at most this size.
@@ -26,7 +27,11 @@ _READS = {
 _SERVICE_CONFIG = {
     "methodConfig": [
         {
-            "name": [{"service": f"tasuki.v1.{service}", "method": method} for service, methods in _READS.items() for method in methods],
+            "name": [
+                {"service": f"tasuki.v1.{service}", "method": method}
+                for service, methods in _READS.items()
+                for method in methods
+            ],
             "retryPolicy": {
                 "maxAttempts": 4,
                 "initialBackoff": "0.1s",
@@ -42,6 +47,9 @@ CLIENT_OPTIONS: list[tuple[str, int | str]] = [
     *_LIMITS,
     ("grpc.keepalive_time_ms", KEEPALIVE_CLIENT_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    # On one machine a refused connection costs nothing, and a service that starts should be seen at once (default: up to 120 s).
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
     # A proxy from the environment has no business between processes of one node.
     ("grpc.enable_http_proxy", 0),

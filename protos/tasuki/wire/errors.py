@@ -5,10 +5,11 @@ Raise a subclass of TasukiError anywhere; rpc/ turns it into a status, and the c
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -69,6 +70,12 @@ class ChangeoverRunning(TasukiError):
     """A changeover to the other phase is under way. metadata: `changeover_id`."""
 
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "CHANGEOVER_RUNNING"
+
+
+class Interrupted(TasukiError):
+    """A changeover that was left in the middle. metadata: `changeover_id`."""
+
+    code, reason = grpc.StatusCode.ABORTED, "INTERRUPTED"
 
 
 class NoGradients(TasukiError):
@@ -185,6 +192,18 @@ class NodeRunning(TasukiError):
     code, reason = grpc.StatusCode.ALREADY_EXISTS, "NODE_RUNNING"
 
 
+class NodeDown(TasukiError):
+    """No node runs on the state folder. metadata: `state_dir`."""
+
+    code, reason = grpc.StatusCode.UNAVAILABLE, "NODE_DOWN"
+
+
+class ServiceFailed(TasukiError):
+    """A service of the node ended by itself. metadata: `service`, `log`."""
+
+    code, reason = grpc.StatusCode.ABORTED, "SERVICE_FAILED"
+
+
 class RewardFailed(TasukiError):
     """A reward function raised, hung or returned no finite number. metadata: `sample`, `cause`."""
 
@@ -228,12 +247,13 @@ def to_status(error: TasukiError) -> grpc.Status:
 
 def from_rpc_error(error: grpc.RpcError) -> TasukiError:
     """The TasukiError that a failed call carried; without our ErrorInfo, the nearest one for its status code."""
-    status = rpc_status.from_call(error)
+    call = cast(grpc.Call, error)  # the error of a call is the call
+    status = rpc_status.from_call(call)
+    code, text = call.code(), call.details() or ""
     for detail in status.details if status is not None else ():
         info = error_details_pb2.ErrorInfo()
         if detail.Unpack(info) and info.domain == DOMAIN:
-            return from_reason(info.reason, status.message, dict(info.metadata))
-    code, text = error.code(), error.details() or ""
+            return from_reason(info.reason, text, dict(info.metadata))
     if code is grpc.StatusCode.UNAVAILABLE:
         return PeerUnavailable(text)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -243,7 +263,7 @@ def from_rpc_error(error: grpc.RpcError) -> TasukiError:
     return InternalError(f"{code.name}: {text}")
 
 
-def _packed(message: error_details_pb2.ErrorInfo) -> any_pb2.Any:
+def _packed(message: Message) -> any_pb2.Any:
     packed = any_pb2.Any()
     packed.Pack(message)
     return packed

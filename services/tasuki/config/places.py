@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import tempfile
 from pathlib import Path
 
+from tasuki.config.schema import NodeConfig
+from tasuki.wire.address import socket_folder, unix_target
 from tasuki.wire.errors import InvalidArgument
-
-# sockaddr_un holds 108 bytes; the longest name below the folder takes 40.
-_MAX_SOCKET_DIR = 68
 
 
 def socket_dir(state_dir: Path) -> Path:
-    """Private (0700) folder of a node's sockets, made when missing: below state_dir, or, when that path is too long for a unix
-    socket, in the system's temporary folder under a name derived from it.
+    """Private (0700) folder of a node's sockets, made when missing.
 
     Raises InvalidArgument when the folder belongs to another user or is a link.
     """
-    place = state_dir.absolute() / "run"
-    if len(os.fsencode(place)) > _MAX_SOCKET_DIR:
-        digest = hashlib.sha256(os.fsencode(state_dir.absolute())).hexdigest()[:16]
-        place = Path(tempfile.gettempdir()) / f"tasuki-{os.getuid()}-{digest}"
+    place = socket_folder(state_dir)
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = place.lstat()
     if place.is_symlink() or status.st_uid != os.getuid():
@@ -33,7 +26,20 @@ def socket_dir(state_dir: Path) -> Path:
 
 def grpc_target(state_dir: Path, *, service: str, listen: str) -> str:
     """gRPC target of a service: its unix socket, or the TCP address that `listen` gives."""
-    return f"unix:{socket_dir(state_dir) / service}.sock" if listen == "unix" else listen
+    if listen != "unix":
+        return listen
+    socket_dir(state_dir)
+    return unix_target(state_dir, service=service)
+
+
+def node_targets(config: NodeConfig) -> dict[str, str]:
+    """gRPC target of each of the node's services, by name."""
+    listens = {
+        "coordinator": config.coordinator.listen,
+        "trainer": config.trainer.listen,
+        "rollout": config.rollout.listen,
+    }
+    return {name: grpc_target(config.state_dir, service=name, listen=listen) for name, listen in listens.items()}
 
 
 def log_path(state_dir: Path, service: str) -> Path:
@@ -42,3 +48,13 @@ def log_path(state_dir: Path, service: str) -> Path:
 
 def journal_path(state_dir: Path) -> Path:
     return state_dir / "journal.sqlite"
+
+
+def config_path(state_dir: Path) -> Path:
+    """The configuration of the node that runs on the folder, or ran there last, as its services read it."""
+    return state_dir / "node.toml"
+
+
+def exit_path(state_dir: Path) -> Path:
+    """What the last node on the folder ended with."""
+    return state_dir / "exit.json"

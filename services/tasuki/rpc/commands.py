@@ -73,7 +73,9 @@ class CommandGate:
     async def _run(self, command: CommandId, fence: Callable[[], None], action: Callable[[], Awaitable[_Answer]]) -> _Answer:
         request_id = command.request_id
         if not 0 < len(request_id) <= _MAX_REQUEST_ID:
-            raise InvalidArgument("command.request_id", f"give one of 1 to {_MAX_REQUEST_ID} characters, unique for each intent")
+            raise InvalidArgument(
+                "command.request_id", f"give one of 1 to {_MAX_REQUEST_ID} characters, unique for each intent"
+            )
         task = self._answers.get(request_id)
         if task is None:
             fence()

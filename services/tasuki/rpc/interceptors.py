@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import grpc.aio
 
-from tasuki.rpc.metrics import CallMetrics
 from tasuki.rpc.methods import METHODS, Method
+from tasuki.rpc.metrics import CallMetrics
 from tasuki.wire.errors import DeadlineRequired, InternalError, TasukiError, to_status
 
 REQUEST_ID_KEY = "x-request-id"
@@ -89,9 +90,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
 
 @asynccontextmanager
-async def _errors_mapped(
-    method: Method, context: grpc.aio.ServicerContext[Any, Any], *, request_id: str, outcome: _Outcome
-) -> AsyncIterator[None]:
+async def _errors_mapped(method: Method, context: Any, *, request_id: str, outcome: _Outcome) -> AsyncIterator[None]:
     try:
         yield
     except TasukiError as error:

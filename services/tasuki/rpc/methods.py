@@ -35,7 +35,12 @@ def _carries_command(message: Descriptor, *, depth: int = 2) -> bool:
 
 
 def _described(method: MethodDescriptor) -> Method:
-    kinds = {(False, False): "unary", (False, True): "server_stream", (True, False): "client_stream", (True, True): "bidi_stream"}
+    kinds = {
+        (False, False): "unary",
+        (False, True): "server_stream",
+        (True, False): "client_stream",
+        (True, True): "bidi_stream",
+    }
     service = method.containing_service.full_name
     return Method(
         name=f"{service}/{method.name}",

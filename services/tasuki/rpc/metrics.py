@@ -21,7 +21,11 @@ class CallMetrics:
             "grpc_server_handled", "RPCs completed on the server, by status code.", (*_LABELS, "grpc_code"), registry=registry
         )
         self._handling_s = Histogram(
-            "grpc_server_handling_seconds", "Seconds until the server completed an RPC.", _LABELS, buckets=_BUCKETS_S, registry=registry
+            "grpc_server_handling_seconds",
+            "Seconds until the server completed an RPC.",
+            _LABELS,
+            buckets=_BUCKETS_S,
+            registry=registry,
         )
 
     def preset(self, service: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import grpc
+import grpc.aio
 from google.protobuf import descriptor_pb2, descriptor_pool
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
@@ -20,7 +21,7 @@ def enable_reflection(server: grpc.aio.Server, *, service_names: Sequence[str]) 
     names = (*service_names, reflection.SERVICE_NAME, V1_NAME)
     _describe_v1()
     reflection.enable_server_reflection(names, server)
-    servicer = reflection.aio.ReflectionServicer(service_names=names)
+    servicer = reflection.aio.ReflectionServicer(service_names=names)  # pyright: ignore[reportAttributeAccessIssue]  untyped library
     handler = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
         request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry, start_http_server
 
@@ -37,7 +38,7 @@ class RpcServer:
         self._registry = CollectorRegistry()
         self._metrics = CallMetrics(self._registry)
         self._server = grpc.aio.server(interceptors=[CallInterceptor(self._metrics)], options=SERVER_OPTIONS)
-        self._health = health.aio.HealthServicer()
+        self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]  untyped library
         self._names: list[str] = []
         self._socket_inode: int | None = None
         self._stop_metrics: Callable[[], None] | None = None
@@ -92,7 +93,9 @@ class RpcServer:
         if path is None:
             host = self.target.rpartition(":")[0]
             if host not in _LOOPBACK:
-                raise InvalidArgument("listen", f"{self.target} is not loopback; without TLS only {', '.join(_LOOPBACK)} may be served")
+                raise InvalidArgument(
+                    "listen", f"{self.target} is not loopback; without TLS only {', '.join(_LOOPBACK)} may be served"
+                )
         else:
             _refuse_live_socket(path)
         # grpcio makes the socket with the process's umask; there is no other way to have it 0600 from its first moment.
@@ -100,7 +103,9 @@ class RpcServer:
         try:
             self._server.add_insecure_port(self.target)
         except RuntimeError as error:
-            raise NodeRunning(f"{self.service} cannot serve on {self.target}: the address is in use", address=self.target) from error
+            raise NodeRunning(
+                f"{self.service} cannot serve on {self.target}: the address is in use", address=self.target
+            ) from error
         finally:
             os.umask(umask)
         if path is not None:

@@ -1,0 +1,95 @@
+# Everything is installed below this folder; the system is left alone. `make help` lists the targets.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+
+# The first of these that SGLang 0.5.15 has wheels for; `make PYTHON=/path/to/python3.12 ...` names another.
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do $$python -c \
+  'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && { echo $$python; break; }; done)
+UV_VERSION := 0.13.8
+GRPCURL_VERSION := v1.9.3
+
+# Only the system's Python, only this folder's environment, whatever is active in the caller's shell.
+export UV_PYTHON_DOWNLOADS := never
+export UV_PROJECT_ENVIRONMENT := .venv
+unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
+
+UV := .uv/bin/uv
+BIN := .venv/bin
+ENV := .venv/.synced
+NODE := tools/node_modules/.installed
+TRL := .bench-venv/.installed
+WITH_BIN := PATH="$(CURDIR)/.venv/bin:$$PATH"
+PROTOS := $(wildcard protos/tasuki/v1/*.proto)
+SOURCES := protos services client tests tools
+
+.PHONY: help setup demo test check protos native lint types buf bench grpcurl clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(ENV) native  ## install everything into .venv (the other targets do it by themselves)
+
+demo: setup  ## train a small model with GRPO through all three services; leaves runs/demo
+	$(BIN)/python client/examples/demo/run.py --seed 0 --output runs/demo
+
+test: setup grpcurl  ## all tests; none needs the network
+	$(BIN)/python -m pytest tests/unit tests/contract tests/integration tests/e2e $(PYTEST_ARGS)
+
+check: lint types buf  ## lint, import rules, types, protos (lint, compatibility, generated code)
+	$(BIN)/python -m pytest -q tests/contract/test_generated_code.py
+
+protos: $(ENV)  ## generate the Python code of protos/tasuki/v1/*.proto
+	$(WITH_BIN) python -m grpc_tools.protoc -I protos --python_out=protos --mypy_out=protos \
+	  --grpc_python_out=protos --mypy_grpc_out=protos $(PROTOS)
+
+native:  ## build the native library of csrc/ (csrc has no sources yet: nothing is built)
+	@if compgen -G 'csrc/*.cpp' >/dev/null; then \
+	  set -x; $(CXX) -std=c++17 -O2 -Wall -Wextra -fPIC -shared csrc/*.cpp -ldl -pthread -o services/tasuki/memory/libtasuki.so; \
+	fi
+
+lint: $(ENV)  ## ruff (rules and format) and the import contracts
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/lint-imports
+
+types: $(ENV) $(NODE)  ## pyright
+	$(WITH_BIN) tools/node_modules/.bin/pyright
+
+buf: $(ENV) $(NODE)
+	$(WITH_BIN) tools/node_modules/.bin/buf lint protos
+	$(WITH_BIN) tools/node_modules/.bin/buf breaking protos --against protos/base.binpb
+
+bench: setup $(TRL)  ## samples per second of the whole GRPO loop, beside TRL's GRPOTrainer
+	$(BIN)/python tests/bench/compare_trl.py --trl-python $(CURDIR)/.bench-venv/bin/python --output runs/bench
+
+grpcurl: $(if $(shell command -v go),.tools/grpcurl-$(GRPCURL_VERSION))  ## build grpcurl, where go is there
+
+clean:  ## remove what make installed and built
+	rm -rf .uv .venv .tools .bench-venv tools/node_modules .pytest_cache .ruff_cache .import_linter_cache
+
+$(UV):
+	@[ -n "$(PYTHON)" ] || { echo "no Python 3.11, 3.12 or 3.13 found (python3 is $$(python3 --version 2>&1 || true));" \
+	  "name one: make PYTHON=/path/to/python3.12 ..." >&2; exit 1; }
+	$(PYTHON) tools/get_uv.py $(UV_VERSION) .uv
+
+$(ENV): pyproject.toml uv.lock | $(UV)
+	$(UV) sync --locked --all-extras --quiet --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')"
+	@touch $@
+
+$(NODE): tools/package.json tools/package-lock.json | $(ENV)
+	$(WITH_BIN) npm ci --prefix tools --no-audit --no-fund --loglevel=error
+	@touch $@
+
+$(TRL): tests/bench/trl-requirements.txt | $(UV)
+	$(UV) venv --quiet --clear --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')" .bench-venv
+	$(UV) pip install --quiet --python .bench-venv/bin/python -r $<
+	@touch $@
+
+# Without grpcurl its test says so and is skipped.
+.tools/grpcurl-$(GRPCURL_VERSION):
+	@mkdir -p .tools
+	@GOBIN=$(CURDIR)/.tools go install github.com/fullstorydev/grpcurl/cmd/grpcurl@$(GRPCURL_VERSION) && touch $@ \
+	  || echo "grpcurl could not be built (see above); its test will be skipped" >&2

@@ -1,0 +1,5 @@
+"""Reward of the demo: 1 for exactly the right answer, else 0."""
+
+
+def exact(*, prompt: str, completion: str, answer: str) -> float:
+    return float(completion == answer)

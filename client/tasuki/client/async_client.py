@@ -1,0 +1,314 @@
+"""The client on asyncio: the implementation; sync_client.py has the same verbs without await."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+import grpc.aio
+import numpy as np
+from numpy.typing import NDArray
+
+from tasuki.client import encode, generation
+from tasuki.client.connection import READ_TIMEOUT_S, Connection, resolve_target
+from tasuki.client.encode import TokenIds
+from tasuki.client.types import (
+    Changeover,
+    ForwardBackwardResult,
+    LossConfig,
+    NodeState,
+    OptimStepResult,
+    Phase,
+    PolicyKind,
+    RolloutState,
+    Sample,
+    SamplingParams,
+    SaveResult,
+    StageEvent,
+    TrainerState,
+    TrainingSample,
+    Watched,
+)
+from tasuki.v1 import coordinator_pb2, rollout_pb2, trainer_pb2, types_pb2
+from tasuki.wire.errors import Asleep, Draining, InternalError, InvalidArgument, WrongPhase, from_rpc_error
+
+_Answer = TypeVar("_Answer")
+_PAGE_SIZE = 200
+
+
+class AsyncClient:
+    """One node, driven by verbs. `generate` acquires phase ROLLOUT, the training verbs acquire TRAIN.
+
+    Every verb raises a TasukiError. Calls that belong together are the caller's to order: optim_step takes the gradients of every
+    forward_backward before it.
+    """
+
+    def __init__(self, target: str | None = None, *, state_dir: Path | str | None = None, timeout_s: float = 600.0) -> None:
+        """target: of the coordinator, e.g. "unix:/run/tasuki/coordinator.sock" or "127.0.0.1:50050"; or the node's state folder.
+
+        timeout_s: deadline of each verb that generates, trains, saves or changes the phase.
+        """
+        self._target = resolve_target(target, state_dir)
+        self._timeout_s = timeout_s
+        self._opened: Connection | None = None
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the channels; work that the node has begun goes on."""
+        if self._opened is not None:
+            await self._opened.close()
+            self._opened = None
+
+    async def generate(
+        self, prompts: Sequence[TokenIds], sampling_params: SamplingParams | None = None, *, num_samples: int = 1
+    ) -> list[Sample]:
+        """`num_samples` completions of each prompt: those of the first prompt first, in the order of sample_index."""
+        samples = [sample async for sample in self.generate_stream(prompts, sampling_params, num_samples=num_samples)]
+        return sorted(samples, key=lambda sample: (sample.prompt_index, sample.sample_index))
+
+    async def generate_stream(
+        self, prompts: Sequence[TokenIds], sampling_params: SamplingParams | None = None, *, num_samples: int = 1
+    ) -> AsyncGenerator[Sample, None]:
+        """The same samples, each as soon as it is complete. Leaving early frees what still runs."""
+        requests = generation.requests(prompts, sampling_params or SamplingParams(), num_samples=num_samples)
+        num_received = 0
+        for is_last_try in (False, True):
+            await self._hold(Phase.ROLLOUT)
+            try:
+                async for sample in generation.stream(await self._connection.rollout(), requests, timeout_s=self._timeout_s):
+                    num_received += 1
+                    yield sample
+                break
+            except (Asleep, Draining):
+                # Someone else took the GPUs. Samples that are out already must not come twice.
+                if is_last_try or num_received:
+                    raise
+                self._connection.phase = None
+        if num_received != len(prompts) * num_samples:
+            raise InternalError(f"rollout ended the stream after {num_received} of {len(prompts) * num_samples} samples")
+
+    async def forward_backward(
+        self, samples: Sequence[TrainingSample], loss: LossConfig | None = None
+    ) -> ForwardBackwardResult:
+        """Adds gradients of the loss over all samples; the loss is a mean over their counted tokens."""
+        chunks = _training_chunks(samples)
+        loss_config = encode.loss_to_proto(loss or LossConfig())
+
+        async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.ForwardBackwardResponse:
+            def messages() -> Iterator[trainer_pb2.ForwardBackwardRequest]:
+                header = trainer_pb2.ForwardBackwardHeader(command=command, loss=loss_config)
+                yield trainer_pb2.ForwardBackwardRequest(header=header)
+                for chunk in chunks:
+                    yield trainer_pb2.ForwardBackwardRequest(samples=chunk)
+
+            return await (await self._connection.trainer()).ForwardBackward(messages(), timeout=timeout_s)
+
+        done = await self._train(give)
+        return ForwardBackwardResult(
+            loss=done.loss,
+            num_samples=done.num_samples,
+            num_tokens=done.num_tokens,
+            clip_fraction=done.clip_fraction,
+            ref_kl=done.ref_kl,
+            max_log_prob_gap=done.max_log_prob_gap,
+            mean_log_prob_gap=done.mean_log_prob_gap,
+            num_gap_tokens=done.num_gap_tokens,
+            entropy=done.entropy,
+            num_micro_batches=done.num_micro_batches,
+            seconds=done.seconds,
+        )
+
+    async def optim_step(self, *, learning_rate: float | None = None) -> OptimStepResult:
+        """Clips the gradients and makes one AdamW step; `learning_rate` replaces the schedule's rate for this step."""
+
+        async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.OptimStepResponse:
+            request = trainer_pb2.OptimStepRequest(command=command, learning_rate=learning_rate)
+            return await (await self._connection.trainer()).OptimStep(request, timeout=timeout_s)
+
+        done = await self._train(give)
+        return OptimStepResult(done.policy_version, done.grad_norm, done.learning_rate, done.seconds)
+
+    async def discard_gradients(self) -> None:
+        """Clears accumulated gradients without a step."""
+
+        async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.DiscardGradientsResponse:
+            request = trainer_pb2.DiscardGradientsRequest(command=command)
+            return await (await self._connection.trainer()).DiscardGradients(request, timeout=timeout_s)
+
+        await self._train(give)
+
+    async def compute_log_probs(
+        self, samples: Sequence[TrainingSample], *, policy: PolicyKind = PolicyKind.POLICY, temperature: float | None = None
+    ) -> list[NDArray[np.float32]]:
+        """Log-probability of each completion token, one array for each sample, in their order."""
+        chunks = _training_chunks(samples)
+        header = trainer_pb2.ComputeLogProbsHeader(policy=encode.policy_to_proto(policy), temperature=temperature)
+
+        async def give(command: types_pb2.CommandId, timeout_s: float) -> list[NDArray[np.float32]]:
+            def messages() -> Iterator[trainer_pb2.ComputeLogProbsRequest]:
+                yield trainer_pb2.ComputeLogProbsRequest(header=header)
+                for chunk in chunks:
+                    yield trainer_pb2.ComputeLogProbsRequest(samples=chunk)
+
+            call = (await self._connection.trainer()).ComputeLogProbs(messages(), timeout=timeout_s)
+            return [np.array(one.log_probs, dtype=np.float32) async for response in call for one in response.samples]
+
+        log_probs = await self._train(give)
+        if len(log_probs) != len(samples):
+            raise InternalError(f"trainer answered for {len(log_probs)} of {len(samples)} samples")
+        return log_probs
+
+    async def save(self, path: Path | str) -> SaveResult:
+        """Writes model, optimizer, random state and version into a folder that does not exist yet, for `load`."""
+        folder = _absolute(path)
+
+        async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.SaveCheckpointResponse:
+            request = trainer_pb2.SaveCheckpointRequest(command=command, path=folder)
+            return await (await self._connection.trainer()).SaveCheckpoint(request, timeout=timeout_s)
+
+        done = await self._train(give)
+        return SaveResult(folder, done.policy_version, done.bytes, done.seconds)
+
+    async def load(self, path: Path | str) -> int:
+        """Reads what `save` wrote. Returns the policy version."""
+        folder = _absolute(path)
+
+        async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.LoadCheckpointResponse:
+            request = trainer_pb2.LoadCheckpointRequest(command=command, path=folder)
+            return await (await self._connection.trainer()).LoadCheckpoint(request, timeout=timeout_s)
+
+        return (await self._train(give)).policy_version
+
+    async def export_model(self, path: Path | str) -> SaveResult:
+        """Writes a Hugging Face folder that does not exist yet; AutoModelForCausalLM.from_pretrained loads it."""
+        folder = _absolute(path)
+
+        async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.ExportModelResponse:
+            request = trainer_pb2.ExportModelRequest(command=command, path=folder)
+            return await (await self._connection.trainer()).ExportModel(request, timeout=timeout_s)
+
+        done = await self._train(give)
+        return SaveResult(folder, done.policy_version, done.bytes, done.seconds)
+
+    async def acquire(self, phase: Phase) -> list[StageEvent]:
+        """Brings the node to a phase. Returns what happened, stage by stage; one event HELD when it already was there."""
+        connection = self._connection
+
+        async def give(command: types_pb2.CommandId, timeout_s: float) -> list[StageEvent]:
+            request = coordinator_pb2.AcquireRequest(phase=encode.phase_to_proto(phase), request_id=command.request_id)
+            events: list[StageEvent] = []
+            async for response in connection.coordinator.Acquire(request, timeout=timeout_s):
+                connection.take(response.state)
+                events.append(encode.event_from_proto(response.event))
+            return events
+
+        connection.phase = None
+        events = await connection.command(give, timeout_s=self._timeout_s)
+        connection.phase = phase
+        return events
+
+    async def state(self) -> NodeState:
+        return await self._connection.refresh()
+
+    async def trainer_state(self) -> TrainerState:
+        stub = await self._connection.trainer()
+        state = await _read(stub.GetTrainerState(trainer_pb2.GetTrainerStateRequest(), timeout=READ_TIMEOUT_S))
+        return TrainerState(
+            policy_version=state.policy_version,
+            has_gradients=state.has_gradients,
+            num_ranks=state.num_ranks,
+            num_parameters=state.num_parameters,
+            vocab_size=state.vocab_size,
+            context_length=state.context_length,
+            model_path=state.model_path,
+        )
+
+    async def rollout_state(self) -> RolloutState:
+        stub = await self._connection.rollout()
+        state = await _read(stub.GetRolloutState(rollout_pb2.GetRolloutStateRequest(), timeout=READ_TIMEOUT_S))
+        return RolloutState(
+            policy_version=state.policy_version if state.HasField("policy_version") else None,
+            is_poisoned=state.is_poisoned,
+            poison_reason=state.poison_reason,
+            num_running=state.num_running,
+            tp_size=state.tp_size,
+            vocab_size=state.vocab_size,
+            context_length=state.context_length,
+            model_path=state.model_path,
+        )
+
+    async def watch(self) -> AsyncGenerator[Watched, None]:
+        """The state now, and again after each change, for as long as it is read."""
+        call = self._connection.coordinator.WatchState(coordinator_pb2.WatchStateRequest())
+        try:
+            async for response in call:
+                event = encode.event_from_proto(response.event) if response.HasField("event") else None
+                yield Watched(encode.state_from_proto(response.state), event)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        finally:
+            call.cancel()
+
+    async def changeovers(self, *, limit: int = 50) -> list[Changeover]:
+        """The newest changeovers of the journal, newest first."""
+        found: list[Changeover] = []
+        page_token = ""
+        while len(found) < limit:
+            request = coordinator_pb2.ListChangeoversRequest(
+                page_size=min(limit - len(found), _PAGE_SIZE), page_token=page_token
+            )
+            page = await _read(self._connection.coordinator.ListChangeovers(request, timeout=READ_TIMEOUT_S))
+            found += [encode.changeover_from_proto(changeover) for changeover in page.changeovers]
+            page_token = page.next_page_token
+            if not page_token:
+                break
+        return found
+
+    @property
+    def _connection(self) -> Connection:
+        if self._opened is None:
+            self._opened = Connection(self._target)
+        return self._opened
+
+    async def _hold(self, phase: Phase) -> None:
+        if self._connection.phase is None:
+            await self._connection.refresh()
+        if self._connection.phase is not phase:
+            await self.acquire(phase)
+
+    async def _train(self, give: Callable[[types_pb2.CommandId, float], Awaitable[_Answer]]) -> _Answer:
+        """A command of phase TRAIN; once more when another client has changed the phase meanwhile."""
+        await self._hold(Phase.TRAIN)
+        try:
+            return await self._connection.command(give, timeout_s=self._timeout_s)
+        except WrongPhase:
+            await self.acquire(Phase.TRAIN)
+            return await self._connection.command(give, timeout_s=self._timeout_s)
+
+
+def _training_chunks(samples: Sequence[TrainingSample]) -> list[trainer_pb2.TrainingSamples]:
+    if not samples:
+        raise InvalidArgument("samples", "empty; give at least one")
+    parts = [encode.training_sample_to_proto(sample, index=index) for index, sample in enumerate(samples)]
+    return [trainer_pb2.TrainingSamples(samples=chunk) for _, chunk in encode.cut(parts, field="samples")]
+
+
+def _absolute(path: Path | str) -> str:
+    """The services have working folders of their own."""
+    return str(Path(path).absolute())
+
+
+async def _read(call: Awaitable[_Answer]) -> _Answer:
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error

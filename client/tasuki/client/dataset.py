@@ -1,0 +1,104 @@
+"""Prompts from a JSONL file, in a seeded order that can be left and taken up again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from tasuki.wire.errors import InvalidArgument, PathNotFound
+
+Row = dict[str, object]
+"""One line: `prompt`, a string or a list of chat messages, and any other fields."""
+# Name of the reward function's other argument.
+_RESERVED = "completion"
+
+
+def read_jsonl(path: Path | str) -> list[Row]:
+    """The rows of a file; empty lines are passed over.
+
+    Raises PathNotFound without a file, InvalidArgument naming file and line for a line that is no row.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise PathNotFound(f"dataset {path} does not exist", path=path)
+    rows: list[Row] = []
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                rows.append(_row(line, place=f"{path}:{number}"))
+    if not rows:
+        raise InvalidArgument("dataset", f"{path} has no lines")
+    return rows
+
+
+class Dataset:
+    """Rows in a new order each epoch, without end."""
+
+    def __init__(self, rows: Sequence[Row], *, seed: int = 0) -> None:
+        if not rows:
+            raise InvalidArgument("dataset", "has no rows")
+        self._rows, self._seed = rows, seed
+        self._epoch = self._next = 0
+        self._order = self._shuffled()
+
+    def next_rows(self, num_rows: int) -> list[Row]:
+        """The next rows; a new epoch begins where one ends."""
+        taken: list[Row] = []
+        while len(taken) < num_rows:
+            if self._next == len(self._rows):
+                self._epoch, self._next = self._epoch + 1, 0
+                self._order = self._shuffled()
+            count = min(num_rows - len(taken), len(self._rows) - self._next)
+            taken += [self._rows[index] for index in self._order[self._next : self._next + count]]
+            self._next += count
+        return taken
+
+    def position(self) -> dict[str, int]:
+        """Where the order stands, for `seek`."""
+        return {"seed": self._seed, "epoch": self._epoch, "next": self._next, "num_rows": len(self._rows)}
+
+    def seek(self, position: Mapping[str, int]) -> None:
+        """Goes on from a position of the same rows. Raises InvalidArgument when it is of other rows or another seed."""
+        for field, own in (("seed", self._seed), ("num_rows", len(self._rows))):
+            if position.get(field) != own:
+                raise InvalidArgument(f"position.{field}", f"is {position.get(field)}, but this dataset has {own}")
+        self._epoch, self._next = position["epoch"], position["next"]
+        self._order = self._shuffled()
+
+    def _shuffled(self) -> list[int]:
+        return [int(index) for index in np.random.default_rng([self._seed, self._epoch]).permutation(len(self._rows))]
+
+
+def _row(line: bytes, *, place: str) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise InvalidArgument("dataset", f"{place}: not JSON: {error}", place=place) from error
+    if not isinstance(row, dict):
+        raise InvalidArgument("dataset", f"{place}: expected an object, got {type(row).__name__}", place=place)
+    if "prompt" not in row:
+        raise InvalidArgument("dataset", f"{place}: lacks `prompt`", place=place)
+    if _RESERVED in row:
+        raise InvalidArgument(
+            "dataset", f"{place}: field `{_RESERVED}` is the reward's argument; name it otherwise", place=place
+        )
+    problem = _prompt_problem(row["prompt"])
+    if problem:
+        raise InvalidArgument("dataset", f"{place}: `prompt` {problem}", place=place)
+    return row
+
+
+def _prompt_problem(prompt: object) -> str:
+    if isinstance(prompt, str):
+        return "" if prompt else "is empty"
+    if not isinstance(prompt, list):
+        return f"must be a string or a list of chat messages, is {type(prompt).__name__}"
+    if not prompt:
+        return "has no messages"
+    for index, message in enumerate(prompt):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            return f"message {index} must be an object with `role` and `content`"
+    return ""

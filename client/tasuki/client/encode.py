@@ -1,0 +1,163 @@
+"""Between the client's values and the messages on the wire, and how lists are cut into messages."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasuki.client.types import (
+    Changeover,
+    FinishReason,
+    LossConfig,
+    NodeState,
+    Phase,
+    PolicyKind,
+    Sample,
+    SamplingParams,
+    Stage,
+    StageEvent,
+    StageStatus,
+    TrainingSample,
+)
+from tasuki.v1 import coordinator_pb2, rollout_pb2, trainer_pb2, types_pb2
+from tasuki.wire.channel import MAX_CHUNK_BYTES
+from tasuki.wire.errors import InvalidArgument
+
+TokenIds = Sequence[int] | NDArray[np.int32]
+_Part = TypeVar("_Part", rollout_pb2.Prompt, types_pb2.TrainingSample)
+# Tag and length of one entry of a repeated field.
+_ENTRY_OVERHEAD_BYTES = 8
+
+
+def sampling_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
+    return types_pb2.SamplingParams(**_set_fields(params))
+
+
+def loss_to_proto(loss: LossConfig) -> trainer_pb2.LossConfig:
+    return trainer_pb2.LossConfig(**_set_fields(loss))
+
+
+def prompt_to_proto(token_ids: TokenIds, *, index: int) -> rollout_pb2.Prompt:
+    try:
+        return rollout_pb2.Prompt(token_ids=token_ids)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"prompts[{index}]", f"is no list of token ids: {error}") from error
+
+
+def training_sample_to_proto(sample: TrainingSample, *, index: int) -> types_pb2.TrainingSample:
+    try:
+        return types_pb2.TrainingSample(
+            prompt_token_ids=sample.prompt_token_ids,
+            completion_token_ids=sample.completion_token_ids,
+            rollout_log_probs=sample.rollout_log_probs,
+            advantages=np.atleast_1d(np.asarray(sample.advantages, dtype=np.float32)),
+            ref_log_probs=sample.ref_log_probs,
+            loss_mask=sample.loss_mask,
+            policy_version=sample.policy_version,
+        )
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"samples[{index}]", f"cannot be sent: {error}") from error
+
+
+def sample_from_proto(sample: types_pb2.Sample, *, prompt_index: int) -> Sample:
+    return Sample(
+        prompt_index=prompt_index,
+        sample_index=sample.sample_index,
+        token_ids=np.array(sample.token_ids, dtype=np.int32),
+        rollout_log_probs=np.array(sample.rollout_log_probs, dtype=np.float32),
+        finish_reason=FinishReason(types_pb2.FinishReason.Name(sample.finish_reason).removeprefix("FINISH_REASON_")),
+        policy_version=sample.policy_version,
+    )
+
+
+def phase_to_proto(phase: Phase) -> types_pb2.Phase.ValueType:
+    return types_pb2.Phase.Value(f"PHASE_{phase}")
+
+
+def policy_to_proto(policy: PolicyKind) -> trainer_pb2.PolicyKind.ValueType:
+    return trainer_pb2.PolicyKind.Value(f"POLICY_KIND_{policy}")
+
+
+def state_from_proto(state: coordinator_pb2.NodeState) -> NodeState:
+    return NodeState(
+        phase=_phase_from_proto(state.phase),
+        stage=_stage_from_proto(state.stage),
+        next_stage=_stage_from_proto(state.next_stage),
+        epoch=state.epoch,
+        policy_version=state.policy_version if state.HasField("policy_version") else None,
+        boot_id=state.boot_id,
+        changeover_id=state.changeover_id,
+        trainer_target=state.trainer_target,
+        rollout_target=state.rollout_target,
+        num_changeovers=state.num_changeovers,
+        last_error=state.last_error,
+    )
+
+
+def event_from_proto(event: coordinator_pb2.StageEvent) -> StageEvent:
+    return StageEvent(
+        changeover_id=event.changeover_id,
+        stage=_stage_from_proto(event.stage),
+        status=_status_from_proto(event.status),
+        time=event.time.seconds + event.time.nanos * 1e-9,
+        seconds=event.seconds,
+        num_bytes=event.bytes,
+        error_reason=event.error_reason,
+        error_message=event.error_message,
+    )
+
+
+def changeover_from_proto(changeover: coordinator_pb2.Changeover) -> Changeover:
+    target = _phase_from_proto(changeover.target)
+    assert target is not None, "a changeover leads somewhere"
+    return Changeover(
+        changeover_id=changeover.changeover_id,
+        target=target,
+        status=_status_from_proto(changeover.status),
+        policy_version=changeover.policy_version,
+        start_time=changeover.start_time.seconds + changeover.start_time.nanos * 1e-9,
+        seconds=changeover.seconds,
+        stages=tuple(event_from_proto(event) for event in changeover.stages),
+        epoch=changeover.epoch,
+    )
+
+
+def cut(parts: Sequence[_Part], *, field: str, max_parts: int = sys.maxsize) -> Iterator[tuple[int, Sequence[_Part]]]:
+    """Cuts messages into runs of at most `max_parts` that fit a chunk, each with the position of its first part.
+
+    Raises InvalidArgument, naming `field` and position, for a part that is larger than a chunk by itself.
+    """
+    start, num_bytes = 0, 0
+    for index, part in enumerate(parts):
+        part_bytes = part.ByteSize() + _ENTRY_OVERHEAD_BYTES
+        if part_bytes > MAX_CHUNK_BYTES:
+            raise InvalidArgument(f"{field}[{index}]", f"takes {part_bytes} bytes; at most {MAX_CHUNK_BYTES} can be sent")
+        if num_bytes + part_bytes > MAX_CHUNK_BYTES or index - start == max_parts:
+            yield start, parts[start:index]
+            start, num_bytes = index, 0
+        num_bytes += part_bytes
+    if start < len(parts):
+        yield start, parts[start:]
+
+
+def _set_fields(value: SamplingParams | LossConfig) -> dict[str, Any]:
+    """Fields by name, without those that are None."""
+    pairs = ((field.name, getattr(value, field.name)) for field in fields(value))
+    return {name: given for name, given in pairs if given is not None}
+
+
+def _phase_from_proto(phase: types_pb2.Phase.ValueType) -> Phase | None:
+    return Phase(types_pb2.Phase.Name(phase).removeprefix("PHASE_")) if phase else None
+
+
+def _stage_from_proto(stage: types_pb2.Stage.ValueType) -> Stage | None:
+    return Stage(types_pb2.Stage.Name(stage).removeprefix("STAGE_")) if stage else None
+
+
+def _status_from_proto(status: coordinator_pb2.StageStatus.ValueType) -> StageStatus:
+    return StageStatus(coordinator_pb2.StageStatus.Name(status).removeprefix("STAGE_STATUS_"))

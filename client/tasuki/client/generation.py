@@ -1,0 +1,83 @@
+"""Generation over several concurrent RPCs, as one stream."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
+
+import grpc.aio
+
+from tasuki.client import encode
+from tasuki.client.encode import TokenIds
+from tasuki.client.types import Sample, SamplingParams
+from tasuki.v1 import rollout_pb2
+from tasuki.wire.errors import InvalidArgument, TasukiError, from_rpc_error
+
+if TYPE_CHECKING:
+    from tasuki.v1.rollout_pb2_grpc import RolloutServiceAsyncStub
+
+# Of one call: what runs side by side in the engine is its own affair, but an answer must not be endless.
+_MAX_SAMPLES = 8192
+Request = tuple[int, rollout_pb2.GenerateRequest]
+"""A request, and the position of its first prompt among all prompts."""
+
+
+def requests(prompts: Sequence[TokenIds], sampling_params: SamplingParams, *, num_samples: int) -> list[Request]:
+    """Requests that each fit a message. Raises InvalidArgument for what no rollout would take."""
+    if not len(prompts):
+        raise InvalidArgument("prompts", "empty; give at least one")
+    if num_samples < 1:
+        raise InvalidArgument("num_samples", f"must be at least 1, is {num_samples}")
+    try:
+        sampling = encode.sampling_to_proto(sampling_params)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument("sampling_params", f"cannot be sent: {error}") from error
+    parts = [encode.prompt_to_proto(token_ids, index=index) for index, token_ids in enumerate(prompts)]
+    return [
+        (
+            start,
+            rollout_pb2.GenerateRequest(
+                request_id=uuid.uuid4().hex, prompts=chunk, num_samples=num_samples, sampling_params=sampling
+            ),
+        )
+        for start, chunk in encode.cut(parts, field="prompts", max_parts=max(1, _MAX_SAMPLES // num_samples))
+    ]
+
+
+async def stream(rollout: RolloutServiceAsyncStub, requests: Sequence[Request], *, timeout_s: float) -> AsyncIterator[Sample]:
+    """Samples of all requests as they are complete. The first error ends the others; so does leaving early."""
+    arrivals: asyncio.Queue[Sample | TasukiError | None] = asyncio.Queue()
+
+    async def read(start: int, request: rollout_pb2.GenerateRequest) -> None:
+        try:
+            async for response in rollout.Generate(request, timeout=timeout_s):
+                prompt_index = start + response.sample.prompt_index
+                arrivals.put_nowait(encode.sample_from_proto(response.sample, prompt_index=prompt_index))
+            arrivals.put_nowait(None)
+        except grpc.aio.AioRpcError as error:
+            arrivals.put_nowait(_named_from(start, from_rpc_error(error)))
+
+    readers = [asyncio.create_task(read(start, request)) for start, request in requests]
+    try:
+        num_open = len(readers)
+        while num_open:
+            arrival = await arrivals.get()
+            if isinstance(arrival, TasukiError):
+                raise arrival
+            if arrival is None:
+                num_open -= 1
+            else:
+                yield arrival
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+
+def _named_from(start: int, error: TasukiError) -> TasukiError:
+    """An error of one request; when it is not the first, says where the positions in its text count from."""
+    if start and isinstance(error, InvalidArgument):
+        return InvalidArgument(error.metadata.get("field", "prompts"), f"{error.message} (counted from prompt {start})")
+    return error

@@ -1,0 +1,1 @@
+../../examples/grpo_loop.py

@@ -1,0 +1,51 @@
+"""The record of one step of a training loop: its figures, and where its time went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from tasuki.client.sync_client import Client
+from tasuki.client.types import Phase
+
+
+@dataclass(slots=True)
+class Step:
+    """What happened from one changeover to rollout to the next; None where a part did not take place."""
+
+    step: int
+    policy_version: int | None = None
+    """That made the samples and the evaluation."""
+    eval_score: float | None = None
+    mean_reward: float | None = None
+    num_failed_rewards: int = 0
+    num_skipped_groups: int = 0
+    mean_num_tokens: float | None = None
+    max_log_prob_gap: float | None = None
+    mean_log_prob_gap: float | None = None
+    clip_fraction: float | None = None
+    entropy: float | None = None
+    ref_kl: float | None = None
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By part of the step; they add up to the step."""
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+    """By stage of the step's changeovers; inside to_rollout and to_train."""
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - started
+
+    def acquire(self, client: Client, phase: Phase) -> None:
+        """The verbs do this by themselves; here it is called to see what each stage takes."""
+        with self.timed(f"to_{phase.lower()}"):
+            events = client.acquire(phase)
+        self.stage_seconds |= {event.stage: event.seconds for event in events if event.stage and event.seconds}
+
+    def total_seconds(self) -> float:
+        return sum(self.seconds.values())

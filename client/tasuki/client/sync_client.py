@@ -1,0 +1,137 @@
+"""The client without asyncio: the same verbs, carried out by an AsyncClient on a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasuki.client.async_client import AsyncClient
+from tasuki.client.encode import TokenIds
+from tasuki.client.types import (
+    Changeover,
+    ForwardBackwardResult,
+    LossConfig,
+    NodeState,
+    OptimStepResult,
+    Phase,
+    PolicyKind,
+    RolloutState,
+    Sample,
+    SamplingParams,
+    SaveResult,
+    StageEvent,
+    TrainerState,
+    TrainingSample,
+    Watched,
+)
+
+_Answer = TypeVar("_Answer")
+
+
+class Client:
+    """One node, driven by verbs; AsyncClient says what each of them promises. Close it, or use it in a `with` block."""
+
+    def __init__(self, target: str | None = None, *, state_dir: Path | str | None = None, timeout_s: float = 600.0) -> None:
+        self._client = AsyncClient(target, state_dir=state_dir, timeout_s=timeout_s)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="tasuki-client", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._loop.is_closed():
+            return
+        self._run(self._leave())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def generate(
+        self, prompts: Sequence[TokenIds], sampling_params: SamplingParams | None = None, *, num_samples: int = 1
+    ) -> list[Sample]:
+        return self._run(self._client.generate(prompts, sampling_params, num_samples=num_samples))
+
+    def generate_stream(
+        self, prompts: Sequence[TokenIds], sampling_params: SamplingParams | None = None, *, num_samples: int = 1
+    ) -> Generator[Sample, None, None]:
+        return self._iterate(self._client.generate_stream(prompts, sampling_params, num_samples=num_samples))
+
+    def forward_backward(self, samples: Sequence[TrainingSample], loss: LossConfig | None = None) -> ForwardBackwardResult:
+        return self._run(self._client.forward_backward(samples, loss))
+
+    def optim_step(self, *, learning_rate: float | None = None) -> OptimStepResult:
+        return self._run(self._client.optim_step(learning_rate=learning_rate))
+
+    def discard_gradients(self) -> None:
+        self._run(self._client.discard_gradients())
+
+    def compute_log_probs(
+        self, samples: Sequence[TrainingSample], *, policy: PolicyKind = PolicyKind.POLICY, temperature: float | None = None
+    ) -> list[NDArray[np.float32]]:
+        return self._run(self._client.compute_log_probs(samples, policy=policy, temperature=temperature))
+
+    def save(self, path: Path | str) -> SaveResult:
+        return self._run(self._client.save(path))
+
+    def load(self, path: Path | str) -> int:
+        return self._run(self._client.load(path))
+
+    def export_model(self, path: Path | str) -> SaveResult:
+        return self._run(self._client.export_model(path))
+
+    def acquire(self, phase: Phase) -> list[StageEvent]:
+        return self._run(self._client.acquire(phase))
+
+    def state(self) -> NodeState:
+        return self._run(self._client.state())
+
+    def trainer_state(self) -> TrainerState:
+        return self._run(self._client.trainer_state())
+
+    def rollout_state(self) -> RolloutState:
+        return self._run(self._client.rollout_state())
+
+    def watch(self) -> Generator[Watched, None, None]:
+        return self._iterate(self._client.watch())
+
+    def changeovers(self, *, limit: int = 50) -> list[Changeover]:
+        return self._run(self._client.changeovers(limit=limit))
+
+    async def _leave(self) -> None:
+        await self._client.close()
+        # Calls that a Ctrl-C cut off.
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+    def _run(self, work: Coroutine[Any, Any, _Answer]) -> _Answer:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            # Ctrl-C while waiting: the call must not go on behind the caller's back.
+            future.cancel()
+            raise
+
+    def _iterate(self, stream: AsyncGenerator[_Answer, None]) -> Generator[_Answer, None, None]:
+        async def advance() -> _Answer | None:
+            return await anext(stream, None)
+
+        try:
+            while (answer := self._run(advance())) is not None:
+                yield answer
+        finally:
+            self._run(stream.aclose())

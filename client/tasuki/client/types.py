@@ -1,0 +1,239 @@
+"""What goes into the verbs and what comes out of them: plain values, with numpy arrays for what has one entry per token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Phase(StrEnum):
+    """Who holds the GPUs."""
+
+    TRAIN = "TRAIN"
+    ROLLOUT = "ROLLOUT"
+
+
+class Stage(StrEnum):
+    """One step of a changeover, in the order of the ring."""
+
+    LOAD_WEIGHTS = "LOAD_WEIGHTS"
+    RESUME_WEIGHTS = "RESUME_WEIGHTS"
+    SYNC = "SYNC"
+    OFFLOAD = "OFFLOAD"
+    RESUME_KV = "RESUME_KV"
+    DRAIN = "DRAIN"
+    PAUSE_KV = "PAUSE_KV"
+    PAUSE_WEIGHTS = "PAUSE_WEIGHTS"
+    LOAD_TRAINER = "LOAD_TRAINER"
+
+
+class StageStatus(StrEnum):
+    """How far a stage or a changeover is."""
+
+    STARTED = "STARTED"
+    DONE = "DONE"
+    FAILED = "FAILED"
+    UNDONE = "UNDONE"
+    HELD = "HELD"
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended."""
+
+    STOP = "STOP"
+    """An end-of-sequence or stop token was sampled; it is the last token."""
+    LENGTH = "LENGTH"
+    CUT = "CUT"
+    """Cut by a drain; the tokens so far are valid for the sample's policy version."""
+
+
+class PolicyKind(StrEnum):
+    """Whose log-probabilities."""
+
+    POLICY = "POLICY"
+    REFERENCE = "REFERENCE"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """SGLang's sampling parameters by their names; None takes SGLang's default."""
+
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    """0 is greedy."""
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_new_tokens: int | None = None
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool | None = None
+    sampling_seed: int | None = None
+    """Seed of the first sample; sample i of a prompt uses seed + i."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One completion as rollout made it."""
+
+    prompt_index: int
+    sample_index: int
+    token_ids: NDArray[np.int32]
+    """[T], without the prompt."""
+    rollout_log_probs: NDArray[np.float32]
+    """[T], natural logarithms, under the sampling distribution."""
+    finish_reason: FinishReason
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainingSample:
+    """One sequence to learn from or to score. Per-token fields have T entries, one for each completion token."""
+
+    prompt_token_ids: Sequence[int] | NDArray[np.int32]
+    completion_token_ids: Sequence[int] | NDArray[np.int32]
+    """[T], at least one."""
+    rollout_log_probs: Sequence[float] | NDArray[np.float32] = ()
+    """[T]. forward_backward needs them, compute_log_probs ignores them."""
+    advantages: float | Sequence[float] | NDArray[np.float32] = ()
+    """[T], or one number for the whole completion."""
+    ref_log_probs: Sequence[float] | NDArray[np.float32] = ()
+    """[T] when kl_coef is not 0, else empty."""
+    loss_mask: Sequence[float] | NDArray[np.float32] = ()
+    """[T] of 0 and 1; empty counts every token."""
+    policy_version: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossConfig:
+    """Loss of one forward_backward; None takes the trainer's default."""
+
+    clip_low: float | None = None
+    clip_high: float | None = None
+    kl_coef: float | None = None
+    temperature: float | None = None
+    """That the samples were drawn with."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBackwardResult:
+    """Token means over one forward_backward."""
+
+    loss: float
+    num_samples: int
+    num_tokens: int
+    clip_fraction: float
+    ref_kl: float
+    max_log_prob_gap: float
+    """|trainer - rollout| over tokens that the present policy version made; 0 with num_gap_tokens 0."""
+    mean_log_prob_gap: float
+    num_gap_tokens: int
+    entropy: float
+    num_micro_batches: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class OptimStepResult:
+    policy_version: int
+    """After the step."""
+    grad_norm: float
+    """Before clipping."""
+    learning_rate: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SaveResult:
+    """What save and export_model wrote."""
+
+    path: str
+    policy_version: int
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StageEvent:
+    """One piece of news of a changeover; `stage` is None in news of the changeover as a whole."""
+
+    changeover_id: str
+    stage: Stage | None
+    status: StageStatus
+    time: float
+    """Seconds since 1970."""
+    seconds: float
+    num_bytes: int
+    error_reason: str
+    error_message: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeState:
+    phase: Phase | None
+    """None in the middle of a changeover."""
+    stage: Stage | None
+    """Last completed stage of the ring."""
+    next_stage: Stage | None
+    epoch: int
+    policy_version: int | None
+    """That rollout serves or last served; None before the first commit."""
+    boot_id: str
+    changeover_id: str
+    """Running changeover, or empty."""
+    trainer_target: str
+    rollout_target: str
+    num_changeovers: int
+    last_error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """The state, and what changed; `event` is None in the first answer."""
+
+    state: NodeState
+    event: StageEvent | None
+
+
+@dataclass(frozen=True, slots=True)
+class Changeover:
+    """One changeover from the journal."""
+
+    changeover_id: str
+    target: Phase
+    status: StageStatus
+    policy_version: int
+    start_time: float
+    seconds: float
+    stages: tuple[StageEvent, ...]
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    policy_version: int
+    has_gradients: bool
+    num_ranks: int
+    num_parameters: int
+    vocab_size: int
+    context_length: int
+    model_path: str
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutState:
+    policy_version: int | None
+    """That is served; None while none is."""
+    is_poisoned: bool
+    poison_reason: str
+    num_running: int
+    tp_size: int
+    vocab_size: int
+    context_length: int
+    model_path: str

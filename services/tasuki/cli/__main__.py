@@ -1,0 +1,159 @@
+"""The `tasuki` command: reads the command line, calls one function, and turns errors into one line each."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+from tasuki.config.load import load_config
+from tasuki.config.lock import StateLock
+from tasuki.config.places import config_path
+from tasuki.config.schema import NodeConfig
+from tasuki.rpc.logs import configure_logging
+from tasuki.wire.errors import NodeDown, ServiceFailed, TasukiError
+
+if TYPE_CHECKING:
+    _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+USER_ERROR, SERVICE_ERROR, INTERRUPTED = 2, 1, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, 1 when a service failed, 2 for every other error, 130 after Ctrl-C."""
+    arguments = _parser().parse_args(argv)
+    return exit_code_of(lambda: arguments.run(arguments))
+
+
+def exit_code_of(command: Callable[[], int]) -> int:
+    """Runs a command; what it raises becomes one line and an exit code."""
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        return command()
+    except TasukiError as error:
+        sys.stderr.write(f"tasuki: error {error.reason}: {error.message}\n")
+        return SERVICE_ERROR if isinstance(error, ServiceFailed) else USER_ERROR
+    except KeyboardInterrupt:
+        sys.stderr.write("tasuki: interrupted\n")
+        return INTERRUPTED
+
+
+def _terminated(number: int, frame: FrameType | None) -> NoReturn:
+    """SIGTERM ends the command as Ctrl-C does, so that what it started is stopped."""
+    raise KeyboardInterrupt
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tasuki", description="RL post-training as services that share the GPUs in turn.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    up = _command(commands, "up", _up, "start a node: coordinator, trainer and rollout")
+    up.add_argument("config", type=Path, metavar="CONFIG")
+    up.add_argument("--foreground", action="store_true", help="stay, and stop the node on Ctrl-C")
+    _add_overrides(up)
+    down = _command(commands, "down", _down, "stop a node and wait until nothing of it is left")
+    _add_node(down)
+    state = _command(commands, "state", _state, "show phase, version, services and memory")
+    _add_node(state)
+    state.add_argument("--json", action="store_true", help="the same as one JSON object")
+    watch = _command(commands, "watch", _watch, "follow stages and memory until Ctrl-C")
+    _add_node(watch)
+    train = _command(commands, "train", _train, "train as the [train] table of CONFIG says; starts the node when none runs")
+    train.add_argument("config", type=Path, metavar="CONFIG")
+    _add_overrides(train)
+    supervise = commands.add_parser("supervise")  # started by `up` and `train`, not by hand
+    supervise.add_argument("state_dir", type=Path)
+    supervise.add_argument("lock_fd", type=int)
+    supervise.add_argument("starter_fd", type=int)
+    supervise.set_defaults(run=_supervise)
+    return parser
+
+
+def _command(commands: _Commands, name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=text)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="A.B=VALUE", help="overrides one key of CONFIG"
+    )
+
+
+def _add_node(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="the file that the node was started with")
+    which.add_argument("--state-dir", type=Path, help="the node's state folder")
+
+
+def _up(arguments: argparse.Namespace) -> int:
+    from tasuki.cli.node import start_node, why_it_ended
+
+    config = load_config(arguments.config, overrides=arguments.overrides)
+    node = start_node(config)
+    if not arguments.foreground:
+        node.let_go()
+        return 0
+    try:
+        if node.wait() != 0:
+            raise why_it_ended(config)
+    finally:
+        node.stop()
+    return 0
+
+
+def _down(arguments: argparse.Namespace) -> int:
+    from tasuki.cli.node import stop_node
+
+    state_dir = arguments.state_dir or load_config(arguments.config).state_dir
+    sys.stderr.write("the node is down\n" if stop_node(state_dir) else f"no node runs on {state_dir}\n")
+    return 0
+
+
+def _state(arguments: argparse.Namespace) -> int:
+    from tasuki.cli.state import show_state
+
+    return show_state(_running_config(arguments), as_json=arguments.json)
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    from tasuki.cli.watch import watch
+
+    return watch(_running_config(arguments))
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from tasuki.cli.train import run
+
+    config_dir = arguments.config.resolve().parent
+    return run(load_config(arguments.config, overrides=arguments.overrides), config_dir=config_dir)
+
+
+def _supervise(arguments: argparse.Namespace) -> int:
+    from tasuki.cli.services import node_services
+    from tasuki.cli.supervisor import supervise
+
+    configure_logging("supervisor")
+    services = node_services(load_config(config_path(arguments.state_dir)))
+    lock = StateLock(arguments.lock_fd)
+    return supervise(arguments.state_dir, services, lock=lock, starter_fd=arguments.starter_fd, environment=dict(os.environ))
+
+
+def _running_config(arguments: argparse.Namespace) -> NodeConfig:
+    """The configuration that the node runs with, which `--set` may have made another than the file's."""
+    given = None if arguments.config is None else load_config(arguments.config)
+    state_dir: Path = arguments.state_dir if given is None else given.state_dir
+    if config_path(state_dir).is_file():
+        return load_config(config_path(state_dir))
+    if given is None or not state_dir.is_dir():
+        raise NodeDown(f"no node runs on {state_dir}; start one with: tasuki up CONFIG", state_dir=state_dir)
+    return given  # services that were started one by one
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""Starting and stopping a whole node, from a process that may itself be interrupted at any moment."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tasuki.cli.last_words import last_words
+from tasuki.cli.model_folder import check_model_folder
+from tasuki.cli.services import ServiceCommand, node_services
+from tasuki.config.lock import NODE_LOCK, StateLock, holder
+from tasuki.config.places import config_path, exit_path, log_path, node_targets
+from tasuki.config.save import save_config
+from tasuki.config.schema import NodeConfig
+from tasuki.v1 import coordinator_pb2, types_pb2
+from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from tasuki.wire.channel import CLIENT_OPTIONS
+from tasuki.wire.errors import DeadlineExceeded, NodeDown, ServiceFailed, TasukiError, from_reason, from_rpc_error
+
+STOP_TIMEOUT_S = 10.0
+_POLL_S = 0.1
+_CALL_TIMEOUT_S = 2.0
+# Beside the engine's own start_timeout_s: the trainer's start on CUDA comes after it.
+_START_MARGIN_S = 300.0
+Tell = Callable[[str], None]
+
+
+def to_stderr(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+
+
+class StartedNode:
+    """A node that this process started, and that stops with it unless it is let go. To be stopped or let go, once."""
+
+    def __init__(self, config: NodeConfig, process: subprocess.Popen[bytes], *, starter_fd: int) -> None:
+        self.config = config
+        self.process = process
+        self._starter_fd = starter_fd
+        self._is_let_go = False
+
+    def let_go(self) -> None:
+        """From here on the node lives without this process."""
+        os.write(self._starter_fd, b"1")
+        os.close(self._starter_fd)
+        self._is_let_go = True
+
+    def wait(self) -> int:
+        """Returns when the node has ended: 0 after a `tasuki down`, 1 when a service ended by itself."""
+        return self.process.wait()
+
+    def stop(self) -> None:
+        """Returns when nothing of the node is left."""
+        with _without_interrupts():
+            if not self._is_let_go:
+                os.close(self._starter_fd)
+            stop_node(self.config.state_dir)
+            self.process.wait()
+
+
+def start_node(config: NodeConfig, *, tell: Tell = to_stderr) -> StartedNode:
+    """Starts coordinator, trainer and rollout, and returns when all three serve and the phase is known.
+
+    Raises NodeRunning when one runs already, PathNotFound or InvalidArgument for the model folder, ServiceFailed when a service ends
+    before it serves. Whatever is raised, KeyboardInterrupt included, nothing is left running.
+    """
+    check_model_folder(config.model.path)
+    lock = StateLock.take(config.state_dir, name=NODE_LOCK)
+    read_fd, starter_fd = os.pipe()
+    try:
+        save_config(config, config_path(config.state_dir))
+        exit_path(config.state_dir).unlink(missing_ok=True)
+        process = _spawn_supervisor(config, lock_fd=lock.fd, read_fd=read_fd)
+    finally:
+        lock.close()
+        os.close(read_fd)
+    node = StartedNode(config, process, starter_fd=starter_fd)
+    try:
+        _wait_until_serving(config, tell=tell, supervisor=process)
+    except BaseException:
+        node.stop()
+        raise
+    return node
+
+
+def stop_node(state_dir: Path) -> bool:
+    """Stops the node on `state_dir` and returns when no process of it is left; False when none ran."""
+    asked: set[int] = {os.getpid()}
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while (pid := holder(state_dir, name=NODE_LOCK)) is not None:
+        # While a node starts, the lock passes from the process that was asked to start it to the supervisor.
+        if pid not in asked:
+            asked.add(pid)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"the node of pid {pid} has not stopped in {STOP_TIMEOUT_S:.0f} s", pid=pid)
+        time.sleep(_POLL_S)
+    return len(asked) > 1
+
+
+@contextmanager
+def running_node(config: NodeConfig, *, tell: Tell = to_stderr) -> Iterator[None]:
+    """The node of `config`: the one that runs, or one started here and stopped at the end, however this process ends."""
+    if holder(config.state_dir, name=NODE_LOCK) is not None:
+        _wait_until_serving(config, tell=tell, supervisor=None)
+        yield
+        return
+    node = start_node(config, tell=tell)
+    try:
+        yield
+    finally:
+        node.stop()
+
+
+def _spawn_supervisor(config: NodeConfig, *, lock_fd: int, read_fd: int) -> subprocess.Popen[bytes]:
+    argv = [sys.executable, "-m", "tasuki.cli", "supervise", str(config.state_dir), str(lock_fd), str(read_fd)]
+    log = log_path(config.state_dir, "supervisor")
+    log.parent.mkdir(mode=0o700, exist_ok=True)
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=(lock_fd, read_fd), start_new_session=True
+        )
+
+
+def _wait_until_serving(config: NodeConfig, *, tell: Tell, supervisor: subprocess.Popen[bytes] | None) -> None:
+    started = time.monotonic()
+    deadline = started + config.rollout.start_timeout_s + _START_MARGIN_S
+    waiting = {service.name: service for service in node_services(config)}
+    while waiting:
+        if holder(config.state_dir, name=NODE_LOCK) is None:
+            if supervisor is not None:
+                supervisor.wait()
+            raise why_it_ended(config)
+        for service in [service for service in waiting.values() if _is_serving(service)]:
+            tell(f"{service.name} serves after {time.monotonic() - started:.1f} s")
+            del waiting[service.name]
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"{', '.join(waiting)} did not serve within {deadline - started:.0f} s")
+        time.sleep(_POLL_S)
+    state = node_state(config)
+    while state.phase == types_pb2.PHASE_UNSPECIFIED and not state.last_error:
+        time.sleep(_POLL_S)
+        state = node_state(config)
+    tell(f"the node is up: {types_pb2.Phase.Name(state.phase)}, coordinator at {node_targets(config)['coordinator']}")
+
+
+def node_state(config: NodeConfig) -> coordinator_pb2.NodeState:
+    """The coordinator's view of the node. Raises NodeDown when none runs."""
+    state_dir = config.state_dir
+    if holder(state_dir, name=NODE_LOCK) is None:
+        raise NodeDown(f"no node runs on {state_dir}; start one with: tasuki up CONFIG", state_dir=state_dir)
+    with grpc.insecure_channel(node_targets(config)["coordinator"], options=CLIENT_OPTIONS) as channel:
+        request = coordinator_pb2.GetStateRequest()
+        try:
+            return CoordinatorServiceStub(channel).GetState(request, timeout=_CALL_TIMEOUT_S, wait_for_ready=True).state
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+
+def why_it_ended(config: NodeConfig) -> TasukiError:
+    """The error of a node that is not there any more, with the words of the service that ended first."""
+    path = exit_path(config.state_dir)
+    ended = json.loads(path.read_text()) if path.exists() else {}
+    name = ended.get("first") or "supervisor"
+    log = log_path(config.state_dir, name)
+    words = last_words(log.read_text(errors="replace") if log.exists() else "")
+    if words.reason:
+        return from_reason(words.reason, f"{name}: {words.text}", {"service": name, "log": str(log)})
+    how = ended.get("services", {}).get(name) or ended.get("reason", "ended without a word")
+    text = f"{name} ended by itself ({how}); {log} says:\n{words.text}"
+    return ServiceFailed(text, service=name, log=log)
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Keeps a second Ctrl-C, or a SIGTERM, from ending what cleans up after the first."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _is_serving(service: ServiceCommand) -> bool:
+    with grpc.insecure_channel(service.target, options=CLIENT_OPTIONS) as channel:
+        request = health_pb2.HealthCheckRequest(service=service.health_name)
+        try:
+            answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=_CALL_TIMEOUT_S)
+        except grpc.RpcError:
+            return False
+    return answer.status == health_pb2.HealthCheckResponse.SERVING

@@ -1,0 +1,107 @@
+"""What a training run shows while it runs: a live line on a terminal, one plain line for each step elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tasuki.client.async_client import AsyncClient
+from tasuki.client.step import Step
+from tasuki.wire.errors import TasukiError
+
+
+class TrainProgress:
+    """Shows steps as they are reported, and on a terminal the stage that the node is in, live. Use it in a `with` block."""
+
+    def __init__(self, target: str, *, num_steps: int) -> None:
+        self._console = Console()
+        self._follower = _StageFollower(target, self._show_stage)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[stage]}"),
+        )
+        self._bar = Progress(*columns, console=self._console)
+        self._task = self._bar.add_task("starting", total=num_steps, stage="")
+
+    def __enter__(self) -> TrainProgress:
+        if self._console.is_terminal:
+            self._bar.start()
+            self._follower.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._console.is_terminal:
+            self._follower.stop()
+            self._bar.stop()
+
+    def report(self, step: Step) -> None:
+        line = step_line(step)
+        if self._console.is_terminal:
+            self._console.print(line, highlight=False)
+            self._bar.update(self._task, completed=step.step, description=f"version {step.policy_version}")
+        else:
+            sys.stdout.write(f"{line}\n")
+            sys.stdout.flush()
+
+    def _show_stage(self, stage: str) -> None:
+        self._bar.update(self._task, stage=stage)
+
+
+def step_line(step: Step) -> str:
+    """One step in one line; what did not take place is left out."""
+    parts = [f"step {step.step:>3}", f"version {step.policy_version}"]
+    if step.mean_reward is not None:
+        parts.append(f"reward {step.mean_reward:.3f}")
+    if step.eval_score is not None:
+        parts.append(f"held-out {step.eval_score:.3f}")
+    if step.max_log_prob_gap is not None:
+        parts.append(f"gap {step.max_log_prob_gap:.1e}")
+    if step.num_failed_rewards:
+        parts.append(f"{step.num_failed_rewards} rewards failed and count as 0")
+    return "  ".join([*parts, f"{step.total_seconds():.1f} s"])
+
+
+class _StageFollower(threading.Thread):
+    """Watches the node on a loop of its own, so that it shows a stage while the training loop waits for it."""
+
+    def __init__(self, target: str, show: Callable[[str], None]) -> None:
+        super().__init__(name="tasuki-stages", daemon=True)
+        self._target, self._show = target, show
+        self._loop = asyncio.new_event_loop()
+        self._work: asyncio.Task[None] | None = None
+
+    def run(self) -> None:
+        self._work = self._loop.create_task(self._follow())
+        try:
+            self._loop.run_until_complete(self._work)
+        except asyncio.CancelledError:
+            pass
+        finally:
+            self._loop.close()
+
+    def stop(self) -> None:
+        if self.is_alive():
+            self._loop.call_soon_threadsafe(self._cancel)
+        self.join()
+
+    def _cancel(self) -> None:
+        if self._work is not None:
+            self._work.cancel()
+
+    async def _follow(self) -> None:
+        async with AsyncClient(self._target) as client:
+            try:
+                async for watched in client.watch():
+                    state = watched.state
+                    self._show(f"{state.phase}" if state.phase else f"{state.stage} done, {state.next_stage} next")
+            except TasukiError:
+                return  # the node ended; the training loop says why

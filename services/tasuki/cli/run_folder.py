@@ -1,0 +1,91 @@
+"""What a training run leaves in its output folder: metrics as they come, then the summary, the curve and the journal."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tasuki.client.step import Step
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+class MetricsFile:
+    """metrics.jsonl: one line a step, there as soon as the step has ended."""
+
+    def __init__(self, output_dir: Path) -> None:
+        self._path = output_dir / "metrics.jsonl"
+        self.steps: list[Step] = []
+
+    def report(self, step: Step) -> None:
+        self.steps.append(step)
+        with self._path.open("a") as lines:
+            lines.write(json.dumps(asdict(step)) + "\n")
+
+
+def summarize(steps: Sequence[Step], *, seed: int, seconds: float, changeovers: int, policy_version: int) -> dict[str, object]:
+    """The run in a few figures. exact_match_* are the held-out scores: with a reward of 0 or 1 they are the share of exact answers."""
+    scores = [step.eval_score for step in steps if step.eval_score is not None]
+    before, after = (scores[0], scores[-1]) if scores else (None, None)
+    rewards = [step.mean_reward for step in steps if step.mean_reward is not None]
+    gaps = [step.max_log_prob_gap for step in steps if step.max_log_prob_gap is not None]
+    return {
+        "exact_match_before": before,
+        "exact_match_after": after,
+        "eval_score_before": before,
+        "eval_score_after": after,
+        "mean_reward_last": rewards[-1] if rewards else None,
+        "seconds": round(seconds, 1),
+        "steps": len(rewards),
+        "changeovers": changeovers,
+        "max_log_prob_gap": max(gaps, default=0.0),
+        "num_failed_rewards": sum(step.num_failed_rewards for step in steps),
+        "seed": seed,
+        "policy_version": policy_version,
+    }
+
+
+def write_summary(output_dir: Path, summary: dict[str, object]) -> None:
+    (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+
+
+def copy_journal(source: Path, output_dir: Path) -> None:
+    """A consistent copy of the coordinator's journal, while it is written."""
+    with (
+        closing(sqlite3.connect(f"file:{source}?mode=ro", uri=True)) as journal,
+        closing(sqlite3.connect(output_dir / "journal.sqlite")) as copy,
+    ):
+        journal.backup(copy)
+
+
+def draw_curve(output_dir: Path, steps: Sequence[Step]) -> None:
+    """curve.png: reward and held-out score above, the gap between trainer and rollout below, by step."""
+    from matplotlib.figure import Figure  # half a second, and no other command draws
+
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    learning, gap = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
+    _line(learning, steps, field="mean_reward", label="mean reward of the samples", color="tab:blue")
+    _line(learning, steps, field="eval_score", label="held-out score, greedy", color="tab:orange", marker="o")
+    learning.set_ylabel("reward")
+    learning.legend(loc="lower right")
+    _line(gap, steps, field="max_log_prob_gap", label="largest", color="tab:red")
+    _line(gap, steps, field="mean_log_prob_gap", label="mean", color="tab:gray")
+    gap.set_yscale("log")
+    gap.set_ylabel("|trainer - rollout|\nlog-prob")
+    gap.set_xlabel("step")
+    gap.legend(loc="upper right")
+    for axes in (learning, gap):
+        axes.grid(alpha=0.3)
+    figure.savefig(output_dir / "curve.png", dpi=120)
+
+
+def _line(axes: Axes, steps: Sequence[Step], *, field: str, label: str, color: str, marker: str = "") -> None:
+    points = [(step.step, value) for step in steps if (value := getattr(step, field)) is not None]
+    if points:
+        axes.plot(*zip(*points, strict=True), label=label, color=color, marker=marker, markersize=4)

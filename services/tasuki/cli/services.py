@@ -1,0 +1,83 @@
+"""What a node is made of: the command line and the environment of each service."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import uuid
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+
+from tasuki.config.places import config_path, node_targets, socket_dir
+from tasuki.config.schema import NodeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceCommand:
+    """One service of a node, as it is started."""
+
+    name: str
+    argv: Sequence[str]
+    target: str
+    health_name: str
+    environment: dict[str, str] = field(default_factory=dict)
+    after: str | None = None
+    """A service that must listen before this one starts."""
+
+
+def node_services(config: NodeConfig) -> list[ServiceCommand]:
+    """The three services. On CUDA rollout comes up first: the engine sizes its KV cache by the memory that is free then."""
+    targets = node_targets(config)
+    arguments = ["--config", str(config_path(config.state_dir))]
+    # Engines and torch leave sockets and files in the temporary folder when they are killed; the run folder goes with the node.
+    shared = {"PYTHONUNBUFFERED": "1", "TMPDIR": str(socket_dir(config.state_dir))}
+    is_cpu = config.device == "cpu"
+    return [
+        ServiceCommand(
+            name="coordinator",
+            argv=[sys.executable, "-m", "tasuki.coordinator", *arguments],
+            target=targets["coordinator"],
+            health_name="tasuki.v1.CoordinatorService",
+            environment=shared,
+        ),
+        ServiceCommand(
+            name="rollout",
+            argv=[sys.executable, "-m", "tasuki.rollout", *arguments],
+            target=targets["rollout"],
+            health_name="tasuki.v1.RolloutService",
+            environment={**shared, **({"OMP_NUM_THREADS": str(config.rollout.num_threads)} if is_cpu else {})},
+        ),
+        ServiceCommand(
+            name="trainer",
+            argv=[*_torchrun(config.trainer.num_ranks), "-m", "tasuki.trainer", *arguments],
+            target=targets["trainer"],
+            health_name="tasuki.v1.TrainerService",
+            environment={**shared, "OMP_NUM_THREADS": str(config.trainer.num_threads if is_cpu else 1)},
+            after=None if is_cpu else "rollout",
+        ),
+    ]
+
+
+def listens(target: str) -> bool:
+    """Whether a server accepts connections at a gRPC target."""
+    is_unix = target.startswith("unix:")
+    host, _, port = target.rpartition(":")
+    with closing(socket.socket(socket.AF_UNIX if is_unix else socket.AF_INET)) as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex(target.removeprefix("unix:") if is_unix else (host, int(port))) == 0
+
+
+def _torchrun(num_ranks: int) -> list[str]:
+    """One attempt, ranks of this machine only, and a free port that the store picks itself."""
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={num_ranks}",
+        "--max-restarts=0",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=127.0.0.1:0",
+        f"--rdzv-id={uuid.uuid4().hex}",
+        "--local-addr=127.0.0.1",
+    ]

@@ -1,0 +1,22 @@
+"""`tasuki state`: the node at this moment."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from rich.console import Console
+
+from tasuki.cli.view import NodeReader, as_dict, draw
+from tasuki.config.schema import NodeConfig
+
+
+def show_state(config: NodeConfig, *, as_json: bool) -> int:
+    """Prints the node's state. Raises NodeDown when none runs."""
+    with NodeReader(config) as reader:
+        view = reader.read()
+    if as_json:
+        sys.stdout.write(json.dumps(as_dict(view), indent=2) + "\n")
+    else:
+        Console().print(draw(view))
+    return 0

@@ -1,0 +1,68 @@
+"""Everything of a training run that can be wrong before a service is started: looked at first, so it costs seconds to know."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasuki.cli.model_folder import check_model_folder
+from tasuki.cli.tokenizer import ModelTokenizer
+from tasuki.client.dataset import Row, read_jsonl
+from tasuki.config.schema import NodeConfig, TrainConfig
+from tasuki.wire.errors import InvalidArgument, PathExists
+
+
+@dataclass(frozen=True, slots=True)
+class TrainInputs:
+    train: TrainConfig
+    tokenizer: ModelTokenizer
+    rows: list[Row]
+    eval_rows: list[Row]
+
+
+def read_inputs(config: NodeConfig) -> TrainInputs:
+    """Raises InvalidArgument, PathNotFound or PathExists, naming the key, the file and the line."""
+    train = config.train
+    if train is None:
+        raise InvalidArgument("train", "the configuration has no [train] table, so there is nothing to train")
+    check_output(train.output_dir)
+    check_model_folder(config.model.path)
+    rows = read_jsonl(train.dataset)
+    eval_rows = read_jsonl(train.eval_dataset) if train.eval_dataset is not None else []
+    if train.stop_at_eval_score is not None and not eval_rows:
+        raise InvalidArgument("train.stop_at_eval_score", "needs an eval_dataset")
+    tokenizer = ModelTokenizer(config.model.path)
+    limit = min(_context_length(config), config.trainer.micro_batch_tokens)
+    for path, some_rows in ((train.dataset, rows), (train.eval_dataset, eval_rows)):
+        check_lengths(some_rows, tokenizer=tokenizer, max_prompt_tokens=limit - train.max_new_tokens, path=path)
+    return TrainInputs(train, tokenizer, rows, eval_rows)
+
+
+def check_output(output_dir: Path) -> None:
+    """Raises PathExists when an earlier run is there."""
+    for name in ("summary.json", "metrics.jsonl", "model"):
+        if (output_dir / name).exists():
+            raise PathExists(
+                f"train.output_dir: {output_dir / name} is there from an earlier run; choose another folder", path=output_dir
+            )
+
+
+def check_lengths(rows: Sequence[Row], *, tokenizer: ModelTokenizer, max_prompt_tokens: int, path: Path | None) -> None:
+    """Raises InvalidArgument naming the first row whose prompt leaves no room for max_new_tokens."""
+    for number, row in enumerate(rows, start=1):
+        num_tokens = len(tokenizer.encode_prompt(row["prompt"]))
+        if not num_tokens:
+            raise InvalidArgument("dataset", f"{path}: row {number}: the prompt has no tokens")
+        if num_tokens > max_prompt_tokens:
+            text = f"{path}: row {number}: the prompt has {num_tokens} tokens; with train.max_new_tokens, at most {max_prompt_tokens} fit"
+            raise InvalidArgument("dataset", text, num_tokens=num_tokens)
+
+
+def _context_length(config: NodeConfig) -> int:
+    """Of the rollout as it will be started."""
+    if config.rollout.context_length is not None:
+        return config.rollout.context_length
+    model = json.loads((config.model.path / "config.json").read_text())
+    return int(model.get("max_position_embeddings", config.trainer.micro_batch_tokens))

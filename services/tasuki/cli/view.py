@@ -1,0 +1,179 @@
+"""What `state` and `watch` show of a node: read from its three services, drawn as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC
+
+import grpc
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from tasuki.config.places import node_targets
+from tasuki.config.schema import NodeConfig
+from tasuki.v1 import coordinator_pb2, memory_pb2, rollout_pb2, trainer_pb2, types_pb2
+from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
+from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
+from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
+from tasuki.wire.channel import CLIENT_OPTIONS
+from tasuki.wire.errors import NodeDown, PeerUnavailable, TasukiError, from_rpc_error
+
+_TIMEOUT_S = 5.0
+_MIB = 1024 * 1024
+_STAGES = [stage for stage in types_pb2.Stage.values() if stage != types_pb2.STAGE_UNSPECIFIED]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """Everything the services say of themselves at one moment. `changeovers`: the last few, newest first."""
+
+    node: coordinator_pb2.NodeState
+    trainer: trainer_pb2.GetTrainerStateResponse
+    rollout: rollout_pb2.GetRolloutStateResponse
+    trainer_memory: memory_pb2.GetUsageResponse
+    rollout_memory: memory_pb2.GetUsageResponse
+    changeovers: Sequence[coordinator_pb2.Changeover]
+
+
+class NodeReader:
+    """Reads a running node. Close it, or use it as a context manager."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self._state_dir = config.state_dir
+        targets = node_targets(config)
+        self._channels = {name: grpc.insecure_channel(target, options=CLIENT_OPTIONS) for name, target in targets.items()}
+        self.coordinator = CoordinatorServiceStub(self._channels["coordinator"])
+        self._trainer = TrainerServiceStub(self._channels["trainer"])
+        self._rollout = RolloutServiceStub(self._channels["rollout"])
+        self._memory = {name: MemoryServiceStub(self._channels[name]) for name in ("trainer", "rollout")}
+
+    def __enter__(self) -> NodeReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for channel in self._channels.values():
+            channel.close()
+
+    def read(self) -> NodeView:
+        """Raises NodeDown when the coordinator does not answer, PeerUnavailable when another service does not."""
+        usage = memory_pb2.GetUsageRequest()
+        listing = coordinator_pb2.ListChangeoversRequest(page_size=4)
+        try:
+            node = self.coordinator.GetState(coordinator_pb2.GetStateRequest(), timeout=_TIMEOUT_S).state
+            return NodeView(
+                node=node,
+                trainer=self._trainer.GetTrainerState(trainer_pb2.GetTrainerStateRequest(), timeout=_TIMEOUT_S),
+                rollout=self._rollout.GetRolloutState(rollout_pb2.GetRolloutStateRequest(), timeout=_TIMEOUT_S),
+                trainer_memory=self._memory["trainer"].GetUsage(usage, timeout=_TIMEOUT_S),
+                rollout_memory=self._memory["rollout"].GetUsage(usage, timeout=_TIMEOUT_S),
+                changeovers=self.coordinator.ListChangeovers(listing, timeout=_TIMEOUT_S).changeovers,
+            )
+        except grpc.RpcError as error:
+            raise self.explained(error) from error
+
+    def explained(self, error: grpc.RpcError) -> TasukiError:
+        """What a failed call means to someone who asked for a node's state."""
+        known = from_rpc_error(error)
+        if isinstance(known, PeerUnavailable):
+            text = f"no node answers on {self._state_dir}; start one with: tasuki up CONFIG"
+            return NodeDown(text, state_dir=self._state_dir)
+        return known
+
+
+def draw(view: NodeView) -> RenderableType:
+    """The whole node as rows of text, for a terminal or a file."""
+    kept = [name for name, usage in _usages(view) if usage.tags and not usage.frees_memory]
+    note = f"in this build a pause frees no memory of {' and '.join(kept)}: its pages stay mapped" if kept else ""
+    return Group(_facts(view), Text(), _ring(view), Text(), _memory(view), Text(note))
+
+
+def as_dict(view: NodeView) -> dict[str, object]:
+    """The same as plain values, with the protos' field names and enum names."""
+    return {
+        "node": _plain(view.node),
+        "trainer": {**_plain(view.trainer), "memory": _plain(view.trainer_memory)},
+        "rollout": {**_plain(view.rollout), "memory": _plain(view.rollout_memory)},
+        "changeovers": [_plain(changeover) for changeover in view.changeovers],
+    }
+
+
+def event_line(event: coordinator_pb2.StageEvent) -> str:
+    """One event as one line: time, changeover, stage, status, and what came of it."""
+    moment = event.time.ToDatetime(UTC).astimezone().strftime("%H:%M:%S")
+    name = stage_name(event.stage) if event.stage else "changeover"
+    status = coordinator_pb2.StageStatus.Name(event.status).removeprefix("STAGE_STATUS_")
+    figures = f"{event.seconds:.3f} s, {event.bytes / _MIB:.1f} MiB" if event.seconds else ""
+    error = f"{event.error_reason}: {event.error_message}" if event.error_reason else ""
+    return "  ".join(part for part in (moment, event.changeover_id, f"{name:<14}", status, figures, error) if part)
+
+
+def stage_name(stage: types_pb2.Stage.ValueType) -> str:
+    return types_pb2.Stage.Name(stage).removeprefix("STAGE_")
+
+
+def phase_name(phase: types_pb2.Phase.ValueType) -> str:
+    return types_pb2.Phase.Name(phase).removeprefix("PHASE_") if phase else "between phases"
+
+
+def _facts(view: NodeView) -> Table:
+    node, trainer, rollout = view.node, view.trainer, view.rollout
+    served = str(node.policy_version) if node.HasField("policy_version") else "none yet"
+    health = f"poisoned: {rollout.poison_reason}" if rollout.is_poisoned else f"{rollout.num_running} requests running"
+    rows = [
+        ("phase", phase_name(node.phase)),
+        ("stage", f"{stage_name(node.stage)}, next {stage_name(node.next_stage)}" if node.stage else "unknown"),
+        ("policy version", f"trainer {trainer.policy_version}, rollout {served}"),
+        ("changeovers", f"{node.num_changeovers}, epoch {node.epoch}"),
+        ("trainer", f"{node.trainer_target}  {trainer.num_ranks} ranks, {trainer.num_parameters:,} parameters"),
+        ("rollout", f"{node.rollout_target}  TP {rollout.tp_size}, {health}"),
+    ]
+    if node.last_error:
+        rows.append(("last error", node.last_error))
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows:
+        table.add_row(name, Text(value))
+    return table
+
+
+def _ring(view: NodeView) -> Table:
+    """The nine stages with the figures of their last run; the mark is where the node stands."""
+    last: dict[int, coordinator_pb2.StageEvent] = {}
+    for changeover in reversed(view.changeovers):
+        last.update({event.stage: event for event in changeover.stages})
+    table = Table(box=None, padding=(0, 2), pad_edge=False)
+    for heading in ("", "stage", "last", "seconds", "MiB"):
+        table.add_column(heading, justify="right" if heading in ("seconds", "MiB") else "left")
+    for stage in _STAGES:
+        event = last.get(stage)
+        status = coordinator_pb2.StageStatus.Name(event.status).removeprefix("STAGE_STATUS_") if event else ""
+        seconds, size = (f"{event.seconds:.3f}", f"{event.bytes / _MIB:.1f}") if event else ("", "")
+        table.add_row(">" if stage == view.node.stage else "", stage_name(stage), status, seconds, size)
+    return table
+
+
+def _memory(view: NodeView) -> Table:
+    table = Table(box=None, padding=(0, 2), pad_edge=False)
+    for heading in ("memory", "tag", "device", "", "mapped MiB", "of"):
+        table.add_column(heading, justify="right" if heading in ("mapped MiB", "of") else "left")
+    for service, usage in _usages(view):
+        for tag in usage.tags:
+            name = types_pb2.MemoryTag.Name(tag.tag).removeprefix("MEMORY_TAG_").lower()
+            bar = ProgressBar(total=max(tag.total_bytes, 1), completed=tag.mapped_bytes, width=20)
+            paused = " (paused)" if tag.is_paused else ""
+            where = f"{tag.device} rank {tag.rank}"
+            table.add_row(service, name + paused, where, bar, f"{tag.mapped_bytes / _MIB:.1f}", f"{tag.total_bytes / _MIB:.1f}")
+    return table
+
+
+def _usages(view: NodeView) -> list[tuple[str, memory_pb2.GetUsageResponse]]:
+    return [("trainer", view.trainer_memory), ("rollout", view.rollout_memory)]
+
+
+def _plain(message: Message) -> dict[str, object]:
+    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)

@@ -1,0 +1,76 @@
+"""Who may use a state folder: one holder for each lock, until it ends, however it ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+from types import TracebackType
+
+from tasuki.wire.errors import NodeRunning
+
+NODE_LOCK = "node"
+"""The lock that a node's supervisor holds while any process of the node lives."""
+_TRIES = 5
+_TRY_EVERY_S = 0.01
+
+
+class StateLock:
+    """An flock on `name`.lock in the state folder, with the holder's pid inside. Children that inherit it share it."""
+
+    def __init__(self, fd: int) -> None:
+        """Wraps a descriptor that holds the lock."""
+        self.fd = fd
+
+    @classmethod
+    def take(cls, state_dir: Path, *, name: str) -> StateLock:
+        """Raises NodeRunning, naming the holder's pid, when someone else holds it."""
+        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(state_dir / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if not _locked(fd, fcntl.LOCK_EX):
+            pid = os.pread(fd, 32, 0).decode() or "unknown"
+            os.close(fd)
+            raise NodeRunning(f"pid {pid} already runs a {name} on {state_dir}", state_dir=state_dir, pid=pid)
+        lock = cls(fd)
+        lock.sign(os.getpid())
+        return lock
+
+    def sign(self, pid: int) -> None:
+        """Puts `pid` into the file, for those who ask who holds it."""
+        os.ftruncate(self.fd, 0)
+        os.pwrite(self.fd, str(pid).encode(), 0)
+
+    def close(self) -> None:
+        """Closes this process's descriptor; the lock is free when every process that shares it has done so."""
+        os.close(self.fd)
+
+    def __enter__(self) -> StateLock:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+
+def holder(state_dir: Path, *, name: str) -> int | None:
+    """Pid of the process that holds the lock; None when nobody does."""
+    path = state_dir / f"{name}.lock"
+    if not path.exists():
+        return None
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return None if _locked(fd, fcntl.LOCK_SH) else int(os.pread(fd, 32, 0) or 0)
+    finally:
+        os.close(fd)
+
+
+def _locked(fd: int, operation: int) -> bool:
+    """Whether the lock was taken. Tries for a moment, because `holder` takes it for an instant when it looks."""
+    for _ in range(_TRIES):
+        try:
+            fcntl.flock(fd, operation | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_TRY_EVERY_S)
+        else:
+            return True
+    return False

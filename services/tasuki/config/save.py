@@ -1,0 +1,38 @@
+"""Writes a NodeConfig as TOML that load_config reads back as the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tasuki.config.schema import NodeConfig
+
+
+def save_config(config: NodeConfig, path: Path) -> None:
+    """Every key that has a value, defaults included; paths absolute."""
+    path.write_text("\n".join(_table(config.model_dump(mode="python", exclude_none=True), ())) + "\n")
+
+
+def _table(table: dict[str, Any], name: tuple[str, ...]) -> list[str]:
+    lines = [f"[{'.'.join(name)}]"] if name else []
+    lines += [f"{key} = {_value(value)}" for key, value in table.items() if not isinstance(value, dict)]
+    for key, value in table.items():
+        if isinstance(value, dict):
+            lines += ["", *_table(value, (*name, key))]
+    return lines
+
+
+def _value(value: object) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case int() | float():
+            return repr(value)
+        case list() | tuple():
+            return f"[{', '.join(_value(item) for item in value)}]"
+        case Path():
+            return json.dumps(str(value.absolute()))
+        case _:
+            # A JSON string is a TOML basic string; only DEL is legal in the one and not in the other.
+            return json.dumps(value).replace("\x7f", "\\u007f")

@@ -1,0 +1,88 @@
+"""Runs the coordinator of one node: python -m tasuki.coordinator --config node.toml [--set a.b=c]..."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+import uuid
+from pathlib import Path
+
+import uvloop
+
+from tasuki.config.load import load_config
+from tasuki.config.lock import StateLock
+from tasuki.config.places import journal_path, node_targets
+from tasuki.config.schema import NodeConfig
+from tasuki.coordinator.journal import Journal
+from tasuki.coordinator.node import Node
+from tasuki.coordinator.peers import GrpcPeers
+from tasuki.coordinator.servicer import CoordinatorServicer
+from tasuki.rpc.logs import configure_logging
+from tasuki.rpc.server import RpcServer
+from tasuki.v1 import coordinator_pb2_grpc
+from tasuki.wire.errors import TasukiError
+
+_log = logging.getLogger("tasuki.coordinator")
+# A changeover that runs may finish a stage in this time; the supervisor gives 5 s.
+_GRACE_S = 3.0
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tasuki.coordinator")
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=VALUE")
+    arguments = parser.parse_args(argv)
+    configure_logging("coordinator")
+    try:
+        config = load_config(arguments.config, overrides=arguments.overrides)
+        with StateLock.take(config.state_dir, name="coordinator"):
+            uvloop.run(_serve(config))
+    except TasukiError as error:
+        sys.stderr.write(f"tasuki: error {error.reason}: {error.message}\n")
+        return 2
+    return 0
+
+
+async def _serve(config: NodeConfig) -> None:
+    """Serves until SIGTERM or SIGINT. The epoch is on disk before the address is bound."""
+    targets = node_targets(config)
+    boot_id = uuid.uuid4().hex
+    journal = Journal(journal_path(config.state_dir))
+    epoch = journal.begin_epoch(boot_id)
+    _log.info("event=epoch epoch=%d boot_id=%s", epoch, boot_id)
+    peers = GrpcPeers(
+        trainer_target=targets["trainer"],
+        rollout_target=targets["rollout"],
+        stage_timeout_s=config.coordinator.stage_timeout_s,
+        drain_grace_s=config.coordinator.drain_grace_s,
+    )
+    node = Node(journal, peers, boot_id=boot_id, trainer_target=targets["trainer"], rollout_target=targets["rollout"])
+    server = RpcServer(service="coordinator", target=targets["coordinator"])
+    server.add(
+        coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server,
+        CoordinatorServicer(node, journal),
+        "tasuki.v1.CoordinatorService",
+    )
+    await server.start()
+    stop = asyncio.Event()
+    recovery = asyncio.create_task(node.recover())
+    ending = asyncio.create_task(_end_watches(stop, node))
+    try:
+        await server.run(stop, grace_s=_GRACE_S)
+    finally:
+        ending.cancel()
+        recovery.cancel()
+        await node.stop()
+        await peers.close()
+        journal.close()
+
+
+async def _end_watches(stop: asyncio.Event, node: Node) -> None:
+    await stop.wait()
+    node.end_watches()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""One changeover: intent, act, result for each stage; when one fails, the finished ones are taken back."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from tasuki.coordinator.journal import Journal
+from tasuki.coordinator.peers import Observed, Peers
+from tasuki.coordinator.phases import Phase, Stage, advance, path, since_phase, turns_back, undo_path
+from tasuki.coordinator.records import Intent, Outcome, StageEvent, Status
+from tasuki.wire.errors import DeadlineExceeded, InternalError, PeerUnavailable, StageOrder, TasukiError
+
+_log = logging.getLogger("tasuki.coordinator")
+# After these nobody knows whether the stage was carried out, or still is. It is not sent again, but its undo is sent: a service
+# takes one command at a time, and none with a lower sequence number after it, so the undo finds the stage finished, or keeps it
+# from starting.
+_OUTCOME_UNKNOWN = (DeadlineExceeded, InternalError, PeerUnavailable)
+
+Tell = Callable[[StageEvent, Stage], None]
+"""Takes what happened, and where the node stands after it."""
+
+
+class Changeover:
+    """Runs the stages of one hand-over. `at` is where the node stands."""
+
+    def __init__(self, changeover_id: str, *, seen: Observed, journal: Journal, peers: Peers, tell: Tell) -> None:
+        self.id = changeover_id
+        self.started = time.perf_counter()
+        self._journal, self._peers, self._tell = journal, peers, tell
+        self.stands(seen)
+
+    def stands(self, seen: Observed) -> None:
+        """Takes what the services say as the truth. Raises StageOrder when they do not fit together."""
+        self.at = seen.place()
+        self._boots = {"trainer_boot_id": seen.trainer_boot_id, "rollout_boot_id": seen.rollout_boot_id}
+
+    async def bring_to(self, target: Phase) -> None:
+        """Brings the node to `target`. When a stage fails, the finished ones are taken back and the stage's error is raised."""
+        if turns_back(self.at, target):
+            await self._take_back(since_phase(self.at))
+        for stage in path(self.at, target):
+            finished = since_phase(self.at)
+            try:
+                await self.run(stage)
+            except TasukiError as error:
+                suspect = (stage,) if isinstance(error, _OUTCOME_UNKNOWN) else ()
+                await self._take_back_after(error, (*finished, *suspect))
+                raise
+
+    async def run(self, stage: Stage) -> None:
+        """Carries one stage out. Raises its error, and StageOrder when another stage must come first."""
+        after = advance(self.at, stage)
+        intent = self._journal.intend(stage, self.id, is_undo=False, **self._boots)
+        self._tell(StageEvent(self.id, stage, Status.STARTED, time=intent.time), self.at)
+        published = self._journal.published() if stage is Stage.SYNC else Outcome()
+        await self._journalled(intent, self._peers.run(intent, published=published.answer), after)
+
+    async def _take_back(self, stages: Sequence[Stage]) -> None:
+        """Undoes `stages`, which stand in the order in which they were run, and asks the services where that led."""
+        for stage in undo_path(stages):
+            intent = self._journal.intend(stage, self.id, is_undo=True, **self._boots)
+            try:
+                await self._journalled(intent, self._peers.undo(intent), self.at)
+            except StageOrder:
+                continue  # the service says that the stage was never carried out
+        self.stands(await self._peers.observe())
+
+    async def _take_back_after(self, cause: TasukiError, stages: Sequence[Stage]) -> None:
+        """As _take_back, for a caller that raises `cause`: an error of the undo itself is journalled and logged."""
+        try:
+            await self._take_back(stages)
+        except TasukiError as error:
+            _log.error("event=undo_failed changeover=%s cause=%s reason=%s", self.id, cause.reason, error.reason)
+
+    async def _journalled(self, intent: Intent, act: Awaitable[Outcome], leads_to: Stage) -> None:
+        started = time.perf_counter()
+        try:
+            outcome = await act
+        except TasukiError as error:
+            self._report(self._journal.failed(intent, error, seconds=time.perf_counter() - started))
+            raise
+        self.at = leads_to
+        self._report(self._journal.done(intent, outcome, seconds=time.perf_counter() - started))
+
+    def _report(self, event: StageEvent) -> None:
+        _log.info(
+            "event=stage changeover=%s stage=%s status=%s seconds=%.4f bytes=%d reason=%s",
+            event.changeover_id,
+            event.stage,
+            event.status,
+            event.seconds,
+            event.num_bytes,
+            event.error_reason or "-",
+        )
+        self._tell(event, self.at)

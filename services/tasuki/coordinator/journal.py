@@ -1,0 +1,289 @@
+"""The coordinator's memory: what it set out to do and what came of it, in SQLite.
+
+Rows are added and never changed: `stages` holds intents and `results` what came of them, so a stage without a result is one
+whose outcome no coordinator learned. A commit is on disk before the call returns (WAL, synchronous=FULL; 0.2 ms), hence plain
+calls without a thread.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from pathlib import Path
+
+from tasuki.coordinator.phases import Phase, Stage
+from tasuki.coordinator.records import ChangeoverRecord, Intent, Outcome, StageEvent, Status
+from tasuki.wire.errors import TasukiError
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS epochs (
+    epoch INTEGER PRIMARY KEY AUTOINCREMENT,
+    boot_id TEXT NOT NULL,
+    start_time REAL NOT NULL
+);
+CREATE TABLE IF NOT EXISTS changeovers (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    epoch INTEGER NOT NULL REFERENCES epochs,
+    request_id TEXT NOT NULL UNIQUE,
+    origin TEXT NOT NULL,
+    target TEXT NOT NULL,
+    start_time REAL NOT NULL
+);
+CREATE TABLE IF NOT EXISTS outcomes (
+    number INTEGER PRIMARY KEY REFERENCES changeovers,
+    status TEXT NOT NULL,
+    policy_version INTEGER,
+    seconds REAL NOT NULL,
+    error_reason TEXT NOT NULL,
+    error_message TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS stages (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    number INTEGER NOT NULL REFERENCES changeovers,
+    stage TEXT NOT NULL,
+    is_undo INTEGER NOT NULL,
+    epoch INTEGER NOT NULL REFERENCES epochs,
+    sequence INTEGER NOT NULL,
+    request_id TEXT NOT NULL UNIQUE,
+    trainer_boot_id TEXT NOT NULL,
+    rollout_boot_id TEXT NOT NULL,
+    time REAL NOT NULL,
+    UNIQUE (epoch, sequence)
+);
+CREATE TABLE IF NOT EXISTS results (
+    id INTEGER PRIMARY KEY REFERENCES stages,
+    status TEXT NOT NULL,
+    time REAL NOT NULL,
+    seconds REAL NOT NULL,
+    bytes INTEGER NOT NULL,
+    answer BLOB NOT NULL,
+    policy_version INTEGER,
+    error_reason TEXT NOT NULL,
+    error_message TEXT NOT NULL
+);
+CREATE INDEX IF NOT EXISTS stages_by_changeover ON stages (number);
+PRAGMA user_version = 1;
+"""
+_MAX_NUMBER = 2**63 - 1
+
+
+class Journal:
+    """One node's journal. The caller holds the state folder's lock, so there is one writer."""
+
+    def __init__(self, path: Path) -> None:
+        self._db = sqlite3.connect(path, isolation_level=None)
+        self._db.row_factory = sqlite3.Row
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute("PRAGMA synchronous = FULL")
+        self._db.executescript(_SCHEMA)
+        self.epoch = 0
+        self._sequence = 0
+
+    def close(self) -> None:
+        self._db.close()
+
+    def begin_epoch(self, boot_id: str) -> int:
+        """A new epoch, higher than every one before. Its commands are numbered from 1."""
+        row = self._db.execute("INSERT INTO epochs (boot_id, start_time) VALUES (?, ?)", (boot_id, time.time()))
+        self.epoch, self._sequence = int(row.lastrowid or 0), 0
+        return self.epoch
+
+    def begin_changeover(self, request_id: str, *, origin: Stage, target: Phase) -> str:
+        """Writes down that the node is to be brought from `origin` to `target`. Returns the changeover's id."""
+        row = self._db.execute(
+            "INSERT INTO changeovers (epoch, request_id, origin, target, start_time) VALUES (?, ?, ?, ?, ?)",
+            (self.epoch, request_id, origin, target, time.time()),
+        )
+        return _id_text(int(row.lastrowid or 0))
+
+    def end_changeover(
+        self, changeover_id: str, *, seconds: float, policy_version: int | None = None, error: TasukiError | None = None
+    ) -> ChangeoverRecord:
+        """Writes down how a changeover ended. Returns it as it stands then."""
+        self._db.execute(
+            "INSERT INTO outcomes VALUES (?, ?, ?, ?, ?, ?)",
+            (
+                id_number(changeover_id),
+                Status.FAILED if error else Status.DONE,
+                policy_version,
+                seconds,
+                error.reason if error else "",
+                error.message if error else "",
+            ),
+        )
+        return self.changeovers(limit=1, before=id_number(changeover_id) + 1)[0]
+
+    def intend(self, stage: Stage, changeover_id: str, *, is_undo: bool, trainer_boot_id: str, rollout_boot_id: str) -> Intent:
+        """Writes a stage down before it is sent, and numbers it."""
+        self._sequence += 1
+        request_id = f"{changeover_id}-{self.epoch}-{self._sequence}"
+        now = time.time()
+        row = self._db.execute(
+            "INSERT INTO stages (number, stage, is_undo, epoch, sequence, request_id, trainer_boot_id, rollout_boot_id, time)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                id_number(changeover_id),
+                stage,
+                is_undo,
+                self.epoch,
+                self._sequence,
+                request_id,
+                trainer_boot_id,
+                rollout_boot_id,
+                now,
+            ),
+        )
+        return Intent(int(row.lastrowid or 0), changeover_id, stage, is_undo, self.epoch, self._sequence, request_id, now)
+
+    def done(self, intent: Intent, outcome: Outcome, *, seconds: float) -> StageEvent:
+        """Writes down that the stage, or its undo, was carried out."""
+        return self._result(intent, Status.UNDONE if intent.is_undo else Status.DONE, outcome, seconds=seconds)
+
+    def failed(self, intent: Intent, error: TasukiError, *, seconds: float) -> StageEvent:
+        """Writes down that the stage, or its undo, was refused or failed."""
+        return self._result(intent, Status.FAILED, Outcome(), seconds=seconds, error=error)
+
+    def unresolved(self) -> list[Intent]:
+        """Intents without a result, oldest first: what a coordinator was doing when it stopped.
+
+        Each is settled before the next intent, so they are all at the end.
+        """
+        rows = self._db.execute(
+            "SELECT * FROM stages WHERE id > (SELECT coalesce(max(id), 0) FROM results) ORDER BY id"
+        ).fetchall()
+        return [
+            Intent(
+                id=row["id"],
+                changeover_id=_id_text(row["number"]),
+                stage=Stage(row["stage"]),
+                is_undo=bool(row["is_undo"]),
+                epoch=row["epoch"],
+                sequence=row["sequence"],
+                request_id=row["request_id"],
+                time=row["time"],
+            )
+            for row in rows
+        ]
+
+    def unfinished(self) -> list[ChangeoverRecord]:
+        """Changeovers without an outcome, newest first."""
+        rows = self._db.execute(
+            "SELECT * FROM changeovers LEFT JOIN outcomes USING (number) WHERE status IS NULL ORDER BY number DESC"
+        ).fetchall()
+        return [self._changeover(row) for row in rows]
+
+    def served_version(self, rollout_boot_id: str) -> int | None:
+        """The version that this incarnation of rollout was brought to last."""
+        row = self._db.execute(
+            "SELECT policy_version FROM outcomes JOIN changeovers USING (number) WHERE status = ? AND target = ?"
+            " AND number IN (SELECT number FROM stages WHERE rollout_boot_id = ?) ORDER BY number DESC LIMIT 1",
+            (Status.DONE, Phase.ROLLOUT, rollout_boot_id),
+        ).fetchone()
+        return row["policy_version"] if row else None
+
+    def published(self) -> Outcome:
+        """What the last LOAD_WEIGHTS came to: the version, and the answer that SYNC passes on."""
+        row = self._db.execute(
+            "SELECT bytes, answer, policy_version FROM results JOIN stages USING (id) WHERE stage = ? AND status = ?"
+            " ORDER BY id DESC LIMIT 1",
+            (Stage.LOAD_WEIGHTS, Status.DONE),
+        ).fetchone()
+        return Outcome(row["bytes"], answer=row["answer"], policy_version=row["policy_version"]) if row else Outcome()
+
+    def find(self, request_id: str) -> ChangeoverRecord | None:
+        """The changeover that a request began, in whatever epoch."""
+        row = self._db.execute("SELECT number FROM changeovers WHERE request_id = ?", (request_id,)).fetchone()
+        return self.changeovers(limit=1, before=int(row["number"]) + 1)[0] if row else None
+
+    def latest(self) -> ChangeoverRecord | None:
+        return next(iter(self.changeovers(limit=1)), None)
+
+    def num_done(self) -> int:
+        """Changeovers that reached their phase, over all epochs."""
+        return int(self._db.execute("SELECT count(*) FROM outcomes WHERE status = ?", (Status.DONE,)).fetchone()[0])
+
+    def changeovers(self, *, limit: int, before: int | None = None) -> list[ChangeoverRecord]:
+        """At most `limit` changeovers, newest first, numbered below `before`."""
+        rows = self._db.execute(
+            "SELECT * FROM changeovers LEFT JOIN outcomes USING (number) WHERE number < ? ORDER BY number DESC LIMIT ?",
+            (_MAX_NUMBER if before is None else before, limit),
+        ).fetchall()
+        return [self._changeover(row) for row in rows]
+
+    def _changeover(self, row: sqlite3.Row) -> ChangeoverRecord:
+        stages = self._db.execute(
+            "SELECT stage, status, coalesce(results.time, stages.time) AS time, seconds, bytes, error_reason, error_message"
+            " FROM stages LEFT JOIN results USING (id) WHERE number = ? ORDER BY id",
+            (row["number"],),
+        ).fetchall()
+        changeover_id = _id_text(row["number"])
+        return ChangeoverRecord(
+            changeover_id=changeover_id,
+            epoch=row["epoch"],
+            request_id=row["request_id"],
+            origin=Stage(row["origin"]),
+            target=Phase(row["target"]),
+            status=Status(row["status"] or Status.STARTED),
+            policy_version=row["policy_version"],
+            start_time=row["start_time"],
+            seconds=row["seconds"] or 0.0,
+            error_reason=row["error_reason"] or "",
+            error_message=row["error_message"] or "",
+            events=tuple(
+                StageEvent(
+                    changeover_id=changeover_id,
+                    stage=Stage(stage["stage"]),
+                    status=Status(stage["status"] or Status.STARTED),
+                    time=stage["time"],
+                    seconds=stage["seconds"] or 0.0,
+                    num_bytes=stage["bytes"] or 0,
+                    error_reason=stage["error_reason"] or "",
+                    error_message=stage["error_message"] or "",
+                )
+                for stage in stages
+            ),
+        )
+
+    def _result(
+        self,
+        intent: Intent,
+        status: Status,
+        outcome: Outcome,
+        *,
+        seconds: float,
+        error: TasukiError | None = None,
+    ) -> StageEvent:
+        event = StageEvent(
+            changeover_id=intent.changeover_id,
+            stage=intent.stage,
+            status=status,
+            time=time.time(),
+            seconds=seconds,
+            num_bytes=outcome.num_bytes,
+            error_reason=error.reason if error else "",
+            error_message=error.message if error else "",
+        )
+        self._db.execute(
+            "INSERT INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                intent.id,
+                status,
+                event.time,
+                seconds,
+                outcome.num_bytes,
+                outcome.answer,
+                outcome.policy_version,
+                event.error_reason,
+                event.error_message,
+            ),
+        )
+        return event
+
+
+def id_number(changeover_id: str) -> int:
+    """Number of a changeover id such as "c000012"."""
+    return int(changeover_id.removeprefix("c"))
+
+
+def _id_text(number: int) -> str:
+    return f"c{number:06d}"

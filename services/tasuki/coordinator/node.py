@@ -1,0 +1,234 @@
+"""The node as its coordinator knows it: where it stands, the one operation that runs, and who watches."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from tasuki.coordinator.changeover import Changeover
+from tasuki.coordinator.journal import Journal
+from tasuki.coordinator.operation import Operation, Told, replayed
+from tasuki.coordinator.peers import Observed, Peers
+from tasuki.coordinator.phases import HOLDS, Phase, Stage, advance, leads_to, phase_of, since_phase
+from tasuki.coordinator.records import NodeState, Outcome, StageEvent, Status
+from tasuki.wire.errors import (
+    ChangeoverRunning,
+    DeadlineExceeded,
+    Interrupted,
+    InvalidArgument,
+    PeerUnavailable,
+    StageOrder,
+    TasukiError,
+)
+
+_log = logging.getLogger("tasuki.coordinator")
+_KEPT_OPERATIONS = 256
+_WATCHER_BACKLOG = 1024
+_LOOK_EVERY_S = 0.2
+
+
+class Node:
+    """Runs one operation at a time. Made inside the event loop, after the journal's epoch began."""
+
+    def __init__(self, journal: Journal, peers: Peers, *, boot_id: str, trainer_target: str, rollout_target: str) -> None:
+        self._journal, self._peers = journal, peers
+        self._boot_id, self._trainer_target, self._rollout_target = boot_id, trainer_target, rollout_target
+        self._at: Stage | None = None
+        self._policy_version: int | None = None
+        self._poison = ""
+        self._running: Operation | None = None
+        self._turn = asyncio.Lock()
+        self._open: Changeover | None = None
+        self._operations: OrderedDict[str, Operation] = OrderedDict()
+        self._watchers: set[asyncio.Queue[Told | None]] = set()
+        self._num_done = journal.num_done()
+        self._last_error = _close_interrupted(journal)
+
+    def state(self) -> NodeState:
+        poison = f"rollout is unusable until the node is started anew: {self._poison}" if self._poison else ""
+        return NodeState(
+            at=self._at,
+            epoch=self._journal.epoch,
+            policy_version=self._policy_version,
+            boot_id=self._boot_id,
+            changeover_id=self._open.id if self._open else "",
+            trainer_target=self._trainer_target,
+            rollout_target=self._rollout_target,
+            num_changeovers=self._num_done,
+            last_error="; ".join(part for part in (self._last_error, poison) if part),
+        )
+
+    def acquire(self, phase: Phase, request_id: str) -> Operation:
+        """The operation that brings the node to `phase`: the one this request id began, the one under way, or a new one.
+
+        Raises ChangeoverRunning when a different one is under way.
+        """
+        subject = f"phase {phase}"
+        if self._running is not None and self._running.subject == subject and request_id not in self._operations:
+            self._remember(request_id, self._running)
+        return self._operation(request_id, subject, lambda: self._bring_to(phase, request_id))
+
+    def run_stage(self, stage: Stage, request_id: str) -> Operation:
+        """The operation that carries one stage out. Raises ChangeoverRunning when another one is under way."""
+        return self._operation(request_id, f"stage {stage}", lambda: self._run_by_hand(stage, request_id))
+
+    @contextmanager
+    def watched(self) -> Iterator[asyncio.Queue[Told | None]]:
+        """A queue of what happens from now on, and None at the end. One that is not read loses its oldest events."""
+        queue: asyncio.Queue[Told | None] = asyncio.Queue(_WATCHER_BACKLOG)
+        self._watchers.add(queue)
+        try:
+            yield queue
+        finally:
+            self._watchers.discard(queue)
+
+    async def recover(self) -> None:
+        """Asks the services, once they answer, where the node stands; from the middle of the ring it is brought to TRAIN."""
+        while self._at is None and self._running is None:
+            with suppress(PeerUnavailable, DeadlineExceeded, StageOrder):
+                async with self._turn:
+                    await self._look()
+            await asyncio.sleep(_LOOK_EVERY_S if self._at is None else 0)
+        if self._running is None and self._at is not None and phase_of(self._at) is None:
+            _log.warning("event=recover at=%s", self._at)
+            with suppress(TasukiError):  # journalled, and told by the state
+                async for _ in self.acquire(Phase.TRAIN, f"recovery-{self._journal.epoch}").follow():
+                    pass
+
+    def end_watches(self) -> None:
+        """Lets every watcher go, so that a server can stop."""
+        self._pass_on(None)
+
+    async def stop(self) -> None:
+        """Cuts the running operation off; its stage stays in the journal as an intent without a result."""
+        if self._running is not None:
+            await self._running.stop()
+
+    def _operation(self, request_id: str, subject: str, work: Callable[[], Awaitable[None]]) -> Operation:
+        known = self._operations.get(request_id)
+        if known is None and (written := self._journal.find(request_id)) is not None:
+            known = replayed(written, self.state())
+        if known is not None:
+            if known.subject != subject:
+                raise InvalidArgument("request_id", f"{request_id!r} was used for {known.subject} before; choose another one")
+            return known
+        if self._running is not None:
+            raise ChangeoverRunning(
+                f"{self._running.subject} is under way; ask for {subject} when it has ended",
+                changeover_id=self._open.id if self._open else "",
+            )
+
+        async def alone() -> None:
+            try:
+                async with self._turn:
+                    await work()
+            finally:
+                self._running = None
+
+        self._running = Operation(subject)
+        self._running.start(alone())
+        return self._remember(request_id, self._running)
+
+    def _remember(self, request_id: str, operation: Operation) -> Operation:
+        self._operations[request_id] = operation
+        if len(self._operations) > _KEPT_OPERATIONS:
+            self._operations.popitem(last=False)
+        return operation
+
+    async def _bring_to(self, phase: Phase, request_id: str) -> None:
+        seen, at = await self._look()
+        if phase_of(at) is phase:
+            self._tell(StageEvent("", None, Status.HELD, time=time.time()), at)
+            return
+        if self._open is not None:
+            self._close(self._open, Interrupted(f"left at {at} when phase {phase} was asked for"))
+        changeover = self._begin(request_id, seen, target=phase)
+        try:
+            await changeover.bring_to(phase)
+        except TasukiError as error:
+            self._at = None
+            with suppress(TasukiError):  # then nobody knows where the node stands, and the state says so
+                await self._look()
+            self._close(changeover, error)
+            raise
+        self._at = changeover.at
+        self._close(changeover)
+
+    async def _run_by_hand(self, stage: Stage, request_id: str) -> None:
+        """One stage, taken back by nobody. The stages from one phase to the next are journalled as one changeover."""
+        seen, at = await self._look()
+        advance(at, stage)
+        changeover = self._open or self._begin(request_id, seen, target=leads_to(at))
+        changeover.stands(seen)
+        await changeover.run(stage)
+        if phase_of(stage) is not None:
+            self._close(changeover)
+
+    async def _look(self) -> tuple[Observed, Stage]:
+        """Asks the services where the node stands. Raises StageOrder when they do not fit together."""
+        seen = await self._peers.observe()
+        self._poison = seen.poison
+        if seen.served_version is not None:
+            self._policy_version = seen.served_version
+        elif self._policy_version is None:
+            self._policy_version = self._journal.served_version(seen.rollout_boot_id)
+        try:
+            self._at = seen.place()
+        except StageOrder as error:
+            self._at, self._last_error = None, f"{error.reason}: {error.message}"
+            raise
+        _settle(self._journal, self._at)
+        return seen, self._at
+
+    def _begin(self, request_id: str, seen: Observed, *, target: Phase) -> Changeover:
+        changeover_id = self._journal.begin_changeover(request_id, origin=seen.place(), target=target)
+        self._open = Changeover(changeover_id, seen=seen, journal=self._journal, peers=self._peers, tell=self._tell)
+        return self._open
+
+    def _close(self, changeover: Changeover, error: TasukiError | None = None) -> None:
+        seconds = time.perf_counter() - changeover.started
+        serves = error is None and self._at is HOLDS[Phase.ROLLOUT]
+        version = self._journal.published().policy_version if serves else None
+        ended = self._journal.end_changeover(changeover.id, seconds=seconds, policy_version=version, error=error)
+        self._open = None
+        self._num_done += error is None
+        self._last_error = f"{error.reason}: {error.message}" if error else ""
+        if version is not None:
+            self._policy_version = version
+        self._tell(ended.ending(), self._at)
+
+    def _tell(self, event: StageEvent, at: Stage | None) -> None:
+        """Passes an event on to the running operation and to the watchers; the node stands at `at` after it."""
+        self._at = at
+        told = Told(event, self.state())
+        if self._running is not None:
+            self._running.tell(told)
+        self._pass_on(told)
+
+    def _pass_on(self, told: Told | None) -> None:
+        for queue in self._watchers:
+            if queue.full():
+                queue.get_nowait()
+            queue.put_nowait(told)
+
+
+def _close_interrupted(journal: Journal) -> str:
+    """Ends what earlier epochs left open. Returns the error of the last changeover, empty when it was well."""
+    for left in journal.unfinished():
+        error = Interrupted(f"the coordinator stopped in the middle of {left.changeover_id}", changeover_id=left.changeover_id)
+        journal.end_changeover(left.changeover_id, seconds=0.0, error=error)
+    latest = journal.latest()
+    return f"{latest.error_reason}: {latest.error_message}" if latest is not None and latest.error_reason else ""
+
+
+def _settle(journal: Journal, at: Stage) -> None:
+    """Gives the stages whose outcome no coordinator learned the one that the services show."""
+    for intent in journal.unresolved():
+        if (intent.stage in (at, *since_phase(at))) is not intent.is_undo:
+            journal.done(intent, Outcome(), seconds=0.0)
+        else:
+            journal.failed(intent, Interrupted(f"the coordinator stopped before {intent.stage} was answered"), seconds=0.0)

@@ -1,0 +1,169 @@
+"""Trainer and rollout as the coordinator calls them: one RPC for each stage and for each undo, with a deadline."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import grpc
+import grpc.aio
+
+from tasuki.coordinator.encode import stage_from_proto, stage_to_proto
+from tasuki.coordinator.phases import RULES, Service, Stage, standing
+from tasuki.coordinator.records import Intent, Outcome
+from tasuki.v1 import memory_pb2, rollout_pb2, trainer_pb2, types_pb2, weights_pb2
+from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
+from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
+from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
+from tasuki.wire.channel import open_channel
+from tasuki.wire.errors import PeerUnavailable, StageOrder, from_rpc_error
+
+_Tags = tuple[types_pb2.MemoryTag.ValueType, ...]
+_KV: _Tags = (types_pb2.MEMORY_TAG_KV_CACHE,)
+_WEIGHTS: _Tags = (types_pb2.MEMORY_TAG_WEIGHTS,)
+# Until a planner says what may stay, the trainer gives up everything that it can pause.
+_TRAINER: _Tags = (types_pb2.MEMORY_TAG_WEIGHTS, types_pb2.MEMORY_TAG_GRADIENTS, types_pb2.MEMORY_TAG_OPTIMIZER)
+_PAUSES = {Stage.OFFLOAD: _TRAINER, Stage.PAUSE_KV: _KV, Stage.PAUSE_WEIGHTS: _WEIGHTS}
+_RESUMES = {Stage.LOAD_TRAINER: _TRAINER, Stage.RESUME_KV: _KV, Stage.RESUME_WEIGHTS: _WEIGHTS}
+# The memory stage that takes another stage back.
+_REVERSE = {
+    Stage.RESUME_WEIGHTS: Stage.PAUSE_WEIGHTS,
+    Stage.OFFLOAD: Stage.LOAD_TRAINER,
+    Stage.RESUME_KV: Stage.PAUSE_KV,
+    Stage.DRAIN: Stage.RESUME_KV,
+}
+_READ_TIMEOUT_S = 10.0
+_Answer = TypeVar("_Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What both services say of themselves."""
+
+    trainer_boot_id: str
+    rollout_boot_id: str
+    trainer_stage: Stage | None
+    rollout_stage: Stage | None
+    served_version: int | None = None
+    poison: str = ""
+
+    def place(self) -> Stage:
+        """Where the node stands. Raises StageOrder when the two services do not fit together."""
+        trainer, rollout = self.trainer_stage, self.rollout_stage
+        at = standing(trainer=trainer, rollout=rollout)
+        if at is None:
+            text = f"trainer is at {trainer} and rollout at {rollout}, where no changeover leads; start the node anew"
+            raise StageOrder(text, trainer=trainer, rollout=rollout)
+        return at
+
+
+class Peers(Protocol):
+    """What a changeover asks of trainer and rollout. Every call raises TasukiError."""
+
+    async def observe(self) -> Observed:
+        """Both services' states. Raises PeerUnavailable naming the one that does not answer."""
+        ...
+
+    async def run(self, intent: Intent, *, published: bytes) -> Outcome:
+        """Carries the stage out. `published`: the answer of LOAD_WEIGHTS, which SYNC needs."""
+        ...
+
+    async def undo(self, intent: Intent) -> Outcome:
+        """Takes the stage back."""
+        ...
+
+
+class GrpcPeers:
+    """The two services of this node."""
+
+    def __init__(self, *, trainer_target: str, rollout_target: str, stage_timeout_s: float, drain_grace_s: float) -> None:
+        self._channels = {Service.TRAINER: open_channel(trainer_target), Service.ROLLOUT: open_channel(rollout_target)}
+        self._trainer = TrainerServiceStub(self._channels[Service.TRAINER])
+        self._rollout = RolloutServiceStub(self._channels[Service.ROLLOUT])
+        self._memory = {service: MemoryServiceStub(channel) for service, channel in self._channels.items()}
+        self._timeout_s = stage_timeout_s
+        self._drain_grace_s = drain_grace_s
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close(None)
+
+    async def observe(self) -> Observed:
+        request = trainer_pb2.GetTrainerStateRequest()
+        trainer = await _answer(Service.TRAINER, self._trainer.GetTrainerState(request, timeout=_READ_TIMEOUT_S))
+        rollout = await _answer(
+            Service.ROLLOUT, self._rollout.GetRolloutState(rollout_pb2.GetRolloutStateRequest(), timeout=_READ_TIMEOUT_S)
+        )
+        return Observed(
+            trainer_boot_id=trainer.boot_id,
+            rollout_boot_id=rollout.boot_id,
+            trainer_stage=stage_from_proto(trainer.stage),
+            rollout_stage=stage_from_proto(rollout.stage),
+            served_version=rollout.policy_version if rollout.HasField("policy_version") else None,
+            poison=(rollout.poison_reason or "unknown cause") if rollout.is_poisoned else "",
+        )
+
+    async def run(self, intent: Intent, *, published: bytes) -> Outcome:
+        command = _command(intent)
+        match intent.stage:
+            case Stage.LOAD_WEIGHTS:
+                return await self._publish(command)
+            case Stage.SYNC:
+                return await self._receive(command, published)
+            case Stage.DRAIN:
+                return await self._drain(command)
+            case stage:
+                return await self._map(command, stage)
+
+    async def undo(self, intent: Intent) -> Outcome:
+        command = _command(intent)
+        match intent.stage:
+            case Stage.LOAD_WEIGHTS:
+                request = trainer_pb2.WithdrawWeightsRequest(command=command)
+                await _answer(Service.TRAINER, self._trainer.WithdrawWeights(request, timeout=self._timeout_s))
+                return Outcome()
+            case Stage.SYNC | Stage.PAUSE_KV:
+                return Outcome()  # comes with the undo of RESUME_WEIGHTS, or of DRAIN
+            case stage:
+                return await self._map(command, _REVERSE[stage])
+
+    async def _publish(self, command: types_pb2.CommandId) -> Outcome:
+        request = trainer_pb2.PublishWeightsRequest(command=command)
+        answer = await _answer(Service.TRAINER, self._trainer.PublishWeights(request, timeout=self._timeout_s))
+        weights = answer.weights
+        return Outcome(answer.published_bytes, answer=weights.SerializeToString(), policy_version=weights.policy_version)
+
+    async def _receive(self, command: types_pb2.CommandId, published: bytes) -> Outcome:
+        request = rollout_pb2.ReceiveWeightsRequest(command=command, weights=weights_pb2.PublishedWeights.FromString(published))
+        answer = await _answer(Service.ROLLOUT, self._rollout.ReceiveWeights(request, timeout=self._timeout_s))
+        return Outcome(answer.copied_bytes, policy_version=answer.policy_version)
+
+    async def _drain(self, command: types_pb2.CommandId) -> Outcome:
+        request = rollout_pb2.DrainRequest(command=command, grace_ms=round(1000 * self._drain_grace_s))
+        await _answer(Service.ROLLOUT, self._rollout.Drain(request, timeout=self._timeout_s + self._drain_grace_s))
+        return Outcome()
+
+    async def _map(self, command: types_pb2.CommandId, stage: Stage) -> Outcome:
+        """A stage that maps or unmaps the pages of tags, on the service it belongs to."""
+        service, number = RULES[stage].service, stage_to_proto(stage)
+        memory = self._memory[service]
+        if stage in _PAUSES:
+            pause = memory_pb2.PauseRequest(command=command, stage=number, tags=_PAUSES[stage])
+            return Outcome((await _answer(service, memory.Pause(pause, timeout=self._timeout_s))).released_bytes)
+        resume = memory_pb2.ResumeRequest(command=command, stage=number, tags=_RESUMES[stage])
+        return Outcome((await _answer(service, memory.Resume(resume, timeout=self._timeout_s))).mapped_bytes)
+
+
+def _command(intent: Intent) -> types_pb2.CommandId:
+    return types_pb2.CommandId(epoch=intent.epoch, sequence=intent.sequence, request_id=intent.request_id)
+
+
+async def _answer(service: Service, call: Awaitable[_Answer]) -> _Answer:
+    try:
+        return await call
+    except grpc.aio.AioRpcError as rpc_error:
+        error = from_rpc_error(rpc_error)
+        if isinstance(error, PeerUnavailable):
+            raise PeerUnavailable(f"{service} does not answer: {error.message}", peer=service) from rpc_error
+        raise error from rpc_error

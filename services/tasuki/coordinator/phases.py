@@ -1,0 +1,159 @@
+"""The ring of stages: where a node stands, what may come next, and the way back. Pure: no I/O, no proto.
+
+            LOAD_WEIGHTS > RESUME_WEIGHTS > SYNC > OFFLOAD > RESUME_KV
+    TRAIN                                                                ROLLOUT
+            LOAD_TRAINER < PAUSE_WEIGHTS < PAUSE_KV < DRAIN
+
+A node *stands* at the stage that was completed last: at LOAD_TRAINER it is in phase TRAIN, at RESUME_KV in phase ROLLOUT,
+elsewhere in the middle of a changeover. Each stage belongs to one service, and that service refuses it out of order by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tasuki.wire.errors import StageOrder
+
+
+class Phase(StrEnum):
+    """Who holds the GPUs."""
+
+    TRAIN = "TRAIN"
+    ROLLOUT = "ROLLOUT"
+
+
+class Service(StrEnum):
+    """Who carries a stage out."""
+
+    TRAINER = "trainer"
+    ROLLOUT = "rollout"
+
+
+class Stage(StrEnum):
+    """One step of a changeover."""
+
+    LOAD_WEIGHTS = "LOAD_WEIGHTS"
+    RESUME_WEIGHTS = "RESUME_WEIGHTS"
+    SYNC = "SYNC"
+    OFFLOAD = "OFFLOAD"
+    RESUME_KV = "RESUME_KV"
+    DRAIN = "DRAIN"
+    PAUSE_KV = "PAUSE_KV"
+    PAUSE_WEIGHTS = "PAUSE_WEIGHTS"
+    LOAD_TRAINER = "LOAD_TRAINER"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One row of the ring: a node at `after` may run `stage`, which `service` carries out; the node then stands at `stage`."""
+
+    after: Stage
+    stage: Stage
+    service: Service
+    has_undo: bool = True
+    """Whether the stage can be taken back. PAUSE_WEIGHTS cannot: the weights are gone, and only a SYNC brings them again."""
+    completes: Phase | None = None
+    """The phase that holds from here on."""
+
+
+RING = (
+    Rule(Stage.LOAD_TRAINER, Stage.LOAD_WEIGHTS, Service.TRAINER),
+    Rule(Stage.LOAD_WEIGHTS, Stage.RESUME_WEIGHTS, Service.ROLLOUT),
+    Rule(Stage.RESUME_WEIGHTS, Stage.SYNC, Service.ROLLOUT),
+    Rule(Stage.SYNC, Stage.OFFLOAD, Service.TRAINER),
+    Rule(Stage.OFFLOAD, Stage.RESUME_KV, Service.ROLLOUT, completes=Phase.ROLLOUT),
+    Rule(Stage.RESUME_KV, Stage.DRAIN, Service.ROLLOUT),
+    Rule(Stage.DRAIN, Stage.PAUSE_KV, Service.ROLLOUT),
+    Rule(Stage.PAUSE_KV, Stage.PAUSE_WEIGHTS, Service.ROLLOUT, has_undo=False),
+    Rule(Stage.PAUSE_WEIGHTS, Stage.LOAD_TRAINER, Service.TRAINER, has_undo=False, completes=Phase.TRAIN),
+)
+RULES = {rule.stage: rule for rule in RING}
+_NEXT = {rule.after: rule.stage for rule in RING}
+HOLDS = {rule.completes: rule.stage for rule in RING if rule.completes is not None}
+"""Where a node stands while a phase holds."""
+
+
+def next_stage(at: Stage) -> Stage:
+    """The only stage that may come next."""
+    return _NEXT[at]
+
+
+def phase_of(at: Stage) -> Phase | None:
+    """The phase that holds at `at`; None in the middle of a changeover."""
+    return RULES[at].completes
+
+
+def advance(at: Stage, stage: Stage) -> Stage:
+    """Where the node stands after `stage`. Raises StageOrder when another one must come first."""
+    if RULES[stage].after is not at:
+        raise StageOrder(
+            f"{stage} cannot come after {at}; the next stage is {_NEXT[at]}", stage=stage, after=at, allowed=_NEXT[at]
+        )
+    return stage
+
+
+def path(at: Stage, to: Phase) -> tuple[Stage, ...]:
+    """The stages that lead forwards from `at` to phase `to`; none when it holds."""
+    stages: list[Stage] = []
+    while phase_of(at) is not to:
+        at = next_stage(at)
+        stages.append(at)
+    return tuple(stages)
+
+
+def leads_to(at: Stage) -> Phase:
+    """The phase that comes next, going forwards."""
+    phase = None
+    while phase is None:
+        at = next_stage(at)
+        phase = phase_of(at)
+    return phase
+
+
+def since_phase(at: Stage) -> tuple[Stage, ...]:
+    """The stages completed since a phase last held, in their order; none while one holds."""
+    stages: list[Stage] = []
+    while phase_of(at) is None:
+        stages.insert(0, at)
+        at = RULES[at].after
+    return tuple(stages)
+
+
+def undo_path(finished: Sequence[Stage]) -> tuple[Stage, ...]:
+    """The stages of `finished` in the order in which they are taken back; none when one of them has no undo.
+
+    Newest first, and rollout's before the trainer's: so rollout's memory leaves before the trainer takes its own again, and
+    every state on the way back is one that the ring has (`standing`), even if the coordinator dies in the middle.
+    """
+    if not all(RULES[stage].has_undo for stage in finished):
+        return ()
+    newest_first = finished[::-1]
+    of_rollout = (stage for stage in newest_first if RULES[stage].service is Service.ROLLOUT)
+    of_trainer = (stage for stage in newest_first if RULES[stage].service is Service.TRAINER)
+    return (*of_rollout, *of_trainer)
+
+
+def turns_back(at: Stage, to: Phase) -> bool:
+    """Whether undoing is the way from `at` to phase `to`: it held last, and every stage since then can be taken back."""
+    stages = since_phase(at)
+    return bool(undo_path(stages)) and phase_of(RULES[stages[0]].after) is to
+
+
+def standing(*, trainer: Stage | None, rollout: Stage | None) -> Stage | None:
+    """Where the node stands, from the last stage that each service says it completed (None: freshly started).
+
+    None when the two do not fit together, which takes a service that was restarted alone.
+    """
+    seen = {Service.TRAINER: trainer or Stage.LOAD_TRAINER, Service.ROLLOUT: rollout or Stage.PAUSE_WEIGHTS}
+    return _STANDING.get((seen[Service.TRAINER], seen[Service.ROLLOUT]))
+
+
+def _last_of(service: Service, at: Stage) -> Stage:
+    while RULES[at].service is not service:
+        at = RULES[at].after
+    return at
+
+
+_STANDING = {(_last_of(Service.TRAINER, at), _last_of(Service.ROLLOUT, at)): at for at in RULES}

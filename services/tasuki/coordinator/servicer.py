@@ -1,0 +1,83 @@
+"""CoordinatorService: decode, call, encode."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from tasuki.coordinator.encode import changeover_to_proto, event_to_proto, phase_from_proto, stage_from_proto, state_to_proto
+from tasuki.coordinator.journal import Journal, id_number
+from tasuki.coordinator.node import Node
+from tasuki.v1 import coordinator_pb2 as pb
+from tasuki.v1 import coordinator_pb2_grpc
+from tasuki.wire.errors import InvalidArgument
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+_MAX_REQUEST_ID = 128
+_DEFAULT_PAGE_SIZE = 50
+_MAX_PAGE_SIZE = 1000
+
+
+class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
+    """One node's coordinator on the wire."""
+
+    def __init__(self, node: Node, journal: Journal) -> None:
+        self._node, self._journal = node, journal
+
+    async def Acquire(self, request: pb.AcquireRequest, context: _Context) -> AsyncIterator[pb.AcquireResponse]:
+        phase = phase_from_proto(request.phase)
+        if phase is None:
+            raise InvalidArgument("phase", "must be PHASE_TRAIN or PHASE_ROLLOUT")
+        async for told in self._node.acquire(phase, _request_id(request.request_id)).follow():
+            yield pb.AcquireResponse(event=event_to_proto(told.event), state=state_to_proto(told.state))
+
+    async def RunStage(self, request: pb.RunStageRequest, context: _Context) -> pb.RunStageResponse:
+        stage = stage_from_proto(request.stage)
+        if stage is None:
+            raise InvalidArgument("stage", "must be one of the nine stages")
+        response = pb.RunStageResponse()
+        async for told in self._node.run_stage(stage, _request_id(request.request_id)).follow():
+            if told.event.stage is stage:
+                response.event.CopyFrom(event_to_proto(told.event))
+            response.state.CopyFrom(state_to_proto(told.state))
+        return response
+
+    async def GetState(self, request: pb.GetStateRequest, context: _Context) -> pb.GetStateResponse:
+        return pb.GetStateResponse(state=state_to_proto(self._node.state()))
+
+    async def WatchState(self, request: pb.WatchStateRequest, context: _Context) -> AsyncIterator[pb.WatchStateResponse]:
+        with self._node.watched() as queue:
+            yield pb.WatchStateResponse(state=state_to_proto(self._node.state()))
+            while (told := await queue.get()) is not None:
+                yield pb.WatchStateResponse(state=state_to_proto(told.state), event=event_to_proto(told.event))
+
+    async def ListChangeovers(self, request: pb.ListChangeoversRequest, context: _Context) -> pb.ListChangeoversResponse:
+        size = request.page_size or _DEFAULT_PAGE_SIZE
+        if size > _MAX_PAGE_SIZE:
+            raise InvalidArgument("page_size", f"must be at most {_MAX_PAGE_SIZE}, is {size}")
+        # One more than asked for tells whether there is another page.
+        found = self._journal.changeovers(limit=size + 1, before=_page_start(request.page_token))
+        page = found[:size]
+        return pb.ListChangeoversResponse(
+            changeovers=[changeover_to_proto(changeover) for changeover in page],
+            next_page_token=str(id_number(page[-1].changeover_id)) if len(found) > size else "",
+        )
+
+
+def _request_id(given: str) -> str:
+    if len(given) > _MAX_REQUEST_ID:
+        raise InvalidArgument("request_id", f"must have at most {_MAX_REQUEST_ID} characters, has {len(given)}")
+    return given or uuid.uuid4().hex
+
+
+def _page_start(token: str) -> int | None:
+    if not token:
+        return None
+    # Of the tokens given out here none is longer; a number above SQLite's 64 bits would be our error, not the caller's.
+    if not (token.isascii() and token.isdigit() and len(token) <= 18):
+        raise InvalidArgument("page_token", "is not one that ListChangeovers gave out")
+    return int(token)

@@ -1,0 +1,86 @@
+"""python -m tasuki.rollout --config node.toml [--set a.b=c]...
+
+Every engine rank's process imports this file anew: what is heavy is imported by `main`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.util import Finalize
+from pathlib import Path
+from types import FrameType
+
+from tasuki.config import places
+from tasuki.config.load import load_config
+from tasuki.config.schema import NodeConfig
+from tasuki.rollout.deadline import StartDeadline
+from tasuki.rollout.environment import engine_environment
+from tasuki.rollout.model import read_model
+from tasuki.rollout.ranks import RankProcesses
+from tasuki.rpc.logs import configure_logging
+from tasuki.wire.errors import NodeRunning, TasukiError
+
+
+def main() -> int:
+    """Runs the service until SIGTERM or SIGINT. Returns the exit code: 0 after a stop that was asked for."""
+    parser = argparse.ArgumentParser(prog="tasuki.rollout", description="Rollout service of one tasuki node.")
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
+    arguments = parser.parse_args()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _exit)
+    try:
+        config = load_config(arguments.config, overrides=arguments.overrides)
+        configure_logging("rollout")
+        return _serve(config)
+    except TasukiError as error:
+        sys.stderr.write(f"tasuki.rollout: {error.reason}: {error.message}\n")
+        return 1
+
+
+def _serve(config: NodeConfig) -> int:
+    model = read_model(config)
+    socket_dir = places.socket_dir(config.state_dir)
+    temp_dir = socket_dir / "tmp"
+    with _only_one(socket_dir / "rollout.lock", config.state_dir):
+        shutil.rmtree(temp_dir, ignore_errors=True)  # left by a service that was killed
+        temp_dir.mkdir(mode=0o700)
+        # Runs when the interpreter exits, after multiprocessing has removed what it keeps there itself (at priority -100).
+        Finalize(None, shutil.rmtree, args=(temp_dir, True), exitpriority=-200)
+        os.environ.update(engine_environment(config, model, temp_dir=temp_dir))
+        deadline = StartDeadline(config.rollout.start_timeout_s)
+        ranks = RankProcesses()
+        try:
+            ranks.start(config.rollout.tp_size)
+            from tasuki.rollout.serve import serve
+
+            return serve(config, model, ranks, deadline)
+        finally:
+            ranks.kill()
+
+
+@contextmanager
+def _only_one(lock: Path, state_dir: Path) -> Iterator[None]:
+    """Holds the lock that a second rollout service on the same state folder would need. The kernel drops it when we die."""
+    with lock.open("w") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise NodeRunning(f"a rollout service already runs on {state_dir}", state_dir=state_dir) from error
+        yield
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    """Until the server runs and handles it itself, a signal unwinds the stack, which ends the rank processes."""
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

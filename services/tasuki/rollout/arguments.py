@@ -1,0 +1,50 @@
+"""From the node's configuration to SGLang's arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tasuki.config.schema import NodeConfig
+from tasuki.rollout.model import ModelFacts
+from tasuki.rollout.receive import LOADER
+
+# SGLang 0.5.15 takes prompts of at most context_length - 7 tokens and ends completions at context_length - 2. We ask for this much more
+# and let it be used by nobody, so that a prompt plus max_new_tokens of exactly our context_length works.
+_CONTEXT_SLACK = 8
+# On a CPU SGLang would take a share of all host memory for the KV cache, and thousands of request slots.
+_CPU_TOTAL_TOKENS = 32_768
+_CPU_RUNNING_REQUESTS = 256
+
+
+def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
+    """Keyword arguments of SGLang's Engine."""
+    rollout = config.rollout
+    arguments: dict[str, Any] = {
+        "model_path": str(config.model.path),
+        "device": config.device,
+        "tp_size": rollout.tp_size,
+        "dtype": rollout.dtype,
+        "context_length": model.context_length + _CONTEXT_SLACK,
+        "random_seed": rollout.seed,
+        "mem_fraction_static": rollout.kv_ratio,
+        # Token ids in, token ids out.
+        "skip_tokenizer_init": True,
+        "custom_weight_loader": [LOADER],
+        # An idle scheduler would otherwise turn in a loop and take a whole core.
+        "sleep_on_idle": True,
+        "grammar_backend": "none",
+        "log_level": "warning",
+    }
+    if rollout.max_total_tokens is not None:
+        arguments["max_total_tokens"] = rollout.max_total_tokens + _CONTEXT_SLACK
+    if rollout.max_running_requests is not None:
+        arguments["max_running_requests"] = rollout.max_running_requests
+    if config.device == "cpu":
+        arguments |= {
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            "disable_cuda_graph": True,
+        }
+        arguments.setdefault("max_total_tokens", max(_CPU_TOTAL_TOKENS, model.context_length) + _CONTEXT_SLACK)
+        arguments.setdefault("max_running_requests", _CPU_RUNNING_REQUESTS)
+    return arguments

@@ -1,0 +1,165 @@
+"""SGLang's Engine, embedded: started and stopped with the service, driven from its event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.context import SpawnProcess
+from types import FrameType
+from typing import Any, cast
+
+import torch
+from sglang.srt.entrypoints.engine import Engine, SchedulerInitResult
+from sglang.srt.managers.io_struct import GenerateReqInput, UpdateWeightsFromTensorReqInput
+from sglang.srt.server_args import PortArgs, ServerArgs
+from sglang.srt.utils import MultiprocessingSerializer
+
+from tasuki.config.schema import NodeConfig
+from tasuki.rollout.arguments import engine_arguments
+from tasuki.rollout.model import ModelFacts, check_capacity
+from tasuki.rollout.ranks import RankProcesses, RankReport
+from tasuki.rollout.receive import LOADER
+from tasuki.rollout.scheduler import StopTokens
+from tasuki.wire.errors import InternalError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished or cut completion. log_probs: natural, one for each token."""
+
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
+    reason: str
+    """SGLang's: "stop", "length" or "abort"."""
+
+    @property
+    def is_cut(self) -> bool:
+        return self.reason == "abort"
+
+
+class RolloutEngine:
+    """The engine and its rank processes. Create with `start_engine`, in the main thread, inside the running event loop."""
+
+    def __init__(
+        self, engine: Engine, reports: Sequence[RankReport], model: ModelFacts, *, on_death: Callable[[], None]
+    ) -> None:
+        self.model = model
+        self.reports = reports
+        self._engine = engine
+        self._requests: Any = engine.tokenizer_manager
+        # Installs SGLang's handlers for SIGTERM and SIGQUIT, both of which would end this process at once. The service's own take
+        # their places: SIGQUIT here, which SGLang sends when a rank has died, and SIGTERM when the server runs.
+        self._requests.auto_create_handle_loop()
+        self._requests.tokenizer = StopTokens.of(self._requests.model_config.hf_eos_token_id)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, on_death)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that the engine has and has not answered or confirmed as aborted."""
+        return len(self._requests.rid_to_state)
+
+    async def generate(self, request_id: str, token_ids: Sequence[int], sampling: Mapping[str, object]) -> Completion:
+        """One completion. When the caller is cancelled the request is taken out of the engine."""
+        request = GenerateReqInput(
+            rid=request_id, input_ids=list(token_ids), sampling_params=dict(sampling), return_logprob=True, logprob_start_len=-1
+        )
+        try:
+            async for answer in self._requests.generate_request(request):
+                meta = answer["meta_info"]
+                log_probs = [entry[0] for entry in meta.get("output_token_logprobs", ())]
+                return Completion(answer["output_ids"], log_probs, meta["finish_reason"]["type"])
+        except asyncio.CancelledError:
+            self._requests.abort_request(request_id)
+            raise
+        except ValueError as error:
+            raise InternalError(f"SGLang refused a request that we had checked: {error}") from error
+        raise InternalError("SGLang ended a request without an answer")
+
+    def cut_all(self) -> None:
+        """Ends every request with what it has so far."""
+        self._requests.abort_request(abort_all=True)
+
+    async def flush_cache(self) -> bool:
+        """Forgets every cached prefix. False, and nothing done, while requests run."""
+        return (await self._requests.flush_cache()).success
+
+    async def update_weights(self, command: bytes) -> None:
+        """Runs `receive_weights` with `command` in every rank and returns when all are done."""
+        content = torch.frombuffer(bytearray(command), dtype=torch.uint8)
+        payload = cast(bytes, MultiprocessingSerializer.serialize([("command", content)]))
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[payload] * len(self.reports),
+            load_format=LOADER,
+            flush_cache=True,
+            torch_empty_cache=False,
+        )
+        success, message = await self._requests.update_weights_from_tensor(request)
+        if not success:
+            raise InternalError(f"SGLang could not update its weights: {message}")
+
+    def stop(self) -> None:
+        """Lets go of the ranks, which may then be killed without being taken for dead."""
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)
+        self._engine.shutdown()
+
+
+def start_engine(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, *, on_death: Callable[[], None]) -> RolloutEngine:
+    """Has the ranks load the model and waits for them; blocks the event loop meanwhile. The ranks stay the caller's to kill.
+
+    on_death: called in the loop when a rank process has died.
+    Raises InternalError, or InvalidArgument when the KV cache turns out too small.
+    """
+    started = time.monotonic()
+    _EmbeddedEngine.ranks = ranks
+    engine = _EmbeddedEngine(**engine_arguments(config, model))
+    reports = cast(list[RankReport], engine._scheduler_init_result.scheduler_infos)
+    check_capacity(reports[0]["max_total_num_tokens"], model)
+    gc.collect()
+    gc.freeze()
+    _log.info(
+        "event=engine_started architecture=%s tp_size=%d seconds=%.1f weight_bytes=%d kv_cache_bytes=%d kv_cache_tokens=%d",
+        model.architecture,
+        len(reports),
+        time.monotonic() - started,
+        sum(report["weight_bytes"] for report in reports),
+        sum(report["kv_cache_bytes"] for report in reports),
+        reports[0]["max_total_num_tokens"],
+    )
+    return RolloutEngine(engine, reports, model, on_death=on_death)
+
+
+class _EmbeddedEngine(Engine):
+    """Engine over rank processes that are there already, and without a detokenizer, since no text is made."""
+
+    ranks: RankProcesses
+
+    @classmethod
+    def _launch_scheduler_processes(
+        cls, server_args: ServerArgs, port_args: PortArgs, run_scheduler_process_func: Callable[..., None]
+    ) -> tuple[SchedulerInitResult, list[SpawnProcess]]:
+        # A rank that cannot start says so through its pipe; SGLang's handler of this signal would kill us before we read it.
+        signal.signal(signal.SIGQUIT, _ignore)
+        # Device, then the ranks in SGLang's five kinds of parallelism, of which we use the first, and none for data parallelism.
+        cls.ranks.launch(
+            [(server_args, port_args, tp_rank, tp_rank, 0, 0, 0, 0, None) for tp_rank in range(server_args.tp_size)]
+        )
+        pids = [process.pid for process in cls.ranks.processes if process.pid is not None]
+        result = SchedulerInitResult(scheduler_infos=[], all_child_pids=pids)
+        result.wait_for_ready = lambda: result.scheduler_infos.extend(map(dict, cls.ranks.wait_for_reports()))
+        return result, cls.ranks.processes
+
+    @classmethod
+    def _launch_detokenizer_subprocesses(  # pyright: ignore[reportIncompatibleMethodOverride]  takes whatever it is given
+        cls, **_: Any
+    ) -> tuple[list[SpawnProcess], list[str]]:
+        return [], []
+
+
+def _ignore(number: int, frame: FrameType | None) -> None: ...

@@ -1,0 +1,57 @@
+"""Environment variables that SGLang reads when it is imported; `__main__` sets them before that."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+from tasuki.config.schema import NodeConfig
+from tasuki.rollout.model import ModelFacts
+from tasuki.wire.errors import UnsupportedModel
+
+
+def engine_environment(config: NodeConfig, model: ModelFacts, *, temp_dir: Path) -> dict[str, str]:
+    """What the engine's processes inherit. temp_dir: private folder for the sockets and files that SGLang makes.
+
+    Raises UnsupportedModel for an architecture that SGLang does not have.
+    """
+    everywhere = {
+        "TMPDIR": str(temp_dir),
+        # Everything is on this machine; a look-up would only wait for a network.
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        # The check compares free memory that other services of the node hold; admission is the coordinator's.
+        "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+        # SGLang keeps a few positions of its context for itself, see arguments.py.
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+        # Importing two hundred models to use one takes seconds.
+        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models(model.architecture)),
+    }
+    if config.device == "cuda":
+        return everywhere
+    rollout = config.rollout
+    return everywhere | {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(_cores_of_ranks(rollout.tp_size, rollout.num_threads)),
+        "OMP_NUM_THREADS": str(rollout.num_threads),
+        # The CUDA build of torch brings an NCCL that needs a driver; ranks on a CPU talk over gloo.
+        "SGLANG_NCCL_SO_PATH": "/nonexistent",
+    }
+
+
+def _other_models(architecture: str) -> list[str]:
+    """SGLang's model modules that do not define `architecture`, found by reading their source."""
+    sglang = find_spec("sglang")
+    assert sglang is not None and sglang.submodule_search_locations is not None
+    modules = sorted(Path(sglang.submodule_search_locations[0], "srt", "models").glob("*.py"))
+    defining = {module for module in modules if f"class {architecture}(" in module.read_text()}
+    if not defining:
+        raise UnsupportedModel(f"SGLang has no architecture {architecture}", architecture=architecture)
+    return [module.stem for module in modules if module not in defining]
+
+
+def _cores_of_ranks(tp_size: int, num_threads: int) -> list[str]:
+    """SGLang wants a list of cores for each rank, "0|1" or "0,1|2,3"; on fewer cores they repeat."""
+    cores = sorted(os.sched_getaffinity(0))
+    return [",".join(str(cores[(rank * num_threads + i) % len(cores)]) for i in range(num_threads)) for rank in range(tp_size)]

@@ -1,0 +1,139 @@
+"""Generation requests: what is accepted, and how the samples of one call run side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tasuki.rollout.engine import Completion
+from tasuki.rollout.model import ModelFacts
+from tasuki.wire.errors import InvalidArgument
+
+_MAX_SAMPLES = 65_536
+# SGLang's own, when the request does not say.
+_DEFAULT_MAX_NEW_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One call: every prompt `num_samples` times. `sampling` holds what the caller set, by SGLang's names."""
+
+    prompts: Sequence[Sequence[int]]
+    num_samples: int
+    sampling: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One completion of one prompt, with the version of the weights that made it."""
+
+    prompt_index: int
+    sample_index: int
+    completion: Completion
+    policy_version: int
+
+
+def check_request(request: GenerationRequest, model: ModelFacts) -> None:
+    """Raises InvalidArgument naming the first field that is wrong."""
+    if not request.prompts:
+        raise InvalidArgument("prompts", "give at least one")
+    if request.num_samples < 1:
+        raise InvalidArgument("num_samples", "must be at least 1")
+    if len(request.prompts) * request.num_samples > _MAX_SAMPLES:
+        asked = len(request.prompts) * request.num_samples
+        raise InvalidArgument("num_samples", f"{asked} samples in one call; at most {_MAX_SAMPLES}, split the call")
+    _check_sampling(request.sampling, model)
+    for index, token_ids in enumerate(request.prompts):
+        _check_prompt(f"prompts[{index}]", token_ids, request.sampling, model)
+
+
+def _check_prompt(field: str, token_ids: Sequence[int], sampling: Mapping[str, object], model: ModelFacts) -> None:
+    if not token_ids:
+        raise InvalidArgument(f"{field}.token_ids", "give at least one token")
+    _check_token_ids(f"{field}.token_ids", token_ids, model)
+    room = model.context_length - len(token_ids)
+    if room < 1:
+        raise InvalidArgument(
+            f"{field}.token_ids",
+            f"{len(token_ids)} tokens leave no room for a completion in a context of {model.context_length}",
+        )
+    max_new_tokens = sampling.get("max_new_tokens")
+    if isinstance(max_new_tokens, int) and max_new_tokens > room:
+        raise InvalidArgument(
+            "sampling_params.max_new_tokens",
+            f"{field} has {len(token_ids)} tokens, so {max_new_tokens} more do not fit in a context of {model.context_length}",
+            prompt=field,
+        )
+
+
+def _check_token_ids(field: str, token_ids: Sequence[int], model: ModelFacts) -> None:
+    for index, token_id in enumerate(token_ids):
+        if not 0 <= token_id < model.vocab_size:
+            raise InvalidArgument(f"{field}[{index}]", f"{token_id} is not in the vocabulary of {model.vocab_size} tokens")
+
+
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "max_new_tokens": (lambda value: value >= 1, "at least 1"),
+    "temperature": (lambda value: 0 <= value < math.inf, "finite and at least 0"),
+    "top_p": (lambda value: 0 < value <= 1, "in (0, 1]"),
+    "top_k": (lambda value: value == -1 or value >= 1, "-1 (off) or at least 1"),
+    "min_p": (lambda value: 0 <= value <= 1, "in [0, 1]"),
+    "frequency_penalty": (lambda value: -2 <= value <= 2, "in [-2, 2]"),
+    "presence_penalty": (lambda value: -2 <= value <= 2, "in [-2, 2]"),
+    "repetition_penalty": (lambda value: 0 < value <= 2, "in (0, 2]"),
+}
+
+
+def _check_sampling(sampling: Mapping[str, object], model: ModelFacts) -> None:
+    for name, (is_allowed, wanted) in _RANGES.items():
+        value = sampling.get(name)
+        if isinstance(value, (int, float)) and not is_allowed(value):
+            raise InvalidArgument(f"sampling_params.{name}", f"must be {wanted}, not {value:g}")
+    _check_combinations(sampling, model)
+    stop_token_ids = sampling.get("stop_token_ids", ())
+    assert isinstance(stop_token_ids, Sequence)
+    _check_token_ids("sampling_params.stop_token_ids", stop_token_ids, model)
+
+
+def _check_combinations(sampling: Mapping[str, object], model: ModelFacts) -> None:
+    least, most = sampling.get("min_new_tokens", 0), sampling.get("max_new_tokens", _DEFAULT_MAX_NEW_TOKENS)
+    assert isinstance(least, int) and isinstance(most, int)
+    if least > most:
+        raise InvalidArgument("sampling_params.min_new_tokens", f"{least} is more than max_new_tokens, {most}")
+    if least and not model.has_eos:
+        raise InvalidArgument("sampling_params.min_new_tokens", "the model names no end-of-sequence token to hold back")
+    if model.is_seeded and sampling.get("min_p"):
+        raise InvalidArgument("sampling_params.min_p", "SGLang cannot combine it with seeds, by which this engine samples")
+    if not model.is_seeded and "sampling_seed" in sampling:
+        raise InvalidArgument("sampling_params.sampling_seed", "this engine does not sample by seeds")
+
+
+def sampling_of(request: GenerationRequest, prompt_index: int, sample_index: int, model: ModelFacts) -> dict[str, object]:
+    """SGLang's sampling parameters of one sample, without a seed unless the caller gave one."""
+    sampling = dict(request.sampling)
+    room = model.context_length - len(request.prompts[prompt_index])
+    sampling.setdefault("max_new_tokens", min(_DEFAULT_MAX_NEW_TOKENS, room))
+    seed = sampling.get("sampling_seed")
+    if isinstance(seed, int):
+        sampling["sampling_seed"] = seed + sample_index
+    return sampling
+
+
+async def run_samples(
+    request: GenerationRequest, run_one: Callable[[int, int], Awaitable[Sample]]
+) -> AsyncGenerator[Sample, None]:
+    """The samples of all prompts in the order of completion. Closing the iterator early cancels those that still run."""
+    tasks = [
+        asyncio.ensure_future(run_one(prompt_index, sample_index))
+        for prompt_index in range(len(request.prompts))
+        for sample_index in range(request.num_samples)
+    ]
+    try:
+        for finished in asyncio.as_completed(tasks):
+            yield await finished
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,87 @@
+"""What the service must know of a model before the engine has loaded it; read from config.json, before anything heavy is imported."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tasuki.config.schema import NodeConfig
+from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """One model as this service runs it."""
+
+    path: str
+    architecture: str
+    vocab_size: int
+    context_length: int
+    """Longest prompt plus completion that is served."""
+    has_eos: bool
+    """Whether the model names an end-of-sequence token."""
+    is_seeded: bool
+    """Whether every request is sampled by a seed of its own."""
+
+
+def read_model(config: NodeConfig) -> ModelFacts:
+    """Raises PathNotFound without a model folder, UnsupportedModel for a config.json that describes no language model, InvalidArgument
+    when the context is longer than the model's or than the KV cache, or the heads cannot be split.
+    """
+    path = config.model.path
+    table = _read_json(path / "config.json", path)
+    architectures = table.get("architectures")
+    if not isinstance(architectures, list) or not architectures:
+        raise UnsupportedModel(f"model.path: {path}/config.json names no architecture")
+    # A multimodal model keeps its language model's sizes one level down.
+    text: dict[str, Any] = table.get("text_config", table)
+    longest = _size(text, "max_position_embeddings", path)
+    wanted = config.rollout.context_length
+    if wanted is not None and wanted > longest:
+        raise InvalidArgument("rollout.context_length", f"{wanted} is more than the model's {longest} positions")
+    heads, tp_size = _size(text, "num_attention_heads", path), config.rollout.tp_size
+    if heads % tp_size:
+        raise InvalidArgument("rollout.tp_size", f"the model's {heads} attention heads cannot be split over {tp_size} ranks")
+    model = ModelFacts(
+        path=str(path),
+        architecture=str(architectures[0]),
+        vocab_size=_size(text, "vocab_size", path),
+        context_length=longest if wanted is None else wanted,
+        has_eos=text.get("eos_token_id") is not None,
+        is_seeded=config.device == "cpu",
+    )
+    check_capacity(config.rollout.max_total_tokens, model)
+    return model
+
+
+def check_capacity(total_tokens: int | None, model: ModelFacts) -> None:
+    """Raises InvalidArgument when a KV cache of `total_tokens` is too small for one sequence of the full length."""
+    if total_tokens is not None and total_tokens < model.context_length:
+        raise InvalidArgument(
+            "rollout.max_total_tokens",
+            f"a KV cache of {total_tokens} tokens cannot hold one sequence of {model.context_length}; "
+            "raise it, or lower rollout.context_length",
+            needed_tokens=model.context_length,
+            total_tokens=total_tokens,
+        )
+
+
+def _read_json(file: Path, folder: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise PathNotFound(f"model.path: {folder} holds no model (no config.json there)", path=folder)
+    try:
+        table = json.loads(file.read_text())
+    except ValueError as error:
+        raise UnsupportedModel(f"model.path: {file} is not JSON: {error}") from error
+    if not isinstance(table, dict):
+        raise UnsupportedModel(f"model.path: {file} is no model configuration")
+    return table
+
+
+def _size(table: dict[str, Any], key: str, folder: Path) -> int:
+    value = table.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise UnsupportedModel(f"model.path: {folder}/config.json gives no {key}")
+    return value

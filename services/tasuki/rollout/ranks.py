@@ -1,0 +1,103 @@
+"""The engine ranks' processes. They start before the front imports SGLang, which takes each of them many seconds: side by side."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import Any, TypedDict
+
+from tasuki.wire.errors import InternalError
+
+_POLL_S = 0.2
+
+
+class RankReport(TypedDict, total=False):
+    """What a rank sends once: why it did not start, or, with status "ready", what it holds."""
+
+    status: str
+    problem: str
+    max_total_num_tokens: int
+    max_req_input_len: int
+    weight_bytes: int
+    kv_cache_bytes: int
+
+
+class RankProcesses:
+    """One process for each engine rank, importing SGLang at once and waiting to be told what to run."""
+
+    def __init__(self) -> None:
+        self.processes: list[SpawnProcess] = []
+        self._pipes: list[Connection] = []
+
+    def start(self, tp_size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        # Nothing is ever sent: its end here closes when this process dies, however it dies.
+        end_of_front, self._lifeline = context.Pipe(duplex=False)
+        for tp_rank in range(tp_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_run_rank, args=(theirs, end_of_front), name=f"engine-rank-{tp_rank}")
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._pipes.append(ours)
+        end_of_front.close()
+
+    def launch(self, arguments: Sequence[tuple[Any, ...]]) -> None:
+        """Gives each rank the arguments of its scheduler, as `multiprocessing` itself would have done at its start."""
+        for tp_rank, (pipe, rank_arguments) in enumerate(zip(self._pipes, arguments, strict=True)):
+            try:
+                pipe.send(rank_arguments)
+            except OSError as error:
+                raise self._lost(tp_rank) from error
+
+    def wait_for_reports(self) -> list[RankReport]:
+        """Returns when every rank is ready. Raises InternalError when one is not going to be."""
+        reports: dict[int, RankReport] = {}
+        while len(reports) < len(self._pipes):
+            for tp_rank in set(range(len(self._pipes))) - set(reports):
+                if self._pipes[tp_rank].poll(_POLL_S):
+                    reports[tp_rank] = self._read_report(tp_rank)
+                elif not self.processes[tp_rank].is_alive():
+                    raise self._lost(tp_rank)
+        return [reports[tp_rank] for tp_rank in range(len(self._pipes))]
+
+    def kill(self) -> None:
+        """Idempotent; returns when all are gone, also one whose start was interrupted."""
+        for process in multiprocessing.active_children():
+            process.kill()
+            process.join()
+
+    def _read_report(self, tp_rank: int) -> RankReport:
+        try:
+            report: RankReport = self._pipes[tp_rank].recv()
+        except (EOFError, OSError) as error:
+            raise self._lost(tp_rank) from error
+        if report["status"] != "ready":
+            raise InternalError(f"engine rank {tp_rank} could not start: {report['problem']}")
+        return report
+
+    def _lost(self, tp_rank: int) -> InternalError:
+        process = self.processes[tp_rank]
+        process.join(timeout=10)
+        return InternalError(
+            f"engine rank {tp_rank} ended with exit code {process.exitcode} while it started (-9: out of host memory?)"
+        )
+
+
+def _run_rank(pipe: Connection, end_of_front: Connection) -> None:
+    # Ctrl-C reaches the whole group; the front ends its ranks in its own order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_die_with_front, args=(end_of_front,), daemon=True).start()
+    from tasuki.rollout.scheduler import run_scheduler
+
+    run_scheduler(*pipe.recv(), pipe)  # pyright: ignore[reportCallIssue]  `launch` says what comes through the pipe
+
+
+def _die_with_front(end_of_front: Connection) -> None:
+    end_of_front.poll(None)
+    os._exit(1)

@@ -1,0 +1,273 @@
+"""Records an engine model's own `load_weights` as a copy plan: views and copies are noted, no weight is read or written.
+
+The loader is called with tensors that have a name and a shape but no memory. Each view of one is a view of its index space; each
+`copy_` of one into a parameter is a piece of the plan; each constant fill of a parameter is a constant. A tensor that meets any other
+operation becomes a fallback: each sync then gives it, gathered, to the real `load_weights`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from tasuki.transport.plan import Constant, CopyPlan, FallbackWrite, Piece, Slice, check_coverage
+from tasuki.wire.errors import BadHandle, UnsupportedModel
+
+_aten = torch.ops.aten
+
+
+class EngineModel(Protocol):
+    """What is used of an SGLang model."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object: ...
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]: ...
+
+
+class PublishedTensors(Protocol):
+    """The published tensors: their names with shape and dtype, and the values of one."""
+
+    def layout(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]: ...
+
+    def gathered(self, name: str) -> torch.Tensor: ...
+
+
+def record_plan(model: EngineModel, published: PublishedTensors) -> CopyPlan:
+    """The plan by which `published` becomes the model's parameters.
+
+    Fallback tensors are loaded for real, once, to see what they write. Raises WeightsCorrupt naming a parameter that the plan would not
+    write exactly once, BadHandle when a tensor would lose precision, UnsupportedModel when the loader does what no plan can hold.
+    """
+    parameters = Parameters(model)
+    layout = published.layout()
+    fallback: set[str] = set()
+    while True:
+        recorder = _Recorder(parameters, device=parameters.device)
+        recorder.run(model, {name: like for name, like in layout.items() if name not in fallback})
+        if recorder.fallback <= fallback:
+            break
+        fallback |= recorder.fallback
+    names = tuple(name for name in layout if name in fallback)
+    plan = CopyPlan(
+        pieces=tuple(recorder.pieces),
+        constants=tuple(recorder.constants),
+        fallback_names=names,
+        fallback_writes=_observe_fallback(model, parameters, published, names),
+    )
+    _check_precision(plan, parameters, layout)
+    check_coverage(plan, parameters.numels())
+    return plan
+
+
+class Parameters:
+    """A model's parameters by name and by address."""
+
+    def __init__(self, model: EngineModel) -> None:
+        self._by_name = {name: parameter.data for name, parameter in model.named_parameters()}
+        spans = [(tensor.data_ptr(), name) for name, tensor in self._by_name.items() if tensor.numel()]
+        self._starts, self._names = [list(column) for column in zip(*sorted(spans), strict=True)] if spans else ([], [])
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self._by_name.values())).device
+
+    def numels(self) -> dict[str, int]:
+        return {name: tensor.numel() for name, tensor in self._by_name.items()}
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._by_name[name].dtype
+
+    def view(self, name: str, at: Slice) -> torch.Tensor:
+        """The slice as a live view of the parameter."""
+        tensor = self._by_name[name]
+        return tensor.as_strided(at.shape, at.strides, tensor.storage_offset() + at.offset)
+
+    def locate(self, tensor: torch.Tensor) -> tuple[str, Slice] | None:
+        """The parameter in whose memory `tensor` lies, and where; None when it lies in no parameter."""
+        index = bisect_right(self._starts, tensor.data_ptr()) - 1
+        if index < 0:
+            return None
+        name = self._names[index]
+        parameter = self._by_name[name]
+        distance = tensor.data_ptr() - self._starts[index]
+        if distance >= parameter.numel() * parameter.element_size() or tensor.dtype != parameter.dtype:
+            return None
+        return name, Slice(distance // parameter.element_size(), tuple(tensor.shape), tensor.stride())
+
+    def fingerprint(self) -> tuple[tuple[object, ...], ...]:
+        """Changes when any parameter was moved, reshaped or replaced, so that a plan made before no longer fits."""
+        return tuple(
+            (name, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+            for name, tensor in self._by_name.items()
+        )
+
+
+class _Unrecordable(Exception):
+    """Ends one recording run at an operation that needs values; the tensors involved are fallbacks from now on."""
+
+
+class RecordingTensor(torch.Tensor):
+    """Stands for a published tensor or a view of it: shape, strides and origin, no values."""
+
+    index_space: torch.Tensor
+    origin: frozenset[str]
+    recorder: _Recorder
+
+    @staticmethod
+    def __new__(
+        cls: type[RecordingTensor], index_space: torch.Tensor, origin: frozenset[str], recorder: _Recorder
+    ) -> RecordingTensor:
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            index_space.shape,
+            strides=index_space.stride(),
+            storage_offset=index_space.storage_offset(),
+            dtype=index_space.dtype,
+            device=recorder.device,
+        )
+        tensor.index_space, tensor.origin, tensor.recorder = index_space, origin, recorder
+        return cast(RecordingTensor, tensor)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        # Reached without the recorder's mode in a loader's own threads, for which modes do not hold.
+        recorder = next(arg.recorder for arg in _tensors(args, kwargs) if isinstance(arg, RecordingTensor))
+        return recorder.handle(func, args, kwargs if kwargs is not None else {})
+
+
+class _Recorder(TorchDispatchMode):
+    """One run of a loader."""
+
+    def __init__(self, parameters: Parameters, *, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.pieces: list[Piece] = []
+        self.constants: list[Constant] = []
+        self.fallback: set[str] = set()
+        self._parameters = parameters
+        self._current: str | None = None
+
+    def run(self, model: EngineModel, layout: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, (shape, dtype) in layout.items():
+                self._current = name
+                index_space = torch.empty(shape, dtype=dtype, device="meta")
+                yield name, RecordingTensor(index_space, frozenset([name]), self)
+
+        try:
+            with self:
+                model.load_weights(tensors())
+        except _Unrecordable:
+            return
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self.handle(func, args, kwargs if kwargs is not None else {})
+
+    def handle(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        sources = [arg for arg in _tensors(args, kwargs) if isinstance(arg, RecordingTensor)]
+        if sources and func is _aten.copy_.default and not isinstance(args[0], RecordingTensor):
+            self._note_copy(args[0], args[1])
+            return args[0]
+        if sources:
+            return self._apply(func, args, kwargs, sources)
+        if func._schema.is_mutable and isinstance(args[0], torch.Tensor) and args[0].device.type != "meta":
+            place = self._parameters.locate(args[0])
+            if place is not None:
+                self._note_fill(func, args, *place)
+                return args[0]
+        return func(*args, **kwargs)
+
+    def _note_copy(self, destination: torch.Tensor, source: RecordingTensor) -> None:
+        place = self._parameters.locate(destination)
+        if place is None:
+            self.fallback |= source.origin
+        elif not source.origin & self.fallback and destination.numel():
+            (name,) = source.origin
+            space = source.index_space.expand(destination.shape)
+            self.pieces.append(Piece(name, Slice(int(space.storage_offset()), tuple(space.shape), space.stride()), *place))
+
+    def _note_fill(self, func: Any, args: tuple[Any, ...], parameter: str, destination: Slice) -> None:
+        if func is _aten.zero_.default:
+            value = 0.0
+        elif func in (_aten.fill_.Scalar, _aten.fill_.Tensor):
+            value = float(args[1])
+        elif self._current is not None:
+            self.fallback.add(self._current)
+            return
+        else:
+            raise UnsupportedModel(f"load_weights writes {parameter} by {func} before it reads a tensor", parameter=parameter)
+        if destination.numel:
+            self.constants.append(Constant(parameter, destination, value))
+
+    def _apply(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: Sequence[RecordingTensor]) -> Any:
+        """Runs the operation in index space. One that does more than view makes its tensors fallbacks."""
+        origin = frozenset[str]().union(*(source.origin for source in sources))
+        returns = func._schema.returns
+        is_view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+        if not is_view:
+            self.fallback |= origin
+        try:
+            spaces = tree_map_only(RecordingTensor, lambda tensor: tensor.index_space, (args, kwargs))
+            result = func(*spaces[0], **spaces[1])
+        except (NotImplementedError, RuntimeError) as error:
+            # Meta tensors have no values, which an operation such as item() would need.
+            self.fallback |= origin
+            raise _Unrecordable(str(error)) from error
+        return tree_map_only(torch.Tensor, lambda space: RecordingTensor(space, origin, self), result)
+
+
+class _WriteObserver(TorchDispatchMode):
+    """Lets everything happen and notes which slices of parameters are written."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        super().__init__()
+        self.writes: dict[FallbackWrite, None] = {}
+        self._parameters = parameters
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func._schema.is_mutable and isinstance(args[0], torch.Tensor):
+            place = self._parameters.locate(args[0])
+            if place is not None and args[0].numel():
+                self.writes[FallbackWrite(*place)] = None
+        return func(*args, **(kwargs if kwargs is not None else {}))
+
+
+def _observe_fallback(
+    model: EngineModel, parameters: Parameters, published: PublishedTensors, names: Sequence[str]
+) -> tuple[FallbackWrite, ...]:
+    if not names:
+        return ()
+    before = parameters.fingerprint()
+    observer = _WriteObserver(parameters)
+    with observer:
+        model.load_weights([(name, published.gathered(name)) for name in names])
+    if Parameters(model).fingerprint() != before:
+        raise UnsupportedModel(
+            f"load_weights replaces parameters while it loads {', '.join(names[:5])}", tensors=",".join(names[:5])
+        )
+    return tuple(observer.writes)
+
+
+def _check_precision(plan: CopyPlan, parameters: Parameters, layout: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+    for piece in plan.pieces:
+        published, held = layout[piece.name][1], parameters.dtype(piece.parameter)
+        if torch.promote_types(published, held) != held:
+            raise BadHandle(
+                f"{piece.name} is published as {published}, but the engine holds {piece.parameter} as {held}; publish it as {held}",
+                tensor=piece.name,
+            )
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Iterator[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    tree_map_only(torch.Tensor, found.append, (args, kwargs))
+    return iter(found)

@@ -1,0 +1,219 @@
+"""The rollout service's state and what each stage does to it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+
+from tasuki.memory.allocator import MemoryTag, ResidentAllocator
+from tasuki.rollout.engine import RolloutEngine
+from tasuki.rollout.generate import GenerationRequest, Sample, check_request, run_samples, sampling_of
+from tasuki.rollout.stages import Stage, check_idle, check_stage, check_tags, is_serving
+from tasuki.rollout.sync import SyncReport, WeightSync
+from tasuki.v1 import weights_pb2
+from tasuki.wire.errors import Asleep, Busy, Draining, EnginePoisoned, VersionOrder
+
+_log = logging.getLogger(__name__)
+_DRAIN_POLL_S = 0.05
+_SEED_BITS = 62
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """How the samples that ran when a drain began ended."""
+
+    num_finished: int
+    num_cut: int
+
+
+class Rollout:
+    """One engine, its weights' version, and where the service stands in the ring of stages.
+
+    seed: of the seeds of samples whose request gives none. on_serving: called whenever generation opens or closes.
+    """
+
+    def __init__(
+        self, engine: RolloutEngine, sync: WeightSync, *, device: str, seed: int, on_serving: Callable[[bool], Awaitable[None]]
+    ) -> None:
+        self.boot_id = uuid.uuid4().hex
+        self.engine = engine
+        self.stage = Stage.START
+        self.poison_reason: str | None = None
+        self.allocators = [
+            _allocator(device, tp_rank, report["weight_bytes"], report["kv_cache_bytes"])
+            for tp_rank, report in enumerate(engine.reports)
+        ]
+        self._sync = sync
+        self._on_serving = on_serving
+        self._seeds = random.Random(seed)  # noqa: S311 - to be repeatable, not secret
+        self._held_version: int | None = None
+        self._highest_served: int | None = None
+        self._is_open = False
+        self._num_samples = 0
+        self._num_finished = 0
+        self._num_cut = 0
+
+    @property
+    def policy_version(self) -> int | None:
+        """The version that is served, also while its last samples drain."""
+        return self._held_version if self.stage in (Stage.RESUME_KV, Stage.DRAIN) else None
+
+    @property
+    def received_version(self) -> int | None:
+        """The version that is resident and verified, but not served."""
+        return None if self.policy_version is not None else self._held_version
+
+    @property
+    def num_running(self) -> int:
+        return max(self._num_samples, self.engine.num_running)
+
+    async def fall_asleep(self) -> None:
+        """What the service does with itself once its engine is up: the trainer has the memory first."""
+        for allocator in self.allocators:
+            allocator.pause([MemoryTag.KV_CACHE, MemoryTag.WEIGHTS])
+        await self._on_serving(False)
+
+    async def resume(self, stage: Stage, tags: list[MemoryTag]) -> int:
+        """RESUME_WEIGHTS or RESUME_KV; the latter commits the received version and serves. Returns the bytes mapped."""
+        check_stage(stage, after=self.stage, poison_reason=self.poison_reason)
+        check_tags(stage, tags)
+        with self._poisoning(stage):
+            mapped = sum(allocator.resume(tags) for allocator in self.allocators)
+        self.stage = stage
+        if is_serving(stage):
+            self._highest_served = self._held_version
+            await self._open()
+        _log.info("event=stage stage=%s mapped_bytes=%d policy_version=%s", stage, mapped, self._held_version)
+        return mapped
+
+    async def pause(self, stage: Stage, tags: list[MemoryTag]) -> int:
+        """PAUSE_KV, which drops every cached prefix, or PAUSE_WEIGHTS, after which no version is held. Returns the bytes released."""
+        check_stage(stage, after=self.stage, poison_reason=self.poison_reason)
+        check_tags(stage, tags)
+        check_idle(stage, num_running=self.num_running)
+        await self._close()
+        with self._poisoning(stage):
+            if stage is Stage.PAUSE_KV and not await self.engine.flush_cache():
+                raise Busy("the engine still holds requests; drain first", stage=stage, num_running=self.num_running)
+            released = sum(allocator.pause(tags) for allocator in self.allocators)
+        if stage is Stage.PAUSE_WEIGHTS:
+            self._held_version = None
+        self.stage = stage
+        _log.info("event=stage stage=%s released_bytes=%d", stage, released)
+        return released
+
+    async def receive(self, weights: weights_pb2.PublishedWeights, *, timeout_s: float) -> SyncReport:
+        """SYNC. Refusals that touched nothing leave all as it was; any other failure poisons the engine."""
+        check_stage(Stage.SYNC, after=self.stage, poison_reason=self.poison_reason)
+        if self._highest_served is not None and weights.policy_version < self._highest_served:
+            raise VersionOrder(
+                f"policy version {weights.policy_version} is older than {self._highest_served}, which was served",
+                want=weights.policy_version,
+                have=self._highest_served,
+            )
+        started = time.perf_counter()
+        imported = await self._sync.prepare(weights)
+        with self._poisoning(Stage.SYNC):
+            report = await self._sync.run(weights, imported, timeout_s=timeout_s)
+        self._held_version = report.policy_version
+        self.stage = Stage.SYNC
+        _log.info(
+            "event=stage stage=sync policy_version=%d copied_bytes=%d fallbacks=%d seconds=%.3f %s",
+            report.policy_version,
+            report.copied_bytes,
+            len(report.fallback_names),
+            time.perf_counter() - started,
+            " ".join(f"{name}_s={seconds:.4f}" for name, seconds in report.timings.items()),
+        )
+        return report
+
+    async def drain(self, *, grace_s: float) -> Drained:
+        """DRAIN: closes the door, lets running samples finish for `grace_s`, then cuts the rest."""
+        check_stage(Stage.DRAIN, after=self.stage, poison_reason=self.poison_reason)
+        await self._close()
+        self.stage = Stage.DRAIN
+        finished, cut = self._num_finished, self._num_cut
+        deadline = time.monotonic() + grace_s
+        while self.num_running:
+            if time.monotonic() >= deadline:
+                # Repeated, since a sample may still be on its way to the engine.
+                self.engine.cut_all()
+            await asyncio.sleep(_DRAIN_POLL_S)
+        drained = Drained(num_finished=self._num_finished - finished, num_cut=self._num_cut - cut)
+        _log.info("event=stage stage=drain finished=%d cut=%d", drained.num_finished, drained.num_cut)
+        return drained
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Sample]:
+        """The samples in the order of completion. Raises EnginePoisoned, Draining or Asleep when no version is served."""
+        check_request(request, self.engine.model)
+        self._check_open()
+        call, version = uuid.uuid4().hex, self._held_version
+        assert version is not None
+
+        async def run_one(prompt_index: int, sample_index: int) -> Sample:
+            # SGLang aborts by prefix: the dot keeps sample 1 from taking sample 10 with it.
+            request_id = f"{call}-{prompt_index}-{sample_index}."
+            sampling = sampling_of(request, prompt_index, sample_index, self.engine.model)
+            if self.engine.model.is_seeded:
+                sampling.setdefault("sampling_seed", self._seeds.getrandbits(_SEED_BITS))
+            with self._counted():
+                completion = await self.engine.generate(request_id, request.prompts[prompt_index], sampling)
+                self._num_cut += completion.is_cut
+                self._num_finished += not completion.is_cut
+            return Sample(prompt_index, sample_index, completion, version)
+
+        async with aclosing(run_samples(request, run_one)) as samples:
+            async for sample in samples:
+                yield sample
+
+    def _check_open(self) -> None:
+        if self.poison_reason is not None:
+            raise EnginePoisoned(f"the engine must be started anew: {self.poison_reason}")
+        if not self._is_open:
+            if self.stage is Stage.DRAIN:
+                raise Draining("rollout is draining; acquire phase ROLLOUT again")
+            raise Asleep(f"rollout serves no version now (last stage {self.stage}); acquire phase ROLLOUT")
+
+    async def _open(self) -> None:
+        self._is_open = True
+        await self._on_serving(True)
+
+    async def _close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            await self._on_serving(False)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._num_samples += 1
+        try:
+            yield
+        finally:
+            self._num_samples -= 1
+
+    @contextmanager
+    def _poisoning(self, stage: Stage) -> Iterator[None]:
+        """After a failure half-way the engine's memory can no longer be trusted; a refusal is no failure."""
+        try:
+            yield
+        except Busy:
+            raise
+        except BaseException as error:
+            self.poison_reason = f"{stage} failed: {error}"
+            self._held_version = None
+            _log.error("event=poisoned stage=%s error=%s", stage, error)
+            raise
+
+
+def _allocator(device: str, tp_rank: int, weight_bytes: int, kv_cache_bytes: int) -> ResidentAllocator:
+    name = device if device == "cpu" else f"{device}:{tp_rank}"
+    allocator = ResidentAllocator(tags=[MemoryTag.WEIGHTS, MemoryTag.KV_CACHE], device=name)
+    allocator.set_total_bytes(MemoryTag.WEIGHTS, weight_bytes)
+    allocator.set_total_bytes(MemoryTag.KV_CACHE, kv_cache_bytes)
+    return allocator

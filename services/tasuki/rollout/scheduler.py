@@ -1,0 +1,90 @@
+"""Runs in the process of every engine rank, around SGLang's own scheduler: says why it could not start, or what it holds."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from sglang.srt.layers import sampler as sglang_sampler
+from sglang.srt.managers import scheduler as sglang_scheduler
+from sglang.srt.server_args import PortArgs, ServerArgs, get_global_server_args
+
+from tasuki.rollout.ranks import RankReport
+from tasuki.rollout.seeded import multinomial_with_seed
+
+
+@dataclass(frozen=True, slots=True)
+class StopTokens:
+    """All that SGLang asks of a tokenizer where no text is made: what min_new_tokens must hold back."""
+
+    eos_token_id: int
+    additional_stop_token_ids: set[int]
+
+    @classmethod
+    def of(cls, eos_token_ids: set[int] | None) -> StopTokens | None:
+        """None for a model that names no end-of-sequence token."""
+        if not eos_token_ids:
+            return None
+        first, *others = sorted(eos_token_ids)
+        return cls(first, set(others))
+
+
+def run_scheduler(
+    server_args: ServerArgs,
+    port_args: PortArgs,
+    gpu_id: int,
+    tp_rank: int,
+    attn_cp_rank: int,
+    moe_dp_rank: int,
+    moe_ep_rank: int,
+    pp_rank: int,
+    dp_rank: int | None,
+    pipe_writer: Connection,
+) -> None:
+    """SGLang's `run_scheduler_process` with a scheduler that reports."""
+
+    class ReportingScheduler(sglang_scheduler.Scheduler):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            try:
+                super().__init__(*args, **kwargs)
+            except Exception as error:
+                pipe_writer.send(RankReport(status="failed", problem=f"{type(error).__name__}: {error}"))
+                raise
+
+        def init_tokenizer(self) -> None:
+            super().init_tokenizer()
+            self.tokenizer = StopTokens.of(self.model_config.hf_eos_token_id)
+
+        def get_init_info(self) -> dict[str, Any]:
+            report = super().get_init_info()
+            report["weight_bytes"] = _weight_bytes(self)
+            report["kv_cache_bytes"] = _kv_cache_bytes(self)
+            if self.server_args.device == "cpu":
+                _sample_by_seeds()
+            # SGLang collects garbage whenever it flushes its cache; without this that walks every object made so far, half a second long.
+            gc.collect()
+            gc.freeze()
+            return dict(report)
+
+    sglang_scheduler.Scheduler = ReportingScheduler
+    sglang_scheduler.run_scheduler_process(
+        server_args, port_args, gpu_id, tp_rank, attn_cp_rank, moe_dp_rank, moe_ep_rank, pp_rank, dp_rank, pipe_writer
+    )
+
+
+def _sample_by_seeds() -> None:
+    """Every request is sampled by its own seed. As an argument at the start the setting would also ask for Triton kernels."""
+    get_global_server_args().enable_deterministic_inference = True
+    sglang_sampler.multinomial_with_seed = multinomial_with_seed
+
+
+def _weight_bytes(scheduler: Any) -> int:
+    parameters = scheduler.tp_worker.model_runner.model.parameters()
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+
+
+def _kv_cache_bytes(scheduler: Any) -> int:
+    size = scheduler.token_to_kv_pool_allocator.get_kvcache().get_kv_size_bytes()
+    return sum(size) if isinstance(size, tuple) else int(size)

@@ -1,0 +1,67 @@
+"""Puts the rollout service together and runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import uvloop
+
+from tasuki.config import places
+from tasuki.config.schema import NodeConfig
+from tasuki.rollout.deadline import StartDeadline
+from tasuki.rollout.engine import start_engine
+from tasuki.rollout.model import ModelFacts
+from tasuki.rollout.ranks import RankProcesses
+from tasuki.rollout.rollout import Rollout
+from tasuki.rollout.servicer import RolloutMemoryServicer, RolloutServicer
+from tasuki.rollout.sync import WeightSync
+from tasuki.rpc.commands import CommandGate
+from tasuki.rpc.logs import configure_logging
+from tasuki.rpc.server import RpcServer
+from tasuki.v1 import memory_pb2_grpc, rollout_pb2_grpc
+
+_SERVICE = "tasuki.v1.RolloutService"
+_log = logging.getLogger(__name__)
+
+
+def serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, deadline: StartDeadline) -> int:
+    """Serves until told to stop (exit code 0), or until an engine rank dies (1)."""
+    return uvloop.run(_serve(config, model, ranks, deadline))
+
+
+async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, deadline: StartDeadline) -> int:
+    stop, died = asyncio.Event(), asyncio.Event()
+
+    def on_death() -> None:
+        _log.error("event=engine_died action=stop")
+        died.set()
+        stop.set()
+
+    socket_dir = places.socket_dir(config.state_dir)
+    target = places.grpc_target(config.state_dir, service="rollout", listen=config.rollout.listen)
+    server = RpcServer(service="rollout", target=target)
+    engine = start_engine(config, model, ranks, on_death=on_death)
+    deadline.met()
+    configure_logging("rollout")  # SGLang has put its own in the place of ours
+    sync = WeightSync(engine, socket_dir=socket_dir)
+    try:
+        rollout = Rollout(
+            engine,
+            sync,
+            device=config.device,
+            seed=config.rollout.seed,
+            on_serving=lambda is_serving: server.set_serving(f"{_SERVICE}/Generate", is_serving),
+        )
+        gate = CommandGate()
+        server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, RolloutServicer(rollout, gate), _SERVICE)
+        server.add(
+            memory_pb2_grpc.add_MemoryServiceServicer_to_server, RolloutMemoryServicer(rollout, gate), "tasuki.v1.MemoryService"
+        )
+        await rollout.fall_asleep()
+        await server.start()
+        await server.run(stop)
+    finally:
+        sync.close()
+        engine.stop()
+    return 1 if died.is_set() else 0

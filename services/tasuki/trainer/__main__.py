@@ -1,0 +1,170 @@
+"""Runs one rank of the trainer; rank 0 also serves:
+
+python -m torch.distributed.run --standalone --nproc-per-node N -m tasuki.trainer --config node.toml [--set a.b=c]...
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+import uvloop
+
+from tasuki.config.load import load_config
+from tasuki.config.lock import StateLock
+from tasuki.config.places import grpc_target, socket_dir
+from tasuki.config.schema import NodeConfig
+from tasuki.rpc.logs import configure_logging
+from tasuki.rpc.server import RpcServer
+from tasuki.trainer.memory_servicer import MemoryServicer
+from tasuki.trainer.mesh import start_mesh
+from tasuki.trainer.rank_commands import RankCommands
+from tasuki.trainer.rank_loop import Handlers, RankLoop
+from tasuki.trainer.ranks import Ranks, ranks_address
+from tasuki.trainer.servicer import TrainerServicer
+from tasuki.trainer.state import TrainerState
+from tasuki.trainer.worker import Worker
+from tasuki.v1.memory_pb2_grpc import add_MemoryServiceServicer_to_server
+from tasuki.v1.ranks_pb2 import RankReady
+from tasuki.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
+from tasuki.wire.errors import InvalidArgument, TasukiError
+
+_log = logging.getLogger("tasuki.trainer")
+_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What torchrun tells a rank."""
+
+    rank: int
+    local_rank: int
+    num_ranks: int
+    launcher_fd: int
+    """pidfd of torchrun, which shows when it is gone."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tasuki.trainer")
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=VALUE")
+    arguments = parser.parse_args(argv)
+    configure_logging("trainer")
+    try:
+        launch = _read_launch()
+        config = load_config(arguments.config, overrides=arguments.overrides)
+        if launch.num_ranks != config.trainer.num_ranks:
+            raise InvalidArgument(
+                "trainer.num_ranks", f"is {config.trainer.num_ranks}, but torchrun started {launch.num_ranks}"
+            )
+        if launch.rank != 0:
+            return 0 if _run_rank(config, launch=launch) else 1
+        with StateLock.take(config.state_dir, name="trainer"):
+            return uvloop.run(_serve(config, launch=launch))
+    except TasukiError as error:
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"tasuki: error {error.reason}: {error.message}\n")
+        return 2
+
+
+def _read_launch() -> Launch:
+    if "LOCAL_RANK" not in os.environ:
+        raise InvalidArgument(
+            "launch", "start the trainer under torchrun: python -m torch.distributed.run ... -m tasuki.trainer"
+        )
+    # Ranks of one node need no network, and a machine without one may not resolve its own name.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return Launch(
+        rank=int(os.environ["RANK"]),
+        local_rank=int(os.environ["LOCAL_RANK"]),
+        num_ranks=int(os.environ["WORLD_SIZE"]),
+        launcher_fd=os.pidfd_open(os.getppid()),
+    )
+
+
+def _run_rank(config: NodeConfig, *, launch: Launch) -> bool:
+    """Works for the front until it stops; False when the start failed."""
+
+    def start() -> tuple[RankReady, Handlers]:
+        trainer = config.trainer
+        mesh = start_mesh(
+            config.device, local_rank=launch.local_rank, num_threads=trainer.num_threads, timeout_s=trainer.collective_timeout_s
+        )
+        cleanup.callback(dist.destroy_process_group)
+        worker = Worker(config, mesh=mesh)
+        cleanup.callback(worker.close)
+        if launch.rank != 0:
+            # From here on the front says when to stop, after the call that runs; a signal to all ranks at once is for the front.
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
+        commands = RankCommands(worker, rank=launch.rank)
+        return commands.ready(), commands.handlers()
+
+    with ExitStack() as cleanup:
+        address = ranks_address(socket_dir(config.state_dir))
+        return RankLoop(rank=launch.rank, address=address, launcher_fd=launch.launcher_fd).run(start)
+
+
+async def _serve(config: NodeConfig, *, launch: Launch) -> int:
+    """Rank 0: serves until a signal, or until the ranks are broken; its own rank works in a thread."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    loop.add_reader(launch.launcher_fd, stop.set)
+    trainer = config.trainer
+    ranks = Ranks(
+        socket_dir=socket_dir(config.state_dir), num_ranks=launch.num_ranks, collective_timeout_s=trainer.collective_timeout_s
+    )
+    own_rank = threading.Thread(target=_run_rank, args=(config,), kwargs={"launch": launch}, name="rank-0", daemon=True)
+    own_rank.start()
+    try:
+        ready = await _ready_or_stopped(ranks, stop)
+        if ready is None:
+            return 1
+        state = TrainerState(policy_version=ready.policy_version)
+        server = RpcServer(service="trainer", target=grpc_target(config.state_dir, service="trainer", listen=trainer.listen))
+        servicer = TrainerServicer(ranks, state=state, ready=ready, config=config)
+        server.add(add_TrainerServiceServicer_to_server, servicer, "tasuki.v1.TrainerService")
+        server.add(add_MemoryServiceServicer_to_server, MemoryServicer(ranks, state=state), "tasuki.v1.MemoryService")
+        await server.start()
+        broken = loop.create_task(_stop_when_broken(ranks, stop))
+        await server.run(stop, grace_s=_GRACE_S)
+        broken.cancel()
+        return 1 if ranks.broken.is_set() else 0
+    finally:
+        await ranks.close()
+        loop.remove_reader(launch.launcher_fd)
+        await asyncio.to_thread(own_rank.join, _GRACE_S)
+
+
+async def _ready_or_stopped(ranks: Ranks, stop: asyncio.Event) -> RankReady | None:
+    """The ranks' report, or None when the service was stopped before they were ready."""
+    ready, stopped = asyncio.ensure_future(ranks.ready()), asyncio.ensure_future(stop.wait())
+    await asyncio.wait((ready, stopped), return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if ready.done():
+        return ready.result()
+    ready.cancel()
+    return None
+
+
+async def _stop_when_broken(ranks: Ranks, stop: asyncio.Event) -> None:
+    await ranks.broken.wait()
+    stop.set()
+
+
+if __name__ == "__main__":
+    status = main()
+    logging.shutdown()
+    # A thread inside a collective whose peer is gone cannot be ended; neither may it keep the process.
+    os._exit(status)

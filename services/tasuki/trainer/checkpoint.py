@@ -1,0 +1,126 @@
+"""Saves and restores a rank's training state by torch.distributed.checkpoint. Every rank makes the same calls.
+
+A checkpoint is a folder: torch's files with model, optimizer and random state, and checkpoint.json. Torch's metadata file is a pickle: load
+only what you saved yourself.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
+from torch.optim import Optimizer
+
+from tasuki.trainer.folders import folder_bytes, rename_into_place, start_aside
+from tasuki.wire.errors import InvalidArgument, PathNotFound, VersionOrder
+
+_FACTS_FILE = "checkpoint.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFacts:
+    """What is known of a checkpoint without reading its tensors."""
+
+    policy_version: int
+    num_ranks: int
+    architecture: str
+
+
+def save_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer, facts: CheckpointFacts) -> int:
+    """Writes aside, fsyncs, renames. Returns the bytes written.
+
+    Raises PathExists when something is at `path`, InvalidArgument when it cannot be written.
+    """
+    aside = start_aside(path)
+    tensors = _training_tensors(model, optimizer) | {_random_key(): torch.get_rng_state()}
+    try:
+        dcp.save(tensors, storage_writer=FileSystemWriter(aside, sync_files=True))
+    except CheckpointException as error:
+        raise InvalidArgument("path", f"{path} cannot be written: {_cause(error)}") from error
+    fields = {"format": _FORMAT, **{name: getattr(facts, name) for name in CheckpointFacts.__slots__}}
+    rename_into_place(aside, path, last_files={_FACTS_FILE: json.dumps(fields, indent=2)})
+    return folder_bytes(path)
+
+
+def read_facts(path: Path) -> CheckpointFacts:
+    """Raises PathNotFound without a checkpoint at `path`, InvalidArgument when it is not one of ours."""
+    if not (path / _FACTS_FILE).is_file():
+        raise PathNotFound(f"{path} is no checkpoint: it has no {_FACTS_FILE}", path=path)
+    try:
+        fields: dict[str, Any] = json.loads((path / _FACTS_FILE).read_text())
+        if fields.pop("format") != _FORMAT:
+            raise InvalidArgument("path", f"{path} is of a format that this version does not read")
+        return CheckpointFacts(**fields)
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidArgument("path", f"{path}/{_FACTS_FILE} is damaged: {error}") from error
+
+
+def load_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer, have: CheckpointFacts) -> int:
+    """Restores model and optimizer, and the random state if the number of ranks is the same. Returns the policy version.
+
+    All or nothing: the tensors are read beside the present ones, which change only when all are there.
+    Raises VersionOrder when the checkpoint is older than `have`, and what read_facts raises.
+    """
+    facts = read_facts(path)
+    if facts.architecture != have.architecture:
+        raise InvalidArgument("path", f"{path} holds a {facts.architecture}, the trainer runs a {have.architecture}")
+    if facts.policy_version < have.policy_version:
+        raise VersionOrder(
+            f"{path} has policy version {facts.policy_version}, the trainer is at {have.policy_version}; versions only grow: "
+            "restart the trainer to go back",
+            have=have.policy_version,
+            want=facts.policy_version,
+        )
+    present = _training_tensors(model, optimizer)
+    loaded: dict[str, Tensor] = {name: torch.empty_like(tensor) for name, tensor in present.items()}
+    if facts.num_ranks == have.num_ranks:
+        loaded[_random_key()] = torch.get_rng_state()
+    try:
+        dcp.load(loaded, storage_reader=FileSystemReader(path))
+    except CheckpointException as error:
+        raise InvalidArgument("path", f"{path} cannot be restored: {_cause(error)}") from error
+    _set_training_tensors(model, optimizer, loaded)
+    if facts.num_ranks == have.num_ranks:
+        torch.set_rng_state(loaded[_random_key()])
+    return facts.policy_version
+
+
+def _training_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Parameters and AdamW's state by name; before the first step, the zeros that the state begins with."""
+    tensors: dict[str, Tensor] = {"optimizer.step": torch.zeros(())}
+    for name, param in model.named_parameters():
+        state = optimizer.state.get(param, {})
+        tensors[f"model.{name}"] = param.detach()
+        for moment in ("exp_avg", "exp_avg_sq"):
+            tensors[f"optimizer.{moment}.{name}"] = state[moment] if state else torch.zeros_like(param.detach())
+        tensors["optimizer.step"] = state.get("step", tensors["optimizer.step"])
+    return tensors
+
+
+@torch.no_grad()
+def _set_training_tensors(model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
+    for name, param in model.named_parameters():
+        param.copy_(tensors[f"model.{name}"])
+        optimizer.state[param] = {
+            "step": tensors["optimizer.step"].clone(),
+            "exp_avg": tensors[f"optimizer.exp_avg.{name}"],
+            "exp_avg_sq": tensors[f"optimizer.exp_avg_sq.{name}"],
+        }
+
+
+def _random_key() -> str:
+    return f"random_state.{dist.get_rank()}"
+
+
+def _cause(error: CheckpointException) -> str:
+    """The first rank's failure, without torch's traceback."""
+    failure = next(iter(error.failures.values()), (error, None))[0]
+    return f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"

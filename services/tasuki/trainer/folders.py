@@ -1,0 +1,98 @@
+"""Folders that are there whole or not at all: written aside, fsynced, renamed. Collectives of all ranks; the first one does the work."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tasuki.v1.ranks_pb2 import RankError
+from tasuki.wire.errors import InvalidArgument, PathExists, TasukiError, from_reason
+
+
+def start_aside(path: Path) -> Path:
+    """Makes an empty folder beside `path`, to be renamed to it later. What an earlier, broken attempt left there is removed.
+
+    Raises PathExists when something is at `path`, InvalidArgument when the folder cannot be made.
+    """
+    aside = path.with_name(f".{path.name}.partial")
+
+    def make() -> None:
+        if path.exists():
+            raise PathExists(f"{path} is already there; name a folder that does not exist", path=path)
+        if aside.exists():
+            shutil.rmtree(aside)
+        aside.mkdir(parents=True)
+
+    on_first_rank(make, path=path)
+    return aside
+
+
+def rename_into_place(aside: Path, path: Path, *, last_files: Mapping[str, str]) -> None:
+    """Writes `last_files` (name -> text) into the folder, makes it durable and gives it its name."""
+
+    def rename() -> None:
+        for name, text in last_files.items():
+            (aside / name).write_text(text)
+        for file in aside.iterdir():
+            _fsync(file)
+        _fsync(aside)
+        if path.exists():
+            raise PathExists(f"{path} came to be in the meantime", path=path)
+        aside.rename(path)
+        _fsync(path.parent)
+
+    on_first_rank(rename, path=path)
+
+
+def on_first_rank(action: Callable[[], None], *, path: Path) -> None:
+    """Runs `action` on rank 0 while the others wait; when it fails, every rank raises the same error.
+
+    An OSError becomes InvalidArgument for the caller's `path`.
+    """
+    failure = b""
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except OSError as os_error:
+            error = InvalidArgument("path", f"{path} cannot be written: {os_error.strerror or os_error}")
+            failure = _encoded(error)
+        except TasukiError as error:
+            failure = _encoded(error)
+    failure = _broadcast(failure)
+    if failure:
+        known = RankError.FromString(failure)
+        raise from_reason(known.reason, known.message, dict(known.metadata))
+
+
+def _encoded(error: TasukiError) -> bytes:
+    return RankError(reason=error.reason, message=error.message, metadata=error.metadata).SerializeToString()
+
+
+def _broadcast(payload: bytes) -> bytes:
+    """Rank 0's payload, on every rank."""
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    num_bytes = torch.tensor(len(payload), device=device)
+    dist.broadcast(num_bytes, src=0)
+    content = torch.zeros(int(num_bytes), dtype=torch.uint8, device=device)
+    if dist.get_rank() == 0:
+        content.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else content)
+    if len(content):
+        dist.broadcast(content, src=0)
+    return bytes(content.tolist())
+
+
+def folder_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.iterdir())
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

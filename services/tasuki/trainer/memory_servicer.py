@@ -1,0 +1,84 @@
+"""tasuki.v1.MemoryService of the trainer: stages OFFLOAD and LOAD_TRAINER."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tasuki.trainer import stages
+from tasuki.trainer.ranks import Ranks
+from tasuki.trainer.state import TrainerState
+from tasuki.v1 import memory_pb2
+from tasuki.v1.memory_pb2_grpc import MemoryServiceServicer
+from tasuki.v1.ranks_pb2 import TrainerRankCommand
+from tasuki.v1.trainer_pb2 import WithdrawWeightsRequest
+from tasuki.v1.types_pb2 import (
+    MEMORY_TAG_GRADIENTS,
+    MEMORY_TAG_OPTIMIZER,
+    MEMORY_TAG_WEIGHTS,
+    STAGE_LOAD_TRAINER,
+    STAGE_OFFLOAD,
+    MemoryTag,
+    Stage,
+)
+from tasuki.wire.errors import InvalidArgument
+
+TAGS = (MEMORY_TAG_WEIGHTS, MEMORY_TAG_GRADIENTS, MEMORY_TAG_OPTIMIZER)
+
+
+class MemoryServicer(MemoryServiceServicer):
+    """Pauses and resumes the tags in every rank."""
+
+    def __init__(self, ranks: Ranks, *, state: TrainerState) -> None:
+        self._ranks, self._state = ranks, state
+
+    async def Pause(self, request: memory_pb2.PauseRequest, context: Any) -> memory_pb2.PauseResponse:
+        async def pause() -> memory_pb2.PauseResponse:
+            async with self._state.turn:
+                self._check(request, carries_out=STAGE_OFFLOAD)
+                answers = await self._ranks.call(TrainerRankCommand(pause=request))
+                self._state.stage = STAGE_OFFLOAD
+                self._state.paused_tags.update(request.tags)
+            parts = [answer.pause for answer in answers]
+            return memory_pb2.PauseResponse(
+                released_bytes=sum(part.released_bytes for part in parts), frees_memory=all(part.frees_memory for part in parts)
+            )
+
+        return await self._state.gate.stage(request.command, pause)
+
+    async def Resume(self, request: memory_pb2.ResumeRequest, context: Any) -> memory_pb2.ResumeResponse:
+        async def resume() -> memory_pb2.ResumeResponse:
+            async with self._state.turn:
+                self._check(request, carries_out=STAGE_LOAD_TRAINER)
+                answers = await self._ranks.call(TrainerRankCommand(resume=request))
+                self._state.paused_tags.difference_update(request.tags)
+                # Training changes the weights: what was published is over.
+                await self._ranks.call(TrainerRankCommand(withdraw_weights=WithdrawWeightsRequest()))
+                self._state.stage, self._state.published_version = STAGE_LOAD_TRAINER, None
+            parts = [answer.resume for answer in answers]
+            return memory_pb2.ResumeResponse(
+                mapped_bytes=sum(part.mapped_bytes for part in parts), frees_memory=all(part.frees_memory for part in parts)
+            )
+
+        return await self._state.gate.stage(request.command, resume)
+
+    async def GetUsage(self, request: memory_pb2.GetUsageRequest, context: Any) -> memory_pb2.GetUsageResponse:
+        answers = await self._ranks.call(TrainerRankCommand(get_usage=request))
+        parts = [answer.get_usage for answer in answers]
+        return memory_pb2.GetUsageResponse(
+            tags=[usage for part in parts for usage in part.tags], frees_memory=all(part.frees_memory for part in parts)
+        )
+
+    def _check(self, request: memory_pb2.PauseRequest | memory_pb2.ResumeRequest, *, carries_out: Stage.ValueType) -> None:
+        """Raises StageOrder, or InvalidArgument for a stage that is the other RPC's or a tag that the trainer does not have."""
+        stages.raise_unless_next(request.stage, after=self._state.stage)
+        if request.stage != carries_out:
+            raise InvalidArgument("stage", f"this RPC carries out {Stage.Name(carries_out)}, not {Stage.Name(request.stage)}")
+        _check_tags(request.tags)
+
+
+def _check_tags(tags: Sequence[MemoryTag.ValueType]) -> None:
+    for index, tag in enumerate(tags):
+        if tag not in TAGS:
+            name = MemoryTag.Name(tag) if tag in MemoryTag.values() else str(tag)
+            raise InvalidArgument(f"tags[{index}]", f"the trainer has no {name}; it has weights, gradients and optimizer")

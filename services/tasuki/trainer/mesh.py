@@ -1,0 +1,35 @@
+"""The device mesh of the trainer: one axis, `dp`, over which parameters are sharded."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+def start_mesh(device: Literal["cpu", "cuda"], *, local_rank: int, num_threads: int, timeout_s: float) -> DeviceMesh:
+    """Joins this launch's process group and returns its 1-D mesh. Torch's thread count is set for the calling thread.
+
+    A collective that waits longer than `timeout_s` for a peer fails.
+    """
+    if device == "cuda":
+        torch.cuda.set_device(local_rank)
+    else:
+        torch.set_num_threads(num_threads)
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(_BACKENDS[device], timeout=timeout)
+    mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    # A mesh may make a group of its own, which does not inherit the time-out. Torch has no public name for this yet:
+    # https://github.com/pytorch/pytorch/issues/115121
+    dist.distributed_c10d._set_pg_timeout(timeout, mesh.get_group("dp"))
+    return mesh
+
+
+def mesh_device(mesh: DeviceMesh) -> torch.device:
+    """The device of this rank."""
+    return torch.device("cpu") if mesh.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())

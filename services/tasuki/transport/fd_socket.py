@@ -1,0 +1,145 @@
+"""Hands a message and one file descriptor to peers of the same user, over a 0600 unix socket (SCM_RIGHTS)."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from pathlib import Path
+
+from tasuki.wire.errors import BadHandle, NodeRunning
+
+_LENGTH = struct.Struct("<Q")
+_CREDENTIALS = struct.Struct("3i")
+_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+_SEND_TIMEOUT_S = 5.0
+_log = logging.getLogger(__name__)
+
+
+class FdServer:
+    """Sends every peer that connects the same message and descriptor, from a thread of its own, until `close`.
+
+    The descriptor stays the caller's. Raises NodeRunning when something answers on the socket; a left-over file is replaced.
+    """
+
+    def __init__(self, path: Path, *, message: bytes, fd: int) -> None:
+        self.path = path
+        self._frame = _LENGTH.pack(len(message)) + message
+        self._fd = fd
+        self._listener = _listen(path)
+        self._thread = threading.Thread(target=self._serve, name=f"fd-server-{path.name}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._thread.is_alive():
+            # Wakes the thread out of accept(); close() alone would not.
+            self._listener.shutdown(socket.SHUT_RDWR)
+            self._thread.join()
+            self._listener.close()
+            self.path.unlink(missing_ok=True)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError as error:
+                if error.errno == errno.EINVAL:
+                    return
+                raise
+            with peer:
+                self._send(peer)
+
+    def _send(self, peer: socket.socket) -> None:
+        peer.settimeout(_SEND_TIMEOUT_S)
+        uid = _peer_uid(peer)
+        if uid != os.getuid():
+            _log.warning("event=fd_refused socket=%s peer_uid=%d", self.path.name, uid)
+            return
+        try:
+            sent = socket.send_fds(peer, [self._frame], [self._fd])
+            peer.sendall(self._frame[sent:])
+        except OSError as error:
+            # The peer hung up or stands still: its loss alone.
+            _log.warning("event=fd_send_failed socket=%s error=%s", self.path.name, error)
+
+
+def fetch(path: Path, *, timeout_s: float) -> tuple[bytes, int]:
+    """The message and the descriptor that the server on `path` hands out; the descriptor belongs to the caller.
+
+    Raises BadHandle when nothing answers in time, the server is another user's, or the frame is cut or of a wrong form.
+    """
+    deadline = time.monotonic() + timeout_s
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+        try:
+            peer.settimeout(timeout_s)
+            peer.connect(str(path))
+            uid = _peer_uid(peer)
+            if uid != os.getuid():
+                raise BadHandle(f"{path} belongs to user {uid}", socket=path)
+            first, fds, flags, _ = socket.recv_fds(peer, 64 * 1024, 2, socket.MSG_CMSG_CLOEXEC)
+            try:
+                if len(fds) != 1 or flags & socket.MSG_CTRUNC:
+                    raise BadHandle(f"{path} sent {len(fds)} descriptors, not 1", socket=path)
+                return _read_message(peer, first, path=path, deadline=deadline), fds.pop()
+            finally:
+                for fd in fds:
+                    os.close(fd)
+        except OSError as error:
+            raise BadHandle(f"{path} gave no descriptor within {timeout_s:g} s: {error}", socket=path) from error
+
+
+def _read_message(peer: socket.socket, received: bytes, *, path: Path, deadline: float) -> bytes:
+    frame = bytearray(received)
+    needed = _LENGTH.size
+    while True:
+        if len(frame) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(frame)
+            if length > _MAX_MESSAGE_BYTES:
+                raise BadHandle(f"{path} announced a message of {length} bytes; {_MAX_MESSAGE_BYTES} are allowed", socket=path)
+            needed = _LENGTH.size + length
+        if len(frame) >= needed >= _LENGTH.size and len(frame) >= _LENGTH.size:
+            break
+        peer.settimeout(max(0.001, deadline - time.monotonic()))
+        more = peer.recv(64 * 1024)
+        if not more:
+            raise BadHandle(f"{path} hung up after {len(frame)} of {needed} bytes", socket=path)
+        frame += more
+    if len(frame) != needed:
+        raise BadHandle(f"{path} sent {len(frame) - needed} bytes too many", socket=path)
+    return bytes(frame[_LENGTH.size :])
+
+
+def _listen(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.exists():
+            _remove_left_over(path)
+        listener.bind(str(path))
+        # Nobody can connect before listen(), so there is no moment at which the socket is open to others.
+        path.chmod(0o600)
+        listener.listen(16)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _remove_left_over(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+    raise NodeRunning(f"another process serves {path}", address=path)
+
+
+def _peer_uid(peer: socket.socket) -> int:
+    _, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return uid

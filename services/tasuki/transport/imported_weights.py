@@ -1,0 +1,115 @@
+"""The receiver's end of the weight exchange: the arenas of all trainer ranks, mapped once for each start of the trainer."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from google.protobuf.message import DecodeError
+
+from tasuki.transport import fd_socket, host_memory
+from tasuki.transport.checksum import MODULUS, checksum
+from tasuki.transport.host_memory import Arena
+from tasuki.transport.manifest import Entry, check_complete, entries_by_name, from_proto
+from tasuki.transport.plan import whole
+from tasuki.v1 import weights_pb2
+from tasuki.wire.errors import BadHandle, VersionOrder
+
+
+class ImportedWeights:
+    """Every published tensor of one trainer, readable in place. Use `import_weights`."""
+
+    def __init__(self, handles: Sequence[weights_pb2.WeightHandle], arenas: Sequence[Arena], *, boot_id: str) -> None:
+        self.boot_id = boot_id
+        self.entries = entries_by_name(arena.manifest for arena in arenas)
+        self._digests = [handle.manifest_digest for handle in handles]
+        self._arenas = list(arenas)
+        self._tensors = {
+            (entry.name, entry.row_start): tensor
+            for arena in arenas
+            for entry, tensor in zip(arena.manifest.entries, arena.tensors, strict=True)
+        }
+
+    def is_of(self, published: weights_pb2.PublishedWeights) -> bool:
+        """Whether `published` names these very arenas, so that they need not be imported again."""
+        return self.boot_id == published.boot_id and self._digests == [handle.manifest_digest for handle in published.handles]
+
+    def layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every whole tensor."""
+        return {name: (entries[0].global_shape, getattr(torch, entries[0].dtype)) for name, entries in self.entries.items()}
+
+    def tensor(self, entry: Entry) -> torch.Tensor:
+        """The rows of `entry`, in the owner's memory. Not to be written."""
+        return self._tensors[entry.name, entry.row_start]
+
+    def gathered(self, name: str) -> torch.Tensor:
+        """A copy of the whole tensor."""
+        return torch.cat([self.tensor(entry) for entry in self.entries[name]])
+
+    def check_version(self, version: int) -> None:
+        """Raises VersionOrder unless every rank has `version` published now."""
+        for arena in self._arenas:
+            header = arena.read_header()
+            if header.version != version:
+                have = header.state.name.lower() if header.version is None else header.version
+                raise VersionOrder(
+                    f"asked for policy version {version}, but the arena of trainer rank {arena.manifest.rank} holds {have}",
+                    want=version,
+                    have=have,
+                    rank=arena.manifest.rank,
+                )
+
+    def checksums(self) -> dict[str, int]:
+        """What each whole tensor must add up to, as its publishers say."""
+        totals: defaultdict[str, int] = defaultdict(int)
+        for arena in self._arenas:
+            for entry, value in zip(arena.manifest.entries, arena.read_header().checksums, strict=True):
+                totals[entry.name] = (totals[entry.name] + value) % MODULUS
+        return dict(totals)
+
+    def changed_ranks(self, name: str) -> set[int]:
+        """Trainer ranks whose rows of the tensor no longer have the checksum that they were published with."""
+        changed: set[int] = set()
+        for arena in self._arenas:
+            for entry, value in zip(arena.manifest.entries, arena.read_header().checksums, strict=True):
+                if entry.name == name and checksum(self.tensor(entry), whole(entry.shape, offset=entry.first_element)) != value:
+                    changed.add(arena.manifest.rank)
+        return changed
+
+    def close(self) -> None:
+        """Unmaps the arenas once no tensor from them is in use."""
+        self._tensors.clear()
+        for arena in self._arenas:
+            arena.close()
+
+
+def import_weights(published: weights_pb2.PublishedWeights, *, timeout_s: float) -> ImportedWeights:
+    """Maps the arenas of all handles, read-only. Raises BadHandle when one of them, or all together, must not be used."""
+    if not published.handles:
+        raise BadHandle("no weight handles were given")
+    deadline = time.monotonic() + timeout_s
+    arenas = [_import_arena(handle, timeout_s=max(0.001, deadline - time.monotonic())) for handle in published.handles]
+    check_complete([arena.manifest for arena in arenas])
+    return ImportedWeights(published.handles, arenas, boot_id=published.boot_id)
+
+
+def _import_arena(handle: weights_pb2.WeightHandle, *, timeout_s: float) -> Arena:
+    if handle.kind != weights_pb2.HANDLE_KIND_HOST_MEMFD:
+        kind = weights_pb2.HandleKind.Name(handle.kind) if handle.kind in weights_pb2.HandleKind.values() else handle.kind
+        raise BadHandle(f"rank {handle.rank}: handles of kind {kind} cannot be imported on this device", rank=handle.rank)
+    message, fd = fd_socket.fetch(Path(handle.socket_path), timeout_s=timeout_s)
+    try:
+        manifest = from_proto(weights_pb2.WeightManifest.FromString(message))
+        if manifest.rank != handle.rank or manifest.digest() != handle.manifest_digest:
+            raise BadHandle(
+                f"{handle.socket_path} gave another manifest than the handle of rank {handle.rank} names", rank=handle.rank
+            )
+        return host_memory.map_arena(manifest, fd)
+    except DecodeError as error:
+        raise BadHandle(f"{handle.socket_path} sent no manifest: {error}", rank=handle.rank) from error
+    finally:
+        os.close(fd)

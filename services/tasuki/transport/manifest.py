@@ -1,0 +1,215 @@
+"""What one trainer rank's arena holds: names, dtypes, shapes, row ranges and offsets. Pure data and its checks."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from tasuki.v1 import weights_pb2
+from tasuki.wire.errors import BadHandle
+
+ALIGNMENT = 256
+"""Bytes between possible starts of entries: what a vector load or a copy engine likes best."""
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+HEADER_FIXED_WORDS = 4
+"""64-bit words before the checksums: magic, number of entries, state, version."""
+_WORD_BYTES = 8
+_MAX_NAME = 512
+_MAX_DIMS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Rows [row_start, row_start + num_rows) of one checkpoint tensor, contiguous, `offset` bytes from the arena's start."""
+
+    name: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    row_start: int
+    num_rows: int
+    offset: int = 0
+
+    @property
+    def row_numel(self) -> int:
+        return math.prod(self.global_shape[1:])
+
+    @property
+    def first_element(self) -> int:
+        """Flat index of the first element in the whole tensor."""
+        return self.row_start * self.row_numel
+
+    @property
+    def numel(self) -> int:
+        return self.num_rows * self.row_numel
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * ELEMENT_BYTES[self.dtype]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.num_rows, *self.global_shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Layout of one rank's arena: a header, then the entries."""
+
+    rank: int
+    num_ranks: int
+    arena_bytes: int
+    header_offset: int
+    entries: tuple[Entry, ...]
+
+    def digest(self) -> str:
+        """Hex SHA-256 over everything in the manifest."""
+        digest = hashlib.sha256()
+        digest.update(repr((self.rank, self.num_ranks, self.arena_bytes, self.header_offset)).encode())
+        for entry in self.entries:
+            fields = (entry.name, entry.dtype, entry.global_shape, entry.row_start, entry.num_rows, entry.offset)
+            digest.update(repr(fields).encode())
+        return digest.hexdigest()
+
+
+def header_bytes(num_entries: int) -> int:
+    return (HEADER_FIXED_WORDS + num_entries) * _WORD_BYTES
+
+
+def lay_out(entries: Sequence[Entry], *, rank: int, num_ranks: int) -> Manifest:
+    """Gives every entry an aligned place behind the header, in the order given. Raises BadHandle as `check` does."""
+    end = header_bytes(len(entries))
+    placed: list[Entry] = []
+    for entry in entries:
+        _check_content(entry)
+        start = _aligned(end)
+        placed.append(replace(entry, offset=start))
+        end = start + entry.num_bytes
+    manifest = Manifest(rank=rank, num_ranks=num_ranks, arena_bytes=_aligned(end), header_offset=0, entries=tuple(placed))
+    check(manifest)
+    return manifest
+
+
+def check(manifest: Manifest) -> None:
+    """Raises BadHandle unless everything lies inside the arena, aligned, apart, of known dtype and named once."""
+    if not 0 <= manifest.rank < manifest.num_ranks:
+        raise BadHandle(f"manifest of rank {manifest.rank} of {manifest.num_ranks}", rank=manifest.rank)
+    for entry in manifest.entries:
+        _check_content(entry)
+    _check_names(manifest)
+    _check_places(manifest)
+
+
+def check_complete(manifests: Sequence[Manifest]) -> None:
+    """Raises BadHandle unless the manifests are those of all ranks and hold every row of every tensor exactly once."""
+    ranks = sorted(manifest.rank for manifest in manifests)
+    if ranks != list(range(len(manifests))) or any(manifest.num_ranks != len(manifests) for manifest in manifests):
+        declared = sorted({manifest.num_ranks for manifest in manifests})
+        raise BadHandle(f"expected one manifest for each trainer rank, got ranks {ranks} of {declared}", ranks=ranks)
+    for name, entries in entries_by_name(manifests).items():
+        _check_rows(name, entries)
+
+
+def entries_by_name(manifests: Iterable[Manifest]) -> dict[str, list[Entry]]:
+    """The entries of each tensor over all ranks, in the order of their rows."""
+    by_name: defaultdict[str, list[Entry]] = defaultdict(list)
+    for manifest in manifests:
+        for entry in manifest.entries:
+            by_name[entry.name].append(entry)
+    return {name: sorted(entries, key=lambda entry: entry.row_start) for name, entries in by_name.items()}
+
+
+def to_proto(manifest: Manifest) -> weights_pb2.WeightManifest:
+    return weights_pb2.WeightManifest(
+        rank=manifest.rank,
+        num_ranks=manifest.num_ranks,
+        arena_bytes=manifest.arena_bytes,
+        header_offset=manifest.header_offset,
+        entries=[
+            weights_pb2.ManifestEntry(
+                name=entry.name,
+                dtype=entry.dtype,
+                global_shape=entry.global_shape,
+                row_start=entry.row_start,
+                num_rows=entry.num_rows,
+                offset=entry.offset,
+            )
+            for entry in manifest.entries
+        ],
+    )
+
+
+def from_proto(message: weights_pb2.WeightManifest) -> Manifest:
+    """The manifest in `message`, checked. Raises BadHandle."""
+    manifest = Manifest(
+        rank=message.rank,
+        num_ranks=message.num_ranks,
+        arena_bytes=message.arena_bytes,
+        header_offset=message.header_offset,
+        entries=tuple(
+            Entry(
+                name=entry.name,
+                dtype=entry.dtype,
+                global_shape=tuple(entry.global_shape),
+                row_start=entry.row_start,
+                num_rows=entry.num_rows,
+                offset=entry.offset,
+            )
+            for entry in message.entries
+        ),
+    )
+    check(manifest)
+    return manifest
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def _check_content(entry: Entry) -> None:
+    if not 0 < len(entry.name) <= _MAX_NAME:
+        raise BadHandle(f"tensor name of {len(entry.name)} characters; 1 to {_MAX_NAME} are allowed")
+    if entry.dtype not in ELEMENT_BYTES:
+        raise BadHandle(f"{entry.name}: dtype {entry.dtype!r} is none of {sorted(ELEMENT_BYTES)}", tensor=entry.name)
+    if not 0 < len(entry.global_shape) <= _MAX_DIMS or min(entry.global_shape) < 1:
+        raise BadHandle(f"{entry.name}: shape {entry.global_shape} is empty or has too many dimensions", tensor=entry.name)
+    if entry.row_start < 0 or entry.num_rows < 1 or entry.row_start + entry.num_rows > entry.global_shape[0]:
+        rows = f"[{entry.row_start}, {entry.row_start + entry.num_rows})"
+        raise BadHandle(f"{entry.name}: rows {rows} are not in [0, {entry.global_shape[0]})", tensor=entry.name)
+
+
+def _check_names(manifest: Manifest) -> None:
+    seen: set[str] = set()
+    for entry in manifest.entries:
+        if entry.name in seen:
+            raise BadHandle(f"{entry.name}: named twice in the manifest of rank {manifest.rank}", tensor=entry.name)
+        seen.add(entry.name)
+
+
+def _check_places(manifest: Manifest) -> None:
+    spans = [(manifest.header_offset, manifest.header_offset + header_bytes(len(manifest.entries)), "header")]
+    spans += [(entry.offset, entry.offset + entry.num_bytes, entry.name) for entry in manifest.entries]
+    for start, end, name in spans:
+        if start % ALIGNMENT:
+            raise BadHandle(f"{name}: offset {start} is not a multiple of {ALIGNMENT}", tensor=name)
+        if end > manifest.arena_bytes:
+            raise BadHandle(f"{name}: ends at byte {end} of an arena of {manifest.arena_bytes} bytes", tensor=name)
+    for (_, end, name), (start, _, next_name) in pairwise(sorted(spans)):
+        if start < end:
+            raise BadHandle(f"{name} and {next_name} overlap in the arena of rank {manifest.rank}", tensor=next_name)
+
+
+def _check_rows(name: str, entries: Sequence[Entry]) -> None:
+    first = entries[0]
+    if any((entry.dtype, entry.global_shape) != (first.dtype, first.global_shape) for entry in entries):
+        raise BadHandle(f"{name}: trainer ranks disagree about its dtype or shape", tensor=name)
+    next_row = 0
+    for entry in entries:
+        if entry.row_start != next_row:
+            raise BadHandle(f"{name}: row {min(entry.row_start, next_row)} is published twice or not at all", tensor=name)
+        next_row += entry.num_rows
+    if next_row != first.global_shape[0]:
+        raise BadHandle(f"{name}: rows from {next_row} to {first.global_shape[0]} are not published", tensor=name)

@@ -1,0 +1,172 @@
+"""A copy plan: which slice of a checkpoint tensor goes to which slice of an engine parameter. Pure data and arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from tasuki.transport.manifest import Entry
+from tasuki.wire.errors import WeightsCorrupt
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Elements of a contiguous tensor: `offset` from its first one, then `shape` and `strides`, all counted in elements."""
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        """One past the last element that the slice touches; `offset` when it is empty. Strides are not negative."""
+        if self.numel == 0:
+            return self.offset
+        return self.offset + 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+
+    def narrowed(self, dim: int, start: int, length: int) -> Slice:
+        shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
+        return Slice(self.offset + start * self.strides[dim], shape, self.strides)
+
+    def selected(self, dim: int, index: int) -> Slice:
+        """The slice at `index` of `dim`, without that dimension."""
+        offset = self.offset + index * self.strides[dim]
+        return Slice(offset, self.shape[:dim] + self.shape[dim + 1 :], self.strides[:dim] + self.strides[dim + 1 :])
+
+
+def whole(shape: Sequence[int], *, offset: int = 0) -> Slice:
+    """All elements of a contiguous tensor of `shape` that starts at `offset`."""
+    return Slice(offset, tuple(shape), tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape))))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One copy as the engine's loader makes it: a slice of the checkpoint tensor `name` into a slice of `parameter`."""
+
+    name: str
+    source: Slice
+    parameter: str
+    destination: Slice
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A slice of a parameter that the loader fills, such as the padding rows of a vocabulary."""
+
+    parameter: str
+    destination: Slice
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class FallbackWrite:
+    """A slice of a parameter that the engine's own loader writes each time, from tensors that a plan cannot express."""
+
+    parameter: str
+    destination: Slice
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """Everything that turns published tensors into one engine rank's parameters."""
+
+    pieces: tuple[Piece, ...]
+    constants: tuple[Constant, ...]
+    fallback_names: tuple[str, ...]
+    fallback_writes: tuple[FallbackWrite, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A part of a piece that lies in the rows of one trainer rank. `source` counts from the first element of `entry`."""
+
+    entry: Entry
+    source: Slice
+    destination: Slice
+
+
+def split_by_rows(piece: Piece, entries: Sequence[Entry]) -> list[Copy]:
+    """Cuts a piece where the rows of its tensor pass from one trainer rank to the next.
+
+    entries: those of the piece's tensor over all ranks, in the order of their rows, without gaps.
+    """
+    copies: list[Copy] = []
+    for entry in entries:
+        first, last = entry.first_element, entry.first_element + entry.numel
+        for source, destination in _within(piece.source, piece.destination, first, last):
+            copies.append(Copy(entry, replace(source, offset=source.offset - first), destination))
+    return copies
+
+
+def _within(source: Slice, destination: Slice, first: int, last: int) -> list[tuple[Slice, Slice]]:
+    """The parts of `source`, with their destinations, whose flat indices lie in [first, last)."""
+    if source.numel == 0 or source.end <= first or source.offset >= last:
+        return []
+    if source.offset >= first and source.end <= last:
+        return [(source, destination)]
+    dim = max(range(len(source.shape)), key=lambda dim: source.strides[dim] if source.shape[dim] > 1 else -1)
+    stride, size = source.strides[dim], source.shape[dim]
+    extent = source.selected(dim, 0).end - source.offset
+    # Of the indices along `dim`, [touch, done) have elements inside, and [enter, leave) have nothing but those.
+    touch = max(0, (first - extent - source.offset) // stride + 1)
+    enter = min(size, max(0, -((source.offset - first) // stride)))
+    leave = min(size, max(enter, (last - extent - source.offset) // stride + 1))
+    done = min(size, -((source.offset - last) // stride))
+    parts: list[tuple[Slice, Slice]] = []
+    for index in [*range(touch, enter), *range(leave, done)]:
+        parts += _within(source.selected(dim, index), destination.selected(dim, index), first, last)
+    if leave > enter:
+        length = leave - enter
+        parts.append((source.narrowed(dim, enter, length), destination.narrowed(dim, enter, length)))
+    return parts
+
+
+def check_coverage(plan: CopyPlan, parameter_numels: Mapping[str, int]) -> None:
+    """Raises WeightsCorrupt, naming the parameter, unless every element of every parameter is written exactly once."""
+    writes: dict[str, list[Slice]] = {parameter: [] for parameter in parameter_numels}
+    for write in (*plan.pieces, *plan.constants, *plan.fallback_writes):
+        writes[write.parameter].append(write.destination)
+    for parameter, numel in parameter_numels.items():
+        missing, repeated = count_uncovered(numel, writes[parameter])
+        if missing or repeated:
+            raise WeightsCorrupt(
+                f"{parameter}: of {numel} elements {missing} are not written and {repeated} are written more than once",
+                tensors=parameter,
+            )
+
+
+def count_uncovered(numel: int, slices: Sequence[Slice]) -> tuple[int, int]:
+    """How many of `numel` elements no slice holds, and how many more than one holds.
+
+    Works on a mask with one counter for as many elements as all slices begin, end and step by together, so weights of many
+    gigabytes take a few kilobytes.
+    """
+    slices = [slice_ for slice_ in slices if slice_.numel]
+    if not slices:
+        return numel, 0
+    if max(slice_.end for slice_ in slices) > numel:
+        return numel, numel
+    runs = [_as_runs(slice_) for slice_ in slices]
+    grain = math.gcd(numel, *(n for run in runs for n in (run.offset, *run.strides[:-1], run.shape[-1])))
+    counts = torch.zeros(numel // grain, dtype=torch.int32)
+    for run in runs:
+        shape, strides = (*run.shape[:-1], run.shape[-1] // grain), (*(stride // grain for stride in run.strides[:-1]), 1)
+        counts.as_strided(shape, strides, run.offset // grain).add_(1)
+    return int((counts == 0).sum()) * grain, int((counts > 1).sum()) * grain
+
+
+def _as_runs(slice_: Slice) -> Slice:
+    """The same elements, each once, with the largest strides first and a contiguous run last, as long as it can be."""
+    pairs = zip(slice_.strides, slice_.shape, strict=True)
+    dims = sorted(((stride, size) for stride, size in pairs if size > 1 and stride > 0), reverse=True)
+    run = 1
+    while dims and dims[-1][0] == run:
+        run *= dims.pop()[1]
+    return Slice(slice_.offset, (*(size for _, size in dims), run), (*(stride for stride, _ in dims), 1))

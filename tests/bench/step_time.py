@@ -1,0 +1,92 @@
+"""Where one training step's time goes: a table out of a run's metrics.jsonl.
+
+Usage: python tests/bench/step_time.py runs/demo > docs/step-time.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+PAGE = """# Where a training step's time goes
+
+Made by `make demo` and then `.venv/bin/python tests/bench/step_time.py runs/demo > docs/step-time.md`, on {cpus} CPUs ({cpu_model}),
+without a GPU. {num_steps} steps of {prompts} prompts x {samples} samples, at most {tokens} new tokens each, on the demo's model of
+0.1 million parameters; the first step, which also warms up, and the evaluations are left out. Median and quartiles, in milliseconds of
+wall clock. The client's clock times the parts, the coordinator's the stages; the stages lie inside the two changeovers.
+
+| part | median | quartiles | share |
+|---|---:|---:|---:|
+{rows}
+With a model this small the fixed costs show and the arithmetic does not: read it for what a changeover adds, not for how a real model
+would divide its time.
+"""
+PARTS = {
+    "to_rollout": "changeover to rollout",
+    "generate": "generate",
+    "reward": "reward",
+    "to_train": "changeover to training",
+    "ref_log_probs": "log-probs of the reference",
+    "forward_backward": "log-probs, loss, forward and backward",
+    "optim_step": "optimizer",
+}
+STAGES = {
+    "to_rollout": ("LOAD_WEIGHTS", "RESUME_WEIGHTS", "SYNC", "OFFLOAD", "RESUME_KV"),
+    "to_train": ("DRAIN", "PAUSE_KV", "PAUSE_WEIGHTS", "LOAD_TRAINER"),
+}
+
+
+def row(name: str, seconds: Sequence[float], *, whole_s: float) -> str:
+    low, median, high = (1000 * value for value in statistics.quantiles(seconds, n=4))
+    return f"| {name} | {median:.1f} | {low:.1f} .. {high:.1f} | {median / whole_s / 10:.1f} % |\n"
+
+
+def rows(steps: list[dict[str, Any]]) -> str:
+    """One row for each part that took place, the stages below their changeover, and the sum."""
+    parts = [part for part in PARTS if part in steps[0]["seconds"]]
+    totals = [sum(step["seconds"][part] for part in parts) for step in steps]
+    whole_s = statistics.median(totals)
+    text = ""
+    for part in parts:
+        text += row(PARTS[part], [step["seconds"][part] for step in steps], whole_s=whole_s)
+        stages = STAGES.get(part, ())
+        for stage in stages:
+            text += row(f"- `{stage}`", [step["stage_seconds"].get(stage, 0.0) for step in steps], whole_s=whole_s)
+        if stages:
+            rest = [step["seconds"][part] - sum(step["stage_seconds"].get(stage, 0.0) for stage in stages) for step in steps]
+            text += row("- journal, calls, events", rest, whole_s=whole_s)
+    return text + row("**step**", totals, whole_s=whole_s)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path, help="output folder of a training run")
+    args = parser.parse_args()
+    lines = [json.loads(line) for line in (args.run / "metrics.jsonl").read_text().splitlines()]
+    steps = [step for step in lines[1:] if "optim_step" in step["seconds"]]
+    train = tomllib.loads((args.run / "config.toml").read_text())["train"]
+    cpu_models = [
+        line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
+    print(
+        PAGE.format(
+            cpus=len(os.sched_getaffinity(0)),
+            cpu_model=cpu_models[0] if cpu_models else "unknown",
+            num_steps=len(steps),
+            prompts=train["prompts_per_step"],
+            samples=train["group_size"],
+            tokens=train["max_new_tokens"],
+            rows=rows(steps),
+        ),
+        end="",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Our side of `make bench`: GRPO through a running node, with the loop that `tasuki train` runs.
+
+Writes one JSON object: seconds of each step, its mean reward, and where the time went. A step is everything between two reports of the
+loop: both changeovers, generation, rewards, advantages, forward, backward, optimizer. Start-up and the warm-up steps are not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from pathlib import Path
+
+from tasuki.cli.node import running_node
+from tasuki.cli.tokenizer import ModelTokenizer
+from tasuki.client.dataset import Dataset, read_jsonl
+from tasuki.client.grpo_loop import Grpo, Settings
+from tasuki.client.rewards import RewardPool
+from tasuki.client.step import Step
+from tasuki.client.sync_client import Client
+from tasuki.client.types import LossConfig
+from tasuki.config.load import load_config
+from tasuki.config.places import node_targets
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="with a [train] table")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--warmup-steps", type=int, required=True)
+    args = parser.parse_args()
+    config = load_config(args.config)
+    train = config.train
+    assert train is not None
+    settings = Settings(
+        num_steps=train.num_steps,
+        prompts_per_step=train.prompts_per_step,
+        group_size=train.group_size,
+        max_new_tokens=train.max_new_tokens,
+        output_dir=train.output_dir,
+        loss=LossConfig(clip_low=train.clip_low, clip_high=train.clip_high),
+        temperature=train.temperature,
+    )
+    steps: list[Step] = []
+    ends: list[float] = []
+
+    def report(step: Step) -> None:
+        ends.append(time.perf_counter())
+        steps.append(step)
+
+    reward = train.reward
+    with (
+        RewardPool(
+            reward.function,
+            folders=(args.config.parent,),
+            num_workers=reward.num_workers,
+            timeout_s=reward.timeout_s,
+            on_error=reward.on_error,
+        ) as rewards,
+        running_node(config),
+        Client(node_targets(config)["coordinator"]) as client,
+    ):
+        dataset = Dataset(read_jsonl(train.dataset), seed=train.seed)
+        Grpo(client, dataset, [], ModelTokenizer(config.model.path), rewards, settings).run(report)
+    # The last report is of the closing evaluation's step, which learns nothing.
+    timed = slice(args.warmup_steps, train.num_steps)
+    seconds = [end - start for start, end in itertools.pairwise(ends)]
+    args.output.write_text(
+        json.dumps(
+            {
+                "seconds": seconds[args.warmup_steps - 1 : train.num_steps - 1],
+                "mean_rewards": [step.mean_reward for step in steps[timed]],
+                "skipped_groups": [step.num_skipped_groups for step in steps[timed]],
+                "parts": [{**step.seconds, **step.stage_seconds} for step in steps[timed]],
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""What every test tier shares: the skip of GPU tests, and one running node for all tests that need one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / root) for root in ("protos", "services", "client"))}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch  # takes seconds: only when a test asks for it
+
+    if not torch.cuda.is_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+@dataclass(frozen=True, slots=True)
+class RunningNode:
+    """A node started by `tasuki up`."""
+
+    config: Path
+    state_dir: Path
+    model: Path
+
+
+def tasuki(*arguments: str | Path, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Runs the command line, as a user would."""
+    return subprocess.run(
+        [sys.executable, "-m", "tasuki.cli", *arguments],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="session")
+def node() -> Iterator[RunningNode]:
+    """One whole node on a tiny model: coordinator, a trainer of two ranks, rollout. Any phase; a test acquires the one that it needs."""
+    from tests.models import make_model, save_checkpoint  # takes seconds: only when a test asks for it
+
+    # Not pytest's own folder: a unix socket's path must be short.
+    folder = Path(tempfile.mkdtemp(prefix="tasuki-"))
+    model = save_checkpoint(make_model("qwen2", seed=0), folder / "model")
+    config, state_dir = folder / "node.toml", folder / "node"
+    config.write_text(
+        f"""
+        state_dir = "{state_dir}"
+        [model]
+        path = "{model}"
+        [trainer]
+        num_ranks = 2
+        [rollout]
+        max_total_tokens = 4096
+        """
+    )
+    try:
+        started = tasuki("up", config, "--set", "rollout.start_timeout_s=420", timeout_s=480)
+        assert started.returncode == 0, f"tasuki up: {started.stderr}{_log_ends(state_dir)}"
+        yield RunningNode(config=config, state_dir=state_dir, model=model)
+    finally:
+        stopped = tasuki("down", config, timeout_s=60)
+        assert stopped.returncode == 0, f"tasuki down: {stopped.stderr}"
+        shutil.rmtree(folder)
+
+
+def _log_ends(state_dir: Path) -> str:
+    return "".join(f"\n--- {log.name}\n{log.read_text()[-2000:]}" for log in sorted((state_dir / "logs").glob("*.log")))

@@ -1,0 +1,42 @@
+"""`pip install tasuki` is light: client, command line and coordinator import and run where torch does not exist."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LIGHT = ["v1", "wire", "config", "rpc", "coordinator", "cli", "client"]
+
+# Imports every module of the packages given as arguments; an import of a heavy one raises as if it were not installed.
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "transformers", "safetensors", "sglang", "triton", "zmq"}:
+            raise ModuleNotFoundError(f"{name} is not part of a light install", name=name)
+
+sys.meta_path.insert(0, Absent())
+for package in sys.argv[1:]:
+    found = importlib.import_module(package)
+    for module in pkgutil.walk_packages(found.__path__, package + "."):
+        if not module.name.endswith("__main__") or package == "tasuki.cli":
+            importlib.import_module(module.name)
+"""
+
+
+@pytest.mark.parametrize("package", LIGHT)
+def test_package_imports_without_torch(package: str) -> None:
+    roots = [str(ROOT / root) for root in ("protos", "services", "client")]
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {roots}\n{IMPORT_ALL}", f"tasuki.{package}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,28 @@
+"""The names that users write. A change here is a change for them: it wants a line in CHANGELOG.md."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+import tasuki.client
+from tasuki.client import AsyncClient, Client
+
+NAMES = {
+    "AsyncClient", "Client", "Dataset", "FinishReason", "LossConfig", "Phase", "PolicyKind", "RewardPool", "Sample", "SamplingParams",
+    "Stage", "TrainingSample", "group_advantages", "has_signal", "read_jsonl",
+}  # fmt: skip
+VERBS = {
+    "acquire", "changeovers", "close", "compute_log_probs", "discard_gradients", "export_model", "forward_backward", "generate",
+    "generate_stream", "load", "optim_step", "rollout_state", "save", "state", "trainer_state", "watch",
+}  # fmt: skip
+
+
+def test_client_exports_these_names() -> None:
+    assert set(tasuki.client.__all__) == NAMES
+
+
+@pytest.mark.parametrize("client", [Client, AsyncClient])
+def test_client_has_these_verbs(client: type) -> None:
+    assert {name for name, _ in inspect.getmembers(client, callable) if not name.startswith("_")} == VERBS

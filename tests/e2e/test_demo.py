@@ -1,0 +1,154 @@
+"""The demo as a user runs it, only shorter: what it shows, what it leaves, and that nothing of it goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RUN = ROOT / "client" / "examples" / "demo" / "run.py"
+NUM_STEPS = 12
+MARK = "TASUKI_TEST_RUN"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / root) for root in ("protos", "services", "client"))}
+SHORT = [f"train.num_steps={NUM_STEPS}", "train.eval_every=100", "train.kl_coef=0.001", "train.save_every=10"]
+
+# In a process of its own, as the user of an exported model.
+GREEDY = """
+import json, sys
+from pathlib import Path
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+run = Path(sys.argv[1])
+torch.set_num_threads(1)
+model = AutoModelForCausalLM.from_pretrained(run / "model", dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained(run / "model")
+rows = [json.loads(line) for line in (run / "task" / "eval.jsonl").open()]
+token_ids = torch.tensor([tokenizer.encode(row["prompt"]) for row in rows])
+made = model.generate(token_ids, attention_mask=torch.ones_like(token_ids), do_sample=False, max_new_tokens=6)
+answers = tokenizer.batch_decode(made[:, token_ids.shape[1]:], skip_special_tokens=True)
+print(sum(answer == row["answer"] for answer, row in zip(answers, rows, strict=True)) / len(rows))
+"""
+
+
+def _demo(output: Path, *overrides: str) -> subprocess.Popen[str]:
+    arguments = [argument for override in overrides for argument in ("--set", override)]
+    return subprocess.Popen(
+        [sys.executable, RUN, "--seed", "0", "--output", output, *arguments],
+        env={**ENVIRONMENT, MARK: str(output)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _processes_of(output: Path) -> list[str]:
+    """Command lines of processes that the run started: they have its mark in their environment, or its logs open."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            names = [os.readlink(link) for link in (folder / "fd").iterdir()]
+            is_ours = f"{MARK}={output}".encode() in (folder / "environ").read_bytes().split(b"\0")
+            if is_ours or any(name.startswith(str(output)) for name in names):
+                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except OSError:
+            continue  # ended while we looked
+    return found
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder and the output of a short demo."""
+    output = tmp_path_factory.mktemp("runs") / "demo"
+    with _demo(output, *SHORT) as process:
+        try:
+            text, _ = process.communicate(timeout=280)
+        finally:
+            process.send_signal(signal.SIGINT)
+    assert process.returncode == 0, text
+    return output, text
+
+
+def test_the_summary_has_the_figures_and_the_score_has_risen(run: tuple[Path, str]):
+    summary = json.loads((run[0] / "summary.json").read_text())
+    assert summary["exact_match_before"] < 0.5
+    assert summary["exact_match_after"] > summary["exact_match_before"] + 0.2
+    assert summary["policy_version"] == summary["steps"] == NUM_STEPS
+    # There and back for each step, and there and back for the last evaluation and the export.
+    assert summary["changeovers"] == 2 * (NUM_STEPS + 1)
+    assert 0 < summary["max_log_prob_gap"] < 2
+    assert summary["seed"] == 0
+    assert summary["seconds"] > 0
+
+
+def test_progress_names_version_reward_and_held_out_score(run: tuple[Path, str]):
+    steps = [line for line in run[1].splitlines() if line.startswith("step ")]
+    assert len(steps) == NUM_STEPS + 1
+    assert all("version" in line for line in steps)
+    assert all("reward" in line for line in steps[:-1])
+    assert "held-out" in steps[0]
+    assert "held-out" in steps[-1]
+
+
+def test_metrics_have_every_part_and_every_stage_of_a_step(run: tuple[Path, str]):
+    steps = [json.loads(line) for line in (run[0] / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == list(range(NUM_STEPS + 1))
+    parts = {"to_rollout", "generate", "reward", "to_train", "ref_log_probs", "forward_backward", "optim_step"}
+    assert parts <= steps[1]["seconds"].keys()
+    assert len(steps[1]["stage_seconds"]) == 9
+    # The first samples come from the reference itself, whose weights are those of the policy.
+    assert steps[0]["ref_kl"] == pytest.approx(0, abs=1e-6)
+    assert steps[-2]["ref_kl"] > 1e-3
+    assert steps[0]["policy_version"] == 0
+
+
+def test_the_exported_model_reproduces_the_score_in_transformers(run: tuple[Path, str]):
+    done = subprocess.run([sys.executable, "-c", GREEDY, run[0]], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    after = json.loads((run[0] / "summary.json").read_text())["exact_match_after"]
+    assert float(done.stdout) == pytest.approx(after, abs=0.02)
+
+
+def test_curve_journal_and_checkpoint_are_there(run: tuple[Path, str]):
+    assert (run[0] / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert any((run[0] / "checkpoints" / "version-000010").iterdir())
+    with closing(sqlite3.connect(run[0] / "journal.sqlite")) as journal:
+        (num_changeovers,) = journal.execute("SELECT count(*) FROM changeovers").fetchone()
+    assert num_changeovers == 2 * (NUM_STEPS + 1)
+
+
+def test_nothing_of_the_demo_goes_on(run: tuple[Path, str]):
+    assert _processes_of(run[0]) == []
+    assert not (run[0] / "node" / "run").exists()
+
+
+def test_ctrl_c_while_it_trains_leaves_nothing(tmp_path: Path):
+    output = tmp_path / "demo"
+    shared_before = set(os.listdir("/dev/shm"))
+    with _demo(output) as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("step   1"):
+                break
+        os.killpg(process.pid, signal.SIGINT)
+        interrupted = time.monotonic()
+        rest = process.stdout.read()
+        assert process.wait(timeout=30) == 130, "".join(lines) + rest
+    assert time.monotonic() - interrupted < 20
+    assert "Traceback" not in rest
+    assert _processes_of(output) == []
+    assert not (output / "node" / "run").exists()
+    assert {name for name in set(os.listdir("/dev/shm")) - shared_before if "tasuki" in name} == set()
+    # What was measured until then is there.
+    assert len((output / "metrics.jsonl").read_text().splitlines()) >= 2

@@ -1,0 +1,195 @@
+"""A whole node as its user has it: real services on a tiny model, the command line, and changeovers both ways."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tasuki.config.load import load_config
+from tasuki.config.lock import NODE_LOCK, holder
+from tasuki.config.places import config_path, exit_path, node_targets, socket_dir
+from tasuki.v1 import coordinator_pb2 as pb
+from tasuki.v1 import memory_pb2, trainer_pb2
+from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
+from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
+from tasuki.v1.types_pb2 import (
+    MEMORY_TAG_KV_CACHE,
+    MEMORY_TAG_WEIGHTS,
+    PHASE_ROLLOUT,
+    PHASE_TRAIN,
+    STAGE_DRAIN,
+    STAGE_LOAD_WEIGHTS,
+    STAGE_OFFLOAD,
+    STAGE_PAUSE_KV,
+    STAGE_RESUME_KV,
+    STAGE_SYNC,
+    CommandId,
+)
+from tasuki.wire.errors import TasukiError, from_rpc_error
+from tests.conftest import ENVIRONMENT, RunningNode, tasuki
+
+LIMIT_S = 60.0
+GONE_WITHIN_S = 10.0
+
+
+@pytest.fixture
+def channels(node: RunningNode) -> Iterator[dict[str, grpc.Channel]]:
+    targets = node_targets(load_config(config_path(node.state_dir)))
+    channels = {name: grpc.insecure_channel(target) for name, target in targets.items()}
+    yield channels
+    for channel in channels.values():
+        channel.close()
+
+
+@pytest.fixture
+def coordinator(channels: dict[str, grpc.Channel]) -> CoordinatorServiceStub:
+    return CoordinatorServiceStub(channels["coordinator"])
+
+
+def acquire(coordinator: CoordinatorServiceStub, phase: int) -> pb.NodeState:
+    responses = list(coordinator.Acquire(pb.AcquireRequest(phase=phase), timeout=LIMIT_S))
+    return responses[-1].state
+
+
+def refusal(call: Callable[..., object], *arguments: object) -> TasukiError:
+    with pytest.raises(grpc.RpcError) as refused:
+        call(*arguments, timeout=LIMIT_S)
+    return from_rpc_error(refused.value)
+
+
+def test_phases_go_round_and_the_journal_has_every_stage(coordinator: CoordinatorServiceStub) -> None:
+    acquire(coordinator, PHASE_TRAIN)
+    before = coordinator.GetState(pb.GetStateRequest(), timeout=LIMIT_S).state.num_changeovers
+    for phase in (PHASE_ROLLOUT, PHASE_TRAIN) * 5:
+        assert acquire(coordinator, phase).phase == phase
+    listed = coordinator.ListChangeovers(pb.ListChangeoversRequest(page_size=10), timeout=LIMIT_S).changeovers
+    assert [len(changeover.stages) for changeover in listed] == [4, 5] * 5
+    assert {event.status for changeover in listed for event in changeover.stages} == {pb.STAGE_STATUS_DONE}
+    synced = [event.bytes for changeover in listed for event in changeover.stages if event.stage == STAGE_SYNC]
+    assert min(synced) > 0
+    assert coordinator.GetState(pb.GetStateRequest(), timeout=LIMIT_S).state.num_changeovers == before + 10
+
+
+def test_stage_out_of_order_is_refused_by_coordinator_trainer_and_rollout_and_everything_goes_on(
+    coordinator: CoordinatorServiceStub, channels: dict[str, grpc.Channel]
+) -> None:
+    epoch = acquire(coordinator, PHASE_TRAIN).epoch
+    assert refusal(coordinator.RunStage, pb.RunStageRequest(stage=STAGE_SYNC)).reason == "STAGE_ORDER"
+
+    def command(name: str) -> CommandId:
+        return CommandId(epoch=epoch, sequence=1_000_000_000, request_id=f"out of order {name} {time.time()}")
+
+    offload = memory_pb2.PauseRequest(command=command("t"), stage=STAGE_OFFLOAD, tags=[MEMORY_TAG_WEIGHTS])
+    assert refusal(MemoryServiceStub(channels["trainer"]).Pause, offload).reason == "STAGE_ORDER"
+    resume = memory_pb2.ResumeRequest(command=command("r"), stage=STAGE_RESUME_KV, tags=[MEMORY_TAG_KV_CACHE])
+    assert refusal(MemoryServiceStub(channels["rollout"]).Resume, resume).reason == "STAGE_ORDER"
+
+
+def test_command_of_an_older_epoch_is_refused(coordinator: CoordinatorServiceStub, channels: dict[str, grpc.Channel]) -> None:
+    acquire(coordinator, PHASE_ROLLOUT)
+    stale = trainer_pb2.PublishWeightsRequest(command=CommandId(epoch=0, sequence=1, request_id="stale"))
+    assert refusal(TrainerServiceStub(channels["trainer"]).PublishWeights, stale).reason == "STALE_EPOCH"
+
+
+def test_stages_by_hand_turn_back_from_the_middle(coordinator: CoordinatorServiceStub) -> None:
+    acquire(coordinator, PHASE_ROLLOUT)
+    for stage in (STAGE_DRAIN, STAGE_PAUSE_KV):
+        coordinator.RunStage(pb.RunStageRequest(stage=stage), timeout=LIMIT_S)
+    assert acquire(coordinator, PHASE_ROLLOUT).phase == PHASE_ROLLOUT
+    acquire(coordinator, PHASE_TRAIN)
+    for stage in range(STAGE_LOAD_WEIGHTS, STAGE_RESUME_KV):
+        coordinator.RunStage(pb.RunStageRequest(stage=stage), timeout=LIMIT_S)
+    assert acquire(coordinator, PHASE_TRAIN).phase == PHASE_TRAIN
+    assert acquire(coordinator, PHASE_ROLLOUT).phase == PHASE_ROLLOUT
+
+
+def test_state_shows_the_node_as_text_and_as_json(node: RunningNode, coordinator: CoordinatorServiceStub) -> None:
+    acquire(coordinator, PHASE_TRAIN)
+    text = tasuki("state", node.config, timeout_s=LIMIT_S)
+    assert text.returncode == 0, text.stderr
+    assert "LOAD_TRAINER, next LOAD_WEIGHTS" in text.stdout
+    told = json.loads(tasuki("state", "--state-dir", node.state_dir, "--json", timeout_s=LIMIT_S).stdout)
+    assert (told["node"]["phase"], told["trainer"]["num_ranks"], told["rollout"]["tp_size"]) == ("PHASE_TRAIN", 2, 1)
+    assert {tag["tag"] for tag in told["rollout"]["memory"]["tags"]} >= {"MEMORY_TAG_WEIGHTS", "MEMORY_TAG_KV_CACHE"}
+
+
+def test_watch_writes_a_line_for_each_event(node: RunningNode, coordinator: CoordinatorServiceStub) -> None:
+    acquire(coordinator, PHASE_TRAIN)
+    argv = [sys.executable, "-m", "tasuki.cli", "watch", str(node.config)]
+    with subprocess.Popen(argv, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        assert watching.stdout.readline().startswith("TRAIN, epoch")
+        acquire(coordinator, PHASE_ROLLOUT)
+        lines = [watching.stdout.readline().split() for _ in range(11)]
+        watching.send_signal(signal.SIGINT)
+    assert [line[2] for line in lines if line[3] == "DONE"] == [
+        "LOAD_WEIGHTS",
+        "RESUME_WEIGHTS",
+        "SYNC",
+        "OFFLOAD",
+        "RESUME_KV",
+        "changeover",
+    ]
+
+
+def test_second_up_is_refused_and_the_first_goes_on(node: RunningNode, coordinator: CoordinatorServiceStub) -> None:
+    second = tasuki("up", node.config, timeout_s=LIMIT_S)
+    assert second.returncode == 2
+    assert second.stderr.startswith(
+        f"tasuki: error NODE_RUNNING: pid {holder(node.state_dir, name=NODE_LOCK)} already runs a node on"
+    )
+    assert acquire(coordinator, PHASE_TRAIN).phase == PHASE_TRAIN
+
+
+@pytest.mark.timeout(400)
+def test_killed_supervisor_of_a_real_node_leaves_nothing_behind(node: RunningNode, tmp_path: Path) -> None:
+    state_dir = tmp_path / "node"
+    argv = [sys.executable, "-m", "tasuki.cli", "up", str(node.config), "--foreground", "--set", f"state_dir={state_dir}"]
+    up = subprocess.Popen(argv, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    assert up.stderr is not None
+    told = ""
+    while "the node is up" not in told:
+        line = up.stderr.readline()
+        assert line, told
+        told += line
+    processes = processes_of(state_dir)
+    assert len(processes) >= 7  # guard, supervisor, coordinator, torchrun, two ranks, rollout, and the engine's own
+    supervisor_pid = holder(state_dir, name=NODE_LOCK)
+    assert supervisor_pid is not None
+    os.kill(supervisor_pid, signal.SIGKILL)
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while holder(state_dir, name=NODE_LOCK) is not None:
+        assert time.monotonic() < deadline, "the node is still there"
+        time.sleep(0.1)
+    assert processes_of(state_dir) & processes == set()
+    assert list(socket_dir(state_dir).iterdir()) == []
+    assert json.loads(exit_path(state_dir).read_text())["reason"] == "the supervisor was killed by SIGKILL"
+    assert up.wait(GONE_WITHIN_S) == 1
+    socket_dir(state_dir).rmdir()
+
+
+def processes_of(state_dir: Path) -> set[int]:
+    """Every process that has something of the node's on its command line, or a parent that has."""
+    found: set[int] = set()
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                if str(state_dir) in (entry / "cmdline").read_text() and "--foreground" not in (entry / "cmdline").read_text():
+                    found.add(int(entry.name))
+            except OSError:
+                continue
+    while new := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= new
+    return found

@@ -1,0 +1,151 @@
+"""Trainer and rollout as gRPC servers that keep the stage rules and nothing else: what a coordinator sees of them, without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from tasuki.config.places import node_targets
+from tasuki.config.schema import NodeConfig
+from tasuki.rpc.commands import CommandGate
+from tasuki.rpc.server import RpcServer
+from tasuki.v1 import memory_pb2, memory_pb2_grpc, rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+from tasuki.v1.types_pb2 import (
+    STAGE_DRAIN,
+    STAGE_LOAD_TRAINER,
+    STAGE_LOAD_WEIGHTS,
+    STAGE_OFFLOAD,
+    STAGE_PAUSE_KV,
+    STAGE_PAUSE_WEIGHTS,
+    STAGE_RESUME_KV,
+    STAGE_RESUME_WEIGHTS,
+    STAGE_SYNC,
+    STAGE_UNSPECIFIED,
+    CommandId,
+    Stage,
+)
+from tasuki.v1.weights_pb2 import PublishedWeights
+from tasuki.wire.errors import StageOrder, TasukiError
+
+# After which stages of its own a service accepts a stage, as a step forwards or as an undo.
+_AFTER = {
+    STAGE_LOAD_WEIGHTS: {STAGE_UNSPECIFIED, STAGE_LOAD_TRAINER},
+    STAGE_OFFLOAD: {STAGE_LOAD_WEIGHTS},
+    STAGE_LOAD_TRAINER: {STAGE_OFFLOAD},
+    STAGE_RESUME_WEIGHTS: {STAGE_UNSPECIFIED, STAGE_PAUSE_WEIGHTS},
+    STAGE_SYNC: {STAGE_RESUME_WEIGHTS},
+    STAGE_RESUME_KV: {STAGE_SYNC, STAGE_DRAIN, STAGE_PAUSE_KV},
+    STAGE_DRAIN: {STAGE_RESUME_KV},
+    STAGE_PAUSE_KV: {STAGE_DRAIN, STAGE_RESUME_KV},
+    STAGE_PAUSE_WEIGHTS: {STAGE_PAUSE_KV, STAGE_RESUME_WEIGHTS, STAGE_SYNC},
+}
+
+
+@dataclass
+class StageService:
+    """State of one service. `fail`: errors by stage; `hold`: stages that wait for their event; `commands`: all that were accepted."""
+
+    version: int = 0
+    received: int | None = None
+    served: int | None = None
+    stage: Stage.ValueType = STAGE_UNSPECIFIED
+    boot_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    gate: CommandGate = field(default_factory=CommandGate)
+    fail: dict[int, TasukiError] = field(default_factory=dict)
+    hold: dict[int, asyncio.Event] = field(default_factory=dict)
+    commands: list[CommandId] = field(default_factory=list)
+
+    async def run(self, command: CommandId, stage: Stage.ValueType, answer: Any) -> Any:
+        async def act() -> Any:
+            if self.stage not in _AFTER[stage]:
+                raise StageOrder(f"{Stage.Name(stage)} after {Stage.Name(self.stage)}")
+            if stage in self.hold:
+                await self.hold[stage].wait()
+            if stage in self.fail:
+                raise self.fail[stage]
+            self.commands.append(command)
+            self.stage = stage
+            return answer
+
+        return await self.gate.stage(command, act)
+
+
+class Trainer(trainer_pb2_grpc.TrainerServiceServicer):
+    def __init__(self, service: StageService) -> None:
+        self.service = service
+
+    async def PublishWeights(self, request: Any, context: Any) -> Any:
+        weights = PublishedWeights(policy_version=self.service.version, boot_id=self.service.boot_id)
+        answer = trainer_pb2.PublishWeightsResponse(weights=weights, published_bytes=1000)
+        return await self.service.run(request.command, STAGE_LOAD_WEIGHTS, answer)
+
+    async def WithdrawWeights(self, request: Any, context: Any) -> Any:
+        async def act() -> Any:
+            self.service.stage = STAGE_LOAD_TRAINER
+            return trainer_pb2.WithdrawWeightsResponse()
+
+        return await self.service.gate.stage(request.command, act)
+
+    async def GetTrainerState(self, request: Any, context: Any) -> Any:
+        return trainer_pb2.GetTrainerStateResponse(boot_id=self.service.boot_id, stage=self.service.stage)
+
+
+class Rollout(rollout_pb2_grpc.RolloutServiceServicer):
+    def __init__(self, service: StageService) -> None:
+        self.service = service
+
+    async def ReceiveWeights(self, request: Any, context: Any) -> Any:
+        version = request.weights.policy_version
+        answer = rollout_pb2.ReceiveWeightsResponse(policy_version=version, copied_bytes=1000)
+        answer = await self.service.run(request.command, STAGE_SYNC, answer)
+        self.service.received = version
+        return answer
+
+    async def Drain(self, request: Any, context: Any) -> Any:
+        answer = await self.service.run(request.command, STAGE_DRAIN, rollout_pb2.DrainResponse())
+        self.service.served = None
+        return answer
+
+    async def GetRolloutState(self, request: Any, context: Any) -> Any:
+        service = self.service
+        return rollout_pb2.GetRolloutStateResponse(boot_id=service.boot_id, stage=service.stage, policy_version=service.served)
+
+
+class Memory(memory_pb2_grpc.MemoryServiceServicer):
+    def __init__(self, service: StageService) -> None:
+        self.service = service
+
+    async def Pause(self, request: Any, context: Any) -> Any:
+        return await self.service.run(request.command, request.stage, memory_pb2.PauseResponse(released_bytes=500))
+
+    async def Resume(self, request: Any, context: Any) -> Any:
+        answer = await self.service.run(request.command, request.stage, memory_pb2.ResumeResponse(mapped_bytes=500))
+        if request.stage == STAGE_RESUME_KV:
+            self.service.served = self.service.received
+        return answer
+
+
+@asynccontextmanager
+async def serving(config: NodeConfig) -> AsyncIterator[tuple[StageService, StageService]]:
+    """Both services on the node's sockets; gives (trainer, rollout)."""
+    trainer, rollout = StageService(), StageService()
+    targets = node_targets(config)
+    servers = []
+    for name, service, servicer, add in (
+        ("trainer", trainer, Trainer(trainer), trainer_pb2_grpc.add_TrainerServiceServicer_to_server),
+        ("rollout", rollout, Rollout(rollout), rollout_pb2_grpc.add_RolloutServiceServicer_to_server),
+    ):
+        server = RpcServer(service=name, target=targets[name])
+        server.add(add, servicer, f"tasuki.v1.{name.title()}Service")
+        server.add(memory_pb2_grpc.add_MemoryServiceServicer_to_server, Memory(service), "tasuki.v1.MemoryService")
+        await server.start()
+        servers.append(server)
+    try:
+        yield trainer, rollout
+    finally:
+        for server in servers:
+            await server.stop(grace_s=0.0)

@@ -1,0 +1,69 @@
+"""A node of small processes under the real supervisor: python supervised_node.py STATE_DIR LOCK_FD STARTER_FD NAME=KIND...
+
+Kinds: "good" stops when asked and takes its child along, "deaf" ignores SIGTERM, "dies" ends by itself with code 7 soon after it
+started. Each has a socket, a child in a session of its own and a file in shared memory, as engines and torchrun do.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SHM = Path("/dev/shm")
+
+
+def service(name: str, kind: str, *, state_dir: Path, run_folder: Path) -> None:
+    if kind == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(run_folder / f"{name}.sock"))
+    listener.listen()
+    # An ignored signal stays ignored in a child: that of a deaf service is deaf too.
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    with (SHM / f"tasuki-test-{os.getpid()}").open("w+b") as file:
+        file.truncate(4096)
+        mapping = mmap.mmap(file.fileno(), 4096)
+    if kind == "good":
+        signal.signal(signal.SIGTERM, lambda *_: (child.terminate(), os._exit(0)))
+    (state_dir / f"{name}.pids").write_text(f"{os.getpid()} {child.pid}")
+    time.sleep(1.0 if kind == "dies" else 600)
+    mapping.close()
+    sys.exit(7)
+
+
+def main() -> int:
+    if sys.argv[1] == "service":
+        service(sys.argv[2], sys.argv[3], state_dir=Path(sys.argv[4]), run_folder=Path(sys.argv[5]))
+    from tasuki.cli.services import ServiceCommand
+    from tasuki.cli.supervisor import supervise
+    from tasuki.config.lock import StateLock
+    from tasuki.config.places import socket_dir
+    from tasuki.rpc.logs import configure_logging
+
+    configure_logging("supervisor")
+    state_dir = Path(sys.argv[1])
+    run_folder = socket_dir(state_dir)
+    names = [argument.split("=") for argument in sys.argv[4:]]
+    services = [
+        ServiceCommand(
+            name=name,
+            argv=[sys.executable, __file__, "service", name, kind, str(state_dir), str(run_folder)],
+            target=f"unix:{run_folder / name}.sock",
+            health_name="",
+        )
+        for name, kind in names
+    ]
+    environment = {key: value for key, value in os.environ.items() if key in ("PATH", "PYTHONPATH")}
+    return supervise(
+        state_dir, services, lock=StateLock(int(sys.argv[2])), starter_fd=int(sys.argv[3]), environment=environment
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

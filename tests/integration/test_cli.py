@@ -1,0 +1,86 @@
+"""The command itself: a user's mistake is one line and exit code 2, before any process is started."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tasuki.config.lock import NODE_LOCK, StateLock
+
+
+def tasuki(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {"PYTHONPATH": ":".join(sys.path), "PATH": "/usr/bin:/bin"}
+    argv = [sys.executable, "-m", "tasuki.cli", *arguments]
+    return subprocess.run(argv, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "node.toml").write_text('state_dir = "state"\n[model]\npath = "model"\n')
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"]}))
+    (model / "model.safetensors").write_bytes(b"")
+    (model / "tokenizer_config.json").write_text("{}")
+    return tmp_path
+
+
+def refusal(result: subprocess.CompletedProcess[str]) -> str:
+    """The one line of a user's mistake."""
+    assert result.returncode == 2
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result.stderr
+    return lines[0]
+
+
+def test_missing_or_broken_config_is_one_line(folder: Path) -> None:
+    assert (
+        refusal(tasuki("up", "nowhere.toml", cwd=folder)) == "tasuki: error PATH_NOT_FOUND: config nowhere.toml does not exist"
+    )
+    line = refusal(tasuki("up", "node.toml", "--set", "rollout.tensor_parallel=2", cwd=folder))
+    assert line.startswith("tasuki: error INVALID_ARGUMENT: rollout.tensor_parallel: unknown key")
+    assert not (folder / "state").exists()
+
+
+def test_missing_model_is_noticed_before_anything_starts(folder: Path) -> None:
+    assert "is not a folder" in refusal(tasuki("up", "node.toml", "--set", "model.path=nowhere", cwd=folder))
+    for name, problem in (
+        ("tokenizer_config.json", "tokenizer"),
+        ("model.safetensors", "safetensors"),
+        ("config.json", "config.json"),
+    ):
+        (folder / "model" / name).unlink()
+        assert problem in refusal(tasuki("up", "node.toml", cwd=folder))
+    assert not (folder / "state").exists()
+
+
+def test_second_node_on_the_state_folder_is_refused_and_names_the_pid(folder: Path) -> None:
+    with StateLock.take(folder / "state", name=NODE_LOCK) as lock:
+        lock.sign(4242)
+        line = refusal(tasuki("up", "node.toml", cwd=folder))
+    assert line.startswith("tasuki: error NODE_RUNNING: pid 4242 already runs a node on")
+
+
+def test_state_and_watch_say_that_no_node_runs(folder: Path) -> None:
+    for command in ("state", "watch"):
+        assert refusal(tasuki(command, "node.toml", cwd=folder)).startswith("tasuki: error NODE_DOWN: no node")
+
+
+def test_down_without_a_node_is_fine(folder: Path) -> None:
+    result = tasuki("down", "--state-dir", "state", cwd=folder)
+    assert (result.returncode, result.stderr) == (0, "no node runs on state\n")
+
+
+def test_service_that_ends_while_it_starts_is_shown_with_its_words_and_the_others_are_stopped(folder: Path) -> None:
+    (folder / "model" / "config.json").write_text(json.dumps({"architectures": ["NoSuchForCausalLM"], "model_type": "no_such"}))
+    result = tasuki("up", "node.toml", cwd=folder)
+    assert result.returncode != 0
+    assert "tasuki: error" in result.stderr
+    assert "no_such" in result.stderr or "NoSuch" in result.stderr
+    ended = json.loads((folder / "state" / "exit.json").read_text())
+    assert ended["first"] in ("trainer", "rollout")
+    StateLock.take(folder / "state", name=NODE_LOCK).close()

@@ -1,0 +1,279 @@
+"""The client against real servers: verbs, phases, chunks, repeats and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tasuki.client import AsyncClient, Client, LossConfig, Phase, SamplingParams, Stage, TrainingSample
+from tasuki.client.types import FinishReason, StageStatus
+from tasuki.v1 import types_pb2
+from tasuki.wire.channel import MAX_CHUNK_BYTES
+from tasuki.wire.errors import (
+    Asleep,
+    ChangeoverRunning,
+    DeadlineExceeded,
+    InternalError,
+    InvalidArgument,
+    NoGradients,
+    PeerUnavailable,
+    WrongPhase,
+)
+from tests.integration.scripted_node import ScriptedNode, scripted_node
+
+SAMPLE = TrainingSample([1, 2], [3, 4], rollout_log_probs=[-0.5, -0.25], advantages=1.0, policy_version=7)
+
+
+@pytest.fixture
+async def node(tmp_path: Path) -> AsyncIterator[ScriptedNode]:
+    async with scripted_node(tmp_path) as node:
+        yield node
+
+
+@pytest.fixture
+async def client(node: ScriptedNode, tmp_path: Path) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(state_dir=tmp_path, timeout_s=20) as client:
+        yield client
+
+
+async def test_generate_acquires_rollout_and_returns_samples_in_prompt_order(node: ScriptedNode, client: AsyncClient):
+    params = SamplingParams(max_new_tokens=2, temperature=0.0, stop_token_ids=[9])
+    samples = await client.generate([[10], np.array([11, 12], dtype=np.int32)], params, num_samples=2)
+    assert [(sample.prompt_index, sample.sample_index) for sample in samples] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [sample.token_ids.tolist() for sample in samples] == [[10, 0], [10, 1], [11, 0], [11, 1]]
+    assert samples[0].rollout_log_probs.dtype == np.float32
+    assert (samples[0].finish_reason, samples[0].policy_version) == (FinishReason.STOP, 3)
+    assert node.phase == types_pb2.PHASE_ROLLOUT
+    sent = node.requests[0].sampling_params
+    assert (sent.max_new_tokens, sent.temperature, list(sent.stop_token_ids)) == (2, 0.0, [9])
+    assert sent.HasField("temperature")
+    assert not sent.HasField("top_p")
+
+
+async def test_many_prompts_go_in_several_requests_and_come_back_in_order(node: ScriptedNode, client: AsyncClient):
+    prompts = [np.full(100_000, index + 1, dtype=np.int32) for index in range(25)]
+    samples = await client.generate(prompts)
+    assert [sample.token_ids[0] for sample in samples] == [index + 1 for index in range(25)]
+    assert [sample.prompt_index for sample in samples] == list(range(25))
+    assert len(node.requests) == 3
+    assert max(request.ByteSize() for request in node.requests) <= MAX_CHUNK_BYTES + 200
+
+
+async def test_leaving_a_stream_early_cancels_the_call_at_rollout(node: ScriptedNode, client: AsyncClient):
+    stream = client.generate_stream([[1], [2], [3]])
+    node.hang.clear()
+    first = await anext(stream)
+    assert first.prompt_index == 2
+    await stream.aclose()
+    await asyncio.wait_for(node.left_early.wait(), timeout=5)
+
+
+async def test_a_client_whose_phase_was_taken_acquires_it_again(node: ScriptedNode, client: AsyncClient):
+    await client.generate([[1]])
+    node.phase = types_pb2.PHASE_TRAIN  # another client
+    assert len(await client.generate([[1]])) == 1
+    await client.forward_backward([SAMPLE])
+    node.phase = types_pb2.PHASE_ROLLOUT
+    assert (await client.optim_step()).policy_version == 1
+
+
+async def test_samples_that_are_out_are_never_generated_twice(node: ScriptedNode, client: AsyncClient):
+    node.failures.append(Asleep("taken away in the middle"))
+    with pytest.raises(Asleep, match="in the middle"):
+        await client.generate([[1], [2]])
+    assert len(node.requests) == 1
+
+
+async def test_training_samples_arrive_whole_in_chunks_of_at_most_a_mebibyte(node: ScriptedNode, client: AsyncClient):
+    generator = np.random.default_rng(0)
+    samples = [
+        TrainingSample(
+            prompt_token_ids=generator.integers(0, 150_000, 2000).astype(np.int32),
+            completion_token_ids=generator.integers(0, 150_000, 3000).astype(np.int32),
+            rollout_log_probs=-generator.random(3000).astype(np.float32),
+            advantages=generator.random(3000).astype(np.float32) if index % 2 else 0.5,
+            loss_mask=np.ones(3000, dtype=np.float32),
+            policy_version=index,
+        )
+        for index in range(60)
+    ]
+    done = await client.forward_backward(samples, LossConfig(clip_high=0.28))
+    assert done.num_samples == 60
+    assert done.loss == pytest.approx(0.28)
+    assert len(node.chunk_bytes) > 3
+    assert max(node.chunk_bytes) <= MAX_CHUNK_BYTES + 100
+    for sent, arrived in zip(samples, node.samples, strict=True):
+        np.testing.assert_array_equal(arrived.prompt_token_ids, sent.prompt_token_ids)
+        np.testing.assert_array_equal(arrived.completion_token_ids, sent.completion_token_ids)
+        np.testing.assert_array_equal(np.float32(arrived.rollout_log_probs), sent.rollout_log_probs)
+        np.testing.assert_array_equal(np.float32(arrived.advantages), np.atleast_1d(np.float32(sent.advantages)))
+        assert arrived.policy_version == sent.policy_version
+
+
+@pytest.mark.parametrize("lost", [PeerUnavailable("connection reset"), DeadlineExceeded("too late")])
+async def test_a_lost_answer_is_asked_for_again_and_the_work_is_done_once(node: ScriptedNode, client: AsyncClient, lost):
+    node.failures += [lost, lost]
+    assert (await client.forward_backward([SAMPLE])).num_samples == 1
+    assert node.num_forward_backward == 1
+    node.failures += [lost]
+    assert (await client.optim_step(learning_rate=0.5)).policy_version == 1
+    assert node.policy_version == 1
+
+
+async def test_a_service_that_stays_away_is_an_error_in_the_end(node: ScriptedNode, client: AsyncClient):
+    node.failures += [PeerUnavailable("connection reset")] * 3
+    with pytest.raises(PeerUnavailable, match="connection reset"):
+        await client.forward_backward([SAMPLE])
+    assert node.num_forward_backward == 1
+
+
+async def test_an_old_epoch_is_read_anew(node: ScriptedNode, client: AsyncClient):
+    await client.forward_backward([SAMPLE])
+    node.epoch = node.gate.epoch = 5  # a coordinator that was started again
+    assert (await client.optim_step()).policy_version == 1
+
+
+async def test_a_refusal_is_raised_and_not_repeated(node: ScriptedNode, client: AsyncClient):
+    with pytest.raises(NoGradients) as raised:
+        await client.optim_step()
+    assert raised.value.reason == "NO_GRADIENTS"
+    node.refusals.append(InvalidArgument("samples[0].advantages", "nan is not finite"))
+    with pytest.raises(InvalidArgument) as invalid:
+        await client.forward_backward([SAMPLE])
+    assert invalid.value.metadata["field"] == "samples[0].advantages"
+    assert node.num_forward_backward == 0
+
+
+async def test_a_phase_that_cannot_be_had_is_the_error_of_the_verb(node: ScriptedNode, client: AsyncClient):
+    node.refusals.append(ChangeoverRunning("phase TRAIN is under way", changeover_id="c9"))
+    with pytest.raises(ChangeoverRunning) as raised:
+        await client.generate([[1]])
+    assert raised.value.metadata["changeover_id"] == "c9"
+
+
+async def test_wrong_phase_twice_is_raised(node: ScriptedNode, client: AsyncClient):
+    node.refusals += [WrongPhase("no", needed="TRAIN")] * 2
+    with pytest.raises(WrongPhase):
+        await client.forward_backward([SAMPLE])
+
+
+async def test_a_service_that_hangs_ends_at_the_deadline(node: ScriptedNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tasuki.client.connection.READ_TIMEOUT_S", 0.3)
+    node.hang.clear()
+    async with AsyncClient(state_dir=tmp_path, timeout_s=0.5) as client:
+        started = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            await client.forward_backward([SAMPLE])
+        assert time.monotonic() - started < 5
+        with pytest.raises(DeadlineExceeded):
+            await client.generate([[1], [2]])
+
+
+async def test_log_probs_come_in_the_order_of_the_samples(node: ScriptedNode, client: AsyncClient):
+    samples = [TrainingSample([1], np.full(50_000, index, dtype=np.int32)) for index in range(20)]
+    log_probs = await client.compute_log_probs(samples)
+    assert [one[0] for one in log_probs] == [-float(index) for index in range(20)]
+    assert log_probs[0].dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [
+        (lambda client: client.generate([]), "prompts"),
+        (lambda client: client.generate([[1]], num_samples=0), "num_samples"),
+        (lambda client: client.generate([["a"]]), r"prompts\[0\]"),
+        (lambda client: client.generate([[2**31]]), r"prompts\[0\]"),
+        (lambda client: client.generate([[1]], SamplingParams(max_new_tokens=-1)), "sampling_params"),
+        (lambda client: client.forward_backward([]), "samples"),
+        (lambda client: client.forward_backward([SAMPLE, TrainingSample([1.5], [2])]), r"samples\[1\]"),
+        (lambda client: client.generate([np.zeros(2_000_000, dtype=np.int32)]), r"prompts\[0\]"),
+    ],
+)
+async def test_what_cannot_be_sent_is_named_before_anything_is_sent(node: ScriptedNode, client: AsyncClient, call, field: str):
+    with pytest.raises(InvalidArgument, match=field):
+        await call(client)
+    assert node.num_changeovers == 0
+
+
+async def test_an_empty_prompt_is_refused_by_rollout_with_its_position(node: ScriptedNode, client: AsyncClient):
+    with pytest.raises(InvalidArgument, match=r"prompts\[1\]"):
+        await client.generate([[1], []])
+
+
+async def test_a_stream_that_ends_short_is_an_error(node: ScriptedNode, client: AsyncClient):
+    node.drops_samples = True
+    with pytest.raises(InternalError, match="0 of 1 samples"):
+        await client.generate([[1]])
+
+
+async def test_acquire_tells_the_stages_and_that_a_phase_is_held(node: ScriptedNode, client: AsyncClient):
+    (event,) = await client.acquire(Phase.ROLLOUT)
+    assert (event.stage, event.status, event.seconds, event.num_bytes) == (Stage.SYNC, StageStatus.DONE, 0.25, 7)
+    (held,) = await client.acquire(Phase.ROLLOUT)
+    assert (held.stage, held.status) == (None, StageStatus.HELD)
+    state = await client.state()
+    assert (state.phase, state.policy_version, state.num_changeovers) == (Phase.ROLLOUT, None, 1)
+
+
+async def test_watch_gives_the_state_and_then_what_changes(node: ScriptedNode, client: AsyncClient):
+    stream = client.watch()
+    first = await anext(stream)
+    assert (first.state.phase, first.event) == (Phase.TRAIN, None)
+    change = asyncio.create_task(anext(stream))
+    await asyncio.sleep(0.1)
+    await client.acquire(Phase.ROLLOUT)
+    second = await change
+    assert second.state.phase is Phase.ROLLOUT
+    assert second.event is not None
+    assert second.event.stage is Stage.RESUME_KV
+    await stream.aclose()
+
+
+async def test_changeovers_are_read_page_by_page_up_to_the_limit(node: ScriptedNode, client: AsyncClient):
+    assert len(await client.changeovers()) == 50
+    every = await client.changeovers(limit=1000)
+    assert [changeover.changeover_id for changeover in every] == [f"c{number}" for number in range(250, 0, -1)]
+
+
+async def test_relative_paths_are_of_the_client(client: AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert (await client.save("one")).path == str(tmp_path / "one")
+
+
+async def test_without_a_node_the_error_names_the_address(tmp_path: Path):
+    async with AsyncClient(state_dir=tmp_path) as client:
+        with pytest.raises(PeerUnavailable, match=r"coordinator\.sock; is the node up"):
+            await client.generate([[1]])
+    with pytest.raises(InvalidArgument, match="target"):
+        AsyncClient()
+
+
+async def test_the_client_without_asyncio_does_the_same(node: ScriptedNode, tmp_path: Path):
+    def drive() -> None:
+        with Client(state_dir=tmp_path) as client:
+            assert [sample.token_ids.tolist() for sample in client.generate([[5], [6]])] == [[5, 0], [6, 0]]
+            assert {sample.prompt_index for sample in client.generate_stream([[5], [6]])} == {0, 1}
+            assert client.forward_backward([SAMPLE]).num_samples == 1
+            assert client.optim_step().policy_version == 1
+            watched = client.watch()
+            assert next(watched).state.phase is Phase.TRAIN
+            watched.close()
+            with pytest.raises(InvalidArgument):
+                client.forward_backward([])
+        client.close()
+
+    await asyncio.to_thread(drive)
+
+
+async def test_a_call_asks_for_a_bounded_number_of_samples(
+    node: ScriptedNode, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("tasuki.client.generation._MAX_SAMPLES", 8)
+    samples = await client.generate([[index + 1] for index in range(5)], num_samples=4)
+    assert sorted(len(request.prompts) for request in node.requests) == [1, 2, 2]
+    assert [sample.token_ids[0] for sample in samples] == [index + 1 for index in range(5) for _ in range(4)]

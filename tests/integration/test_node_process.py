@@ -1,0 +1,202 @@
+"""The supervisor with real processes: whatever ends first, and however, nothing of the node is left 10 s later."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasuki.cli.node import stop_node
+from tasuki.config.lock import NODE_LOCK, StateLock, holder
+from tasuki.config.places import exit_path, log_path, socket_dir
+from tasuki.wire.errors import NodeRunning
+
+NODE = Path(__file__).with_name("supervised_node.py")
+LIMIT_S = 10.0
+
+
+@dataclass
+class Node:
+    """A supervised node of test services, and what it has at its best."""
+
+    state_dir: Path
+    process: subprocess.Popen[bytes]
+    starter_fd: int
+    names: list[str]
+    pids: list[int] = field(default_factory=list)
+
+    def wait_until_up(self) -> None:
+        files = [self.state_dir / f"{name}.pids" for name in self.names]
+        wait_for(lambda: all(file.exists() and len(file.read_text().split()) == 2 for file in files))
+        self.pids = [int(pid) for file in files for pid in file.read_text().split()]
+
+    @property
+    def supervisor_pid(self) -> int:
+        pid = holder(self.state_dir, name=NODE_LOCK)
+        assert pid is not None
+        return pid
+
+    def assert_gone(self) -> None:
+        wait_for(lambda: holder(self.state_dir, name=NODE_LOCK) is None)
+        assert [pid for pid in (self.process.pid, *self.pids) if is_alive(pid)] == []
+        assert list(socket_dir(self.state_dir).iterdir()) == []
+        assert [file for file in Path("/dev/shm").glob("tasuki-test-*") if int(file.name.split("-")[2]) in self.pids] == []
+
+    @property
+    def exit(self) -> dict[str, Any]:
+        return json.loads(exit_path(self.state_dir).read_text())
+
+
+def wait_for(condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+Start = Callable[..., Node]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    nodes: list[Node] = []
+
+    def start(**kinds: str) -> Node:
+        state_dir = tmp_path / "state"
+        lock = StateLock.take(state_dir, name=NODE_LOCK)
+        read_fd, starter_fd = os.pipe()
+        argv = [sys.executable, str(NODE), str(state_dir), str(lock.fd), str(read_fd), *(f"{k}={v}" for k, v in kinds.items())]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        process = subprocess.Popen(argv, pass_fds=(lock.fd, read_fd), start_new_session=True, env=environment)
+        lock.close()
+        os.close(read_fd)
+        nodes.append(Node(state_dir, process, starter_fd, list(kinds)))
+        return nodes[-1]
+
+    yield start
+    for node in nodes:
+        for pid in (node.process.pid, *node.pids):
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        node.process.wait()
+        shutil.rmtree(socket_dir(node.state_dir))
+
+
+def test_stop_ends_services_and_their_children_and_says_how(start: Start) -> None:
+    node = start(first="good", second="deaf")
+    node.wait_until_up()
+    started = time.monotonic()
+    assert stop_node(node.state_dir)
+    assert time.monotonic() - started < LIMIT_S
+    assert node.process.wait() == 0
+    node.assert_gone()
+    assert (node.exit["reason"], node.exit["first"]) == ("asked by SIGTERM", None)
+    assert node.exit["services"] == {"first": {"exit_code": 0}, "second": {"signal": "SIGKILL"}}
+    assert not stop_node(node.state_dir)
+
+
+def test_service_that_dies_takes_the_node_with_it(start: Start) -> None:
+    node = start(first="good", second="dies")
+    node.wait_until_up()
+    assert node.process.wait(timeout=2 * LIMIT_S) == 1
+    node.assert_gone()
+    assert (node.exit["reason"], node.exit["first"]) == ("second ended by itself", "second")
+    assert node.exit["services"]["second"] == {"exit_code": 7}
+
+
+def test_service_that_is_killed_takes_the_node_with_it(start: Start) -> None:
+    node = start(first="good", second="good")
+    node.wait_until_up()
+    os.kill(node.pids[0], signal.SIGKILL)
+    assert node.process.wait(timeout=LIMIT_S) == 1
+    node.assert_gone()
+    assert node.exit["services"]["first"] == {"signal": "SIGKILL"}
+
+
+def test_killed_supervisor_leaves_nothing_behind(start: Start) -> None:
+    node = start(first="good", second="deaf")
+    node.wait_until_up()
+    supervisor_pid = node.supervisor_pid
+    assert supervisor_pid != node.process.pid
+    os.kill(supervisor_pid, signal.SIGKILL)
+    node.process.wait(timeout=LIMIT_S)
+    node.assert_gone()
+    assert node.exit["reason"] == "the supervisor was killed by SIGKILL"
+
+
+def test_killed_guard_leaves_nothing_behind(start: Start) -> None:
+    node = start(first="good", second="deaf")
+    node.wait_until_up()
+    os.kill(node.process.pid, signal.SIGKILL)
+    node.process.wait()
+    node.assert_gone()
+
+
+def test_starter_that_is_killed_takes_the_node_with_it(start: Start) -> None:
+    node = start(first="good")
+    node.wait_until_up()
+    os.close(node.starter_fd)
+    assert node.process.wait(timeout=LIMIT_S) == 0
+    node.assert_gone()
+    assert node.exit["reason"] == "the process that started the node ended"
+
+
+def test_node_that_was_let_go_outlives_its_starter(start: Start) -> None:
+    node = start(first="good")
+    node.wait_until_up()
+    os.write(node.starter_fd, b"1")
+    os.close(node.starter_fd)
+    time.sleep(1.0)
+    assert holder(node.state_dir, name=NODE_LOCK) == node.supervisor_pid
+    assert all(is_alive(pid) for pid in node.pids)
+    stop_node(node.state_dir)
+    node.assert_gone()
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.1, 0.3, 0.6])
+def test_interrupt_while_the_node_starts_leaves_nothing_behind(start: Start, after_s: float) -> None:
+    node = start(first="good", second="good")
+    time.sleep(after_s)
+    os.close(node.starter_fd)
+    stop_node(node.state_dir)
+    node.process.wait(timeout=LIMIT_S)
+    for file in node.state_dir.glob("*.pids"):
+        node.pids += [int(pid) for pid in file.read_text().split()]
+    wait_for(lambda: holder(node.state_dir, name=NODE_LOCK) is None)
+    assert [pid for pid in node.pids if is_alive(pid)] == []
+
+
+def test_second_node_on_the_state_folder_is_refused_and_names_the_pid(start: Start) -> None:
+    node = start(first="good")
+    node.wait_until_up()
+    with pytest.raises(NodeRunning, match=f"pid {node.supervisor_pid} already runs a node on") as refused:
+        StateLock.take(node.state_dir, name=NODE_LOCK)
+    assert refused.value.metadata["pid"] == str(node.supervisor_pid)
+    stop_node(node.state_dir)
+    StateLock.take(node.state_dir, name=NODE_LOCK).close()
+
+
+def test_sockets_are_in_the_run_folder_and_logs_in_the_state_folder(start: Start) -> None:
+    node = start(first="good")
+    node.wait_until_up()
+    assert (socket_dir(node.state_dir) / "first.sock").is_socket()
+    assert log_path(node.state_dir, "first").is_file()
+    stop_node(node.state_dir)
+    assert log_path(node.state_dir, "first").is_file()

@@ -1,0 +1,158 @@
+"""Rewards in real worker processes: whatever a reward does, it becomes one error that names the sample."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tasuki.client.rewards import RewardPool
+from tasuki.wire.errors import InvalidArgument, RewardFailed
+
+ROOT = Path(__file__).parents[2]
+REWARD = """
+import os, signal, time
+import numpy as np
+
+class Odd(Exception):
+    def __init__(self, one, two):  # cannot be rebuilt from its message alone
+        super().__init__("odd")
+
+def reward(*, prompt, completion, **fields):
+    match completion:
+        case "right": return fields.get("score", 1.0)
+        case "true": return True
+        case "numpy": return np.float32(0.25)
+        case "raises": raise Odd(1, 2)
+        case "exits": raise SystemExit(3)
+        case "hangs": time.sleep(60)
+        case "deaf":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            while True: time.sleep(1)
+        case "dies": os.kill(os.getpid(), signal.SIGKILL)
+        case "nan": return float("nan")
+        case "inf": return float("inf")
+        case "text": return "1.0"
+        case "none": return None
+        case "pid": return os.getpid()
+    return 0.0
+
+constant = 3
+"""
+ROWS = [{"prompt": "a"}, {"prompt": "b", "score": 0.5}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rewards")
+    (folder / "my_rewards.py").write_text(REWARD)
+    (folder / "broken.py").write_text("1 / 0\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pool(folder: Path) -> Iterator[RewardPool]:
+    with RewardPool("my_rewards:reward", folders=[folder], timeout_s=0.5) as pool:
+        yield pool
+
+
+def test_rewards_come_in_order_with_the_fields_of_their_row(pool: RewardPool):
+    scores = pool.score(ROWS, ["right", "wrong", "right", "true"], group_size=2)
+    np.testing.assert_array_equal(scores.rewards, np.float32([1, 0, 0.5, 1]))
+    assert scores.num_failed == 0
+    np.testing.assert_array_equal(pool.score(ROWS, ["numpy", "right"]).rewards, np.float32([0.25, 0.5]))
+
+
+@pytest.mark.parametrize(
+    ("completion", "cause"),
+    [
+        ("raises", "raised Odd: odd"),
+        ("exits", "raised SystemExit: 3"),
+        ("hangs", "gave no answer within 0.5 s"),
+        ("deaf", "gave no answer within 0.5 s"),
+        ("dies", "ended its worker process"),
+        ("nan", "returned nan"),
+        ("inf", "returned inf"),
+        ("text", "returned str, not a number"),
+        ("none", "returned NoneType, not a number"),
+    ],
+)
+def test_a_failing_reward_names_sample_prompt_and_cause(pool: RewardPool, completion: str, cause: str):
+    with pytest.raises(RewardFailed) as raised:
+        pool.score(ROWS, ["right", "right", "right", completion], group_size=2)
+    assert "sample 3 (prompt 1)" in raised.value.message
+    assert cause in raised.value.message
+    assert (raised.value.metadata["sample"], raised.value.metadata["prompt"]) == ("3", "1")
+    # The pool goes on with the next batch.
+    assert pool.score(ROWS, ["right", "right"]).rewards.tolist() == [1.0, 0.5]
+
+
+def test_with_zero_every_failure_counts_as_zero_and_is_counted(folder: Path):
+    with RewardPool("my_rewards:reward", folders=[folder], timeout_s=0.5, on_error="zero", num_workers=2) as pool:
+        scores = pool.score([ROWS[0]] * 6, ["right", "raises", "hangs", "dies", "nan", "right"])
+    assert scores.rewards.tolist() == [1, 0, 0, 0, 0, 1]
+    assert scores.num_failed == 4
+
+
+def test_workers_are_started_once_and_gone_at_the_end(folder: Path):
+    with RewardPool("my_rewards:reward", folders=[folder]) as pool:
+        pids = {int(pid) for _ in range(3) for pid in pool.score([ROWS[0]] * 4, ["pid"] * 4).rewards}
+        assert len(pids) == 1
+        assert all(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        ("no_such_module:reward", "ModuleNotFoundError"),
+        ("my_rewards:missing", "has no attribute 'missing'"),
+        ("my_rewards:constant", "not a function"),
+        ("my_rewards", "module:function"),
+        ("broken:reward", "ZeroDivisionError"),
+    ],
+)
+def test_a_function_that_cannot_be_imported_is_refused_at_the_start(folder: Path, function: str, problem: str):
+    with pytest.raises(InvalidArgument) as raised:
+        RewardPool(function, folders=[folder])
+    assert problem in raised.value.message
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_worker_outlives_a_process_that_is_interrupted_or_killed(folder: Path, number: int):
+    (folder / "main.py").write_text(
+        "import sys\n"
+        f"sys.path[:0] = {[str(ROOT / root) for root in ('protos', 'client')]}\n"
+        "from pathlib import Path\n"
+        "from tasuki.client.rewards import RewardPool\n"
+        "if __name__ == '__main__':\n"
+        "    with RewardPool('my_rewards:reward', folders=[Path(__file__).parent], timeout_s=60) as pool:\n"
+        "        print(int(pool.score([{'prompt': 'a'}], ['pid']).rewards[0]), flush=True)\n"
+        "        pool.score([{'prompt': 'a'}] * 2, ['hangs'] * 2)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, folder / "main.py"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        worker = int(process.stdout.readline())
+        time.sleep(0.5)
+        os.killpg(process.pid, number) if number == signal.SIGINT else process.kill()
+        process.wait(timeout=20)
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{worker}").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    is_left = Path(f"/proc/{worker}").exists()
+    if is_left:
+        os.kill(worker, signal.SIGKILL)
+    assert not is_left

@@ -1,0 +1,179 @@
+"""The rollout service as a process: two engine ranks, starts that must fail, poison, death, and what is left behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from tasuki.config import places
+from tasuki.v1 import memory_pb2, types_pb2
+from tasuki.wire.errors import EnginePoisoned, WeightsCorrupt
+from tests.integration.conftest import (
+    RolloutClient,
+    RolloutProcess,
+    TestTrainer,
+    connected,
+    start_rollout,
+    stop_rollout,
+    wait_until_serving,
+)
+from tests.integration.test_rollout import log_probs_of, refused
+from tests.models import make_model
+
+pytestmark = pytest.mark.timeout(600)
+WEIGHTS, KV = types_pb2.MEMORY_TAG_WEIGHTS, types_pb2.MEMORY_TAG_KV_CACHE
+
+
+def family(rollout: RolloutProcess) -> list[psutil.Process]:
+    front = psutil.Process(rollout.process.pid)
+    return [front, *front.children(recursive=True)]
+
+
+def wait_until_gone(processes: list[psutil.Process], *, timeout_s: float = 10.0) -> list[psutil.Process]:
+    """Those that still live after `timeout_s`."""
+    return psutil.wait_procs(processes, timeout=timeout_s)[1]
+
+
+# --- starts that fail: one clear line, exit code 1, nothing left
+
+
+def failed_start(state_dir: Path, model: Path, *overrides: str) -> str:
+    """The one line that tells why a start failed."""
+    rollout = start_rollout(state_dir, model, *overrides)
+    try:
+        assert rollout.process.wait(280) == 1
+    finally:
+        stop_rollout(rollout)
+    left = [path.name for path in places.socket_dir(state_dir).iterdir()]
+    assert left in ([], ["rollout.lock"])
+    (line,) = [line for line in rollout.log.read_text().splitlines() if line.startswith("tasuki.rollout:")]
+    return line
+
+
+def test_a_missing_model_folder_is_named(tmp_path: Path) -> None:
+    line = failed_start(tmp_path / "node", tmp_path / "nowhere")
+    assert line == f"tasuki.rollout: PATH_NOT_FOUND: model.path: {tmp_path}/nowhere holds no model (no config.json there)"
+
+
+def test_an_unknown_architecture_is_named(tmp_path: Path, rollout_model: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    table = json.loads((rollout_model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(table | {"architectures": ["NovelForCausalLM"]}))
+    line = failed_start(tmp_path / "node", model)
+    assert line == "tasuki.rollout: UNSUPPORTED_MODEL: SGLang has no architecture NovelForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.max_total_tokens=100", "rollout.max_total_tokens: a KV cache of 100 tokens cannot hold one sequence of 256"),
+        ("rollout.context_length=512", "rollout.context_length: 512 is more than the model's 256 positions"),
+        ("rollout.tp_size=3", "rollout.tp_size: the model's 4 attention heads cannot be split over 3 ranks"),
+    ],
+)
+def test_impossible_sizes_are_named(tmp_path: Path, rollout_model: Path, override: str, message: str) -> None:
+    assert failed_start(tmp_path / "node", rollout_model, override).startswith(f"tasuki.rollout: INVALID_ARGUMENT: {message}")
+
+
+def test_a_start_that_takes_too_long_is_given_up(tmp_path: Path, rollout_model: Path) -> None:
+    line = failed_start(tmp_path / "node", rollout_model, "rollout.start_timeout_s=1")
+    assert line.startswith("tasuki.rollout: DEADLINE_EXCEEDED: the engine did not start within rollout.start_timeout_s = 1 s")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_start_that_is_stopped_leaves_no_process(tmp_path: Path, rollout_model: Path, number: signal.Signals) -> None:
+    rollout = start_rollout(tmp_path / "node", rollout_model)
+    while len(processes := family(rollout)) < 3:  # front, resource tracker, rank
+        time.sleep(0.02)
+    rollout.process.send_signal(number)
+    assert wait_until_gone(processes) == []
+    rollout.process.wait()
+
+
+# --- two ranks
+
+
+@pytest.fixture(scope="module")
+def pair(rollout_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutProcess]:
+    rollout = start_rollout(tmp_path_factory.mktemp("pair"), rollout_model, "rollout.tp_size=2")
+    wait_until_serving(rollout)
+    yield rollout
+    stop_rollout(rollout)
+
+
+@pytest.fixture
+async def client(pair: RolloutProcess) -> AsyncIterator[RolloutClient]:
+    async with connected(pair) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def pair_trainer(pair: RolloutProcess) -> Iterator[TestTrainer]:
+    trainer = TestTrainer(pair.socket_dir, "pair", make_model("qwen2", seed=2))
+    yield trainer
+    trainer.close()
+
+
+async def test_two_ranks_receive_and_generate(client: RolloutClient, pair_trainer: TestTrainer) -> None:
+    received = await client.wake(pair_trainer.publish(0))
+    (sample,) = await client.generate([[5, 6, 7]], max_new_tokens=8, ignore_eos=True)
+    theirs = log_probs_of(pair_trainer.model, [5, 6, 7], list(sample.token_ids))
+    assert torch.allclose(torch.tensor(sample.rollout_log_probs), theirs, atol=0.1)
+    # Norms go to both ranks, everything else to one of them.
+    shared = sum(p.numel() * 2 for name, p in pair_trainer.model.named_parameters() if "norm" in name)
+    everything = sum(p.numel() * 2 for p in pair_trainer.model.parameters())
+    assert received.copied_bytes == everything + shared
+    usage = await client.memory.GetUsage(memory_pb2.GetUsageRequest(), timeout=60)
+    assert sorted((entry.rank, entry.tag) for entry in usage.tags) == [(0, WEIGHTS), (0, KV), (1, WEIGHTS), (1, KV)]
+    await client.sleep()
+
+
+async def test_a_second_service_on_the_same_state_folder_is_refused(pair: RolloutProcess, client: RolloutClient) -> None:
+    second = subprocess.run(pair.process.args, capture_output=True, text=True, timeout=60, env=pair.environment, check=False)
+    assert second.returncode == 1
+    assert second.stderr.splitlines()[-1].startswith("tasuki.rollout: NODE_RUNNING: a rollout service already runs on")
+    assert (await client.state()).tp_size == 2
+
+
+async def test_corrupt_weights_poison_the_engine(client: RolloutClient, pair_trainer: TestTrainer) -> None:
+    await client.resume(types_pb2.STAGE_RESUME_WEIGHTS, WEIGHTS)
+    weights = pair_trainer.publish(1)
+    arena = pair_trainer.exports[1]._arena
+    name = arena.manifest.entries[3].name
+    arena.tensors[3].view(torch.int16).flatten()[-1] ^= 1
+    error = await refused(client.receive(weights))
+    assert isinstance(error, WeightsCorrupt)
+    assert error.metadata["tensors"] == name
+    assert "trainer rank 1 changed after it was published" in error.message
+    state = await client.state()
+    assert (state.is_poisoned, state.HasField("policy_version"), state.HasField("received_version")) == (True, False, False)
+    assert name in state.poison_reason
+    for call in (
+        client.generate([[5]]),
+        client.receive(pair_trainer.publish(2)),
+        client.resume(types_pb2.STAGE_RESUME_KV, KV),
+    ):
+        assert isinstance(await refused(call), EnginePoisoned)
+    await client.pause(types_pb2.STAGE_PAUSE_KV, KV)
+    await client.pause(types_pb2.STAGE_PAUSE_WEIGHTS, WEIGHTS)
+    assert isinstance(await refused(client.resume(types_pb2.STAGE_RESUME_WEIGHTS, WEIGHTS)), EnginePoisoned)
+
+
+def test_a_dead_rank_ends_the_service_and_leaves_nothing(pair: RolloutProcess, pair_trainer: TestTrainer) -> None:
+    processes = family(pair)
+    ranks = [process for process in processes if "scheduler" in process.name()]
+    assert len(ranks) == 2
+    ranks[1].kill()
+    assert wait_until_gone(processes) == []
+    assert pair.process.wait() == 1
+    assert "event=engine_died" in pair.log.read_text()
+    assert sorted(path.name for path in pair.socket_dir.iterdir()) == ["pair-0.sock", "pair-1.sock", "rollout.lock"]

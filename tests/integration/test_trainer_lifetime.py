@@ -1,0 +1,119 @@
+"""Starts that fail, ranks that die, and checkpoints that outlive the number of ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+import torch
+
+from tasuki.v1 import trainer_pb2
+from tasuki.wire.errors import from_rpc_error
+from tests.integration.trainer_process import TrainerClient, TrainerProcess, connect, is_alive, start_trainer
+from tests.integration.trainer_samples import make_samples
+from tests.models import VOCAB_SIZE, make_model, save_checkpoint
+
+STOP_S = 10.0
+FLOAT32 = 'compute_dtype = "float32"'
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(make_model("llama", seed=2), tmp_path_factory.mktemp("model") / "llama")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerProcess]:
+    """Shared by the tests below in their order; the last of them ends it."""
+    trainer = start_trainer(tmp_path_factory.mktemp("node"), model, num_ranks=2, settings=FLOAT32)
+    trainer.wait_until_serving()
+    yield trainer
+    trainer.stop()
+
+
+def raise_unless_gone(pids: list[int], *, within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while alive := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < deadline, f"still alive: {alive}"
+        time.sleep(0.05)
+
+
+async def test_two_ranks_save_and_one_goes_on_where_they_were(two_ranks: TrainerProcess, model: Path, tmp_path: Path) -> None:
+    samples = make_samples(9, vocab_size=VOCAB_SIZE)
+    async with connect(two_ranks) as channel:
+        client = TrainerClient(channel)
+        await client.forward_backward(samples)
+        await client.optim_step(learning_rate=1e-3)
+        await client.save(tmp_path / "checkpoint")
+        await client.forward_backward(samples)
+        step_of_two = await client.optim_step(learning_rate=1e-3)
+        log_probs_of_two = await client.log_probs(samples, trainer_pb2.POLICY_KIND_POLICY)
+    one_rank = start_trainer(tmp_path / "other-node", model, num_ranks=1, settings=FLOAT32)
+    try:
+        one_rank.wait_until_serving()
+        async with connect(one_rank) as channel:
+            client = TrainerClient(channel)
+            assert (await client.load(tmp_path / "checkpoint")).policy_version == 1
+            assert (await client.state()).policy_version == 1
+            await client.forward_backward(samples)
+            step_of_one = await client.optim_step(learning_rate=1e-3)
+            log_probs_of_one = await client.log_probs(samples, trainer_pb2.POLICY_KIND_POLICY)
+    finally:
+        one_rank.stop()
+    assert step_of_one.policy_version == step_of_two.policy_version == 2
+    assert step_of_one.grad_norm == pytest.approx(step_of_two.grad_norm, rel=1e-5)
+    # The second step is Adam's second: it is the same only if both moments and their step number came along.
+    for one, two in zip(log_probs_of_one, log_probs_of_two, strict=True):
+        assert torch.allclose(torch.tensor(one), torch.tensor(two), atol=1e-4)
+
+
+def test_a_second_trainer_on_the_same_state_folder_is_refused(two_ranks: TrainerProcess, model: Path) -> None:
+    first_log = two_ranks.log.read_bytes()
+    second = start_trainer(two_ranks.state_dir, model, num_ranks=1)
+    assert second.process.wait(120) != 0
+    assert "NODE_RUNNING" in second.log.read_text()
+    two_ranks.log.write_bytes(first_log)
+    assert all(is_alive(pid) for pid in two_ranks.rank_pids())
+
+
+async def test_a_rank_that_dies_in_a_call_is_named_and_takes_the_trainer_with_it(two_ranks: TrainerProcess) -> None:
+    pids = two_ranks.rank_pids()
+    async with connect(two_ranks) as channel:
+        # Stopped, it holds the others up inside a collective.
+        os.kill(pids[1], signal.SIGSTOP)
+        call = asyncio.create_task(TrainerClient(channel).forward_backward(make_samples(8, vocab_size=VOCAB_SIZE)))
+        await asyncio.sleep(1.0)
+        assert not call.done()
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await asyncio.wait_for(call, STOP_S)
+    assert "rank 1" in from_rpc_error(raised.value).message
+    raise_unless_gone([*pids, two_ranks.process.pid], within_s=STOP_S)
+    assert two_ranks.process.wait() != 0
+
+
+@pytest.mark.parametrize("victim", ["launcher", "rank 0"])
+def test_whoever_is_killed_no_process_stays(model: Path, tmp_path: Path, victim: str) -> None:
+    trainer = start_trainer(tmp_path / "node", model, num_ranks=2)
+    trainer.wait_until_serving()
+    pids = trainer.rank_pids()
+    os.kill(trainer.process.pid if victim == "launcher" else pids[0], signal.SIGKILL)
+    raise_unless_gone([*pids, trainer.process.pid], within_s=STOP_S)
+    assert trainer.process.wait() != 0
+
+
+def test_a_model_folder_that_is_missing_is_one_line(tmp_path: Path) -> None:
+    trainer = start_trainer(tmp_path / "node", tmp_path / "nothing", num_ranks=2)
+    assert trainer.process.wait(120) != 0
+    lines = [line for line in trainer.log.read_text().splitlines() if line.startswith("tasuki: error")]
+    assert lines == [
+        f"tasuki: error PATH_NOT_FOUND: model.path: {tmp_path}/nothing is no Hugging Face model folder: config.json is missing"
+    ]
+    assert list((tmp_path / "node" / "run").glob("*.sock")) == []

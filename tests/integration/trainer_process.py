@@ -1,0 +1,192 @@
+"""A running trainer under torchrun, seen from outside, and a client for one test."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import grpc.aio
+
+from tasuki.config import places
+from tasuki.v1 import memory_pb2, memory_pb2_grpc, trainer_pb2, trainer_pb2_grpc, types_pb2
+from tasuki.wire.channel import open_channel
+
+ROOT = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 180.0
+CALL_TIMEOUT_S = 60.0
+TAGS = (types_pb2.MEMORY_TAG_WEIGHTS, types_pb2.MEMORY_TAG_GRADIENTS, types_pb2.MEMORY_TAG_OPTIMIZER)
+
+
+@dataclass
+class TrainerProcess:
+    process: subprocess.Popen[bytes]
+    state_dir: Path
+    log: Path
+
+    @property
+    def target(self) -> str:
+        return places.grpc_target(self.state_dir, service="trainer", listen="unix")
+
+    def rank_pids(self) -> list[int]:
+        """The processes that torchrun started, in order of rank."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [int(pid) for pid in children if b"tasuki.trainer" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    def wait_until_serving(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while "event=serving" not in self.log.read_text():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.stop()
+                raise AssertionError(f"the trainer did not start:\n{self.log.read_text()[-4000:]}")
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        """SIGTERM, and after 20 seconds SIGKILL to what is left of the group."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+def start_trainer(state_dir: Path, model: Path, *, num_ranks: int, settings: str = "") -> TrainerProcess:
+    """Starts the service and returns at once. settings: further lines of the table [trainer]."""
+    state_dir.mkdir(parents=True, exist_ok=True)
+    config = state_dir / "node.toml"
+    config.write_text(f'state_dir = "{state_dir}"\n[model]\npath = "{model}"\n[trainer]\nnum_ranks = {num_ranks}\n{settings}\n')
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    paths = os.pathsep.join(str(ROOT / folder) for folder in ("protos", "services", "client"))
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    log = state_dir / "trainer.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*launch, "-m", "tasuki.trainer", "--config", str(config)],
+            stdout=output,
+            stderr=output,
+            env=environment,
+            start_new_session=True,
+        )
+    return TrainerProcess(process, state_dir, log)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+class TrainerClient:
+    """Calls of one test. Stage commands get growing sequence numbers of epoch 1 over all tests."""
+
+    _sequence = 0
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
+        self.memory = memory_pb2_grpc.MemoryServiceStub(channel)
+
+    def stage_command(self) -> types_pb2.CommandId:
+        TrainerClient._sequence += 1
+        return types_pb2.CommandId(epoch=1, sequence=TrainerClient._sequence, request_id=uuid.uuid4().hex)
+
+    async def state(self) -> trainer_pb2.GetTrainerStateResponse:
+        return await self.trainer.GetTrainerState(trainer_pb2.GetTrainerStateRequest(), timeout=CALL_TIMEOUT_S)
+
+    async def forward_backward(
+        self,
+        samples: Sequence[types_pb2.TrainingSample],
+        *,
+        request_id: str = "",
+        loss: trainer_pb2.LossConfig | None = None,
+        chunk: int = 7,
+    ) -> trainer_pb2.ForwardBackwardResponse:
+        header = trainer_pb2.ForwardBackwardHeader(command=command(request_id), loss=loss)
+
+        async def requests() -> AsyncIterator[trainer_pb2.ForwardBackwardRequest]:
+            yield trainer_pb2.ForwardBackwardRequest(header=header)
+            for start in range(0, len(samples), chunk):
+                part = trainer_pb2.TrainingSamples(samples=samples[start : start + chunk])
+                yield trainer_pb2.ForwardBackwardRequest(samples=part)
+
+        return await self.trainer.ForwardBackward(requests(), timeout=CALL_TIMEOUT_S)
+
+    async def optim_step(self, *, request_id: str = "", learning_rate: float | None = None) -> trainer_pb2.OptimStepResponse:
+        request = trainer_pb2.OptimStepRequest(command=command(request_id), learning_rate=learning_rate)
+        return await self.trainer.OptimStep(request, timeout=CALL_TIMEOUT_S)
+
+    async def discard_gradients(self) -> None:
+        await self.trainer.DiscardGradients(trainer_pb2.DiscardGradientsRequest(command=command()), timeout=CALL_TIMEOUT_S)
+
+    async def log_probs(
+        self, samples: Sequence[types_pb2.TrainingSample], policy: trainer_pb2.PolicyKind, *, temperature: float = 1.0
+    ) -> list[list[float]]:
+        async def requests() -> AsyncIterator[trainer_pb2.ComputeLogProbsRequest]:
+            header = trainer_pb2.ComputeLogProbsHeader(policy=policy, temperature=temperature)
+            yield trainer_pb2.ComputeLogProbsRequest(header=header)
+            yield trainer_pb2.ComputeLogProbsRequest(samples=trainer_pb2.TrainingSamples(samples=samples))
+
+        answers = self.trainer.ComputeLogProbs(requests(), timeout=CALL_TIMEOUT_S)
+        return [list(scored.log_probs) async for answer in answers for scored in answer.samples]
+
+    async def publish(self) -> trainer_pb2.PublishWeightsResponse:
+        request = trainer_pb2.PublishWeightsRequest(command=self.stage_command())
+        return await self.trainer.PublishWeights(request, timeout=CALL_TIMEOUT_S)
+
+    async def withdraw(self) -> None:
+        await self.trainer.WithdrawWeights(
+            trainer_pb2.WithdrawWeightsRequest(command=self.stage_command()), timeout=CALL_TIMEOUT_S
+        )
+
+    async def pause(
+        self, stage: types_pb2.Stage = types_pb2.STAGE_OFFLOAD, tags: Sequence[types_pb2.MemoryTag] = TAGS
+    ) -> memory_pb2.PauseResponse:
+        request = memory_pb2.PauseRequest(command=self.stage_command(), stage=stage, tags=tags)
+        return await self.memory.Pause(request, timeout=CALL_TIMEOUT_S)
+
+    async def resume(
+        self, stage: types_pb2.Stage = types_pb2.STAGE_LOAD_TRAINER, tags: Sequence[types_pb2.MemoryTag] = TAGS
+    ) -> memory_pb2.ResumeResponse:
+        request = memory_pb2.ResumeRequest(command=self.stage_command(), stage=stage, tags=tags)
+        return await self.memory.Resume(request, timeout=CALL_TIMEOUT_S)
+
+    async def usage(self) -> memory_pb2.GetUsageResponse:
+        return await self.memory.GetUsage(memory_pb2.GetUsageRequest(), timeout=CALL_TIMEOUT_S)
+
+    async def save(self, path: Path) -> trainer_pb2.SaveCheckpointResponse:
+        request = trainer_pb2.SaveCheckpointRequest(command=command(), path=str(path))
+        return await self.trainer.SaveCheckpoint(request, timeout=CALL_TIMEOUT_S)
+
+    async def load(self, path: Path) -> trainer_pb2.LoadCheckpointResponse:
+        request = trainer_pb2.LoadCheckpointRequest(command=command(), path=str(path))
+        return await self.trainer.LoadCheckpoint(request, timeout=CALL_TIMEOUT_S)
+
+    async def export(self, path: Path) -> trainer_pb2.ExportModelResponse:
+        request = trainer_pb2.ExportModelRequest(command=command(), path=str(path))
+        return await self.trainer.ExportModel(request, timeout=CALL_TIMEOUT_S)
+
+    async def back_to_training(self) -> None:
+        """LOADED, without gradients, from wherever a test left the service."""
+        stage = (await self.state()).stage
+        if stage == types_pb2.STAGE_OFFLOAD:
+            await self.resume()
+        if stage == types_pb2.STAGE_LOAD_WEIGHTS:
+            await self.withdraw()
+        await self.discard_gradients()
+
+
+def command(request_id: str = "") -> types_pb2.CommandId:
+    return types_pb2.CommandId(request_id=request_id or uuid.uuid4().hex)
+
+
+def connect(trainer: TrainerProcess) -> grpc.aio.Channel:
+    return open_channel(trainer.target)

@@ -1,0 +1,111 @@
+"""Samples to train on, and one GRPO step written out plainly, sample by sample, in one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from tasuki.v1.types_pb2 import TrainingSample
+
+CLIP_LOW, CLIP_HIGH, KL_COEF, TEMPERATURE = 0.2, 0.3, 0.1, 0.8
+LEARNING_RATE, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-3, 0.01, 0.5
+# With Adam's usual 1e-8 the first step is the sign of the gradient, and a gradient of 1e-9 may have either.
+EPS = 1e-3
+# Micro-batches of this size run with gradient checkpointing.
+CHECKPOINTED_MAX_TOKENS = 64
+
+
+def make_samples(num_samples: int, *, vocab_size: int, seed: int = 0, policy_version: int = 0) -> list[TrainingSample]:
+    """Prompts and completions of many lengths, some with a mask, some with one advantage for all tokens."""
+    generator = np.random.default_rng(seed)
+    samples: list[TrainingSample] = []
+    for index in range(num_samples):
+        num_tokens = int(generator.integers(1, 12))
+        rollout_log_probs = -4.0 + generator.normal(size=num_tokens)
+        advantages = generator.normal(size=num_tokens if index % 2 else 1)
+        samples.append(
+            TrainingSample(
+                prompt_token_ids=generator.integers(3, vocab_size, size=int(generator.integers(1, 12))).tolist(),
+                completion_token_ids=generator.integers(3, vocab_size, size=num_tokens).tolist(),
+                rollout_log_probs=rollout_log_probs.tolist(),
+                advantages=advantages.tolist(),
+                ref_log_probs=(rollout_log_probs + 0.1 * generator.normal(size=num_tokens)).tolist(),
+                loss_mask=(generator.random(num_tokens) < 0.8).astype(float).tolist() if index % 3 == 0 else [],
+                policy_version=policy_version,
+            )
+        )
+    return samples
+
+
+@dataclass(frozen=True)
+class PlainStep:
+    """What one step gives in one process without any of ours."""
+
+    loss: float
+    entropy: float
+    ref_kl: float
+    clip_fraction: float
+    max_log_prob_gap: float
+    mean_log_prob_gap: float
+    grad_norm: float
+    gradients: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+
+
+def plain_step(folder: Path, samples: list[TrainingSample]) -> PlainStep:
+    """One clipped AdamW step in float32, one sample at a time, from the formulas."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rows = [_token_rows(model, sample) for sample in samples]
+    log_probs, old, advantages, ref, mask, entropy = (torch.cat(parts) for parts in zip(*rows, strict=True))
+    num_tokens = mask.sum()
+    ratio = (log_probs - old).exp()
+    surrogate, clipped = ratio * advantages, ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantages
+    kl = (ref - log_probs).exp() - (ref - log_probs) - 1
+    loss = ((-torch.minimum(surrogate, clipped) + KL_COEF * kl) * mask).sum() / num_tokens
+    loss.backward()
+    gradients = {name: param.grad.clone() for name, param in model.named_parameters()}
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+    torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS, weight_decay=WEIGHT_DECAY).step()
+    gap = (log_probs - old).abs() * mask
+    return PlainStep(
+        loss=loss.item(),
+        entropy=((entropy * mask).sum() / num_tokens).item(),
+        ref_kl=((kl * mask).sum() / num_tokens).item(),
+        clip_fraction=(((clipped < surrogate) * mask).sum() / num_tokens).item(),
+        max_log_prob_gap=gap.max().item(),
+        mean_log_prob_gap=(gap.sum() / num_tokens).item(),
+        grad_norm=grad_norm.item(),
+        gradients=gradients,
+        parameters={name: param.detach().clone() for name, param in model.named_parameters()},
+    )
+
+
+def plain_log_probs(
+    folder: Path, samples: list[TrainingSample], *, dtype: torch.dtype, temperature: float
+) -> list[list[float]]:
+    """Log-probs of every sample's completion by transformers alone."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    with torch.no_grad():
+        return [_scored(model, sample, temperature=temperature)[0].tolist() for sample in samples]
+
+
+def _token_rows(model: torch.nn.Module, sample: TrainingSample) -> tuple[torch.Tensor, ...]:
+    log_probs, entropy = _scored(model, sample, temperature=TEMPERATURE)
+    num_tokens = len(sample.completion_token_ids)
+    mask = list(sample.loss_mask) or [1.0] * num_tokens
+    advantages = list(sample.advantages) * (num_tokens if len(sample.advantages) == 1 else 1)
+    given = (list(sample.rollout_log_probs), advantages, list(sample.ref_log_probs), mask)
+    old, advantages_T, ref, mask_T = (torch.tensor(values) for values in given)
+    return log_probs, old, advantages_T, ref, mask_T, entropy
+
+
+def _scored(model: torch.nn.Module, sample: TrainingSample, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    token_ids = torch.tensor([[*sample.prompt_token_ids, *sample.completion_token_ids]])
+    logits = model(input_ids=token_ids).logits[0, len(sample.prompt_token_ids) - 1 : -1].float()
+    all_log_probs = torch.log_softmax(logits / temperature, dim=-1)
+    log_probs = all_log_probs.gather(-1, torch.tensor(list(sample.completion_token_ids)).unsqueeze(-1)).squeeze(-1)
+    return log_probs, -(all_log_probs.exp() * all_log_probs).sum(-1).detach()

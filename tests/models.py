@@ -1,0 +1,97 @@
+"""Tiny checkpoints of the architectures that are tested, with a character tokenizer, made on the spot."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers import models as tokenizer_models
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from tasuki.transport.shards import Shard, checkpoint_shards
+
+PAD, EOS, BOS = 0, 1, 2
+# No multiple of 64: the engine pads its vocabulary, at TP 2 on the last rank only.
+VOCAB_SIZE = 131
+_SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": PAD,
+    "eos_token_id": EOS,
+    "bos_token_id": BOS,
+}
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=False),
+    "qwen2": lambda: Qwen2Config(**_SIZES, tie_word_embeddings=False),
+    "qwen2_tied": lambda: Qwen2Config(**_SIZES, tie_word_embeddings=True),
+    "qwen3": lambda: Qwen3Config(**_SIZES, head_dim=16, tie_word_embeddings=False),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **_SIZES, head_dim=16, tie_word_embeddings=False, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=32
+    ),
+}
+
+
+def make_model(kind: str, *, seed: int) -> PreTrainedModel:
+    """A float32 model with weights large enough that every row matters and outputs are not uniform."""
+    torch.manual_seed(seed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(CONFIGS[kind](), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.1)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+def save_checkpoint(model: PreTrainedModel, folder: Path) -> Path:
+    """Writes `model` in bfloat16 with the character tokenizer."""
+    copy = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)
+    copy.load_state_dict(model.state_dict())
+    copy.save_pretrained(folder)
+    char_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def trainer_shards(model: PreTrainedModel, *, rank: int, num_ranks: int) -> list[Shard]:
+    """What FSDP2 leaves on `rank`: dim 0 in chunks of equal size, the last ones smaller or empty."""
+    shards: list[Shard] = []
+    for name, parameter in model.named_parameters():
+        rows = -(-parameter.shape[0] // num_ranks)
+        local = parameter.detach()[rank * rows : (rank + 1) * rows]
+        shards += checkpoint_shards(name, tuple(parameter.shape), rank * rows, local)
+    return shards
+
+
+def char_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each printable ASCII character."""
+    vocabulary = {"<pad>": PAD, "<eos>": EOS, "<bos>": BOS}
+    for character in string.printable:
+        vocabulary.setdefault(character, len(vocabulary))
+    tokenizer = Tokenizer(tokenizer_models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", bos_token="<bos>")
+
+
+def poison(model: torch.nn.Module) -> None:
+    """Overwrites every parameter with NaN, so that whatever a sync forgets to write shows."""
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))

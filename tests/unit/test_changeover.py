@@ -1,0 +1,335 @@
+"""The sequence and its undo: it fails at every point, the node is back where it was, and every step is in the journal."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tasuki.coordinator.journal import Journal
+from tasuki.coordinator.node import Node
+from tasuki.coordinator.operation import Operation
+from tasuki.coordinator.phases import HOLDS, Phase, Stage, path
+from tasuki.coordinator.records import StageEvent, Status
+from tasuki.wire.errors import (
+    ChangeoverRunning,
+    DeadlineExceeded,
+    Interrupted,
+    InvalidArgument,
+    OutOfGpuMemory,
+    PeerUnavailable,
+    StageOrder,
+    TasukiError,
+    WeightsCorrupt,
+)
+from tests.unit.fake_services import FakeServices
+
+TRAIN, ROLLOUT = HOLDS[Phase.TRAIN], HOLDS[Phase.ROLLOUT]
+TO_ROLLOUT, TO_TRAIN = path(TRAIN, Phase.ROLLOUT), path(ROLLOUT, Phase.TRAIN)
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    journal = Journal(tmp_path / "journal.sqlite")
+    journal.begin_epoch("boot-1")
+    yield journal
+    journal.close()
+
+
+@pytest.fixture
+def services() -> FakeServices:
+    return FakeServices()
+
+
+@pytest.fixture
+async def node(journal: Journal, services: FakeServices) -> Node:
+    return make_node(journal, services)
+
+
+def make_node(journal: Journal, services: FakeServices) -> Node:
+    return Node(journal, services, boot_id="boot-1", trainer_target="unix:/t", rollout_target="unix:/r")
+
+
+async def events(operation: Operation) -> list[StageEvent]:
+    return [told.event async for told in operation.follow()]
+
+
+async def acquire(node: Node, phase: Phase, request_id: str = "") -> list[StageEvent]:
+    return await events(node.acquire(phase, request_id or f"to {phase} {len(node._operations)}"))
+
+
+async def test_acquire_runs_the_stages_in_order_and_tells_each(node: Node, services: FakeServices) -> None:
+    told = await acquire(node, Phase.ROLLOUT)
+    assert [(event.stage, event.status) for event in told] == [
+        *((stage, status) for stage in TO_ROLLOUT for status in (Status.STARTED, Status.DONE)),
+        (None, Status.DONE),
+    ]
+    assert services.asked == [("run", stage) for stage in TO_ROLLOUT]
+    state = node.state()
+    assert (state.phase, state.policy_version, state.num_changeovers, state.changeover_id) == (Phase.ROLLOUT, 0, 1, "")
+
+
+async def test_many_rounds_count_changeovers_and_versions(node: Node, services: FakeServices) -> None:
+    for version in range(3):
+        services.version = version
+        await acquire(node, Phase.ROLLOUT)
+        assert (services.served, node.state().policy_version) == (version, version)
+        await acquire(node, Phase.TRAIN)
+        assert (services.served, node.state().policy_version) == (None, version)
+    assert node.state().num_changeovers == 6
+    assert services.commands == [(1, sequence) for sequence in range(1, 28)]
+
+
+async def test_acquire_of_the_phase_that_holds_tells_held_and_asks_nothing(node: Node, services: FakeServices) -> None:
+    told = await acquire(node, Phase.TRAIN)
+    assert [(event.stage, event.status) for event in told] == [(None, Status.HELD)]
+    assert services.asked == []
+
+
+@pytest.mark.parametrize("failing", TO_ROLLOUT)
+async def test_failure_on_the_way_to_rollout_leads_back_to_train(
+    failing: Stage, node: Node, services: FakeServices, journal: Journal
+) -> None:
+    services.fail[failing] = OutOfGpuMemory("needs 12 GiB for weights, 9 GiB free")
+    with pytest.raises(OutOfGpuMemory, match="9 GiB free"):
+        await acquire(node, Phase.ROLLOUT)
+    done = TO_ROLLOUT[: TO_ROLLOUT.index(failing)]
+    written = journal.changeovers(limit=1)[0]
+    assert (await services.observe()).place() is TRAIN
+    assert node.state().phase is Phase.TRAIN
+    assert node.state().last_error == "GPU_MEMORY: needs 12 GiB for weights, 9 GiB free"
+    assert written.status is Status.FAILED
+    stages = {event.stage: event.status for event in written.stages()}
+    assert stages == {**dict.fromkeys(done, Status.UNDONE), failing: Status.FAILED}
+    assert journal.unresolved() == []
+    del services.fail[failing]
+    await acquire(node, Phase.ROLLOUT)
+    assert (node.state().phase, node.state().last_error) == (Phase.ROLLOUT, "")
+
+
+@pytest.mark.parametrize("failing", TO_TRAIN[:3])
+async def test_failure_before_the_weights_are_gone_leads_back_to_rollout(
+    failing: Stage, node: Node, services: FakeServices, journal: Journal
+) -> None:
+    await acquire(node, Phase.ROLLOUT)
+    services.fail[failing] = OutOfGpuMemory("no")
+    with pytest.raises(OutOfGpuMemory):
+        await acquire(node, Phase.TRAIN)
+    done = TO_TRAIN[: TO_TRAIN.index(failing)]
+    assert (node.state().phase, services.served) == (Phase.ROLLOUT, 0)
+    stages = {event.stage: event.status for event in journal.changeovers(limit=1)[0].stages()}
+    assert stages == {**dict.fromkeys(done, Status.UNDONE), failing: Status.FAILED}
+
+
+async def test_failure_to_load_the_trainer_stays_in_the_middle_and_is_tried_again(node: Node, services: FakeServices) -> None:
+    await acquire(node, Phase.ROLLOUT)
+    services.fail[Stage.LOAD_TRAINER] = OutOfGpuMemory("no")
+    with pytest.raises(OutOfGpuMemory):
+        await acquire(node, Phase.TRAIN)
+    state = node.state()
+    assert (state.phase, state.at, state.next_stage) == (None, Stage.PAUSE_WEIGHTS, Stage.LOAD_TRAINER)
+    services.fail.clear()
+    await acquire(node, Phase.ROLLOUT)
+    assert node.state().phase is Phase.ROLLOUT
+
+
+@pytest.mark.parametrize("was_done", [False, True])
+@pytest.mark.parametrize("failing", TO_ROLLOUT)
+async def test_lost_answer_on_the_way_to_rollout_leads_back_to_train(
+    failing: Stage, was_done: bool, node: Node, services: FakeServices
+) -> None:
+    services.fail[failing] = DeadlineExceeded("600 s are over")
+    services.done_anyway = {failing} if was_done else set()
+    with pytest.raises(DeadlineExceeded):
+        await acquire(node, Phase.ROLLOUT)
+    assert node.state().phase is Phase.TRAIN
+    assert services.served is None
+    assert services.asked.count(("run", failing)) == 1
+
+
+@pytest.mark.parametrize("was_done", [False, True])
+@pytest.mark.parametrize("failing", TO_TRAIN)
+async def test_lost_answer_on_the_way_to_train_leaves_a_place_to_go_on_from(
+    failing: Stage, was_done: bool, node: Node, services: FakeServices
+) -> None:
+    await acquire(node, Phase.ROLLOUT)
+    services.fail[failing] = PeerUnavailable("socket closed")
+    services.done_anyway = {failing} if was_done else set()
+    with pytest.raises(PeerUnavailable):
+        await acquire(node, Phase.TRAIN)
+    services.fail.clear()
+    await acquire(node, Phase.TRAIN)
+    assert node.state().phase is Phase.TRAIN
+
+
+async def test_corrupt_weights_let_the_trainer_go_on_and_rollout_stays_unusable(node: Node, services: FakeServices) -> None:
+    services.fail[Stage.SYNC] = WeightsCorrupt("lm_head.weight differs on rank 0")
+    services.poisons = {Stage.SYNC}
+    with pytest.raises(WeightsCorrupt):
+        await acquire(node, Phase.ROLLOUT)
+    state = node.state()
+    assert (state.phase, state.policy_version) == (Phase.TRAIN, None)
+    assert "WEIGHTS_CORRUPT: lm_head.weight differs" in state.last_error
+    assert "rollout is unusable until the node is started anew" in state.last_error
+    services.fail.clear()
+    with pytest.raises(TasukiError) as refused:
+        await acquire(node, Phase.ROLLOUT)
+    assert refused.value.reason == "ENGINE_POISONED"
+    assert node.state().phase is Phase.TRAIN
+
+
+@pytest.mark.parametrize("stuck", [Stage.RESUME_WEIGHTS, Stage.OFFLOAD, Stage.LOAD_WEIGHTS])
+async def test_failed_undo_is_journalled_and_the_stage_error_is_raised(
+    stuck: Stage, node: Node, services: FakeServices, journal: Journal
+) -> None:
+    services.fail[Stage.RESUME_KV] = OutOfGpuMemory("no room for kv_cache")
+    services.fail_undo[stuck] = PeerUnavailable("socket closed")
+    with pytest.raises(OutOfGpuMemory, match="kv_cache"):
+        await acquire(node, Phase.ROLLOUT)
+    stages = {event.stage: event for event in journal.changeovers(limit=1)[0].stages()}
+    assert (stages[stuck].status, stages[stuck].error_reason) == (Status.FAILED, "PEER_UNAVAILABLE")
+    assert node.state().at is (await services.observe()).place()
+    services.fail.clear()
+    services.fail_undo.clear()
+    await acquire(node, Phase.TRAIN)
+    assert node.state().phase is Phase.TRAIN
+
+
+async def test_stages_run_by_hand_make_one_changeover(node: Node, services: FakeServices, journal: Journal) -> None:
+    for stage in TO_ROLLOUT:
+        told = await events(node.run_stage(stage, f"hand {stage}"))
+        assert (told[0].stage, told[1].status) == (stage, Status.DONE)
+    written = journal.changeovers(limit=9)
+    assert [(one.target, one.status, len(one.stages())) for one in written] == [(Phase.ROLLOUT, Status.DONE, 5)]
+    assert (node.state().phase, node.state().policy_version) == (Phase.ROLLOUT, 0)
+
+
+@pytest.mark.parametrize("wrong", [stage for stage in Stage if stage is not Stage.LOAD_WEIGHTS])
+async def test_stage_out_of_order_is_refused_and_no_service_is_asked(wrong: Stage, node: Node, services: FakeServices) -> None:
+    with pytest.raises(StageOrder) as refused:
+        await events(node.run_stage(wrong, "hand"))
+    assert refused.value.metadata["allowed"] == Stage.LOAD_WEIGHTS
+    assert services.asked == []
+    await acquire(node, Phase.ROLLOUT)
+
+
+async def test_acquire_turns_back_what_was_begun_by_hand(node: Node, services: FakeServices, journal: Journal) -> None:
+    for stage in TO_ROLLOUT[:3]:
+        await events(node.run_stage(stage, f"hand {stage}"))
+    await acquire(node, Phase.TRAIN)
+    assert node.state().phase is Phase.TRAIN
+    assert services.asked[3:] == [("undo", Stage.SYNC), ("undo", Stage.RESUME_WEIGHTS), ("undo", Stage.LOAD_WEIGHTS)]
+    assert [one.error_reason for one in journal.changeovers(limit=2)] == ["", "INTERRUPTED"]
+
+
+async def test_acquire_finishes_what_was_begun_by_hand(node: Node, services: FakeServices) -> None:
+    for stage in TO_ROLLOUT[:3]:
+        await events(node.run_stage(stage, f"hand {stage}"))
+    await acquire(node, Phase.ROLLOUT)
+    assert (node.state().phase, node.state().policy_version) == (Phase.ROLLOUT, 0)
+    assert services.asked == [("run", stage) for stage in TO_ROLLOUT]
+
+
+class Hold:
+    """Keeps a stage running until `release` is set; `reached` tells that it began."""
+
+    def __init__(self, services: FakeServices, stage: Stage) -> None:
+        self.reached, self.release = asyncio.Event(), asyncio.Event()
+        self._stage = stage
+        services.before_stage = self._wait
+
+    async def _wait(self, stage: Stage) -> None:
+        if stage is self._stage:
+            self.reached.set()
+            await self.release.wait()
+
+
+async def test_acquire_goes_on_without_its_caller_and_is_found_again(node: Node, services: FakeServices) -> None:
+    hold = Hold(services, Stage.SYNC)
+    caller = asyncio.create_task(events(node.acquire(Phase.ROLLOUT, "mine")))
+    await hold.reached.wait()
+    caller.cancel()
+    await asyncio.wait([caller])
+    hold.release.set()
+    again = await events(node.acquire(Phase.ROLLOUT, "mine"))
+    other = await events(node.acquire(Phase.ROLLOUT, "mine"))
+    assert [event.stage for event in again if event.status is Status.DONE] == [*TO_ROLLOUT, None]
+    assert again == other
+    assert services.asked.count(("run", Stage.SYNC)) == 1
+
+
+async def test_acquire_of_the_other_phase_is_refused_while_one_runs(node: Node, services: FakeServices) -> None:
+    hold = Hold(services, Stage.SYNC)
+    first = asyncio.create_task(acquire(node, Phase.ROLLOUT))
+    await hold.reached.wait()
+    with pytest.raises(ChangeoverRunning) as refused:
+        node.acquire(Phase.TRAIN, "other")
+    assert refused.value.metadata == {"changeover_id": "c000001"}
+    with pytest.raises(ChangeoverRunning):
+        node.run_stage(Stage.OFFLOAD, "hand")
+    joined = node.acquire(Phase.ROLLOUT, "the same phase")
+    hold.release.set()
+    assert await events(joined) == await first
+    assert len(services.asked) == len(TO_ROLLOUT)
+
+
+async def test_request_id_cannot_be_used_for_something_else(node: Node) -> None:
+    await acquire(node, Phase.ROLLOUT, "mine")
+    with pytest.raises(InvalidArgument, match="request_id"):
+        node.acquire(Phase.TRAIN, "mine")
+
+
+async def test_failed_operation_gives_its_error_again(node: Node, services: FakeServices) -> None:
+    services.fail[Stage.OFFLOAD] = OutOfGpuMemory("no")
+    for _ in range(2):
+        with pytest.raises(OutOfGpuMemory):
+            await acquire(node, Phase.ROLLOUT, "mine")
+    assert services.asked.count(("run", Stage.OFFLOAD)) == 1
+
+
+async def test_watchers_see_every_event_with_the_state_after_it(node: Node) -> None:
+    with node.watched() as queue:
+        await acquire(node, Phase.ROLLOUT)
+        told = [queue.get_nowait() for _ in range(queue.qsize())]
+    assert [one.state.at for one in told if one.event.status is Status.DONE] == [*TO_ROLLOUT, ROLLOUT]
+    assert told[-1].state == node.state()
+
+
+async def test_node_in_the_middle_of_nowhere_says_so_and_refuses(node: Node, services: FakeServices) -> None:
+    await acquire(node, Phase.ROLLOUT)
+    trainer = next(service for service in services.stage if service.value == "trainer")
+    services.stage[trainer] = None
+    with pytest.raises(StageOrder, match="start the node anew"):
+        await acquire(node, Phase.TRAIN)
+    assert (node.state().phase, node.state().at) == (None, None)
+    assert "start the node anew" in node.state().last_error
+
+
+@pytest.mark.parametrize("was_done", [False, True])
+@pytest.mark.parametrize("stage", [*TO_ROLLOUT[:4], *TO_TRAIN])
+async def test_coordinator_that_died_in_a_stage_finds_the_node_and_brings_it_to_train(
+    stage: Stage, was_done: bool, journal: Journal, services: FakeServices
+) -> None:
+    first = make_node(journal, services)
+    if stage in TO_TRAIN:
+        await acquire(first, Phase.ROLLOUT)
+    target = Phase.TRAIN if stage in TO_TRAIN else Phase.ROLLOUT
+    hold = Hold(services, stage)
+    operation = first.acquire(target, "cut off")
+    await hold.reached.wait()
+    await first.stop()
+    hold.release.set()
+    if was_done:
+        await services.run(journal.unresolved()[0], published=b"0")
+    with pytest.raises(asyncio.CancelledError):
+        await events(operation)
+    journal.begin_epoch("boot-2")
+    second = make_node(journal, services)
+    await second.recover()
+    assert second.state().phase is (Phase.ROLLOUT if stage is Stage.DRAIN and not was_done else Phase.TRAIN)
+    assert journal.unresolved() == []
+    assert all(epoch == 2 for epoch, _ in services.commands[services.asked.index(("run", stage)) + 1 + was_done :])
+    with pytest.raises(Interrupted):
+        await events(second.acquire(target, "cut off"))

@@ -1,0 +1,116 @@
+"""Reading and writing a node's configuration: what is wrong is named by its key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tasuki.config.load import load_config
+from tasuki.config.places import grpc_target, node_targets, socket_dir
+from tasuki.config.save import save_config
+from tasuki.wire.errors import InvalidArgument, PathNotFound
+
+MINIMAL = 'state_dir = "state"\n[model]\npath = "model"\n'
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "node.toml"
+    path.write_text(text)
+    return path
+
+
+def test_paths_in_the_file_are_relative_to_its_folder(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, MINIMAL))
+    assert (config.state_dir, config.model.path) == (tmp_path / "state", tmp_path / "model")
+
+
+def test_paths_in_overrides_are_relative_to_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    config = load_config(write(tmp_path, MINIMAL), overrides=["state_dir=here"])
+    assert config.state_dir == tmp_path / "elsewhere" / "here"
+
+
+def test_overrides_are_typed_as_in_toml_and_bare_words_are_strings(tmp_path: Path) -> None:
+    overrides = [
+        "trainer.num_ranks=4",
+        "trainer.learning_rate=1e-5",
+        "rollout.dtype=float32",
+        "trainer.gradient_checkpointing=true",
+    ]
+    config = load_config(write(tmp_path, MINIMAL), overrides=overrides)
+    assert (config.trainer.num_ranks, config.trainer.learning_rate, config.rollout.dtype) == (4, 1e-5, "float32")
+    assert config.trainer.gradient_checkpointing
+
+
+@pytest.mark.parametrize(
+    ("extra", "overrides", "field"),
+    [
+        ("[trainer]\nnum_rank = 2\n", [], "trainer.num_rank"),
+        ("", ["rollout.tp=2"], "rollout.tp"),
+        ("", ["trainer.num_ranks=0"], "trainer.num_ranks"),
+        ("", ["trainer.num_ranks=two"], "trainer.num_ranks"),
+        ("", ["trainer.learning_rate=-1"], "trainer.learning_rate"),
+        ("", ["rollout.max_total_tokens=-5"], "rollout.max_total_tokens"),
+        ("", ["coordinator.stage_timeout_s=0"], "coordinator.stage_timeout_s"),
+        ("", ["device=tpu"], "device"),
+        ("", ["trainer.num_ranks"], "set"),
+        ("", ["device.kind=cpu"], "device.kind"),
+    ],
+)
+def test_wrong_key_or_value_is_named(tmp_path: Path, extra: str, overrides: list[str], field: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        load_config(write(tmp_path, 'device = "cpu"\n' + MINIMAL + extra), overrides=overrides)
+    assert refused.value.metadata["field"] == field
+
+
+def test_missing_key_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="model: required"):
+        load_config(write(tmp_path, 'state_dir = "state"\n'))
+
+
+def test_missing_file_and_broken_toml_are_errors_of_ours(tmp_path: Path) -> None:
+    with pytest.raises(PathNotFound, match=r"nowhere\.toml does not exist"):
+        load_config(tmp_path / "nowhere.toml")
+    with pytest.raises(InvalidArgument, match="is not TOML"):
+        load_config(write(tmp_path, "state_dir = \n"))
+
+
+def test_saved_configuration_reads_back_as_the_same(tmp_path: Path) -> None:
+    text = MINIMAL + (
+        '[trainer]\nbetas = [0.8, 0.95]\nlr_schedule = "cosine"\ntotal_steps = 7\nlearning_rate = 1e-6\n'
+        '[train]\ndataset = "a \\"b\\" \\\\ \\u007f ü.jsonl"\noutput_dir = "out"\nkl_coef = 0.1\n'
+        '[train.reward]\nfunction = "rewards:exact"\non_error = "zero"\n'
+    )
+    config = load_config(write(tmp_path, text))
+    (tmp_path / "elsewhere").mkdir()
+    save_config(config, tmp_path / "elsewhere" / "saved.toml")
+    assert load_config(tmp_path / "elsewhere" / "saved.toml") == config
+
+
+def test_socket_folder_is_private_and_short_enough_for_a_socket(tmp_path: Path) -> None:
+    deep = tmp_path / ("long" * 20)
+    deep.mkdir()
+    for state_dir in (tmp_path / "s", deep):
+        place = socket_dir(state_dir)
+        assert place.stat().st_mode & 0o777 == 0o700
+        assert len(str(place)) <= 68
+        assert socket_dir(state_dir) == place
+        place.rmdir()
+
+
+def test_deep_state_folders_have_socket_folders_of_their_own(tmp_path: Path) -> None:
+    places = [socket_dir(tmp_path / (name * 20)) for name in ("long", "other")]
+    assert len(set(places)) == 2
+    for place in places:
+        place.rmdir()
+
+
+def test_targets_are_sockets_unless_an_address_is_given(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, MINIMAL), overrides=["rollout.listen=127.0.0.1:5005"])
+    targets = node_targets(config)
+    assert targets["rollout"] == "127.0.0.1:5005"
+    assert targets["trainer"] == grpc_target(config.state_dir, service="trainer", listen="unix")
+    assert targets["trainer"].startswith("unix:/")
+    socket_dir(config.state_dir).rmdir()

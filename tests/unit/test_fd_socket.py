@@ -1,0 +1,146 @@
+"""Handing a descriptor over a unix socket, and peers that do it wrong."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tasuki.transport.fd_socket import FdServer, fetch
+from tasuki.wire.errors import BadHandle, NodeRunning
+
+MESSAGE = b"manifest" * 40_000
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "w.sock"
+
+
+@pytest.fixture
+def fd() -> Iterator[int]:
+    fd = os.memfd_create("test")
+    os.write(fd, b"weights")
+    yield fd
+    os.close(fd)
+
+
+def num_open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_message_and_descriptor_arrive_as_often_as_asked(path: Path, fd: int) -> None:
+    server = FdServer(path, message=MESSAGE, fd=fd)
+    for _ in range(3):
+        message, received = fetch(path, timeout_s=5)
+        assert message == MESSAGE
+        assert os.pread(received, 7, 0) == b"weights"
+        os.close(received)
+    server.close()
+
+
+def test_socket_is_for_its_owner_alone_and_goes_with_the_server(path: Path, fd: int) -> None:
+    server = FdServer(path, message=b"", fd=fd)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    server.close()
+    server.close()
+    assert not path.exists()
+    with pytest.raises(BadHandle, match="gave no descriptor"):
+        fetch(path, timeout_s=1)
+
+
+def test_socket_left_by_a_dead_server_is_replaced(path: Path, fd: int) -> None:
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    server = FdServer(path, message=b"x", fd=fd)
+    message, received = fetch(path, timeout_s=5)
+    os.close(received)
+    assert message == b"x"
+    server.close()
+
+
+def test_socket_of_a_living_server_is_not_taken(path: Path, fd: int) -> None:
+    server = FdServer(path, message=b"", fd=fd)
+    with pytest.raises(NodeRunning, match="another process serves"):
+        FdServer(path, message=b"", fd=fd)
+    os.close(fetch(path, timeout_s=5)[1])
+    server.close()
+
+
+def test_peer_that_hangs_up_at_once_does_not_stop_the_server(path: Path, fd: int) -> None:
+    server = FdServer(path, message=MESSAGE, fd=fd)
+    for _ in range(3):
+        with socket.socket(socket.AF_UNIX) as peer:
+            peer.connect(str(path))
+    message, received = fetch(path, timeout_s=5)
+    os.close(received)
+    assert message == MESSAGE
+    server.close()
+
+
+@contextmanager
+def rogue(path: Path, answer: Callable[[socket.socket], object]) -> Iterator[None]:
+    """A server that answers one peer in its own way."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen()
+
+    def serve() -> None:
+        peer, _ = listener.accept()
+        with peer:
+            answer(peer)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+        listener.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda peer: socket.send_fds(peer, [struct.pack("<Q", 100) + b"x" * 10], [0]), "hung up after 18 of 108 bytes"),
+        (lambda peer: socket.send_fds(peer, [b"\0\0\0"], [0]), "hung up after 3 of 8 bytes"),
+        (lambda peer: socket.send_fds(peer, [struct.pack("<Q", 1) + b"xyz"], [0]), "sent 2 bytes too many"),
+        (lambda peer: socket.send_fds(peer, [struct.pack("<Q", 1 << 40)], [0]), "announced a message of"),
+        (lambda peer: peer.sendall(struct.pack("<Q", 1) + b"x"), "sent 0 descriptors"),
+        (lambda peer: socket.send_fds(peer, [struct.pack("<Q", 1) + b"x"], [0, 1]), "sent 2 descriptors"),
+        (lambda peer: socket.send_fds(peer, [struct.pack("<Q", 1) + b"x"], [0, 1, 2, 0, 1]), "descriptors, not 1"),
+        (lambda peer: None, "sent 0 descriptors"),
+    ],
+)
+def test_malformed_answers_are_refused_and_leak_no_descriptor(
+    path: Path, answer: Callable[[socket.socket], object], message: str
+) -> None:
+    before = num_open_fds()
+    with rogue(path, answer), pytest.raises(BadHandle, match=message):
+        fetch(path, timeout_s=5)
+    assert num_open_fds() == before
+
+
+@pytest.mark.parametrize("sent", [b"", struct.pack("<Q", 100) + b"x"])
+def test_a_server_that_stands_still_is_left_in_time(path: Path, sent: bytes) -> None:
+    done = threading.Event()
+
+    def stall(peer: socket.socket) -> None:
+        if sent:
+            socket.send_fds(peer, [sent], [0])
+        done.wait(10)
+
+    started = time.monotonic()
+    with rogue(path, stall):
+        with pytest.raises(BadHandle, match="gave no descriptor within 0.3 s"):
+            fetch(path, timeout_s=0.3)
+        done.set()
+    assert time.monotonic() - started < 5

@@ -1,0 +1,143 @@
+"""What was acknowledged is on disk, what was not is visible as unknown."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tasuki.coordinator.journal import Journal
+from tasuki.coordinator.phases import HOLDS, Phase, Stage
+from tasuki.coordinator.records import Intent, Outcome, Status
+from tasuki.wire.errors import OutOfGpuMemory
+
+TRAIN = HOLDS[Phase.TRAIN]
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Journal:
+    journal = Journal(tmp_path / "journal.sqlite")
+    journal.begin_epoch("boot-1")
+    return journal
+
+
+def intend(journal: Journal, changeover_id: str, stage: Stage, *, is_undo: bool = False) -> Intent:
+    return journal.intend(stage, changeover_id, is_undo=is_undo, trainer_boot_id="t1", rollout_boot_id="r1")
+
+
+def test_epoch_grows_with_every_start(tmp_path: Path) -> None:
+    epochs = []
+    for boot in range(3):
+        journal = Journal(tmp_path / "journal.sqlite")
+        epochs.append(journal.begin_epoch(f"boot-{boot}"))
+        journal.close()
+    assert epochs == [1, 2, 3]
+
+
+def test_journal_commits_with_full_sync_in_wal_mode(journal: Journal) -> None:
+    assert journal._db.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
+    assert journal._db.execute("PRAGMA synchronous").fetchone()[0] == 2
+
+
+def test_sequence_grows_by_one_in_an_epoch_and_starts_anew_in_the_next(journal: Journal) -> None:
+    changeover_id = journal.begin_changeover("r1", origin=TRAIN, target=Phase.ROLLOUT)
+    first = [intend(journal, changeover_id, stage) for stage in (Stage.LOAD_WEIGHTS, Stage.RESUME_WEIGHTS)]
+    journal.begin_epoch("boot-2")
+    second = intend(journal, changeover_id, Stage.SYNC)
+    assert [(intent.epoch, intent.sequence) for intent in (*first, second)] == [(1, 1), (1, 2), (2, 1)]
+    assert len({intent.request_id for intent in (*first, second)}) == 3
+
+
+def test_stage_without_a_result_is_unresolved_and_stands_as_started(journal: Journal) -> None:
+    changeover_id = journal.begin_changeover("r1", origin=TRAIN, target=Phase.ROLLOUT)
+    done = intend(journal, changeover_id, Stage.LOAD_WEIGHTS)
+    journal.done(done, Outcome(num_bytes=7, answer=b"handles", policy_version=3), seconds=0.5)
+    lost = intend(journal, changeover_id, Stage.RESUME_WEIGHTS)
+    assert journal.unresolved() == [lost]
+    assert [(event.stage, event.status, event.num_bytes) for event in journal.changeovers(limit=1)[0].stages()] == [
+        (Stage.LOAD_WEIGHTS, Status.DONE, 7),
+        (Stage.RESUME_WEIGHTS, Status.STARTED, 0),
+    ]
+    assert journal.published() == Outcome(num_bytes=7, answer=b"handles", policy_version=3)
+
+
+def test_changeover_keeps_errors_and_undone_stages(journal: Journal) -> None:
+    changeover_id = journal.begin_changeover("r1", origin=TRAIN, target=Phase.ROLLOUT)
+    journal.done(intend(journal, changeover_id, Stage.LOAD_WEIGHTS), Outcome(), seconds=0.1)
+    error = OutOfGpuMemory("needs 12 GiB for weights, 9 GiB free")
+    journal.failed(intend(journal, changeover_id, Stage.RESUME_WEIGHTS), error, seconds=0.2)
+    journal.done(intend(journal, changeover_id, Stage.LOAD_WEIGHTS, is_undo=True), Outcome(), seconds=0.3)
+    ended = journal.end_changeover(changeover_id, seconds=0.6, error=error)
+    assert [(event.stage, event.status, event.error_reason) for event in ended.stages()] == [
+        (Stage.LOAD_WEIGHTS, Status.UNDONE, ""),
+        (Stage.RESUME_WEIGHTS, Status.FAILED, "GPU_MEMORY"),
+    ]
+    assert (ended.status, ended.error_message, ended.seconds) == (Status.FAILED, error.message, 0.6)
+    assert journal.num_done() == 0
+
+
+def test_changeovers_come_newest_first_in_pages(journal: Journal) -> None:
+    for number in range(5):
+        changeover_id = journal.begin_changeover(f"r{number}", origin=TRAIN, target=Phase.ROLLOUT)
+        journal.end_changeover(changeover_id, seconds=1.0, policy_version=number)
+    assert [one.policy_version for one in journal.changeovers(limit=2)] == [4, 3]
+    assert [one.policy_version for one in journal.changeovers(limit=9, before=4)] == [2, 1, 0]
+    assert journal.num_done() == 5
+
+
+def test_request_id_is_found_again_in_a_later_epoch(journal: Journal, tmp_path: Path) -> None:
+    changeover_id = journal.begin_changeover("mine", origin=TRAIN, target=Phase.ROLLOUT)
+    journal.end_changeover(changeover_id, seconds=1.0)
+    journal.close()
+    later = Journal(tmp_path / "journal.sqlite")
+    later.begin_epoch("boot-2")
+    found = later.find("mine")
+    assert found is not None
+    assert (found.changeover_id, found.status, found.epoch) == (changeover_id, Status.DONE, 1)
+    assert later.find("other") is None
+
+
+def test_served_version_counts_for_the_same_life_of_rollout_only(journal: Journal) -> None:
+    changeover_id = journal.begin_changeover("r1", origin=TRAIN, target=Phase.ROLLOUT)
+    journal.done(intend(journal, changeover_id, Stage.LOAD_WEIGHTS), Outcome(), seconds=0.1)
+    journal.end_changeover(changeover_id, seconds=1.0, policy_version=7)
+    assert journal.served_version("r1") == 7
+    assert journal.served_version("another boot") is None
+
+
+_WRITER = """
+import sys
+from pathlib import Path
+from tasuki.coordinator.journal import Journal
+from tasuki.coordinator.phases import Phase, Stage
+from tasuki.coordinator.records import Outcome
+journal = Journal(Path(sys.argv[1]))
+journal.begin_epoch("boot")
+while True:
+    name = f"{journal.epoch}-{journal._sequence}"
+    changeover_id = journal.begin_changeover(name, origin=Stage.LOAD_TRAINER, target=Phase.ROLLOUT)
+    intent = journal.intend(Stage.LOAD_WEIGHTS, changeover_id, is_undo=False, trainer_boot_id="t", rollout_boot_id="r")
+    journal.done(intent, Outcome(), seconds=0.0)
+    print(changeover_id, flush=True)
+"""
+
+
+def test_nothing_acknowledged_is_lost_when_the_writer_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    acknowledged: list[str] = []
+    for _ in range(3):
+        writer = subprocess.Popen([sys.executable, "-c", _WRITER, str(path)], stdout=subprocess.PIPE, text=True)
+        assert writer.stdout is not None
+        acknowledged += [writer.stdout.readline().strip() for _ in range(50)]
+        os.kill(writer.pid, signal.SIGKILL)
+        acknowledged += [line.strip() for line in writer.stdout.read().splitlines()]
+        writer.wait()
+    journal = Journal(path)
+    kept = {one.changeover_id: one.stages() for one in journal.changeovers(limit=100_000)}
+    assert len(acknowledged) >= 150
+    assert all(kept[changeover_id][0].status is Status.DONE for changeover_id in acknowledged)
+    assert journal._db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"

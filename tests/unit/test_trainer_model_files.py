@@ -1,0 +1,96 @@
+"""What the trainer accepts as a model folder, and what it says of others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tasuki.trainer.model import ARCHITECTURES, read_model_config
+from tasuki.trainer.shards import load_shards
+from tasuki.transport.shards import Shard
+from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
+from tests.models import CONFIGS
+
+
+def write_config(folder: Path, **fields: object) -> Path:
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+@pytest.mark.parametrize("kind", list(CONFIGS))
+def test_supported_architectures_are_read(kind: str, tmp_path: Path) -> None:
+    config = CONFIGS[kind]()
+    architecture = {"llama": "Llama", "qwen2": "Qwen2", "qwen2_tied": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}[kind]
+    config.architectures = [f"{architecture}ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    assert read_model_config(tmp_path).vocab_size == config.vocab_size
+
+
+def test_an_architecture_that_is_not_supported_is_named_with_those_that_are(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="GPT2LMHeadModel") as raised:
+        read_model_config(write_config(tmp_path, model_type="gpt2", architectures=["GPT2LMHeadModel"]))
+    assert all(architecture in raised.value.message for architecture in ARCHITECTURES)
+
+
+def test_a_model_type_that_transformers_does_not_know_is_unsupported(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="from_tomorrow"):
+        read_model_config(write_config(tmp_path, model_type="from_tomorrow", architectures=["Tomorrow"]))
+
+
+def test_a_config_that_is_not_json_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InvalidArgument, match=r"model\.path: .*config\.json cannot be read"):
+        read_model_config(tmp_path)
+
+
+def test_quantized_weights_are_unsupported(tmp_path: Path) -> None:
+    folder = write_config(
+        tmp_path, model_type="llama", architectures=["LlamaForCausalLM"], quantization_config={"quant_method": "gptq", "bits": 4}
+    )
+    with pytest.raises(UnsupportedModel, match="quantized"):
+        read_model_config(folder)
+
+
+def test_a_folder_without_config_is_not_found(tmp_path: Path) -> None:
+    with pytest.raises(PathNotFound, match="no Hugging Face model folder"):
+        read_model_config(tmp_path)
+
+
+def test_only_the_rows_of_a_shard_are_read(tmp_path: Path) -> None:
+    whole = torch.arange(20.0).view(5, 4)
+    save_file({"weight": whole.to(torch.bfloat16)}, tmp_path / "model.safetensors")
+    shard = Shard("weight", (5, 4), 3, torch.zeros(2, 4))
+    load_shards(tmp_path, [shard])
+    assert torch.equal(shard.local, whole[3:])
+
+
+def test_tensors_that_do_not_fit_the_config_are_named(tmp_path: Path) -> None:
+    save_file({"weight": torch.zeros(5, 4)}, tmp_path / "model.safetensors")
+    with pytest.raises(InvalidArgument, match=r"weight has shape \[5, 4\], config.json asks for \[6, 4\]"):
+        load_shards(tmp_path, [Shard("weight", (6, 4), 0, torch.zeros(6, 4))])
+    with pytest.raises(InvalidArgument, match="lacks tensor bias"):
+        load_shards(tmp_path, [Shard("bias", (5,), 0, torch.zeros(5))])
+
+
+def test_a_folder_without_safetensors_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PathNotFound, match=r"no model\.safetensors"):
+        load_shards(tmp_path, [])
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\x10")
+    with pytest.raises(InvalidArgument, match=r"model\.safetensors is damaged"):
+        load_shards(tmp_path, [])
+
+
+def test_rows_come_from_the_file_that_the_index_names(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(2, 2)}, tmp_path / "model-00002-of-00002.safetensors")
+    index = {"weight_map": {"weight": "model-00002-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    shard = Shard("weight", (2, 2), 1, torch.zeros(1, 2))
+    load_shards(tmp_path, [shard])
+    assert shard.local.tolist() == [[1.0, 1.0]]
