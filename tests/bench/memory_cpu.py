@@ -87,6 +87,7 @@ def main() -> None:
         "free and allocate": free_and_allocate(num_bytes),
     }
     machine = {"cpus": os.cpu_count(), "kernel": platform.release(), "torch": torch.__version__, "gib": arguments.gib}
+    arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "memory_cpu.json").write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
     for name, measured in results.items():
         print(f"{name:20s}", *(f"{key}={value}" for key, value in measured.items()))
