@@ -25,10 +25,10 @@ WITH_BIN := PATH="$(CURDIR)/.venv/bin:$$PATH"
 PROTOS := $(wildcard protos/tasuki/v1/*.proto)
 SOURCES := protos services client tests tools
 
-.PHONY: help setup demo test check protos native lint types buf bench grpcurl clean
+.PHONY: help setup demo test check protos native lint types buf bench bench-memory bench-memory-gpu grpcurl clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(ENV) native  ## install everything into .venv (the other targets do it by themselves)
 
@@ -36,7 +36,8 @@ demo: setup  ## train a small model with GRPO through all three services; leaves
 	$(BIN)/python client/examples/demo/run.py --seed 0 --output runs/demo
 
 test: setup grpcurl  ## all tests; none needs the network
-	$(BIN)/python -m pytest tests/unit tests/contract tests/integration tests/e2e $(PYTEST_ARGS)
+	$(MAKE) -s -C csrc test
+	$(BIN)/python -m pytest tests/unit tests/contract tests/integration tests/e2e tests/gpu $(PYTEST_ARGS)
 
 check: lint types buf  ## lint, import rules, types, protos (lint, compatibility, generated code)
 	$(BIN)/python -m pytest -q tests/contract/test_generated_code.py
@@ -45,10 +46,8 @@ protos: $(ENV)  ## generate the Python code of protos/tasuki/v1/*.proto
 	$(WITH_BIN) python -m grpc_tools.protoc -I protos --python_out=protos --mypy_out=protos \
 	  --grpc_python_out=protos --mypy_grpc_out=protos $(PROTOS)
 
-native:  ## build the native library of csrc/ (csrc has no sources yet: nothing is built)
-	@if compgen -G 'csrc/*.cpp' >/dev/null; then \
-	  set -x; $(CXX) -std=c++17 -O2 -Wall -Wextra -fPIC -shared csrc/*.cpp -ldl -pthread -o services/tasuki/memory/libtasuki.so; \
-	fi
+native:  ## build the native memory library of csrc/
+	$(MAKE) -s -C csrc
 
 lint: $(ENV)  ## ruff (rules and format) and the import contracts
 	$(BIN)/ruff check $(SOURCES)
@@ -65,9 +64,16 @@ buf: $(ENV) $(NODE)
 bench: setup $(TRL)  ## samples per second of the whole GRPO loop, beside TRL's GRPOTrainer
 	$(BIN)/python tests/bench/compare_trl.py --trl-python $(CURDIR)/.bench-venv/bin/python --output runs/bench
 
+bench-memory: setup  ## pause and resume of the native memory library on this machine's CPU
+	$(BIN)/python tests/bench/memory_cpu.py --out runs/bench
+
+bench-memory-gpu: setup  ## the same on a GPU, beside torch_memory_saver
+	$(BIN)/python tests/bench/memory_gpu.py --out runs/bench
+
 grpcurl: $(if $(shell command -v go),.tools/grpcurl-$(GRPCURL_VERSION))  ## build grpcurl, where go is there
 
 clean:  ## remove what make installed and built
+	$(MAKE) -s -C csrc clean
 	rm -rf .uv .venv .tools .bench-venv tools/node_modules .pytest_cache .ruff_cache .import_linter_cache
 
 $(UV):

@@ -1,0 +1,112 @@
+// One tag on one device: addresses that stay, memory that comes and goes. Not locked: memory.h holds the one mutex.
+//
+// Pause and resume are cut into steps with their undo, because several arenas move together or not at all.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "blocks.h"
+#include "chunks.h"
+#include "driver.h"
+#include "host_copy.h"
+
+namespace tasuki {
+
+enum class State { resident, pausing, paused, resuming };
+
+struct PausePolicy {
+  bool keep_content = false;  // in pinned host memory
+  bool keep_chunks = false;   // unmap, but do not give the physical memory back
+};
+
+struct ArenaOptions {
+  size_t capacity_bytes = 0;   // 0: twice the device's memory
+  size_t min_chunk_bytes = 0;  // 0: 64 MiB
+  size_t max_chunk_bytes = 0;  // 0: 1 GiB
+};
+
+struct Usage {
+  State state;
+  uint64_t used_bytes;         // in blocks
+  uint64_t total_bytes;        // of the chunks that hold blocks: what a resume maps
+  uint64_t mapped_bytes;
+  uint64_t kept_bytes;         // physical memory without an address
+  uint64_t host_copy_bytes;    // pinned
+  uint64_t exported_bytes;     // in open exports
+  uint64_t held_bytes;         // given up by us, kept alive by a peer
+  uint64_t num_chunks;
+  uint64_t num_blocks;
+};
+
+class Arena {
+ public:
+  static Status make(Driver& driver, std::string tag, int device, ArenaOptions options, uint64_t id, Exports& exports,
+                     std::unique_ptr<Arena>* arena);
+  ~Arena();
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  Status allocate(size_t bytes, uintptr_t* address);
+  Status release(uintptr_t address);
+  bool contains(uintptr_t address) const { return address >= base_ && address - base_ < capacity_; }
+
+  // Pause, in this order. Each step leaves the arena as it was when it fails.
+  Status begin_save();  // starts the copy to the host
+  Status unmap();
+  Status map_again();  // the undo of unmap
+  // Gives memory back; content that was not saved is lost.
+  Status commit_pause(uint64_t* given_back);
+  // Paused with kept chunks, and now they are to go as well.
+  Status release_kept(uint64_t* given_back);
+
+  // Resume, in this order; undo_resume takes back whatever was done.
+  Status create_missing();
+  Status map(uint64_t* mapped_bytes);
+  Status begin_restore();
+  Status undo_resume();
+  void commit_resume();
+
+  Status export_chunks(Access access, std::vector<SharedChunk>* chunks, std::vector<Exports::Piece>* pieces) const;
+
+  uint64_t missing_bytes() const { return chunks_.bytes_of(chunks_.absent_in(blocks_)); }
+  uint64_t created_bytes() const { return chunks_.bytes_of(created_); }
+  Usage usage() const;
+  Status check_whole() const;  // poisoned, or ok
+  bool has_saved_content() const { return has_saved_content_; }
+
+  const std::string& tag() const { return tag_; }
+  Driver& driver() const { return driver_; }
+  int device() const { return device_; }
+  uint64_t id() const { return id_; }
+  uintptr_t base() const { return base_; }
+  size_t num_blocks() const { return blocks_.num_blocks(); }
+
+  State state = State::resident;
+  PausePolicy policy;
+  uint64_t ticket = 0;  // of the transfer under way
+
+ private:
+  Arena(Driver& driver, std::string tag, int device, uint64_t id, uintptr_t base, size_t capacity, ChunkSizes sizes, Exports& exports);
+  Status back_with_memory(const Range& block);
+  Status back_exactly(const Range& block, bool grow_ahead);
+  void trim(const Range& block);
+
+  Driver& driver_;
+  std::string tag_;
+  int device_;
+  uint64_t id_;
+  uintptr_t base_;
+  size_t capacity_;
+  Blocks blocks_;
+  Exports& exports_;
+  Chunks chunks_;
+  HostCopy host_copy_;
+  size_t max_chunk_bytes_;
+  Chunks::Indices created_;   // by the resume under way
+  Chunks::Indices mapped_;    // by the resume under way
+  Chunks::Indices unmapped_;  // by the pause under way
+  bool has_saved_content_ = false;
+};
+
+}  // namespace tasuki

@@ -1,0 +1,120 @@
+// All arenas, exports and imports of a process under one mutex; what moves several arenas together or not at all.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "arena.h"
+#include "driver.h"
+#include "share.h"
+
+namespace tasuki {
+
+enum class DriverKind { host = 0, cuda = 1 };
+
+struct Totals {
+  uint64_t num_arenas;
+  uint64_t mapped_bytes;
+  uint64_t kept_bytes;
+  uint64_t host_copy_bytes;
+  uint64_t imported_bytes;
+  uint64_t num_imports;
+  uint64_t num_exports;
+  uint64_t num_transfers;
+};
+
+class Memory {
+ public:
+  using Ids = std::vector<uint64_t>;
+
+  ~Memory();
+
+  // A driver can be set once per kind.
+  Status set_driver(DriverKind kind, std::unique_ptr<Driver> driver);
+  bool has_driver(DriverKind kind);
+
+  Status create_arena(DriverKind kind, const std::string& tag, int device, const ArenaOptions& options, uint64_t* arena);
+  // Refused while blocks are in use.
+  Status destroy_arena(uint64_t arena);
+
+  Status allocate(uint64_t arena, size_t bytes, uintptr_t* address);
+  // Of whichever arena the address belongs to; not_found for memory that is not ours.
+  Status release(uintptr_t address);
+
+  // What the next pauses of this arena keep; drops everything until told otherwise.
+  Status set_policy(uint64_t arena, const PausePolicy& policy);
+
+  // All or none of `arenas`. Those that sleep (or are awake) already count zero bytes.
+  Status pause(const Ids& arenas, uint64_t* given_back);
+  Status resume(const Ids& arenas, uint64_t* mapped_bytes);
+
+  // Starts the copies behind the work that `stream` has been given so far, and returns. The memory must not be used until the ticket has
+  // been waited for: pages go in `wait`. A resume maps at once; its content is there after the ticket, on the host or on a stream.
+  Status pause_async(const Ids& arenas, uintptr_t stream, uint64_t* ticket);
+  Status resume_async(const Ids& arenas, uint64_t* ticket);
+  Status wait(uint64_t ticket, uint64_t* bytes);
+  Status poll(uint64_t ticket, bool* is_reached);
+  Status stream_after(uint64_t ticket, uintptr_t stream);
+
+  Status usage(uint64_t arena, Usage* usage);
+  Totals totals();
+
+  // Refused, with nothing opened, when the arena has more than `max_chunks`.
+  Status export_arena(uint64_t arena, Access access, size_t max_chunks, std::vector<SharedChunk>* chunks, uintptr_t* base, uint64_t* id);
+  Status close_export(uint64_t id);
+  Status open_import(DriverKind kind, int device, Access access, const std::vector<SharedChunk>& chunks, uint64_t* id, uintptr_t* base);
+  Status map_import(uint64_t id);
+  Status unmap_import(uint64_t id);
+  Status close_import(uint64_t id);
+
+ private:
+  // Answers of finished transfers that nobody has asked for yet.
+  static constexpr size_t kMaxUnread = 256;
+
+  // An event that is forgotten when nobody waits for it any more.
+  struct Mark {
+    Driver& driver;
+    int device;
+    Event event;
+    Mark(Driver& driver, int device, Event event) : driver(driver), device(device), event(event) {}
+    ~Mark() { driver.forget(device, event); }
+    Mark(const Mark&) = delete;
+    Mark& operator=(const Mark&) = delete;
+  };
+
+  struct Transfer {
+    bool is_pause = false;
+    std::vector<Arena*> arenas;
+    std::vector<std::shared_ptr<Mark>> marks;
+    bool is_done = false;
+    Status status;
+    uint64_t bytes = 0;
+  };
+
+  Status find(const Ids& ids, std::vector<Arena*>* arenas);
+  Status settle(const std::vector<Arena*>& arenas);
+  uint64_t add(Transfer transfer);
+  Status take(uint64_t ticket, uint64_t* bytes);
+  Status begin_pause(const std::vector<Arena*>& arenas, const uintptr_t* stream, uint64_t* ticket);
+  Status begin_resume(const std::vector<Arena*>& arenas, uint64_t* ticket);
+  Status restore(Transfer* transfer);
+  void finish(Transfer* transfer);
+  Status finish_pause(Transfer* transfer);
+  Status finish_resume(Transfer* transfer);
+  Status mark(const std::vector<Arena*>& arenas, Transfer* transfer);
+  Status room_failure(const std::vector<Arena*>& arenas, size_t num_created, const Status& cause);
+  Status driver_of(DriverKind kind, Driver** driver);
+
+  std::mutex mutex_;
+  std::map<DriverKind, std::unique_ptr<Driver>> drivers_;
+  Exports exports_;
+  std::map<uint64_t, std::unique_ptr<Arena>> arenas_;
+  std::map<uintptr_t, Arena*> by_address_;
+  std::map<uint64_t, std::unique_ptr<Import>> imports_;
+  std::map<uint64_t, Transfer> transfers_;
+  uint64_t last_id_ = 0;
+};
+
+}  // namespace tasuki

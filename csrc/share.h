@@ -1,0 +1,86 @@
+// Chunks that cross processes: what this process has exported and peers may still hold, and what it has imported.
+#pragma once
+
+#include <map>
+#include <vector>
+
+#include "driver.h"
+
+namespace tasuki {
+
+struct SharedChunk {
+  uint64_t offset;
+  uint64_t bytes;
+  int fd;
+};
+
+// Exported chunks by serial number. A chunk that we released while an export of it is open may still be held by the peer.
+class Exports {
+ public:
+  struct Piece {
+    uint64_t serial;
+    uint64_t bytes;
+  };
+
+  uint64_t open(uint64_t arena, std::vector<Piece> pieces);
+  // False when there is no such export.
+  bool close(uint64_t id);
+  // Whether a peer may keep the chunk alive; remembers that we gave it up.
+  bool released(uint64_t serial);
+
+  uint64_t exported_bytes(uint64_t arena) const;
+  // Given up by us, kept alive by peers.
+  uint64_t held_bytes(uint64_t arena) const;
+  size_t num_open() const { return exports_.size(); }
+
+ private:
+  struct Export {
+    uint64_t arena;
+    std::vector<Piece> pieces;
+  };
+  struct Chunk {
+    uint64_t arena;
+    uint64_t bytes;
+    int num_exports;
+    bool is_released;
+  };
+
+  std::map<uint64_t, Export> exports_;
+  std::map<uint64_t, Chunk> chunks_;  // by serial
+  uint64_t last_id_ = 0;
+};
+
+// A peer's chunks at addresses of ours, with the peer's offsets. Can sleep (addresses stay, pages unmapped) like an arena.
+class Import {
+ public:
+  static Status open(Driver& driver, int device, Access access, const std::vector<SharedChunk>& chunks, std::unique_ptr<Import>* import);
+  ~Import();
+  Import(const Import&) = delete;
+  Import& operator=(const Import&) = delete;
+
+  Status map();
+  Status unmap();
+  uintptr_t base() const { return base_; }
+  uint64_t bytes() const;
+
+ private:
+  struct Piece {
+    uint64_t offset;
+    uint64_t bytes;
+    Physical physical;
+  };
+
+  Import(Driver& driver, int device, Access access) : driver_(driver), device_(device), access_(access) {}
+  Status import_chunks(const std::vector<SharedChunk>& chunks);
+  Status map_first(size_t num_pieces);
+
+  Driver& driver_;
+  int device_;
+  Access access_;
+  uintptr_t base_ = 0;
+  size_t span_bytes_ = 0;
+  std::vector<Piece> pieces_;
+  bool is_mapped_ = false;
+};
+
+}  // namespace tasuki

@@ -1,0 +1,133 @@
+/* Memory that sleeps and wakes at the same addresses. Plain C; no CUDA toolkit needed to build or to call.
+ *
+ * Every function returns TASUKI_OK or another code below, never exits and never throws; tasuki_last_error() then says why, per thread.
+ * All functions may be called from any thread. Ids are never reused within a process.
+ */
+#ifndef TASUKI_MEMORY_H
+#define TASUKI_MEMORY_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+#pragma GCC visibility push(default)
+
+#define TASUKI_ABI_VERSION 1
+
+enum tasuki_code {
+  TASUKI_OK = 0,
+  TASUKI_OUT_OF_MEMORY = 1, /* tasuki_last_room() has the numbers */
+  TASUKI_BAD_ARGUMENT = 2,
+  TASUKI_NOT_FOUND = 3,   /* no such arena, export, import, ticket; or an address that is not ours */
+  TASUKI_PAUSED = 4,      /* needs memory that sleeps */
+  TASUKI_BUSY = 5,        /* blocks are still in use */
+  TASUKI_BAD_HANDLE = 6,  /* a peer's chunks that must not be mapped */
+  TASUKI_FD_LIMIT = 7,    /* no file descriptor left */
+  TASUKI_DRIVER = 8,      /* the driver or kernel refused */
+  TASUKI_UNAVAILABLE = 9, /* no such driver on this machine */
+  TASUKI_POISONED = 10    /* an undo failed: the arena's pages are in an unknown state */
+};
+
+enum tasuki_driver { TASUKI_HOST = 0, TASUKI_CUDA = 1 };
+enum tasuki_access { TASUKI_READ_ONLY = 0, TASUKI_READ_WRITE = 1 };
+enum tasuki_state { TASUKI_RESIDENT = 0, TASUKI_PAUSING = 1, TASUKI_ASLEEP = 2, TASUKI_RESUMING = 3 };
+
+/* What a pause of an arena keeps. */
+enum {
+  TASUKI_KEEP_CONTENT = 1, /* in pinned host memory, copied back by the resume */
+  TASUKI_KEEP_CHUNKS = 2   /* unmap only; the physical memory stays ours, and a resume is a map */
+};
+
+typedef struct {
+  uint64_t capacity_bytes;  /* 0: twice the device's memory */
+  uint64_t min_chunk_bytes; /* 0: 64 MiB */
+  uint64_t max_chunk_bytes; /* 0: 1 GiB */
+} tasuki_arena_options;
+
+typedef struct {
+  uint64_t used_bytes;      /* in blocks */
+  uint64_t total_bytes;     /* of the chunks that hold blocks: what a resume maps */
+  uint64_t mapped_bytes;
+  uint64_t kept_bytes;      /* physical memory without an address */
+  uint64_t host_copy_bytes; /* pinned, kept for the next pause */
+  uint64_t exported_bytes;  /* in open exports */
+  uint64_t held_bytes;      /* given up by us, kept alive by peers */
+  uint64_t num_chunks;
+  uint64_t num_blocks;
+  uint64_t state; /* enum tasuki_state */
+} tasuki_usage;
+
+typedef struct {
+  uint64_t num_arenas;
+  uint64_t mapped_bytes;
+  uint64_t kept_bytes;
+  uint64_t host_copy_bytes;
+  uint64_t imported_bytes;
+  uint64_t num_imports;
+  uint64_t num_exports;
+  uint64_t num_transfers;
+  uint64_t num_refused_frees; /* torch freed an address that is not ours */
+} tasuki_totals;
+
+typedef struct {
+  uint64_t offset; /* from the arena's base */
+  uint64_t bytes;
+  int32_t fd; /* owned by the receiver of the struct */
+  int32_t reserved;
+} tasuki_chunk;
+
+int tasuki_abi_version(void);
+const char* tasuki_last_error(void);
+void tasuki_last_room(uint64_t* needed_bytes, uint64_t* free_bytes);
+
+/* Opening twice is no error. `path` names libcuda, NULL for the default. The host driver needs no opening. */
+int tasuki_open_cuda(const char* path);
+/* At most this many bytes of host chunks; 0 lifts the limit. */
+int tasuki_set_host_budget(uint64_t bytes);
+
+int tasuki_create_arena(int driver, const char* tag, int device, const tasuki_arena_options* options, uint64_t* arena);
+int tasuki_destroy_arena(uint64_t arena);
+int tasuki_allocate(uint64_t arena, uint64_t bytes, void** address);
+int tasuki_free(void* address);
+
+/* From the next pause on; 0, the default, drops everything. */
+int tasuki_set_policy(uint64_t arena, uint32_t flags);
+
+/* All arenas or none; one that sleeps (or is awake) already counts zero bytes. */
+int tasuki_pause(const uint64_t* arenas, size_t num_arenas, uint64_t* given_back_bytes);
+int tasuki_resume(const uint64_t* arenas, size_t num_arenas, uint64_t* mapped_bytes);
+
+/* Copies run behind the work that `stream` (a CUstream) has so far; the pages of a pause go in tasuki_wait. A resume has mapped on
+ * return, its content is there after tasuki_wait, or for the work that `stream` gets after tasuki_stream_after. Each ticket is waited
+ * for once. */
+int tasuki_pause_async(const uint64_t* arenas, size_t num_arenas, void* stream, uint64_t* ticket);
+int tasuki_resume_async(const uint64_t* arenas, size_t num_arenas, uint64_t* ticket);
+int tasuki_wait(uint64_t ticket, uint64_t* bytes);
+int tasuki_poll(uint64_t ticket, int* is_reached);
+int tasuki_stream_after(uint64_t ticket, void* stream);
+
+int tasuki_get_usage(uint64_t arena, tasuki_usage* usage);
+int tasuki_get_totals(tasuki_totals* totals);
+
+/* Fills up to `capacity` chunks with fresh descriptors, or says in *num_chunks how many there are (TASUKI_BAD_ARGUMENT, nothing opened).
+ * The export stays open, and is accounted, until the peer is gone and tasuki_close_export is called. */
+int tasuki_export(uint64_t arena, int access, tasuki_chunk* chunks, size_t capacity, size_t* num_chunks, void** base, uint64_t* export_id);
+int tasuki_close_export(uint64_t export_id);
+/* The descriptors stay the caller's and may be closed afterwards. Chunk offsets are kept relative to *base. */
+int tasuki_import(int driver, int device, int access, const tasuki_chunk* chunks, size_t num_chunks, uint64_t* import_id, void** base);
+int tasuki_unmap_import(uint64_t import_id);
+int tasuki_map_import(uint64_t import_id);
+int tasuki_close_import(uint64_t import_id);
+
+/* torch.cuda.memory.CUDAPluggableAllocator(path, "tasuki_torch_alloc_<slot>", "tasuki_torch_free"): each slot stands for one tag. */
+#define TASUKI_NUM_SLOTS 8
+#define TASUKI_NUM_DEVICES 16
+int tasuki_bind_slot(int slot, int device, uint64_t arena);
+
+#pragma GCC visibility pop
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,196 @@
+// Pause and resume of several arenas: the steps, and their undo when one fails. Called with the mutex held.
+#include <algorithm>
+#include <set>
+
+#include "memory.h"
+
+namespace tasuki {
+namespace {
+
+Status synchronize(const std::vector<Arena*>& arenas) {
+  std::set<std::pair<Driver*, int>> devices;
+  for (Arena* arena : arenas) devices.insert({&arena->driver(), arena->device()});
+  for (const auto& [driver, device] : devices) {
+    Status status = driver->synchronize(device);
+    if (!status.ok()) return status;
+  }
+  return {};
+}
+
+// The cause of a failure, or what is worse: that its undo failed.
+Status worse(const Status& cause, const Status& undo) { return undo.ok() ? cause : undo; }
+
+}  // namespace
+
+// Ends transfers of `arenas` that are under way: the next one starts from a state at rest.
+Status Memory::settle(const std::vector<Arena*>& arenas) {
+  for (Arena* arena : arenas) {
+    if (arena->ticket == 0) continue;
+    Transfer& transfer = transfers_.at(arena->ticket);
+    finish(&transfer);
+    if (!transfer.status.ok()) return transfer.status;
+  }
+  return {};
+}
+
+uint64_t Memory::add(Transfer transfer) {
+  for (auto old = transfers_.begin(); transfers_.size() >= kMaxUnread && old != transfers_.end();) {
+    old = old->second.is_done ? transfers_.erase(old) : std::next(old);
+  }
+  uint64_t ticket = ++last_id_;
+  for (Arena* arena : transfer.arenas) arena->ticket = ticket;
+  transfers_[ticket] = std::move(transfer);
+  return ticket;
+}
+
+Status Memory::take(uint64_t ticket, uint64_t* bytes) {
+  auto found = transfers_.find(ticket);
+  if (found == transfers_.end()) return failure(Code::not_found, "no such transfer, or its answer was taken already");
+  finish(&found->second);
+  Status status = found->second.status;
+  *bytes = found->second.bytes;
+  transfers_.erase(found);
+  return status;
+}
+
+void Memory::finish(Transfer* transfer) {
+  if (transfer->is_done) return;
+  transfer->status = transfer->is_pause ? finish_pause(transfer) : finish_resume(transfer);
+  transfer->is_done = true;
+  transfer->marks.clear();
+  for (Arena* arena : transfer->arenas) arena->ticket = 0;
+}
+
+Status Memory::mark(const std::vector<Arena*>& arenas, Transfer* transfer) {
+  std::set<std::pair<Driver*, int>> devices;
+  for (Arena* arena : arenas) devices.insert({&arena->driver(), arena->device()});
+  for (const auto& [driver, device] : devices) {
+    Event event = 0;
+    Status status = driver->mark(device, &event);
+    if (!status.ok()) return status;
+    transfer->marks.push_back(std::make_shared<Mark>(*driver, device, event));
+  }
+  return {};
+}
+
+Status Memory::begin_pause(const std::vector<Arena*>& arenas, const uintptr_t* stream, uint64_t* ticket) {
+  Transfer transfer;
+  transfer.is_pause = true;
+  transfer.arenas = arenas;
+  std::vector<Arena*> awake, saved;
+  for (Arena* arena : arenas) {
+    if (arena->state == State::resident) awake.push_back(arena);
+    if (arena->state == State::resident && arena->policy.keep_content) saved.push_back(arena);
+  }
+  Status status;
+  if (stream == nullptr) status = synchronize(saved);
+  for (Arena* arena : saved) {
+    if (status.ok() && stream != nullptr) status = arena->driver().copy_after(arena->device(), *stream);
+    if (status.ok()) status = arena->begin_save();
+  }
+  // Copies that were started before a failure read memory that stays mapped, into a host copy that the next save orders itself behind.
+  if (status.ok()) status = mark(saved, &transfer);
+  if (!status.ok()) return status;
+  for (Arena* arena : awake) arena->state = State::pausing;
+  *ticket = add(std::move(transfer));
+  return {};
+}
+
+Status Memory::finish_pause(Transfer* transfer) {
+  std::vector<Arena*> awake;
+  for (Arena* arena : transfer->arenas) {
+    if (arena->state == State::pausing) awake.push_back(arena);
+  }
+  Status status;
+  for (const auto& mark : transfer->marks) {
+    if (status.ok()) status = mark->driver.wait(mark->device, mark->event);
+  }
+  if (status.ok()) status = synchronize(awake);  // no kernel may run over pages that go
+  size_t num_unmapped = 0;
+  while (status.ok() && num_unmapped < awake.size()) {
+    status = awake[num_unmapped]->unmap();
+    if (status.ok()) ++num_unmapped;
+  }
+  if (!status.ok()) {
+    for (size_t i = 0; i < num_unmapped; ++i) status = worse(status, awake[i]->map_again());
+    for (Arena* arena : awake) arena->state = State::resident;
+    return status;
+  }
+  for (Arena* arena : transfer->arenas) {
+    bool is_awake = arena->state == State::pausing;
+    Status one;
+    if (is_awake) one = arena->commit_pause(&transfer->bytes);
+    if (!is_awake && !arena->policy.keep_chunks) one = arena->release_kept(&transfer->bytes);
+    status = worse(status, one);
+  }
+  return status;
+}
+
+Status Memory::begin_resume(const std::vector<Arena*>& arenas, uint64_t* ticket) {
+  Transfer transfer;
+  std::copy_if(arenas.begin(), arenas.end(), std::back_inserter(transfer.arenas),
+               [](Arena* arena) { return arena->state == State::paused; });
+  Status status;
+  size_t num_started = 0;
+  while (status.ok() && num_started < transfer.arenas.size()) {
+    Arena* arena = transfer.arenas[num_started];
+    status = arena->create_missing();
+    if (status.code == Code::out_of_memory) status = room_failure(transfer.arenas, num_started, status);
+    if (status.ok()) ++num_started;
+  }
+  for (size_t i = 0; status.ok() && i < num_started; ++i) status = transfer.arenas[i]->map(&transfer.bytes);
+  if (status.ok()) status = restore(&transfer);
+  if (!status.ok()) {
+    for (size_t i = 0; i < num_started; ++i) status = worse(status, transfer.arenas[i]->undo_resume());
+    return status;
+  }
+  for (Arena* arena : transfer.arenas) arena->state = State::resuming;
+  *ticket = add(std::move(transfer));
+  return {};
+}
+
+Status Memory::restore(Transfer* transfer) {
+  std::vector<Arena*> saved;
+  std::copy_if(transfer->arenas.begin(), transfer->arenas.end(), std::back_inserter(saved),
+               [](Arena* arena) { return arena->has_saved_content(); });
+  Status status;
+  for (Arena* arena : saved) {
+    if (status.ok()) status = arena->begin_restore();
+  }
+  if (status.ok()) status = mark(saved, transfer);
+  // What was started writes to pages that the undo unmaps.
+  return status.ok() ? status : worse(status, synchronize(saved));
+}
+
+Status Memory::finish_resume(Transfer* transfer) {
+  Status status;
+  for (const auto& mark : transfer->marks) {
+    if (status.ok()) status = mark->driver.wait(mark->device, mark->event);
+  }
+  if (status.ok()) {
+    for (Arena* arena : transfer->arenas) arena->commit_resume();
+    return {};
+  }
+  for (Arena* arena : transfer->arenas) status = worse(status, arena->undo_resume());
+  transfer->bytes = 0;
+  return status;
+}
+
+// Names every tag of the resume and what all of them lack, since granting them one by one would only fail later.
+Status Memory::room_failure(const std::vector<Arena*>& arenas, size_t num_created, const Status& cause) {
+  const Arena& failed = *arenas[num_created];
+  uint64_t needed_bytes = 0;
+  std::string tags;
+  for (size_t i = 0; i < arenas.size(); ++i) {
+    bool is_same_device = &arenas[i]->driver() == &failed.driver() && arenas[i]->device() == failed.device();
+    if (!is_same_device) continue;
+    needed_bytes += i < num_created ? arenas[i]->created_bytes() : arenas[i]->missing_bytes();
+    tags += (tags.empty() ? "" : ", ") + arenas[i]->tag();
+  }
+  for (size_t i = 0; i < num_created; ++i) static_cast<void>(arenas[i]->undo_resume());
+  size_t free_bytes = 0, total_bytes = 0;
+  if (!failed.driver().room(failed.device(), &free_bytes, &total_bytes).ok()) return cause;
+  return no_room(tags, needed_bytes, free_bytes);
+}
+
+}  // namespace tasuki

@@ -1,0 +1,104 @@
+"""The allocator that really frees: one arena per tag, `region` puts tensors into it, pause and resume move its pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+from tasuki.memory import arena as native
+from tasuki.memory.allocator import MemoryTag, TagUsage
+from tasuki.memory.arena import Arena, ArenaState, ArenaUsage, Keep, Transfer
+from tasuki.memory.region_cpu import Placing
+from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory, WrongPhase
+
+if TYPE_CHECKING:
+    from tasuki.memory.region_cuda import CudaRegions
+
+Result = TypeVar("Result")
+
+
+class NativeAllocator:
+    """Allocator over csrc, for one device of this process. Addresses never change, so exports and CUDA graphs stay valid."""
+
+    frees_memory = True
+
+    def __init__(
+        self,
+        *,
+        tags: Sequence[MemoryTag],
+        device: str,
+        keep: Mapping[MemoryTag, Keep] | None = None,
+        min_chunk_bytes: int = 0,
+        max_chunk_bytes: int = 0,
+    ) -> None:
+        """`keep`: what a pause of each tag keeps, nothing by default. Chunk sizes: 0 is the measured default (64 MiB to 1 GiB)."""
+        self._device = device
+        self._arenas = {
+            tag: Arena(tag, device=device, min_chunk_bytes=min_chunk_bytes, max_chunk_bytes=max_chunk_bytes) for tag in tags
+        }
+        for tag, policy in (keep or {}).items():
+            self.arena(tag).set_policy(policy)
+        self._cuda: CudaRegions | None = None
+        if device != "cpu":
+            from tasuki.memory.region_cuda import CudaRegions
+
+            self._cuda = CudaRegions(list(self._arenas.values()), device=device)
+
+    def arena(self, tag: MemoryTag) -> Arena:
+        if tag not in self._arenas:
+            raise InvalidArgument("tags", f"{tag} is no tag of this process; it has {', '.join(self._arenas)}")
+        return self._arenas[tag]
+
+    @contextmanager
+    def region(self, tag: MemoryTag) -> Iterator[None]:
+        """Tensors that this thread makes inside belong to `tag`. Raises WrongPhase while the tag sleeps."""
+        arena = self.arena(tag)
+        if arena.usage().state in (ArenaState.PAUSED, ArenaState.PAUSING):
+            raise WrongPhase(f"{tag} is asleep: resume it before making tensors in it", needed=f"resume {tag}")
+        with self._cuda.region(tag) if self._cuda is not None else Placing(arena):
+            yield
+
+    def pause(self, tags: Sequence[MemoryTag]) -> int:
+        return native.pause([self.arena(tag) for tag in tags])
+
+    def resume(self, tags: Sequence[MemoryTag]) -> int:
+        return self._with_cache_emptied_at_need(native.resume, [self.arena(tag) for tag in tags])
+
+    def pause_async(self, tags: Sequence[MemoryTag], *, stream: int = 0) -> Transfer:
+        """Copies of tags that keep their content start behind the CUDA `stream`'s present work; pages go in the transfer's `wait`."""
+        return native.pause_async([self.arena(tag) for tag in tags], stream=stream)
+
+    def resume_async(self, tags: Sequence[MemoryTag]) -> Transfer:
+        """Maps now; content that was kept is there after the transfer's `wait`, or on a stream after its `wait_on_stream`."""
+        return self._with_cache_emptied_at_need(native.resume_async, [self.arena(tag) for tag in tags])
+
+    def usage(self) -> list[TagUsage]:
+        return [_tag_usage(tag, self._device, arena.usage()) for tag, arena in self._arenas.items()]
+
+    def close(self) -> None:
+        """Gives every address back. Raises Busy while a tensor in a region lives."""
+        if self._cuda is not None:
+            self._cuda.close()
+        for arena in self._arenas.values():
+            arena.close()
+
+    def _with_cache_emptied_at_need(self, call: Callable[[list[Arena]], Result], arenas: list[Arena]) -> Result:
+        """Blocks that torch only caches are invisible to the driver; giving them back takes long, so it is done when room is short."""
+        try:
+            return call(arenas)
+        except OutOfGpuMemory:
+            if self._cuda is None:
+                raise
+            self._cuda.empty_cache()
+            return call(arenas)
+
+    def cuda_regions(self) -> CudaRegions:
+        if self._cuda is None:
+            raise InvalidArgument("device", f"{self._device} has no CUDA memory pools")
+        return self._cuda
+
+
+def _tag_usage(tag: MemoryTag, device: str, usage: ArenaUsage) -> TagUsage:
+    is_paused = usage.state in (ArenaState.PAUSED, ArenaState.PAUSING)
+    return TagUsage(tag=tag, device=device, mapped_bytes=usage.mapped_bytes, total_bytes=usage.total_bytes, is_paused=is_paused)

@@ -1,0 +1,59 @@
+"""A region on a GPU: a torch MemPool per tag whose segments come from the tag's arena."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from tasuki.memory.arena import LIBRARY_PATH, NUM_SLOTS, Arena
+from tasuki.wire.errors import InvalidArgument
+
+
+def refuse_expandable_segments() -> None:
+    """With them torch maps pages by itself, beside the arenas."""
+    # What is in force, however it was set: by either environment variable or at run time.
+    snapshot: Any = torch.cuda.memory._snapshot()
+    if snapshot["allocator_settings"]["expandable_segments"]:
+        raise InvalidArgument(
+            "PYTORCH_CUDA_ALLOC_CONF",
+            "expandable_segments:True lets torch map memory that cannot be paused; remove it (arenas do not fragment as segments do)",
+        )
+
+
+class CudaRegions:
+    """Pools of one device. A pool keeps its freed blocks cached; `close` gives them back."""
+
+    def __init__(self, arenas: list[Arena], *, device: str) -> None:
+        if len(arenas) > NUM_SLOTS:
+            raise InvalidArgument("tags", f"{len(arenas)} tags, at most {NUM_SLOTS}")
+        torch.cuda.init()
+        refuse_expandable_segments()
+        self._device = torch.device(device).index or 0
+        self._pools: dict[str, torch.cuda.MemPool] = {}
+        self._allocators: list[torch.cuda.memory.CUDAPluggableAllocator] = []
+        for slot, arena in enumerate(arenas):
+            arena.bind_slot(slot)
+            allocator = torch.cuda.memory.CUDAPluggableAllocator(
+                str(LIBRARY_PATH), f"tasuki_torch_alloc_{slot}", "tasuki_torch_free"
+            )
+            self._allocators.append(allocator)  # the pool holds a bare pointer to it
+            with torch.cuda.device(self._device):
+                self._pools[arena.tag] = torch.cuda.MemPool(allocator.allocator())
+
+    def region(self, tag: str) -> AbstractContextManager[None]:
+        return torch.cuda.use_mem_pool(self._pools[tag], device=self._device)
+
+    def pool(self, tag: str) -> torch.cuda.MemPool:
+        """For torch.cuda.graph(pool=...): what a capture allocates then belongs to the tag."""
+        return self._pools[tag]
+
+    def empty_cache(self) -> None:
+        torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        """Gives the pools' segments back to their arenas; those with a live tensor stay."""
+        torch._C._cuda_clearCublasWorkspaces()  # torch keeps one for ever, also one that was made inside a region or capture
+        self._pools.clear()
+        self.empty_cache()

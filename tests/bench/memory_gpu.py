@@ -1,0 +1,267 @@
+"""Pause and resume on a GPU, ours and torch_memory_saver's side by side: `python tests/bench/memory_gpu.py [--out FOLDER]`.
+
+Every part runs in a process of its own, so that one failure costs one part. Weights have the tensors of Qwen2.5-7B (15.2 GB), the KV pool
+has 56 tensors (28 layers). A time is from an idle device to an idle device; "at once" resumes right after the pause, when the driver may
+still scrub what was freed, "later" waits 2 s before. Writes memory_gpu.json and prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+GB, GIB = 10**9, 1 << 30
+LATER_S = 2.0
+NUM_REPEATS, NUM_LATER, NUM_HOST_REPEATS = 10, 3, 4
+# torch_memory_saver ends the process when one of its tensors is freed outside a region: they live until the part has told its result.
+_peer_tensors: list[torch.Tensor] = []
+
+
+def qwen_7b_shapes() -> list[tuple[int, ...]]:
+    hidden, kv, mlp, vocab = 3584, 512, 18944, 152064
+    matrices = [(hidden, hidden), (kv, hidden), (kv, hidden), (hidden, hidden), (mlp, hidden), (mlp, hidden), (hidden, mlp)]
+    layer: list[tuple[int, ...]] = [*matrices, (hidden,), (hidden,), (hidden,), (kv,), (kv,)]
+    return [(vocab, hidden), *(layer * 28), (hidden,), (vocab, hidden)]
+
+
+def fill(region: Callable[[str], Any], kv_gb: int) -> list[torch.Tensor]:
+    with region("weights"):
+        tensors = [torch.ones(shape, dtype=torch.bfloat16, device="cuda") for shape in qwen_7b_shapes()]
+    with region("kv_cache"):
+        tensors += [torch.ones(kv_gb * GB // 56 // 2, dtype=torch.bfloat16, device="cuda") for _ in range(56)]
+    torch.cuda.synchronize()
+    return tensors
+
+
+def timed_ms(call: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def cycles(
+    pause: Callable[[str], object], resume: Callable[[str], object], *, num_repeats: int, wait_s: float
+) -> dict[str, Any]:
+    """Milliseconds of each step, in the order of a changeover; the first cycle is a warm-up and kept apart."""
+    steps: dict[str, list[float]] = {
+        name: [] for name in ("pause kv_cache", "pause weights", "resume weights", "resume kv_cache")
+    }
+    asleep_free_gb = 0.0
+    for _ in range(num_repeats + 1):
+        steps["pause kv_cache"].append(timed_ms(lambda: pause("kv_cache")))
+        steps["pause weights"].append(timed_ms(lambda: pause("weights")))
+        asleep_free_gb = torch.cuda.mem_get_info()[0] / GB
+        time.sleep(wait_s)
+        steps["resume weights"].append(timed_ms(lambda: resume("weights")))
+        steps["resume kv_cache"].append(timed_ms(lambda: resume("kv_cache")))
+    medians = {name: round(statistics.median(times[1:]), 3) for name, times in steps.items()}
+    first = {name: round(times[0], 3) for name, times in steps.items()}
+    slowest = {name: round(max(times[1:]), 3) for name, times in steps.items()}
+    return {"median_ms": medians, "max_ms": slowest, "first_ms": first, "asleep_free_gb": round(asleep_free_gb, 2)}
+
+
+def our_allocator() -> Any:
+    from tasuki.memory.allocator import MemoryTag
+    from tasuki.memory.region import NativeAllocator
+
+    return NativeAllocator(tags=[MemoryTag.WEIGHTS, MemoryTag.KV_CACHE, MemoryTag.OPTIMIZER], device="cuda:0")
+
+
+def ours(kv_gb: int) -> dict[str, Any]:
+    from tasuki.memory.allocator import MemoryTag
+    from tasuki.memory.arena import Keep
+
+    allocator = our_allocator()
+    tensors = fill(lambda tag: allocator.region(MemoryTag(tag)), kv_gb)
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    result: dict[str, Any] = {
+        "num_chunks": {usage.tag: allocator.arena(usage.tag).usage().num_chunks for usage in allocator.usage()}
+    }
+    pause, resume = lambda tag: allocator.pause([MemoryTag(tag)]), lambda tag: allocator.resume([MemoryTag(tag)])
+    for name, policy in (("drop", Keep.NOTHING), ("keep chunks", Keep.CHUNKS)):
+        for tag in (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE):
+            allocator.arena(tag).set_policy(policy)
+        result[f"{name}, at once"] = cycles(pause, resume, num_repeats=NUM_REPEATS, wait_s=0)
+        result[f"{name}, later"] = cycles(pause, resume, num_repeats=NUM_LATER, wait_s=LATER_S)
+    result["same_addresses"] = addresses == [tensor.data_ptr() for tensor in tensors]
+    return result
+
+
+def peers(kv_gb: int) -> dict[str, Any]:
+    from torch_memory_saver import torch_memory_saver as saver
+
+    saver.hook_mode = "torch"
+    _peer_tensors.extend(fill(lambda tag: saver.region(tag=tag), kv_gb))
+    return {
+        "drop, at once": cycles(saver.pause, saver.resume, num_repeats=NUM_REPEATS, wait_s=0),
+        "drop, later": cycles(saver.pause, saver.resume, num_repeats=NUM_LATER, wait_s=LATER_S),
+        "num_tensors": len(_peer_tensors),
+    }
+
+
+def our_host_copy() -> dict[str, Any]:
+    from tasuki.memory.allocator import MemoryTag
+    from tasuki.memory.arena import Keep
+
+    allocator = our_allocator()
+    allocator.arena(MemoryTag.WEIGHTS).set_policy(Keep.CONTENT)
+    tensors = fill(lambda tag: allocator.region(MemoryTag(tag)), 1)
+    sample = [tensor.flatten()[:7].clone() for tensor in tensors[:300]]
+    pause, resume = lambda tag: allocator.pause([MemoryTag(tag)]), lambda tag: allocator.resume([MemoryTag(tag)])
+    result = {"host copy, at once": cycles(pause, resume, num_repeats=NUM_HOST_REPEATS, wait_s=0)}
+    weights = [MemoryTag.WEIGHTS]
+    stream = torch.cuda.current_stream().cuda_stream
+    result["overlap"] = overlap(lambda: allocator.pause_async(weights, stream=stream), lambda: allocator.resume(weights))
+    result["content_is_back"] = all(torch.equal(old, new.flatten()[:7]) for old, new in zip(sample, tensors, strict=False))
+    return result
+
+
+def overlap(pause_async: Callable[[], Any], resume: Callable[[], object]) -> dict[str, float]:
+    """Time of compute alone, of a pause with host copy alone, and of both together."""
+    matrix = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
+
+    def compute() -> None:
+        for _ in range(200):
+            torch.mm(matrix, matrix)
+
+    def both() -> None:
+        transfer = pause_async()
+        compute()
+        transfer.wait()
+
+    compute()
+    alone = timed_ms(compute)
+    pause_alone = timed_ms(lambda: pause_async().wait())
+    resume()
+    together = timed_ms(both)
+    resume()
+    return {"compute_ms": round(alone, 1), "pause_ms": round(pause_alone, 1), "both_ms": round(together, 1)}
+
+
+def peers_host_copy() -> dict[str, Any]:
+    from torch_memory_saver import torch_memory_saver as saver
+
+    saver.hook_mode = "torch"
+    _peer_tensors.extend(fill(lambda tag: saver.region(tag=tag, enable_cpu_backup=tag == "weights"), 1))
+    return {"host copy, at once": cycles(saver.pause, saver.resume, num_repeats=2, wait_s=0), "num_tensors": len(_peer_tensors)}
+
+
+def pinned_rate() -> dict[str, float]:
+    """GB/s of one large copy between pinned host memory and the device: what a host copy could reach."""
+    host, device = (
+        torch.empty(4 * GIB, dtype=torch.uint8, pin_memory=True),
+        torch.empty(4 * GIB, dtype=torch.uint8, device="cuda"),
+    )
+    rates = {}
+    for name, target, source in (("to_host", host, device), ("to_device", device, host)):
+        times = [timed_ms(lambda to=target, of=source: to.copy_(of, non_blocking=True)) for _ in range(4)]
+        rates[f"{name}_gb_per_s"] = round(4 * GIB / min(times) / 1e6, 2)
+    return rates
+
+
+def chunk_sizes() -> dict[str, Any]:
+    """100 GiB in one arena by size of chunk, without torch."""
+    from tasuki.memory import arena as native
+    from tasuki.memory.arena import Arena, Keep
+
+    torch.zeros(1, device="cuda")
+    result: dict[str, Any] = {}
+    for mib in (64, 256, 1024, 2048):
+        arena = Arena("kv_cache", device="cuda:0", min_chunk_bytes=mib << 20, max_chunk_bytes=mib << 20)
+        address = arena.allocate(100 * GIB)
+        for name, policy in (("drop", Keep.NOTHING), ("keep chunks", Keep.CHUNKS)):
+            arena.set_policy(policy)
+            times = [
+                (timed_ms(lambda one=arena: native.pause([one])), timed_ms(lambda one=arena: native.resume([one])))
+                for _ in range(3)
+            ]
+            result[f"{mib} MiB, {name}"] = {
+                "pause_ms": round(statistics.median(pause for pause, _ in times), 3),
+                "resume_ms": round(statistics.median(resume for _, resume in times), 3),
+            }
+        arena.free(address)
+        arena.close()
+    return result
+
+
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "pinned rate": pinned_rate,
+    "tasuki 15+100 GB": lambda: ours(100),
+    "torch_memory_saver 15+100 GB": lambda: peers(100),
+    "tasuki 15+60 GB": lambda: ours(60),
+    "torch_memory_saver 15+60 GB": lambda: peers(60),
+    "tasuki host copy 15 GB": our_host_copy,
+    "torch_memory_saver host copy 15 GB": peers_host_copy,
+    "chunk sizes": chunk_sizes,
+}
+
+
+def run_part(name: str, deadline_s: float) -> dict[str, Any]:
+    if deadline_s < 15:
+        return {"error": "skipped: no time left"}
+    command = [sys.executable, str(Path(__file__).resolve()), "--part", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=min(deadline_s, 100), check=False)
+    except subprocess.TimeoutExpired:
+        return {"error": "ran past its time"}
+    answers = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if done.returncode != 0 or not answers:
+        return {"error": (done.stderr or done.stdout)[-2000:], "exit_status": done.returncode}
+    return json.loads(answers[-1].removeprefix("RESULT "))
+
+
+def comparison(results: dict[str, Any]) -> list[str]:
+    lines = [f"{'':44s}{'pause kv':>12s}{'pause w':>12s}{'resume w':>12s}{'resume kv':>12s}   ms, median"]
+    for part, result in results.items():
+        for name, measured in result.items():
+            if isinstance(measured, dict) and "median_ms" in measured:
+                numbers = "".join(f"{value:12.2f}" for value in (
+                    measured["median_ms"]["pause kv_cache"], measured["median_ms"]["pause weights"],
+                    measured["median_ms"]["resume weights"], measured["median_ms"]["resume kv_cache"],
+                ))  # fmt: skip
+                lines.append(f"{part + ', ' + name:44s}{numbers}")
+            elif name not in ("num_chunks", "num_tensors"):
+                lines.append(f"{part}, {name}: {measured}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--part", choices=PARTS)
+    parser.add_argument("--limit-s", type=float, default=330, help="parts that do not fit any more are skipped")
+    arguments = parser.parse_args()
+    if arguments.part is not None:
+        sys.path[:0] = [str(REPOSITORY / "protos"), str(REPOSITORY / "services")]
+        print("RESULT " + json.dumps(PARTS[arguments.part]()), flush=True)
+        os._exit(0)  # without freeing _peer_tensors
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    start, results = time.monotonic(), {}
+    machine = {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda, "kernel": platform.release(),
+    }  # fmt: skip
+    for name in PARTS:
+        began = time.monotonic()
+        results[name] = run_part(name, arguments.limit_s - (began - start))
+        print(f"{name}: {time.monotonic() - began:.0f} s {results[name].get('error', '')}", flush=True)
+        report = {"machine": machine, "results": results}
+        (arguments.out / "memory_gpu.json").write_text(json.dumps(report, indent=1) + "\n")
+    print("\n".join(comparison(results)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,376 @@
+"""Arenas on a real GPU: pages, content, graphs, running kernels, room, peers. Needs `make native`, one CUDA GPU and no network."""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tasuki.memory import arena as native
+from tasuki.memory.allocator import MemoryTag
+from tasuki.memory.arena import Access, Import, Keep, SharedChunk
+from tasuki.memory.region import NativeAllocator
+from tasuki.wire.errors import InternalError, InvalidArgument, OutOfGpuMemory, TasukiError
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+GIB, MIB = 1 << 30, 1 << 20
+WEIGHTS, OPTIMIZER, KV_CACHE, CUDA_GRAPH = MemoryTag.WEIGHTS, MemoryTag.OPTIMIZER, MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH
+
+
+@pytest.fixture
+def allocator():
+    made = NativeAllocator(
+        tags=[WEIGHTS, OPTIMIZER, KV_CACHE, CUDA_GRAPH],
+        device="cuda:0",
+        keep={OPTIMIZER: Keep.CONTENT, CUDA_GRAPH: Keep.CONTENT},
+    )
+    yield made
+    gc.collect()
+    torch.cuda.synchronize()
+    made.close()
+    torch.cuda.empty_cache()
+
+
+def free_bytes():
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
+
+
+def num_open_fds():
+    return len(os.listdir("/proc/self/fd"))
+
+
+class At:
+    """Device memory at an address, for torch.as_tensor."""
+
+    def __init__(self, address, num_bytes):
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None,
+        }  # fmt: skip
+
+
+def test_a_pause_frees_device_memory_and_a_resume_keeps_addresses(allocator):
+    with allocator.region(KV_CACHE):
+        layers = [torch.full((GIB,), layer, dtype=torch.uint8, device="cuda") for layer in range(8)]
+    addresses, awake = [layer.data_ptr() for layer in layers], free_bytes()
+    assert allocator.pause([KV_CACHE]) == 8 * GIB
+    assert free_bytes() - awake >= 8 * GIB - 64 * MIB
+    assert allocator.pause([KV_CACHE]) == 0
+    assert allocator.resume([KV_CACHE]) == 8 * GIB
+    assert abs(free_bytes() - awake) <= 64 * MIB
+    assert [layer.data_ptr() for layer in layers] == addresses
+    for value, layer in enumerate(layers):
+        layer.fill_(value + 1)
+    assert [int(layer[-1]) for layer in layers] == list(range(1, 9))
+
+
+def test_kept_content_comes_back_bit_for_bit(allocator):
+    with allocator.region(OPTIMIZER):
+        moments = [torch.randn(257 * MIB // 4 + index, device="cuda") for index in range(5)]
+    sums = [tensor.double().sum().item() for tensor in moments]
+    copies = [tensor[::4097].cpu() for tensor in moments]
+    for _ in range(3):
+        allocator.pause([OPTIMIZER])
+        allocator.resume([OPTIMIZER])
+    assert [tensor.double().sum().item() for tensor in moments] == sums
+    assert all(torch.equal(tensor[::4097].cpu(), copy) for tensor, copy in zip(moments, copies, strict=True))
+
+
+def test_kept_chunks_hold_their_memory_and_their_content(allocator):
+    allocator.arena(KV_CACHE).set_policy(Keep.CHUNKS)
+    with allocator.region(KV_CACHE):
+        pool = torch.full((2 * GIB,), 7, dtype=torch.uint8, device="cuda")
+    awake = free_bytes()
+    assert allocator.pause([KV_CACHE]) == 0
+    assert abs(free_bytes() - awake) <= 16 * MIB
+    assert allocator.resume([KV_CACHE]) == 2 * GIB
+    assert int(pool.min()) == 7
+    allocator.arena(KV_CACHE).set_policy(Keep.NOTHING)
+    allocator.pause([KV_CACHE])
+    assert free_bytes() - awake >= 2 * GIB - 16 * MIB
+    allocator.resume([KV_CACHE])
+
+
+def test_a_graph_captured_over_regions_replays_after_they_slept(allocator):
+    with allocator.region(OPTIMIZER):
+        weight = torch.randn(1024, 1024, device="cuda")
+        source = torch.randn(64, 1024, device="cuda")
+    (source @ weight).relu()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=allocator.cuda_regions().pool(CUDA_GRAPH).id):
+        result = (source @ weight).relu() @ weight
+    assert allocator.arena(CUDA_GRAPH).usage().used_bytes > 0
+    graph.replay()
+    torch.cuda.synchronize()
+    expected = result.clone()
+    for _ in range(3):
+        allocator.pause([OPTIMIZER, CUDA_GRAPH])
+        allocator.resume([OPTIMIZER, CUDA_GRAPH])
+        result.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(result, expected)
+
+
+def test_a_pause_waits_for_the_kernel_that_still_runs(allocator):
+    with allocator.region(OPTIMIZER):
+        counter = torch.zeros(64 * MIB, device="cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(200):
+            counter.add_(1)
+    allocator.pause([OPTIMIZER])
+    allocator.resume([OPTIMIZER])
+    assert (int(counter.min()), int(counter.max())) == (200, 200)
+
+
+def test_copies_of_an_asynchronous_pause_come_after_the_streams_work_and_overlap_with_other_work(allocator):
+    with allocator.region(OPTIMIZER):
+        moments = torch.zeros(GIB // 4, device="cuda")
+    other = torch.randn(4096, 4096, device="cuda")
+    for _ in range(20):
+        moments.add_(1)
+    transfer = allocator.pause_async([OPTIMIZER], stream=torch.cuda.current_stream().cuda_stream)
+    for _ in range(20):
+        other = (other @ other).clamp(-1, 1)
+    assert transfer.wait() == allocator.arena(OPTIMIZER).usage().total_bytes
+    transfer = allocator.resume_async([OPTIMIZER])
+    transfer.wait_on_stream(torch.cuda.current_stream().cuda_stream)
+    moments.add_(1)
+    transfer.wait()
+    assert (int(moments.min()), int(moments.max())) == (21, 21)
+
+
+def test_a_resume_without_room_changes_nothing_and_names_the_bytes(allocator):
+    with allocator.region(WEIGHTS):
+        weights = torch.ones(4 * GIB, dtype=torch.uint8, device="cuda")
+    with allocator.region(KV_CACHE):
+        kv_cache = torch.ones(16 * GIB, dtype=torch.uint8, device="cuda")
+    allocator.pause([WEIGHTS, KV_CACHE])
+    in_the_way = torch.empty(free_bytes() - 12 * GIB, dtype=torch.uint8, device="cuda")
+    before = free_bytes()
+    with pytest.raises(OutOfGpuMemory, match=r"needs 20.00 GiB for weights, kv_cache, 1\d\.\d\d GiB free") as refused:
+        allocator.resume([WEIGHTS, KV_CACHE])
+    assert refused.value.metadata["needed_bytes"] == str(20 * GIB)
+    assert abs(free_bytes() - before) <= 16 * MIB
+    assert allocator.resume([WEIGHTS]) == 4 * GIB
+    weights.fill_(3)
+    del in_the_way  # still cached by torch: the resume empties the cache by itself
+    assert allocator.resume([KV_CACHE]) == 16 * GIB
+    kv_cache.fill_(4)
+    assert (int(weights[-1]), int(kv_cache[-1])) == (3, 4)
+
+
+def test_an_allocation_without_room_is_torchs_own_error(allocator):
+    with pytest.raises(torch.OutOfMemoryError), allocator.region(KV_CACHE):
+        torch.empty(1000 * GIB, dtype=torch.uint8, device="cuda")
+    with allocator.region(KV_CACHE):
+        assert int(torch.ones(MIB, device="cuda").sum()) == MIB
+
+
+def test_other_threads_and_code_after_the_region_allocate_outside(allocator):
+    made = []
+    with allocator.region(KV_CACHE):
+        thread = threading.Thread(target=lambda: made.append(torch.zeros(64 * MIB, device="cuda")))
+        thread.start()
+        thread.join()
+    made.append(torch.zeros(64 * MIB, device="cuda"))
+    assert allocator.arena(KV_CACHE).usage().used_bytes == 0
+
+
+def test_training_with_sleep_in_every_step_equals_training_without(allocator):
+    def losses(cycle):
+        torch.manual_seed(0)
+        with allocator.region(OPTIMIZER):
+            model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4))).cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        source, seen = torch.randn(64, 512, device="cuda"), []
+        for _ in range(10):
+            loss = (model(source) - source).square().mean()
+            loss.backward()
+            with allocator.region(OPTIMIZER):
+                optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.item())
+            if cycle:
+                allocator.pause([OPTIMIZER])
+                allocator.resume([OPTIMIZER])
+        return seen
+
+    assert losses(True) == losses(False)
+
+
+def test_300_cycles_leave_memory_and_descriptors_flat(allocator):
+    with allocator.region(WEIGHTS):
+        weights = torch.ones(256 * MIB, dtype=torch.uint8, device="cuda")
+    with allocator.region(OPTIMIZER):
+        moments = torch.full((64 * MIB,), 5, dtype=torch.uint8, device="cuda")
+
+    def cycle():
+        allocator.pause([WEIGHTS, OPTIMIZER])
+        allocator.resume([WEIGHTS, OPTIMIZER])
+
+    cycle()
+    before = (num_open_fds(), native.totals(), free_bytes())
+    for _ in range(300):
+        cycle()
+    assert (num_open_fds(), native.totals()) == before[:2]
+    assert abs(free_bytes() - before[2]) <= 16 * MIB
+    assert int(moments.min()) == 5
+    weights.fill_(1)
+
+
+def test_expandable_segments_are_refused():
+    code = (
+        "from tasuki.memory.region import NativeAllocator; from tasuki.memory.allocator import MemoryTag\n"
+        "NativeAllocator(tags=[MemoryTag.WEIGHTS], device='cuda:0')"
+    )
+    env = {
+        **os.environ,
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert "InvalidArgument" in done.stderr
+    assert "expandable_segments:True" in done.stderr
+
+
+def test_a_device_that_is_not_there_is_named():
+    with pytest.raises((InvalidArgument, InternalError), match="cuDeviceGet"):
+        native.Arena("weights", device="cuda:99")
+
+
+# The peer: maps the chunks, answers on a pipe. Runs as `python test_arena_gpu.py <device> <access> offset:bytes:fd...`.
+def peer(device, access, *described):
+    chunks = [SharedChunk(*map(int, one.split(":"))) for one in described]
+    torch.cuda.set_device(device)
+    torch.zeros(1, device="cuda")
+    imported = Import(chunks, device=device, access=Access[access])
+    span = chunks[-1].offset + chunks[-1].num_bytes
+    for line in sys.stdin:
+        verb, *numbers = line.split()
+        try:
+            tensor = torch.as_tensor(At(imported.base, span), device=device) if verb in ("read", "write") else None
+            if verb == "read":
+                answer = int(tensor[int(numbers[0]) : int(numbers[0]) + 1].clone().cpu())
+            elif verb == "write":
+                tensor[int(numbers[0]) : int(numbers[0]) + 1].copy_(torch.tensor([int(numbers[1])], dtype=torch.uint8))
+                torch.cuda.synchronize()
+                answer = "done"
+            else:
+                getattr(imported, verb)()
+                answer = "done"
+        except (RuntimeError, TasukiError) as error:
+            answer = f"refused {type(error).__name__} {str(error).splitlines()[0]}"
+        sys.stdout.write(f"{answer}\n")
+        sys.stdout.flush()
+
+
+@pytest.fixture
+def peers():
+    started = []
+
+    def start(export, access, device="cuda:0"):
+        described = [f"{chunk.offset}:{chunk.num_bytes}:{chunk.fd}" for chunk in export.chunks]
+        process = subprocess.Popen(
+            [sys.executable, str(Path(__file__)), device, access.name, *described],
+            pass_fds=[chunk.fd for chunk in export.chunks], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        started.append(process)
+
+        def ask(line):
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+            return process.stdout.readline().strip()
+
+        return process, ask
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_a_peer_maps_read_only_sees_live_bytes_and_cannot_write(allocator, peers):
+    with allocator.region(WEIGHTS):
+        weights = torch.full((3 * GIB,), 4, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    export = allocator.arena(WEIGHTS).export(Access.READ_ONLY)
+    at = weights.data_ptr() - export.base + 2 * GIB
+    _, ask = peers(export, Access.READ_ONLY)
+    export.close_fds()
+    assert ask(f"read {at}") == "4"
+    weights[2 * GIB] = 9
+    torch.cuda.synchronize()
+    assert ask(f"read {at}") == "9"
+    assert ask(f"write {at} 1").startswith("refused")
+    torch.cuda.synchronize()
+    assert int(weights[2 * GIB]) == 9
+    export.close()
+
+
+def test_two_processes_hand_one_pool_over_by_map_and_unmap(allocator, peers):
+    arena = allocator.arena(KV_CACHE)
+    arena.set_policy(Keep.CHUNKS)
+    with allocator.region(KV_CACHE):
+        pool = torch.full((2 * GIB,), 4, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    export = arena.export(Access.READ_WRITE)
+    at = pool.data_ptr() - export.base
+    _, ask = peers(export, Access.READ_WRITE)
+    assert ask("unmap") == "done"
+    before = free_bytes()
+    allocator.pause([KV_CACHE])
+    assert ask("map") == "done"
+    assert ask(f"write {at} 8") == "done"
+    assert ask("unmap") == "done"
+    allocator.resume([KV_CACHE])
+    assert int(pool[0]) == 8
+    assert abs(free_bytes() - before) <= 32 * MIB
+    export.close()
+
+
+def test_memory_held_by_a_peer_is_accounted_and_comes_back_when_it_is_killed(allocator, peers):
+    with allocator.region(KV_CACHE):
+        pool = torch.full((4 * GIB,), 4, dtype=torch.uint8, device="cuda")
+    export = allocator.arena(KV_CACHE).export(Access.READ_ONLY)
+    process, ask = peers(export, Access.READ_ONLY)
+    assert ask("read 0") == "4"
+    export.close_fds()
+    awake = free_bytes()
+    assert allocator.pause([KV_CACHE]) == 0
+    assert allocator.arena(KV_CACHE).usage().held_bytes == 4 * GIB
+    assert abs(free_bytes() - awake) <= 64 * MIB
+    process.kill()
+    process.wait()
+    export.close()
+    assert allocator.arena(KV_CACHE).usage().held_bytes == 0
+    deadline = time.monotonic() + 10  # the kernel tears a killed process's context down by itself
+    while free_bytes() - awake < 4 * GIB and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert free_bytes() - awake >= 4 * GIB
+    allocator.resume([KV_CACHE])
+    pool.fill_(1)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_peer_on_another_gpu_reads_the_bytes(allocator, peers):
+    with allocator.region(WEIGHTS):
+        weights = torch.full((GIB,), 4, dtype=torch.uint8, device="cuda:0")
+    torch.cuda.synchronize()
+    export = allocator.arena(WEIGHTS).export(Access.READ_ONLY)
+    _, ask = peers(export, Access.READ_ONLY, device="cuda:1")
+    assert ask(f"read {weights.data_ptr() - export.base}") == "4"
+    export.close()
+
+
+if __name__ == "__main__":
+    peer(*sys.argv[1:])

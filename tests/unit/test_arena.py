@@ -1,0 +1,225 @@
+"""The native library through its Python face, over host memory: pages, budget, descriptors, misuse."""
+
+import gc
+import os
+import resource
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tasuki.memory import arena as native
+from tasuki.memory.arena import Access, Arena, ArenaState, Import, Keep
+from tasuki.wire.errors import BadHandle, Busy, InternalError, InvalidArgument, OutOfGpuMemory, WrongPhase
+
+MIB = 1 << 20
+PAGE = os.sysconf("SC_PAGESIZE")
+
+
+@pytest.fixture
+def weights():
+    arena = Arena("weights", device="cpu", min_chunk_bytes=MIB, max_chunk_bytes=8 * MIB)
+    yield arena
+    if arena.usage().num_blocks:
+        gc.collect()  # a failed test's traceback holds its locals
+    arena.close()
+
+
+@pytest.fixture
+def host_budget():
+    yield native.set_host_budget
+    native.set_host_budget(0)
+
+
+def filled(arena, num_bytes, value=7):
+    block = arena.buffer(num_bytes)
+    memoryview(block).cast("B")[:] = bytes([value]) * num_bytes
+    return block
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+
+def address_of(block):
+    return native.ctypes.addressof(block)
+
+
+def num_open_fds():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_resident_memory_falls_by_the_tags_bytes_and_comes_back_at_the_same_address(weights):
+    block = filled(weights, 64 * MIB)
+    address, awake = address_of(block), resident_bytes()
+    assert native.pause([weights]) == 64 * MIB
+    assert awake - resident_bytes() >= 0.95 * 64 * MIB
+    assert native.resume([weights]) == 64 * MIB
+    memoryview(block).cast("B")[:] = b"\x01" * (64 * MIB)
+    assert address_of(block) == address
+    assert resident_bytes() >= awake - 0.05 * 64 * MIB
+
+
+def test_pause_and_resume_twice_count_zero_bytes(weights):
+    block = filled(weights, MIB)
+    assert native.resume([weights]) == 0
+    assert native.pause([weights]) == MIB
+    assert native.pause([weights]) == 0
+    assert native.resume([weights, weights]) == MIB
+    assert native.resume([weights]) == 0
+    assert bytes(block[:2]) == b"\0\0"
+
+
+def test_kept_content_survives_and_its_host_copy_is_taken_once(weights):
+    weights.set_policy(Keep.CONTENT)
+    block = filled(weights, 3 * MIB, 9)
+    for _ in range(3):
+        native.pause([weights])
+        native.resume([weights])
+        assert set(bytes(block)) == {9}
+    assert weights.usage().host_copy_bytes == 16 * MIB
+
+
+def test_kept_chunks_survive_and_give_nothing_back(weights):
+    weights.set_policy(Keep.CHUNKS)
+    block = filled(weights, 3 * MIB, 9)
+    assert native.pause([weights]) == 0
+    assert (weights.usage().kept_bytes, weights.usage().mapped_bytes) == (3 * MIB, 0)
+    assert native.resume([weights]) == 3 * MIB
+    assert set(bytes(block)) == {9}
+
+
+def test_resume_without_room_is_refused_with_the_numbers_and_every_arena_stays_asleep(weights, host_budget):
+    kv_cache = Arena("kv_cache", device="cpu", min_chunk_bytes=MIB)
+    blocks = [filled(weights, 16 * MIB), filled(kv_cache, 32 * MIB)]
+    native.pause([weights, kv_cache])
+    host_budget(40 * MIB)
+    with pytest.raises(OutOfGpuMemory, match=r"cpu needs 48.00 MiB for weights, kv_cache, 40.00 MiB free") as refused:
+        native.resume([weights, kv_cache])
+    assert refused.value.metadata == {
+        "tag": "weights,kv_cache",
+        "needed_bytes": str(48 * MIB),
+        "free_bytes": str(40 * MIB),
+        "device": "cpu",
+    }
+    assert {weights.usage().state, kv_cache.usage().state} == {ArenaState.PAUSED}
+    assert native.resume([kv_cache]) == 32 * MIB
+    del blocks
+    gc.collect()
+    kv_cache.close()
+
+
+def test_allocating_without_room_is_refused_and_leaves_the_arena_usable(weights, host_budget):
+    host_budget(8 * MIB)
+    with pytest.raises(OutOfGpuMemory, match="weights"):
+        weights.allocate(9 * MIB)
+    assert weights.usage().mapped_bytes == 0
+    filled(weights, 8 * MIB)
+
+
+def test_allocating_in_a_sleeping_arena_names_what_to_do(weights):
+    block = filled(weights, MIB)
+    native.pause([weights])
+    with pytest.raises(WrongPhase, match="weights is asleep: resume it"):
+        weights.allocate(10)
+    native.resume([weights])
+    del block
+
+
+def test_a_foreign_or_twice_freed_address_is_refused(weights):
+    address = weights.allocate(4096)
+    with pytest.raises(InternalError, match="in no arena"):
+        weights.free(4096)
+    weights.free(address)
+    with pytest.raises(InternalError, match="no block of weights"):
+        weights.free(address)
+
+
+def test_an_arena_with_live_blocks_is_not_closed(weights):
+    block = filled(weights, MIB)
+    with pytest.raises(Busy, match="1 blocks in use"):
+        weights.close()
+    del block
+
+
+def test_the_limit_of_open_files_is_a_clean_error(weights):
+    block = filled(weights, 20 * MIB)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = num_open_fds()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))
+    try:
+        with pytest.raises(InternalError, match=r"Too many open files.*ulimit -n"):
+            weights.export(Access.READ_ONLY)
+        with pytest.raises(InternalError, match="ulimit -n"):
+            weights.allocate(64 * MIB)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert num_open_fds() == before
+    assert set(bytes(block[: 4 * MIB])) == {7}
+
+
+def measured():
+    return num_open_fds(), Path("/proc/self/maps").read_text().count("\n"), native.totals()
+
+
+def test_300_cycles_leave_descriptors_mappings_and_pages_flat(weights):
+    weights.set_policy(Keep.CONTENT)
+    block = filled(weights, 4 * MIB)
+    for cycle in range(305):
+        if cycle == 5:
+            before, resident = measured(), resident_bytes()
+        native.pause([weights])
+        native.resume([weights])
+        block[0] = bytes([cycle % 256])
+    assert measured() == before
+    assert resident_bytes() < resident + 2 * MIB
+    assert (block[0], block[1]) == (bytes([304 % 256]), b"\x07")
+
+
+def test_an_asynchronous_pause_and_resume_end_in_wait(weights):
+    weights.set_policy(Keep.CONTENT)
+    block = filled(weights, 2 * MIB, 5)
+    transfer = native.pause_async([weights])
+    assert weights.usage().state is ArenaState.PAUSING
+    assert transfer.is_done
+    assert transfer.wait() == 2 * MIB
+    transfer = native.resume_async([weights])
+    assert transfer.wait() == 2 * MIB
+    assert set(bytes(block)) == {5}
+    with pytest.raises(InternalError, match="taken already"):
+        transfer.wait()
+
+
+def test_threads_may_allocate_while_others_pause(weights):
+    block = filled(weights, 2 * MIB)
+    other = Arena("gradients", device="cpu", min_chunk_bytes=MIB)
+
+    def allocate():
+        for size in range(1, 200):
+            other.free(other.allocate(size * 1000))
+
+    with ThreadPoolExecutor(2) as pool:
+        threads = [pool.submit(allocate) for _ in range(2)]
+        for _ in range(50):
+            native.pause([weights])
+            native.resume([weights])
+        for thread in threads:
+            thread.result()
+    assert other.usage().num_blocks == 0
+    other.close()
+    del block
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:x", ""])
+def test_an_unknown_device_is_named(device):
+    with pytest.raises(InvalidArgument, match="neither cpu nor cuda"):
+        Arena("weights", device=device)
+
+
+def test_an_import_of_what_is_no_chunk_is_a_bad_handle():
+    with Path("/proc/self/exe").open("rb") as file:
+        chunk = native.SharedChunk(offset=0, num_bytes=PAGE, fd=file.fileno())
+        with pytest.raises(BadHandle, match="not a sealed memfd"):
+            Import([chunk], device="cpu", access=Access.READ_ONLY)
+    with pytest.raises(BadHandle, match="no chunks"):
+        Import([], device="cpu", access=Access.READ_ONLY)

@@ -1,0 +1,166 @@
+"""An arena's chunks in another process: it sees the bytes, it keeps them alive, and it may die holding them."""
+
+import gc
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tasuki.memory import arena as native
+from tasuki.memory.arena import Access, Arena, Keep
+
+MIB = 1 << 20
+
+PEER = """
+import sys
+from tasuki.memory.arena import Access, Import, SharedChunk
+access = Access[sys.argv[1]]
+chunks = [SharedChunk(*map(int, one.split(":"))) for one in sys.argv[2:]]
+peer = Import(chunks, device="cpu", access=access)
+for line in sys.stdin:
+    verb, *numbers = line.split()
+    if verb == "read":
+        print(peer.view(int(numbers[0]), 1)[0][0], flush=True)
+    elif verb == "write":
+        peer.view(int(numbers[0]), 1)[0] = bytes([int(numbers[1])])
+        print("done", flush=True)
+    else:
+        getattr(peer, verb)()
+        print("done", flush=True)
+"""
+
+
+class Peer:
+    def __init__(self, export, access):
+        fds = [chunk.fd for chunk in export.chunks]
+        chunks = [f"{chunk.offset}:{chunk.num_bytes}:{chunk.fd}" for chunk in export.chunks]
+        command = [sys.executable, "-c", PEER, access.name, *chunks]
+        roots = Path(native.__file__).parents[2]
+        path = f"{roots}:{roots.parent / 'protos'}"
+        self.process = subprocess.Popen(
+            command, pass_fds=fds, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={"PYTHONPATH": path}
+        )
+
+    def ask(self, line):
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
+    def kill(self):
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def weights():
+    arena = Arena("weights", device="cpu", min_chunk_bytes=MIB, max_chunk_bytes=4 * MIB)
+    yield arena
+    gc.collect()
+    arena.close()
+
+
+@pytest.fixture
+def peers():
+    started = []
+
+    def start(export, access):
+        started.append(Peer(export, access))
+        return started[-1]
+
+    yield start
+    for peer in started:
+        peer.kill()
+
+
+def filled(arena, num_bytes, value):
+    block = arena.buffer(num_bytes)
+    memoryview(block).cast("B")[:] = bytes([value]) * num_bytes
+    return block
+
+
+def host_shared_bytes():
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(lines["Shmem"].split()[0]) << 10
+
+
+def test_a_peer_reads_live_bytes_at_the_same_offsets(weights, peers):
+    block = filled(weights, 9 * MIB, 4)
+    export = weights.export(Access.READ_ONLY)
+    peer = peers(export, Access.READ_ONLY)
+    export.close_fds()
+    assert peer.ask(f"read {8 * MIB}") == "4"
+    block[8 * MIB] = b"\x05"
+    assert peer.ask(f"read {8 * MIB}") == "5"
+    peer.kill()
+    export.close()
+
+
+def test_a_read_only_peer_dies_of_a_write_and_the_bytes_stay(weights, peers):
+    block = filled(weights, MIB, 4)
+    export = weights.export(Access.READ_ONLY)
+    peer = peers(export, Access.READ_ONLY)
+    assert peer.ask("write 0 9") == ""
+    assert peer.process.wait(timeout=10) < 0
+    assert block[0] == b"\x04"
+    export.close()
+
+
+def test_a_peer_may_write_what_was_exported_for_writing_and_sleep_over_it(weights, peers):
+    block = filled(weights, MIB, 4)
+    export = weights.export(Access.READ_WRITE)
+    peer = peers(export, Access.READ_WRITE)
+    assert peer.ask("write 3 9") == "done"
+    assert block[3] == b"\x09"
+    assert peer.ask("unmap") == "done"
+    block[3] = b"\x0a"
+    assert peer.ask("map") == "done"
+    assert peer.ask("read 3") == "10"
+    peer.kill()
+    export.close()
+
+
+def test_what_a_peer_holds_is_not_counted_as_given_back(weights, peers):
+    block = filled(weights, 32 * MIB, 4)
+    export = weights.export(Access.READ_ONLY)
+    peer = peers(export, Access.READ_ONLY)
+    assert peer.ask("read 5") == "4"
+    export.close_fds()
+    assert weights.usage().exported_bytes == 32 * MIB
+    awake = host_shared_bytes()
+    assert native.pause([weights]) == 0
+    assert weights.usage().held_bytes == 32 * MIB
+    assert host_shared_bytes() > awake - 8 * MIB  # the system has not got it back, and we do not say so
+    peer.kill()
+    export.close()
+    assert weights.usage().held_bytes == 0
+    assert host_shared_bytes() < awake - 24 * MIB
+    native.resume([weights])
+    assert block[0] == b"\0"
+
+
+def test_a_peer_killed_while_holding_leaves_nothing_behind(weights, peers):
+    block = filled(weights, 32 * MIB, 4)
+    export = weights.export(Access.READ_ONLY)
+    peer = peers(export, Access.READ_ONLY)
+    assert peer.ask("read 5") == "4"
+    awake = host_shared_bytes()
+    peer.kill()
+    export.close()
+    assert block[5] == b"\x04"
+    assert native.pause([weights]) == 32 * MIB
+    assert host_shared_bytes() < awake - 24 * MIB
+    native.resume([weights])
+
+
+def test_kept_chunks_stay_valid_for_a_peer_over_a_pause(weights, peers):
+    weights.set_policy(Keep.CHUNKS)
+    block = filled(weights, MIB, 4)
+    export = weights.export(Access.READ_ONLY)
+    peer = peers(export, Access.READ_ONLY)
+    native.pause([weights])
+    native.resume([weights])
+    block[0] = b"\x06"
+    assert peer.ask("read 0") == "6"
+    peer.kill()
+    export.close()

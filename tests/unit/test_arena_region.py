@@ -1,0 +1,241 @@
+"""Tensors made inside a region lie in the arena: real memory, right values, freed with the tensor."""
+
+import gc
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from tasuki.memory import arena as native
+from tasuki.memory.allocator import MemoryTag
+from tasuki.memory.arena import Keep
+from tasuki.memory.region import NativeAllocator
+from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory, WrongPhase
+
+MIB = 1 << 20
+WEIGHTS, OPTIMIZER, KV_CACHE = MemoryTag.WEIGHTS, MemoryTag.OPTIMIZER, MemoryTag.KV_CACHE
+
+
+@pytest.fixture
+def allocator():
+    made = NativeAllocator(
+        tags=[WEIGHTS, OPTIMIZER, KV_CACHE],
+        device="cpu",
+        keep={OPTIMIZER: Keep.CONTENT},
+        min_chunk_bytes=MIB,
+        max_chunk_bytes=64 * MIB,
+    )
+    yield made
+    if any(usage.total_bytes for usage in made.usage()):
+        gc.collect()  # reference cycles hold tensors
+    made.close()
+
+
+def used_bytes(allocator, tag=WEIGHTS):
+    return allocator.arena(tag).usage().used_bytes
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+FACTORIES = {
+    "empty": lambda: torch.empty(64, 33).fill_(2),
+    "zeros": lambda: torch.zeros(64, 33, dtype=torch.int64),
+    "ones": lambda: torch.ones(64, 33, dtype=torch.bfloat16),
+    "full": lambda: torch.full((64, 33), 2.5),
+    "full of bool": lambda: torch.full((64, 64), True),
+    "empty_strided": lambda: torch.empty_strided((64, 33), (1, 64)).fill_(1),
+    "channels last": lambda: torch.empty(2, 3, 16, 16, memory_format=torch.channels_last).fill_(1),
+    "new_zeros": lambda: torch.ones(1).new_zeros(64, 33),
+    "new_full": lambda: torch.ones(1).new_full((64, 33), 3),
+    "arange": lambda: torch.arange(5000),
+    "tensor": lambda: torch.tensor(list(range(5000))),
+    "complex": lambda: torch.zeros(64, 33, dtype=torch.complex64),
+    "parameter": lambda: torch.nn.Parameter(torch.ones(64, 33)),
+    "cat": lambda: torch.cat([torch.ones(40, 33), torch.zeros(40, 33)]),
+    "rand with a seed": lambda: torch.randn(64, 33, generator=torch.Generator().manual_seed(1)),
+}
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_a_factory_makes_the_same_tensor_inside_as_outside(allocator, name):
+    outside = FACTORIES[name]()
+    with allocator.region(WEIGHTS):
+        inside = FACTORIES[name]()
+    assert torch.equal(inside, outside)
+    assert (inside.dtype, inside.stride(), type(inside)) == (outside.dtype, outside.stride(), type(outside))
+    assert 0 <= used_bytes(allocator) - inside.untyped_storage().nbytes() < 512
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [
+        torch.zeros_like,
+        torch.ones_like,
+        torch.clone,
+        lambda x: x.to(torch.float64),
+        lambda x: x.T.contiguous(),
+        lambda x: x * 2,
+    ],
+)
+def test_what_is_derived_inside_lies_in_the_arena_and_what_it_came_from_does_not(allocator, derive):
+    source = torch.arange(4096.0).view(64, 64)
+    with allocator.region(WEIGHTS):
+        inside = derive(source)
+    assert torch.equal(inside, derive(source))
+    assert 0 <= used_bytes(allocator) - inside.untyped_storage().nbytes() < 512
+
+
+def test_views_share_their_storage_and_small_tensors_stay_in_the_heap(allocator):
+    with allocator.region(WEIGHTS):
+        base = torch.zeros(64, 64)
+        view = base[1:].T
+        view.add_(1)
+        small = torch.zeros(16)
+    assert view.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
+    assert base.sum() == 63 * 64
+    assert small.sum() == 0
+    assert used_bytes(allocator) == 64 * 64 * 4
+
+
+def test_freeing_the_last_tensor_frees_the_bytes_and_the_pages(allocator):
+    with allocator.region(WEIGHTS):
+        tensor = torch.ones(8 * MIB // 4)
+    view = tensor[5:]
+    del tensor
+    assert used_bytes(allocator) == 8 * MIB
+    del view
+    usage = allocator.arena(WEIGHTS).usage()
+    assert (usage.used_bytes, usage.mapped_bytes, usage.num_blocks) == (0, 0, 0)
+
+
+def test_a_module_built_inside_sleeps_and_learns_after_it_woke(allocator):
+    with allocator.region(WEIGHTS):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert allocator.pause([WEIGHTS]) == MIB
+    assert allocator.resume([WEIGHTS]) == MIB
+    assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
+    model.load_state_dict(state)
+    model(torch.ones(2, 64)).sum().backward()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
+
+
+def test_pausing_lowers_resident_memory_by_95_percent_of_the_tags_bytes(allocator):
+    with allocator.region(WEIGHTS):
+        weights = torch.ones(32 * MIB // 4)
+    with allocator.region(KV_CACHE):
+        kv_cache = torch.ones(64 * MIB // 4)
+    address, awake = kv_cache.data_ptr(), resident_bytes()
+    assert allocator.pause([KV_CACHE, WEIGHTS]) == 96 * MIB
+    assert awake - resident_bytes() >= 0.95 * 96 * MIB
+    assert allocator.resume([WEIGHTS, KV_CACHE]) == 96 * MIB
+    kv_cache.fill_(2)
+    weights.fill_(3)
+    assert (kv_cache.data_ptr(), kv_cache.sum().item()) == (address, 32 * MIB)
+
+
+def test_content_that_is_kept_comes_back(allocator):
+    with allocator.region(OPTIMIZER):
+        moments = torch.arange(MIB, dtype=torch.float32)
+    for _ in range(3):
+        allocator.pause([OPTIMIZER, WEIGHTS])
+        allocator.resume([OPTIMIZER, WEIGHTS])
+        assert torch.equal(moments, torch.arange(MIB, dtype=torch.float32))
+
+
+def test_an_optimizer_made_inside_steps_as_one_outside(allocator):
+    def train(region):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(64, 64)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.ones(4, 64)).square().sum().backward()
+            with region():
+                optimizer.step()
+            optimizer.zero_grad()
+            allocator.pause([OPTIMIZER])
+            allocator.resume([OPTIMIZER])
+        return model.weight.detach().clone(), optimizer
+
+    inside, optimizer = train(lambda: allocator.region(OPTIMIZER))
+    assert used_bytes(allocator, OPTIMIZER) >= 2 * 64 * 64 * 4
+    outside, _ = train(torch.no_grad)
+    assert torch.equal(inside, outside)
+    del optimizer
+
+
+def test_other_threads_allocate_outside_the_region(allocator):
+    made = []
+    with allocator.region(WEIGHTS):
+        thread = threading.Thread(target=lambda: made.append(torch.zeros(MIB)))
+        thread.start()
+        thread.join()
+    assert used_bytes(allocator) == 0
+    assert made[0].sum() == 0
+
+
+def test_regions_nest_and_the_inner_one_wins(allocator):
+    with allocator.region(WEIGHTS):
+        with allocator.region(KV_CACHE):
+            inner = torch.zeros(MIB)
+        outer = torch.zeros(MIB)
+    assert (used_bytes(allocator, KV_CACHE), used_bytes(allocator)) == (4 * MIB, 4 * MIB)
+    del inner, outer
+
+
+def test_the_inner_tensor_of_a_wrapper_lies_in_the_arena(allocator):
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    source = TwoTensor(torch.ones(64, 64), torch.ones(64, 64))
+    with allocator.region(WEIGHTS):
+        wrapped = torch.zeros_like(source)
+    assert used_bytes(allocator) == 2 * 64 * 64 * 4
+    assert torch.equal(wrapped.a, torch.zeros(64, 64))
+
+
+def test_a_region_of_a_sleeping_tag_is_refused(allocator):
+    with allocator.region(WEIGHTS):
+        weights = torch.zeros(MIB)
+    allocator.pause([WEIGHTS])
+    with pytest.raises(WrongPhase, match="weights is asleep"), allocator.region(WEIGHTS):
+        torch.zeros(MIB)
+    allocator.resume([WEIGHTS])
+    del weights
+
+
+def test_a_tag_of_another_process_is_named(allocator):
+    with pytest.raises(InvalidArgument, match="gradients is no tag of this process; it has weights, optimizer, kv_cache"):
+        allocator.pause([MemoryTag.GRADIENTS])
+
+
+def test_a_region_without_room_raises_and_leaves_nothing(allocator):
+    native.set_host_budget(4 * MIB)
+    try:
+        with allocator.region(WEIGHTS), pytest.raises(OutOfGpuMemory, match="weights"):
+            torch.zeros(8 * MIB)
+    finally:
+        native.set_host_budget(0)
+    assert used_bytes(allocator) == 0
+
+
+def test_usage_tells_bytes_by_tag(allocator):
+    with allocator.region(WEIGHTS):
+        weights = torch.zeros(MIB)
+    allocator.pause([WEIGHTS])
+    by_tag = {usage.tag: usage for usage in allocator.usage()}
+    assert (by_tag[WEIGHTS].mapped_bytes, by_tag[WEIGHTS].total_bytes, by_tag[WEIGHTS].is_paused) == (0, 4 * MIB, True)
+    assert (by_tag[KV_CACHE].total_bytes, by_tag[KV_CACHE].is_paused, by_tag[KV_CACHE].device) == (0, False, "cpu")
+    allocator.resume([WEIGHTS])
+    del weights
+
+
+def test_without_a_gpu_cuda_is_refused_by_name():
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(InvalidArgument, match="no CUDA driver on this machine"):
+        NativeAllocator(tags=[WEIGHTS], device="cuda:0")
