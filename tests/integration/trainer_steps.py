@@ -42,7 +42,10 @@ def run_step(model: Path, *, max_tokens: int, output: Path, mesh: DeviceMesh) ->
     plan = plan_micro_batches([sample_length(sample) for sample in samples], num_ranks=mesh.size(), max_tokens=max_tokens)
     num_tokens = count_loss_tokens(samples)
     report = worker.forward_backward(
-        [loss_batch([samples[index] for index in part], policy_version=0, device=worker.device) for part in plan[dist.get_rank()]],
+        [
+            loss_batch([samples[index] for index in part], policy_version=0, device=worker.device)
+            for part in plan[dist.get_rank()]
+        ],
         loss=PolicyLossConfig(
             clip_low=plain.CLIP_LOW, clip_high=plain.CLIP_HIGH, kl_coef=plain.KL_COEF, temperature=plain.TEMPERATURE
         ),

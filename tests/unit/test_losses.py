@@ -27,7 +27,9 @@ def test_token_log_probs_and_their_gradient_are_log_softmax(
     logits_TV, token_ids_T = _logits()
     weights_T = torch.arange(1.0, T + 1)
     expected_TV = torch.log_softmax(logits_TV / temperature, dim=-1)
-    (expected_grad,) = torch.autograd.grad((expected_TV[torch.arange(T), token_ids_T] * weights_T).sum(), logits_TV, retain_graph=True)
+    (expected_grad,) = torch.autograd.grad(
+        (expected_TV[torch.arange(T), token_ids_T] * weights_T).sum(), logits_TV, retain_graph=True
+    )
     log_probs_T, entropy_T = token_log_probs(logits_TV, token_ids_T, temperature=temperature)
     (grad,) = torch.autograd.grad((log_probs_T * weights_T).sum(), logits_TV)
     torch.testing.assert_close(log_probs_T, expected_TV[torch.arange(T), token_ids_T])
@@ -67,7 +69,11 @@ def test_ppo_clip_is_the_pessimistic_bound_with_separate_sides() -> None:
 def test_clipped_tokens_carry_no_gradient() -> None:
     log_probs_T = torch.tensor([0.0, 1.0, -1.0], requires_grad=True)
     loss, _ = ppo_clip(
-        log_probs_T, rollout_log_probs_T=torch.zeros(3), advantages_T=torch.tensor([1.0, 1.0, -1.0]), clip_low=0.2, clip_high=0.2
+        log_probs_T,
+        rollout_log_probs_T=torch.zeros(3),
+        advantages_T=torch.tensor([1.0, 1.0, -1.0]),
+        clip_low=0.2,
+        clip_high=0.2,
     )
     loss.sum().backward()
     assert log_probs_T.grad is not None
@@ -76,7 +82,9 @@ def test_clipped_tokens_carry_no_gradient() -> None:
 
 def test_a_huge_ratio_stays_finite_with_its_gradient() -> None:
     log_probs_T = torch.tensor([500.0, -500.0], requires_grad=True)
-    loss, _ = ppo_clip(log_probs_T, rollout_log_probs_T=torch.zeros(2), advantages_T=-torch.ones(2), clip_low=0.2, clip_high=0.2)
+    loss, _ = ppo_clip(
+        log_probs_T, rollout_log_probs_T=torch.zeros(2), advantages_T=-torch.ones(2), clip_low=0.2, clip_high=0.2
+    )
     loss.sum().backward()
     assert log_probs_T.grad is not None
     assert torch.isfinite(loss).all()
@@ -90,7 +98,9 @@ def test_k3_is_never_negative_and_zero_for_equal_policies() -> None:
 
 
 def test_k3_is_unbiased_for_the_kl_divergence() -> None:
-    policy, reference = (torch.log_softmax(torch.randn(V, generator=torch.Generator().manual_seed(seed)), -1) for seed in (1, 2))
+    policy, reference = (
+        torch.log_softmax(torch.randn(V, generator=torch.Generator().manual_seed(seed)), -1) for seed in (1, 2)
+    )
     exact = (policy.exp() * (policy - reference)).sum()
     torch.testing.assert_close((policy.exp() * k3_kl(policy, ref_log_probs_T=reference)).sum(), exact)
 

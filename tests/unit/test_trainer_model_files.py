@@ -49,7 +49,10 @@ def test_a_config_that_is_not_json_is_named(tmp_path: Path) -> None:
 
 def test_quantized_weights_are_unsupported(tmp_path: Path) -> None:
     folder = write_config(
-        tmp_path, model_type="llama", architectures=["LlamaForCausalLM"], quantization_config={"quant_method": "gptq", "bits": 4}
+        tmp_path,
+        model_type="llama",
+        architectures=["LlamaForCausalLM"],
+        quantization_config={"quant_method": "gptq", "bits": 4},
     )
     with pytest.raises(UnsupportedModel, match="quantized"):
         read_model_config(folder)

@@ -72,7 +72,9 @@ def load_policy(
     param_dtype: of the shards; compute_dtype: of forward and backward. Gradients are summed over ranks, not averaged, in float32.
     """
     with torch.device("meta"):
-        causal_lm = AutoModelForCausalLM.from_config(config, dtype=param_dtype, attn_implementation=_ATTENTION[mesh.device_type])
+        causal_lm = AutoModelForCausalLM.from_config(
+            config, dtype=param_dtype, attn_implementation=_ATTENTION[mesh.device_type]
+        )
     policy = Policy(causal_lm)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for layer in causal_lm.model.layers:
