@@ -23,6 +23,7 @@ from tasuki.wire.errors import (
     MessageTooLarge,
     NodeRunning,
     PeerUnavailable,
+    StageOrder,
     StaleEpoch,
     StaleSequence,
     TasukiError,
@@ -51,6 +52,8 @@ class CountingTrainer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def PublishWeights(self, request, context):
         async def publish() -> trainer_pb2.PublishWeightsResponse:
+            if request.command.request_id == "out of order":
+                raise StageOrder("not now")
             return trainer_pb2.PublishWeightsResponse(published_bytes=self.gate.sequence)
 
         return await self.gate.stage(request.command, publish)
@@ -125,6 +128,19 @@ async def test_lower_epoch_and_old_sequence_are_refused(served: Served) -> None:
     assert isinstance(stale, StaleEpoch) and stale.metadata == {"epoch": "6", "current_epoch": "7"}
     assert isinstance(await error_of(publish("c", 7, 3)), StaleSequence)
     assert (await publish("d", 8, 1)).published_bytes == 1
+
+
+async def test_refused_stage_and_data_command_do_not_shut_the_coordinator_out(served: Served) -> None:
+    servicer, channel, _ = served
+    stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+    first = trainer_pb2.PublishWeightsRequest(command=command("a", epoch=7, sequence=3))
+    await stub.PublishWeights(first, timeout=5)
+    wild = trainer_pb2.PublishWeightsRequest(command=command("out of order", epoch=999, sequence=10**9))
+    assert isinstance(await error_of(stub.PublishWeights(wild, timeout=5)), StageOrder)
+    await stub.OptimStep(trainer_pb2.OptimStepRequest(command=command("b", epoch=999)), timeout=5)
+    assert (servicer.gate.epoch, servicer.gate.sequence) == (7, 3)
+    after = trainer_pb2.PublishWeightsRequest(command=command("c", epoch=7, sequence=4))
+    assert (await stub.PublishWeights(after, timeout=5)).published_bytes == 4
 
 
 async def test_mutating_call_needs_deadline_and_request_id(served: Served) -> None:

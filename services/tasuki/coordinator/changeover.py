@@ -14,8 +14,7 @@ from tasuki.wire.errors import DeadlineExceeded, InternalError, PeerUnavailable,
 
 _log = logging.getLogger("tasuki.coordinator")
 # After these nobody knows whether the stage was carried out, or still is. It is not sent again, but its undo is sent: a service
-# takes one command at a time, and none with a lower sequence number after it, so the undo finds the stage finished, or keeps it
-# from starting.
+# takes one command at a time, in their order, so the undo finds the stage finished, or is refused because it never began.
 _OUTCOME_UNKNOWN = (DeadlineExceeded, InternalError, PeerUnavailable)
 
 Tell = Callable[[StageEvent, Stage], None]

@@ -7,12 +7,16 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar, cast
 
+import grpc
+
 from tasuki.v1.types_pb2 import CommandId
-from tasuki.wire.errors import InvalidArgument, StaleEpoch, StaleSequence
+from tasuki.wire.errors import InvalidArgument, StaleEpoch, StaleSequence, TasukiError
 
 _Answer = TypeVar("_Answer")
 _KEPT_ANSWERS = 1024
 _MAX_REQUEST_ID = 128
+_REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
+"""Codes of the errors after which nothing has changed."""
 
 
 class CommandGate:
@@ -31,11 +35,16 @@ class CommandGate:
         """Runs a stage command of the coordinator.
 
         Raises StaleEpoch below the highest epoch seen, StaleSequence when the sequence number does not grow, InvalidArgument without
-        a request_id.
+        a request_id. A refused command leaves no trace: one out of order, with whatever numbers, cannot shut the coordinator out.
         """
+        before = after = (self.epoch, self.sequence)
 
         def fence() -> None:
-            self._raise_epoch(command.epoch)
+            nonlocal before, after
+            before = (self.epoch, self.sequence)
+            self._refuse_old(command.epoch)
+            if command.epoch > self.epoch:
+                self.epoch, self.sequence = command.epoch, 0
             if command.sequence <= self.sequence:
                 raise StaleSequence(
                     f"stage command {command.sequence} comes after {self.sequence}",
@@ -43,15 +52,24 @@ class CommandGate:
                     current_sequence=self.sequence,
                 )
             self.sequence = command.sequence
+            after = (self.epoch, self.sequence)
 
-        return await self._run(command, fence, action)
+        async def act() -> _Answer:
+            try:
+                return await action()
+            except TasukiError as error:
+                if error.code in _REFUSALS and (self.epoch, self.sequence) == after:
+                    self.epoch, self.sequence = before
+                raise
+
+        return await self._run(command, fence, act)
 
     async def once(self, command: CommandId, action: Callable[[], Awaitable[_Answer]]) -> _Answer:
         """Runs a command that is no stage. Epoch 0 means that the caller does not ask to be fenced."""
 
         def fence() -> None:
             if command.epoch:
-                self._raise_epoch(command.epoch)
+                self._refuse_old(command.epoch)
 
         return await self._run(command, fence, action)
 
@@ -60,15 +78,13 @@ class CommandGate:
         async with self._lock:
             return
 
-    def _raise_epoch(self, epoch: int) -> None:
+    def _refuse_old(self, epoch: int) -> None:
         if epoch < self.epoch:
             raise StaleEpoch(
                 f"epoch {epoch} is over: this service has seen {self.epoch}; read the coordinator's state again",
                 epoch=epoch,
                 current_epoch=self.epoch,
             )
-        if epoch > self.epoch:
-            self.epoch, self.sequence = epoch, 0
 
     async def _run(self, command: CommandId, fence: Callable[[], None], action: Callable[[], Awaitable[_Answer]]) -> _Answer:
         request_id = command.request_id
