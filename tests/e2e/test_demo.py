@@ -18,6 +18,9 @@ ROOT = Path(__file__).parents[2]
 RUN = ROOT / "client" / "examples" / "demo" / "run.py"
 NUM_STEPS = 12
 MARK = "TASUKI_TEST_RUN"
+# A start takes under a minute on two free cores, and minutes on a busy machine.
+START_S = 540
+pytestmark = pytest.mark.timeout(START_S + 60)
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / root) for root in ("protos", "services", "client"))}
 SHORT = [f"train.num_steps={NUM_STEPS}", "train.eval_every=100", "train.kl_coef=0.001", "train.save_every=10"]
 
@@ -71,7 +74,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     output = tmp_path_factory.mktemp("runs") / "demo"
     with _demo(output, *SHORT) as process:
         try:
-            text, _ = process.communicate(timeout=280)
+            text, _ = process.communicate(timeout=START_S)
         finally:
             process.send_signal(signal.SIGINT)
     assert process.returncode == 0, text
