@@ -87,12 +87,14 @@ def test_stage_out_of_order_is_refused_by_coordinator_trainer_and_rollout_and_ev
     assert refusal(coordinator.RunStage, pb.RunStageRequest(stage=STAGE_SYNC)).reason == "STAGE_ORDER"
 
     def command(name: str) -> CommandId:
-        return CommandId(epoch=epoch, sequence=1_000_000_000, request_id=f"out of order {name} {time.time()}")
+        return CommandId(epoch=epoch + 1000, sequence=1_000_000_000, request_id=f"out of order {name} {time.time()}")
 
     offload = memory_pb2.PauseRequest(command=command("t"), stage=STAGE_OFFLOAD, tags=[MEMORY_TAG_WEIGHTS])
     assert refusal(MemoryServiceStub(channels["trainer"]).Pause, offload).reason == "STAGE_ORDER"
     resume = memory_pb2.ResumeRequest(command=command("r"), stage=STAGE_RESUME_KV, tags=[MEMORY_TAG_KV_CACHE])
     assert refusal(MemoryServiceStub(channels["rollout"]).Resume, resume).reason == "STAGE_ORDER"
+    for phase in (PHASE_ROLLOUT, PHASE_TRAIN):
+        assert acquire(coordinator, phase).phase == phase
 
 
 def test_command_of_an_older_epoch_is_refused(coordinator: CoordinatorServiceStub, channels: dict[str, grpc.Channel]) -> None:
@@ -128,10 +130,12 @@ def test_watch_writes_a_line_for_each_event(node: RunningNode, coordinator: Coor
     argv = [sys.executable, "-m", "tasuki.cli", "watch", str(node.config)]
     with subprocess.Popen(argv, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as watching:
         assert watching.stdout is not None
-        assert watching.stdout.readline().startswith("TRAIN, epoch")
-        acquire(coordinator, PHASE_ROLLOUT)
-        lines = [watching.stdout.readline().split() for _ in range(11)]
-        watching.send_signal(signal.SIGINT)
+        try:
+            assert watching.stdout.readline().startswith("TRAIN, epoch")
+            acquire(coordinator, PHASE_ROLLOUT)
+            lines = [watching.stdout.readline().split() for _ in range(11)]
+        finally:
+            watching.send_signal(signal.SIGINT)
     assert [line[2] for line in lines if line[3] == "DONE"] == [
         "LOAD_WEIGHTS",
         "RESUME_WEIGHTS",

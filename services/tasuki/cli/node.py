@@ -149,7 +149,10 @@ def _wait_until_serving(config: NodeConfig, *, tell: Tell, supervisor: subproces
             raise DeadlineExceeded(f"{', '.join(waiting)} did not serve within {deadline - started:.0f} s")
         time.sleep(_POLL_S)
     state = node_state(config)
-    while state.phase == types_pb2.PHASE_UNSPECIFIED and not state.last_error:
+    # The coordinator looks where the services stand once they answer; a node that runs already may be between the phases.
+    while supervisor is not None and state.phase == types_pb2.PHASE_UNSPECIFIED:
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"the node did not come to a phase: {state.last_error or 'no error is known'}")
         time.sleep(_POLL_S)
         state = node_state(config)
     tell(f"the node is up: {types_pb2.Phase.Name(state.phase)}, coordinator at {node_targets(config)['coordinator']}")
