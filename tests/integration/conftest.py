@@ -25,7 +25,7 @@ from tasuki.wire.channel import open_channel
 from tests.models import make_model, save_checkpoint, trainer_shards
 
 ROOT = Path(__file__).resolve().parents[2]
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 400.0
 CALL_TIMEOUT_S = 60.0
 NUM_TRAINER_RANKS = 2
 

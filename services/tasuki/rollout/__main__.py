@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import logging
 import os
 import shutil
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.util import Finalize
 from pathlib import Path
-from types import FrameType
 
 from tasuki.config import places
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
-from tasuki.rollout.deadline import StartDeadline
 from tasuki.rollout.environment import engine_environment
 from tasuki.rollout.model import read_model
 from tasuki.rollout.ranks import RankProcesses
+from tasuki.rollout.starting import Starting
 from tasuki.rpc.logs import configure_logging
 from tasuki.wire.errors import NodeRunning, TasukiError
 
@@ -34,18 +33,17 @@ def main() -> int:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
     arguments = parser.parse_args()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _exit)
     try:
         config = load_config(arguments.config, overrides=arguments.overrides)
         configure_logging("rollout")
-        return _serve(config)
+        logging.getLogger("sglang").setLevel(logging.WARNING)
+        return _serve(config, Starting(config.rollout.start_timeout_s))
     except TasukiError as error:
         sys.stderr.write(f"tasuki.rollout: {error.reason}: {error.message}\n")
         return 1
 
 
-def _serve(config: NodeConfig) -> int:
+def _serve(config: NodeConfig, starting: Starting) -> int:
     model = read_model(config)
     socket_dir = places.socket_dir(config.state_dir)
     temp_dir = socket_dir / "tmp"
@@ -55,14 +53,14 @@ def _serve(config: NodeConfig) -> int:
         # Runs when the interpreter exits, after multiprocessing has removed what it keeps there itself (at priority -100).
         Finalize(None, shutil.rmtree, args=(temp_dir, True), exitpriority=-200)
         os.environ.update(engine_environment(config, model, temp_dir=temp_dir))
-        deadline = StartDeadline(config.rollout.start_timeout_s)
         ranks = RankProcesses()
         try:
             ranks.start(config.rollout.tp_size)
             from tasuki.rollout.serve import serve
 
-            return serve(config, model, ranks, deadline)
+            return serve(config, model, ranks, starting)
         finally:
+            starting.finish()
             ranks.kill()
 
 
@@ -75,11 +73,6 @@ def _only_one(lock: Path, state_dir: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise NodeRunning(f"a rollout service already runs on {state_dir}", state_dir=state_dir) from error
         yield
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    """Until the server runs and handles it itself, a signal unwinds the stack, which ends the rank processes."""
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

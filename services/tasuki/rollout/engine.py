@@ -93,9 +93,10 @@ class RolloutEngine:
     async def update_weights(self, command: bytes) -> None:
         """Runs `receive_weights` with `command` in every rank and returns when all are done."""
         content = torch.frombuffer(bytearray(command), dtype=torch.uint8)
-        payload = cast(bytes, MultiprocessingSerializer.serialize([("command", content)]))
+        # One for each rank: the descriptor behind a serialized tensor can be taken once.
+        payloads = [cast(bytes, MultiprocessingSerializer.serialize([("command", content)])) for _ in self.reports]
         request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[payload] * len(self.reports),
+            serialized_named_tensors=payloads,
             load_format=LOADER,
             flush_cache=True,
             torch_empty_cache=False,

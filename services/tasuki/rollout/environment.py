@@ -35,6 +35,8 @@ def engine_environment(config: NodeConfig, model: ModelFacts, *, temp_dir: Path)
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(_cores_of_ranks(rollout.tp_size, rollout.num_threads)),
         "OMP_NUM_THREADS": str(rollout.num_threads),
+        # SGLang compiles a few small functions when they are first called, which on a CPU takes a C++ compiler and half a minute.
+        "TORCH_COMPILE_DISABLE": "1",
         # The CUDA build of torch brings an NCCL that needs a driver; ranks on a CPU talk over gloo.
         "SGLANG_NCCL_SO_PATH": "/nonexistent",
     }

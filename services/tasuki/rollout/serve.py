@@ -9,12 +9,12 @@ import uvloop
 
 from tasuki.config import places
 from tasuki.config.schema import NodeConfig
-from tasuki.rollout.deadline import StartDeadline
 from tasuki.rollout.engine import start_engine
 from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.ranks import RankProcesses
 from tasuki.rollout.rollout import Rollout
 from tasuki.rollout.servicer import RolloutMemoryServicer, RolloutServicer
+from tasuki.rollout.starting import Starting
 from tasuki.rollout.sync import WeightSync
 from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.logs import configure_logging
@@ -25,12 +25,12 @@ _SERVICE = "tasuki.v1.RolloutService"
 _log = logging.getLogger(__name__)
 
 
-def serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, deadline: StartDeadline) -> int:
+def serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, starting: Starting) -> int:
     """Serves until told to stop (exit code 0), or until an engine rank dies (1)."""
-    return uvloop.run(_serve(config, model, ranks, deadline))
+    return uvloop.run(_serve(config, model, ranks, starting))
 
 
-async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, deadline: StartDeadline) -> int:
+async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, starting: Starting) -> int:
     stop, died = asyncio.Event(), asyncio.Event()
 
     def on_death() -> None:
@@ -42,7 +42,7 @@ async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, de
     target = places.grpc_target(config.state_dir, service="rollout", listen=config.rollout.listen)
     server = RpcServer(service="rollout", target=target)
     engine = start_engine(config, model, ranks, on_death=on_death)
-    deadline.met()
+    starting.finish()
     configure_logging("rollout")  # SGLang has put its own in the place of ours
     sync = WeightSync(engine, socket_dir=socket_dir)
     try:
