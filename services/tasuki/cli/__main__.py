@@ -32,7 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def exit_code_of(command: Callable[[], int]) -> int:
     """Runs a command; what it raises becomes one line and an exit code."""
-    signal.signal(signal.SIGTERM, _terminated)
+    # Also for SIGINT: a shell starts its background jobs with that one ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupted)
     try:
         return command()
     except TasukiError as error:
@@ -43,7 +45,7 @@ def exit_code_of(command: Callable[[], int]) -> int:
         return INTERRUPTED
 
 
-def _terminated(number: int, frame: FrameType | None) -> NoReturn:
+def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
     """SIGTERM ends the command as Ctrl-C does, so that what it started is stopped."""
     raise KeyboardInterrupt
 
