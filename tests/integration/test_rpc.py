@@ -204,7 +204,9 @@ async def test_reflection_lists_and_describes_under_both_names(served, version: 
     )
     symbols = [NAME, "grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection"]
     requests = [reflection_pb2.ServerReflectionRequest(list_services="")]
-    requests += [reflection_pb2.ServerReflectionRequest(file_containing_symbol=symbol) for symbol in symbols]
+    requests += [
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol=symbol) for symbol in (*symbols, f"{NAME}.OptimStep")
+    ]
     answers = [answer async for answer in call(iter(requests), timeout=5)]
     listed = {service.name for service in answers[0].list_services_response.service}
     assert {*symbols, "grpc.health.v1.Health"} <= listed

@@ -7,11 +7,12 @@ v1alpha's servicer and descriptor under another package name.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
 import grpc.aio
 from google.protobuf import descriptor_pb2, descriptor_pool
-from grpc_reflection.v1alpha import reflection, reflection_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 V1_NAME = "grpc.reflection.v1.ServerReflection"
 
@@ -20,14 +21,25 @@ def enable_reflection(server: grpc.aio.Server, *, service_names: Sequence[str]) 
     """Lets grpcurl and its like list and describe `service_names`, and reflection itself."""
     names = (*service_names, reflection.SERVICE_NAME, V1_NAME)
     _describe_v1()
-    reflection.enable_server_reflection(names, server)
-    servicer = reflection.aio.ReflectionServicer(service_names=names)  # pyright: ignore[reportAttributeAccessIssue]  untyped library
+    servicer = _ReflectionServicer(service_names=names)
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
     handler = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
         request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
         response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(V1_NAME, {"ServerReflectionInfo": handler}),))
+
+
+class _ReflectionServicer(reflection.aio.ReflectionServicer):  # pyright: ignore[reportAttributeAccessIssue]  untyped library
+    """Also knows single methods, such as "tasuki.v1.RolloutService.Generate", which protobuf's pool of symbols leaves out."""
+
+    def _file_containing_symbol(self, request: Any, symbol: str) -> Any:
+        answer = super()._file_containing_symbol(request, symbol)
+        service, _, _ = symbol.rpartition(".")
+        if answer.HasField("error_response") and service in self._service_names:
+            return super()._file_containing_symbol(request, service)
+        return answer
 
 
 def _describe_v1() -> None:
