@@ -1,12 +1,13 @@
 """A node of small processes under the real supervisor: python supervised_node.py STATE_DIR LOCK_FD STARTER_FD NAME=KIND...
 
 Kinds: "good" stops when asked and takes its child along, "deaf" ignores SIGTERM, "dies" ends by itself with code 7 soon after it
-started. Each has a socket, a child in a session of its own and a file in shared memory, as engines and torchrun do.
+started. Each has a socket, a child in a session of its own, a file and a semaphore in shared memory, as engines and torchrun do.
 """
 
 from __future__ import annotations
 
 import mmap
+import multiprocessing
 import os
 import signal
 import socket
@@ -29,11 +30,14 @@ def service(name: str, kind: str, *, state_dir: Path, run_folder: Path) -> None:
     with (SHM / f"tasuki-test-{os.getpid()}").open("w+b") as file:
         file.truncate(4096)
         mapping = mmap.mmap(file.fileno(), 4096)
+    semaphore = multiprocessing.get_context("spawn").Semaphore()
+    # Only the tracker of this module would remove it after a kill, and that is killed too.
+    (state_dir / f"{name}.semaphore").write_text(semaphore._semlock.name)
     if kind == "good":
         signal.signal(signal.SIGTERM, lambda *_: (child.terminate(), os._exit(0)))
     (state_dir / f"{name}.pids").write_text(f"{os.getpid()} {child.pid}")
     time.sleep(1.0 if kind == "dies" else 600)
-    mapping.close()
+    del mapping, semaphore
     sys.exit(7)
 
 

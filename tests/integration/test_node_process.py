@@ -50,7 +50,11 @@ class Node:
         wait_for(lambda: holder(self.state_dir, name=NODE_LOCK) is None)
         assert [pid for pid in (self.process.pid, *self.pids) if is_alive(pid)] == []
         assert list(socket_dir(self.state_dir).iterdir()) == []
-        assert [file for file in Path("/dev/shm").glob("tasuki-test-*") if int(file.name.split("-")[2]) in self.pids] == []
+        shm = Path("/dev/shm")
+        assert [file for file in shm.glob("tasuki-test-*") if int(file.name.split("-")[2]) in self.pids] == []
+        semaphores = [file.read_text().removeprefix("/") for file in self.state_dir.glob("*.semaphore")]
+        assert len(semaphores) == len(self.names)
+        assert [name for name in semaphores if (shm / f"sem.{name}").exists()] == []
 
     @property
     def exit(self) -> dict[str, Any]:

@@ -44,10 +44,10 @@ def descendants(pid: int) -> list[int]:
     return found[1:]
 
 
-def end_descendants(*, grace_s: float, kill_s: float, note: Callable[[dict[int, int]], None]) -> None:
+def end_descendants(*, grace_s: float, kill_s: float, watch: Callable[[dict[int, int]], None]) -> None:
     """Gives the processes below this one `grace_s` to end by themselves, then `kill_s` of SIGKILL until none is left.
 
-    `note` takes what `reap` returns.
+    `watch` is called all the while, with what `reap` returns.
     """
     started = time.monotonic()
     while (left := descendants(os.getpid())) and time.monotonic() < started + grace_s + kill_s:
@@ -55,7 +55,7 @@ def end_descendants(*, grace_s: float, kill_s: float, note: Callable[[dict[int, 
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(_POLL_S)
-        note(reap())
+        watch(reap())
 
 
 def reap() -> dict[int, int]:
@@ -76,15 +76,21 @@ def shared_memory() -> set[Path]:
 
 
 def shared_memory_of(pids: Iterable[int]) -> set[Path]:
-    """Files in /dev/shm that any of the processes has mapped."""
-    found: set[Path] = set()
-    for pid in pids:
+    """Files in /dev/shm that any of the processes has mapped.
+
+    By inode: a named semaphore is mapped under a temporary name, before it gets its own.
+    """
+    paths: dict[int, Path] = {}
+    for path in shared_memory():
+        with suppress(OSError):  # it has just been removed
+            paths[path.stat().st_ino] = path
+    mapped: set[int] = set()
+    for pid in pids if paths else ():
         with suppress(OSError):  # it has just ended
             for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
-                _, slash, name = line.partition(f"{_SHM}/")
-                if slash and not name.endswith(" (deleted)"):
-                    found.add(_SHM / name)
-    return found
+                if f" {_SHM}/" in line:
+                    mapped.add(int(line.split(maxsplit=5)[4]))
+    return {paths[inode] for inode in mapped & paths.keys()}
 
 
 def _prctl(option: int, value: int) -> None:

@@ -95,7 +95,7 @@ class Supervisor:
         for pid in self._pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
-        end_descendants(grace_s=_GRACE_S, kill_s=_KILL_S, note=self._note)
+        end_descendants(grace_s=_GRACE_S, kill_s=_KILL_S, watch=self._watch_end)
         write_exit(self._state_dir, reason=reason, first=first, exit_codes=self._exit_codes)
         self._leftovers.remove()
         return 1 if first else 0
@@ -149,6 +149,10 @@ class Supervisor:
         self._starter_fd = None
         return said == b""
 
+    def _watch_end(self, ended: Mapping[int, int]) -> None:
+        self._leftovers.glance()
+        self._note(ended)
+
     def _note(self, ended: Mapping[int, int]) -> None:
         for pid, code in ended.items():
             service = self._pids.pop(pid, None)
@@ -198,7 +202,7 @@ def _guard(state_dir: Path, supervisor_pid: int, leftovers: Leftovers) -> int:
     if code < 0:
         _log.warning("event=supervisor_killed signal=%d", -code)
         leftovers.look()
-        end_descendants(grace_s=_GRACE_S, kill_s=_KILL_S, note=lambda _: None)
+        end_descendants(grace_s=_GRACE_S, kill_s=_KILL_S, watch=lambda _: leftovers.glance())
         write_exit(state_dir, reason=f"the supervisor was killed by {signal.Signals(-code).name}", first=None, exit_codes={})
         leftovers.remove()
     return code
