@@ -215,13 +215,22 @@ async def test_drain_cuts_and_returns_what_there_is(rollout: RolloutClient, trai
         assert torch.allclose(torch.tensor(sample.rollout_log_probs), theirs, atol=0.15)
 
 
-async def test_drain_lets_short_samples_finish_and_takes_no_new_ones(rollout: RolloutClient, trainer: TestTrainer) -> None:
+async def generate_health(rollout_process: RolloutProcess) -> int:
+    async with open_channel(rollout_process.target) as channel:
+        request = health_pb2.HealthCheckRequest(service="tasuki.v1.RolloutService/Generate")
+        return (await health_pb2_grpc.HealthStub(channel).Check(request, timeout=10)).status
+
+
+async def test_drain_lets_short_samples_finish_and_takes_no_new_ones(
+    rollout: RolloutClient, rollout_process: RolloutProcess, trainer: TestTrainer
+) -> None:
     await rollout.wake(trainer.publish(2))
     async with long_call(rollout, num_samples=2) as running:
         draining = asyncio.ensure_future(rollout.drain(grace_ms=50_000))
-        while (await rollout.state()).stage != types_pb2.STAGE_DRAIN:
+        while await generate_health(rollout_process) != health_pb2.HealthCheckResponse.NOT_SERVING:
             await asyncio.sleep(0.01)
         assert isinstance(await refused(rollout.generate([[5]], max_new_tokens=1)), Draining)
+        assert (await rollout.state()).stage == types_pb2.STAGE_RESUME_KV
         samples = await running
         drained = await draining
     assert (drained.num_finished, drained.num_cut) == (2, 0)
@@ -376,19 +385,12 @@ async def test_usage_tells_real_sizes_and_that_nothing_is_freed(rollout: Rollout
 async def test_health_tells_whether_it_generates(
     rollout: RolloutClient, rollout_process: RolloutProcess, trainer: TestTrainer
 ) -> None:
-    async with open_channel(rollout_process.target) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
-
-        async def status(name: str) -> int:
-            return (await health.Check(health_pb2.HealthCheckRequest(service=name), timeout=10)).status
-
-        serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-        assert await status("tasuki.v1.RolloutService") == serving
-        assert await status("tasuki.v1.RolloutService/Generate") == not_serving
-        await rollout.wake(trainer.publish(5))
-        assert await status("tasuki.v1.RolloutService/Generate") == serving
-        await rollout.drain()
-        assert await status("tasuki.v1.RolloutService/Generate") == not_serving
+    serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+    assert await generate_health(rollout_process) == not_serving
+    await rollout.wake(trainer.publish(5))
+    assert await generate_health(rollout_process) == serving
+    await rollout.drain()
+    assert await generate_health(rollout_process) == not_serving
 
 
 async def test_an_idle_engine_takes_no_core(

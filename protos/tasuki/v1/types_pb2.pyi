@@ -208,13 +208,14 @@ class SamplingParams(_message.Message):
     top_k: _builtins.int
     """-1 switches it off."""
     min_p: _builtins.float
+    """Not on a CPU, where every sample has a seed, which SGLang cannot combine with it."""
     frequency_penalty: _builtins.float
     presence_penalty: _builtins.float
     repetition_penalty: _builtins.float
     min_new_tokens: _builtins.int
     ignore_eos: _builtins.bool
     sampling_seed: _builtins.int
-    """Seed of the first sample; sample i of a prompt uses seed + i."""
+    """Seed of the first sample; sample i of a prompt uses seed + i. Not on a GPU, where SGLang samples a batch from one generator."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -309,7 +310,9 @@ class Sample(_message.Message):
 
     @_builtins.property
     def rollout_log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Natural log-probability of each completion token under the sampling distribution; as many as token_ids."""
+        """Natural log-probability of each completion token under the sampling distribution; as many as token_ids. Temperature and
+        penalties count; what top_p, top_k and min_p cut off still has its share; greedy tokens have that of temperature 1.
+        """
 
     def __init__(
         self,

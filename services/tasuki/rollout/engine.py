@@ -8,7 +8,6 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing.context import SpawnProcess
 from types import FrameType
 from typing import Any, cast
@@ -21,6 +20,7 @@ from sglang.srt.utils import MultiprocessingSerializer
 
 from tasuki.config.schema import NodeConfig
 from tasuki.rollout.arguments import engine_arguments
+from tasuki.rollout.generate import Completion
 from tasuki.rollout.model import ModelFacts, check_capacity
 from tasuki.rollout.ranks import RankProcesses, RankReport
 from tasuki.rollout.receive import LOADER
@@ -28,20 +28,6 @@ from tasuki.rollout.scheduler import StopTokens
 from tasuki.wire.errors import InternalError
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One finished or cut completion. log_probs: natural, one for each token."""
-
-    token_ids: Sequence[int]
-    log_probs: Sequence[float]
-    reason: str
-    """SGLang's: "stop", "length" or "abort"."""
-
-    @property
-    def is_cut(self) -> bool:
-        return self.reason == "abort"
 
 
 class RolloutEngine:

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 
-from tasuki.rollout.engine import Completion
 from tasuki.rollout.model import ModelFacts
 from tasuki.wire.errors import InvalidArgument
 
 _MAX_SAMPLES = 65_536
 # SGLang's own, when the request does not say.
 _DEFAULT_MAX_NEW_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished or cut completion. log_probs: natural, one for each token."""
+
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
+    reason: str
+    """SGLang's: "stop", "length" or "abort"."""
+
+    @property
+    def is_cut(self) -> bool:
+        return self.reason == "abort"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,15 +134,19 @@ def sampling_of(request: GenerationRequest, prompt_index: int, sample_index: int
     return sampling
 
 
-async def run_samples(
-    request: GenerationRequest, run_one: Callable[[int, int], Awaitable[Sample]]
-) -> AsyncGenerator[Sample, None]:
-    """The samples of all prompts in the order of completion. Closing the iterator early cancels those that still run."""
-    tasks = [
-        asyncio.ensure_future(run_one(prompt_index, sample_index))
+def start_samples(
+    request: GenerationRequest, run_one: Callable[[int, int], Coroutine[None, None, Sample]]
+) -> list[asyncio.Task[Sample]]:
+    """A task for each sample of each prompt."""
+    return [
+        asyncio.create_task(run_one(prompt_index, sample_index))
         for prompt_index in range(len(request.prompts))
         for sample_index in range(request.num_samples)
     ]
+
+
+async def as_completed(tasks: Sequence[asyncio.Task[Sample]]) -> AsyncGenerator[Sample, None]:
+    """The samples in the order of completion. Closing the iterator early cancels those that still run."""
     try:
         for finished in asyncio.as_completed(tasks):
             yield await finished

@@ -10,17 +10,21 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tasuki.memory.allocator import MemoryTag, ResidentAllocator
-from tasuki.rollout.engine import RolloutEngine
-from tasuki.rollout.generate import GenerationRequest, Sample, check_request, run_samples, sampling_of
+from tasuki.rollout.generate import GenerationRequest, Sample, as_completed, check_request, sampling_of, start_samples
 from tasuki.rollout.stages import Stage, check_idle, check_stage, check_tags, is_serving
 from tasuki.rollout.sync import SyncReport, WeightSync
 from tasuki.v1 import weights_pb2
-from tasuki.wire.errors import Asleep, Busy, Draining, EnginePoisoned, VersionOrder
+from tasuki.wire.errors import Asleep, DeadlineExceeded, Draining, EnginePoisoned, VersionOrder
+
+if TYPE_CHECKING:
+    from tasuki.rollout.engine import RolloutEngine
 
 _log = logging.getLogger(__name__)
 _DRAIN_POLL_S = 0.05
+_FLUSH_TIMEOUT_S = 5.0
 _SEED_BITS = 62
 
 
@@ -96,11 +100,13 @@ class Rollout:
         """PAUSE_KV, which drops every cached prefix, or PAUSE_WEIGHTS, after which no version is held. Returns the bytes released."""
         check_stage(stage, after=self.stage, poison_reason=self.poison_reason)
         check_tags(stage, tags)
-        check_idle(stage, num_running=self.num_running)
+        if self.poison_reason is None:
+            check_idle(stage, num_running=self.num_running)
         await self._close()
         with self._poisoning(stage):
-            if stage is Stage.PAUSE_KV and not await self.engine.flush_cache():
-                raise Busy("the engine still holds requests; drain first", stage=stage, num_running=self.num_running)
+            # What a poisoned engine has cached is never used again.
+            if stage is Stage.PAUSE_KV and self.poison_reason is None:
+                await self._flush_cache()
             released = sum(allocator.pause(tags) for allocator in self.allocators)
         if stage is Stage.PAUSE_WEIGHTS:
             self._held_version = None
@@ -133,18 +139,25 @@ class Rollout:
         )
         return report
 
-    async def drain(self, *, grace_s: float) -> Drained:
-        """DRAIN: closes the door, lets running samples finish for `grace_s`, then cuts the rest."""
+    async def drain(self, *, grace_s: float, timeout_s: float) -> Drained:
+        """DRAIN: closes the door, lets running samples finish for `grace_s`, then cuts the rest.
+
+        Raises DeadlineExceeded, and poisons the engine, when it has not let go of them within `timeout_s`.
+        """
         check_stage(Stage.DRAIN, after=self.stage, poison_reason=self.poison_reason)
         await self._close()
-        self.stage = Stage.DRAIN
         finished, cut = self._num_finished, self._num_cut
-        deadline = time.monotonic() + grace_s
-        while self.num_running:
-            if time.monotonic() >= deadline:
-                # Repeated, since a sample may still be on its way to the engine.
-                self.engine.cut_all()
-            await asyncio.sleep(_DRAIN_POLL_S)
+        started = time.monotonic()
+        with self._poisoning(Stage.DRAIN):
+            while self.num_running:
+                seconds = time.monotonic() - started
+                if seconds >= timeout_s:
+                    raise DeadlineExceeded(f"the engine did not let go of {self.num_running} requests", stage=Stage.DRAIN)
+                if seconds >= grace_s:
+                    # Repeated, since a sample may still be on its way to the engine.
+                    self.engine.cut_all()
+                await asyncio.sleep(_DRAIN_POLL_S)
+        self.stage = Stage.DRAIN
         drained = Drained(num_finished=self._num_finished - finished, num_cut=self._num_cut - cut)
         _log.info("event=stage stage=drain finished=%d cut=%d", drained.num_finished, drained.num_cut)
         return drained
@@ -162,13 +175,17 @@ class Rollout:
             sampling = sampling_of(request, prompt_index, sample_index, self.engine.model)
             if self.engine.model.is_seeded:
                 sampling.setdefault("sampling_seed", self._seeds.getrandbits(_SEED_BITS))
-            with self._counted():
-                completion = await self.engine.generate(request_id, request.prompts[prompt_index], sampling)
-                self._num_cut += completion.is_cut
-                self._num_finished += not completion.is_cut
+            completion = await self.engine.generate(request_id, request.prompts[prompt_index], sampling)
+            self._num_cut += completion.is_cut
+            self._num_finished += not completion.is_cut
             return Sample(prompt_index, sample_index, completion, version)
 
-        async with aclosing(run_samples(request, run_one)) as samples:
+        tasks = start_samples(request, run_one)
+        # Counted from here on, so that a drain which starts before the tasks do waits for them.
+        self._num_samples += len(tasks)
+        for task in tasks:
+            task.add_done_callback(self._count_down)
+        async with aclosing(as_completed(tasks)) as samples:
             async for sample in samples:
                 yield sample
 
@@ -176,7 +193,7 @@ class Rollout:
         if self.poison_reason is not None:
             raise EnginePoisoned(f"the engine must be started anew: {self.poison_reason}")
         if not self._is_open:
-            if self.stage is Stage.DRAIN:
+            if self.stage in (Stage.RESUME_KV, Stage.DRAIN):
                 raise Draining("rollout is draining; acquire phase ROLLOUT again")
             raise Asleep(f"rollout serves no version now (last stage {self.stage}); acquire phase ROLLOUT")
 
@@ -189,25 +206,24 @@ class Rollout:
             self._is_open = False
             await self._on_serving(False)
 
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        self._num_samples += 1
-        try:
-            yield
-        finally:
-            self._num_samples -= 1
+    async def _flush_cache(self) -> None:
+        """The scheduler may take a moment to notice that its last request has ended, and does not flush before."""
+        async with asyncio.timeout(_FLUSH_TIMEOUT_S):
+            while not await self.engine.flush_cache():  # noqa: ASYNC110 - SGLang has no event for it
+                await asyncio.sleep(_DRAIN_POLL_S)
+
+    def _count_down(self, task: asyncio.Task[Sample]) -> None:
+        self._num_samples -= 1
 
     @contextmanager
     def _poisoning(self, stage: Stage) -> Iterator[None]:
-        """After a failure half-way the engine's memory can no longer be trusted; a refusal is no failure."""
+        """After a failure half-way the engine's memory can no longer be trusted."""
         try:
             yield
-        except Busy:
-            raise
         except BaseException as error:
-            self.poison_reason = f"{stage} failed: {error}"
+            self.poison_reason = f"{stage} failed: {type(error).__name__}: {error}"
             self._held_version = None
-            _log.error("event=poisoned stage=%s error=%s", stage, error)
+            _log.error("event=poisoned reason=%s", self.poison_reason)
             raise
 
 

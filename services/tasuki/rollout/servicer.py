@@ -35,8 +35,8 @@ _REASONS = {
     "length": types_pb2.FINISH_REASON_LENGTH,
     "abort": types_pb2.FINISH_REASON_CUT,
 }
-# When the caller set no deadline, which only a caller without our interceptors can.
-_SYNC_TIMEOUT_S = 600.0
+# rpc/ refuses a mutating call without a deadline.
+_NO_DEADLINE_S = 600.0
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
@@ -58,10 +58,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def ReceiveWeights(
         self, request: rollout_pb2.ReceiveWeightsRequest, context: grpc.aio.ServicerContext
     ) -> rollout_pb2.ReceiveWeightsResponse:
-        remaining = context.time_remaining()
+        timeout_s = _remaining_s(context)
 
         async def receive() -> rollout_pb2.ReceiveWeightsResponse:
-            report = await self._rollout.receive(request.weights, timeout_s=_SYNC_TIMEOUT_S if remaining is None else remaining)
+            report = await self._rollout.receive(request.weights, timeout_s=timeout_s)
             return rollout_pb2.ReceiveWeightsResponse(
                 policy_version=report.policy_version,
                 copied_bytes=report.copied_bytes,
@@ -72,8 +72,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return await self._gate.stage(request.command, receive)
 
     async def Drain(self, request: rollout_pb2.DrainRequest, context: grpc.aio.ServicerContext) -> rollout_pb2.DrainResponse:
+        timeout_s = _remaining_s(context)
+
         async def drain() -> rollout_pb2.DrainResponse:
-            drained = await self._rollout.drain(grace_s=request.grace_ms / 1000)
+            drained = await self._rollout.drain(grace_s=request.grace_ms / 1000, timeout_s=timeout_s)
             return rollout_pb2.DrainResponse(num_finished=drained.num_finished, num_cut=drained.num_cut)
 
         return await self._gate.stage(request.command, drain)
@@ -142,6 +144,11 @@ class RolloutMemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
 
     def _frees_memory(self) -> bool:
         return all(allocator.frees_memory for allocator in self._rollout.allocators)
+
+
+def _remaining_s(context: grpc.aio.ServicerContext) -> float:
+    remaining = context.time_remaining()
+    return _NO_DEADLINE_S if remaining is None else remaining
 
 
 def _encode_sample(sample: Sample) -> types_pb2.Sample:

@@ -7,16 +7,19 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import zmq
 import zmq.asyncio
 
-from tasuki.rollout.engine import RolloutEngine
 from tasuki.transport.imported_weights import ImportedWeights, import_weights
 from tasuki.transport.plan import Slice
 from tasuki.transport.verify import ReceivedPiece, check_received
 from tasuki.v1 import ranks_pb2, weights_pb2
 from tasuki.wire.errors import BadHandle, DeadlineExceeded, InternalError, TasukiError, from_reason
+
+if TYPE_CHECKING:
+    from tasuki.rollout.engine import RolloutEngine
 
 _IMPORT_TIMEOUT_S = 10.0
 

@@ -1,0 +1,159 @@
+"""The rollout service's ring of stages, and its door, without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tasuki.memory.allocator import MemoryTag
+from tasuki.rollout.generate import Completion, GenerationRequest
+from tasuki.rollout.model import ModelFacts
+from tasuki.rollout.rollout import Rollout
+from tasuki.rollout.stages import Stage, check_stage
+from tasuki.rollout.sync import SyncReport
+from tasuki.v1 import weights_pb2
+from tasuki.wire.errors import Asleep, DeadlineExceeded, Draining, EnginePoisoned, StageOrder, VersionOrder, WeightsCorrupt
+
+RING = [Stage.RESUME_WEIGHTS, Stage.SYNC, Stage.RESUME_KV, Stage.DRAIN, Stage.PAUSE_KV, Stage.PAUSE_WEIGHTS]
+MODEL = ModelFacts(path="", architecture="", vocab_size=10, context_length=10, has_eos=True, is_seeded=True)
+REQUEST = GenerationRequest([[1]], 1, {"max_new_tokens": 1})
+
+
+class IdleEngine:
+    """Answers at once, unless it is stuck; a real engine does not get stuck on request."""
+
+    def __init__(self) -> None:
+        self.model = MODEL
+        self.reports = [{"weight_bytes": 1, "kv_cache_bytes": 2}]
+        self.num_running = 0
+        self.is_stuck = False
+
+    async def generate(self, request_id: str, token_ids: object, sampling: object) -> Completion:
+        if self.is_stuck:
+            await asyncio.Event().wait()
+        return Completion([1], [-1.0], "length")
+
+    def cut_all(self) -> None: ...
+
+    async def flush_cache(self) -> bool:
+        return True
+
+
+class EasySync:
+    """Receives whatever is asked for; corrupt weights when told so."""
+
+    is_corrupt = False
+
+    async def prepare(self, weights: weights_pb2.PublishedWeights) -> None: ...
+
+    async def run(self, weights: weights_pb2.PublishedWeights, imported: None, *, timeout_s: float) -> SyncReport:
+        if self.is_corrupt:
+            raise WeightsCorrupt("flipped", tensors="a", rank=0)
+        return SyncReport(weights.policy_version, 0, (), {})
+
+
+async def said(is_serving: bool) -> None: ...
+
+
+def service() -> Rollout:
+    return Rollout(IdleEngine(), EasySync(), device="cpu", seed=0, on_serving=said)
+
+
+async def move(rollout: Rollout, stage: Stage, *, version: int = 0) -> None:
+    if stage is Stage.SYNC:
+        await rollout.receive(weights_pb2.PublishedWeights(policy_version=version), timeout_s=1)
+    elif stage is Stage.DRAIN:
+        await rollout.drain(grace_s=0, timeout_s=0.2)
+    elif stage in (Stage.RESUME_WEIGHTS, Stage.RESUME_KV):
+        await rollout.resume(stage, [])
+    else:
+        await rollout.pause(stage, [])
+
+
+async def samples(rollout: Rollout) -> list[int]:
+    return [sample.policy_version async for sample in rollout.generate(REQUEST)]
+
+
+def test_the_ring_closes() -> None:
+    after = Stage.START
+    for stage in RING * 2:
+        check_stage(stage, after=after, poison_reason=None)
+        after = stage
+
+
+@pytest.mark.parametrize("after", list(Stage))
+def test_a_poisoned_engine_only_gives_memory_back(after: Stage) -> None:
+    for stage in RING:
+        if stage in (Stage.PAUSE_KV, Stage.PAUSE_WEIGHTS):
+            check_stage(stage, after=after, poison_reason="x")
+        else:
+            with pytest.raises(EnginePoisoned, match="x"):
+                check_stage(stage, after=after, poison_reason="x")
+
+
+@given(st.lists(st.tuples(st.sampled_from(RING), st.integers(0, 3)), max_size=30))
+def test_whatever_is_asked_only_a_committed_version_generates_and_versions_never_fall(asked: list[tuple[Stage, int]]) -> None:
+    async def run() -> None:
+        rollout = service()
+        received, served = None, []
+        for stage, version in asked:
+            try:
+                await move(rollout, stage, version=version)
+            except (StageOrder, VersionOrder):
+                continue
+            received = version if stage is Stage.SYNC else None if stage is Stage.PAUSE_WEIGHTS else received
+            if stage is Stage.RESUME_KV:
+                assert await samples(rollout) == [received]
+                served.append(received)
+            else:
+                with pytest.raises((Asleep, Draining)):
+                    await samples(rollout)
+        assert served == sorted(served)
+
+    asyncio.run(run())
+
+
+async def test_a_failed_sync_poisons_and_its_version_is_never_served() -> None:
+    rollout = service()
+    rollout._sync.is_corrupt = True
+    await move(rollout, Stage.RESUME_WEIGHTS)
+    with pytest.raises(WeightsCorrupt):
+        await move(rollout, Stage.SYNC)
+    with pytest.raises(EnginePoisoned, match="sync failed: WeightsCorrupt: flipped"):
+        await move(rollout, Stage.RESUME_KV)
+    with pytest.raises(EnginePoisoned):
+        await samples(rollout)
+    await move(rollout, Stage.PAUSE_WEIGHTS)
+
+
+async def test_a_drain_waits_for_samples_whose_tasks_have_not_begun() -> None:
+    rollout = service()
+    for stage in RING[:3]:
+        await move(rollout, stage)
+    stream = rollout.generate(REQUEST)
+    first = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    drained = await rollout.drain(grace_s=1, timeout_s=1)
+    assert (drained.num_finished, drained.num_cut) == (1, 0)
+    assert (await first).policy_version == 0
+    await stream.aclose()
+
+
+async def test_a_drain_of_a_stuck_engine_ends_and_poisons() -> None:
+    rollout = service()
+    for stage in RING[:3]:
+        await move(rollout, stage)
+    rollout.engine.is_stuck = True
+    stuck = asyncio.ensure_future(samples(rollout))
+    await asyncio.sleep(0.01)
+    with pytest.raises(DeadlineExceeded, match="did not let go of 1 requests"):
+        await move(rollout, Stage.DRAIN)
+    with pytest.raises(EnginePoisoned, match="drain failed"):
+        await samples(rollout)
+    # The trainer can still have the memory.
+    assert await rollout.pause(Stage.PAUSE_KV, [MemoryTag.KV_CACHE]) == 0
+    assert await rollout.pause(Stage.PAUSE_WEIGHTS, [MemoryTag.WEIGHTS]) == 0
+    stuck.cancel()
