@@ -185,6 +185,22 @@ def stop_rollout(rollout: RolloutProcess) -> int:
         return rollout.process.wait()
 
 
+def shared_memory(pids: list[int]) -> set[int]:
+    """Inodes of what the processes have mapped from /dev/shm."""
+    lines = [line.split() for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/dev/shm/" in line]
+    return {int(line[4]) for line in lines}
+
+
+def left_of(inodes: set[int]) -> list[str]:
+    """Names of those that are still in /dev/shm 10 seconds from now."""
+    for _ in range(100):
+        left = [entry.name for entry in os.scandir("/dev/shm") if entry.inode() in inodes]
+        if not left:
+            break
+        time.sleep(0.1)
+    return left
+
+
 @pytest.fixture(scope="session")
 def rollout_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoint that the shared engine is started from; what the tests publish has other weights."""
@@ -197,8 +213,10 @@ def rollout_process(rollout_model: Path, tmp_path_factory: pytest.TempPathFactor
     wait_until_serving(rollout)
     yield rollout
     ranks = psutil.Process(rollout.process.pid).children(recursive=True)
+    shared = shared_memory([rollout.process.pid, *(rank.pid for rank in ranks)])
     assert stop_rollout(rollout) == 0, rollout.log.read_text()[-4000:]
     assert psutil.wait_procs(ranks, timeout=10)[1] == []
+    assert left_of(shared) == []
     assert [path.name for path in rollout.socket_dir.iterdir()] == ["rollout.lock"]
 
 

@@ -21,6 +21,8 @@ from tests.integration.conftest import (
     RolloutProcess,
     TestTrainer,
     connected,
+    left_of,
+    shared_memory,
     start_rollout,
     stop_rollout,
     wait_until_serving,
@@ -171,8 +173,10 @@ def test_a_dead_rank_ends_the_service_and_leaves_nothing(pair: RolloutProcess, p
     processes = children(pair)
     ranks = [process for process in processes if "scheduler" in process.name()]
     assert len(ranks) == 2
+    shared = shared_memory([pair.process.pid, *(process.pid for process in processes)])
     ranks[1].kill()
     assert pair.process.wait(15) == 1
     assert still_there(processes) == []
+    assert left_of(shared) == []
     assert "event=engine_died" in pair.log.read_text()
     assert sorted(path.name for path in pair.socket_dir.iterdir()) == ["pair-0.sock", "pair-1.sock", "rollout.lock"]

@@ -92,7 +92,7 @@ class RolloutEngine:
             raise InternalError(f"SGLang could not update its weights: {message}")
 
     def stop(self) -> None:
-        """Lets go of the ranks, which may then be killed without being taken for dead."""
+        """Ends the rank processes and returns when they are gone."""
         asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)
         self._engine.shutdown()
 
@@ -141,6 +141,13 @@ class _EmbeddedEngine(Engine):
         result = SchedulerInitResult(scheduler_infos=[], all_child_pids=pids)
         result.wait_for_ready = lambda: result.scheduler_infos.extend(map(dict, cls.ranks.wait_for_reports()))
         return result, cls.ranks.processes
+
+    def shutdown(self) -> None:
+        """Ends the ranks. SGLang's own also kills multiprocessing's resource tracker, whose semaphores then stay in /dev/shm."""
+        watchdog = None if self.tokenizer_manager is None else self.tokenizer_manager._subprocess_watchdog
+        if watchdog is not None:
+            watchdog.stop()
+        self.ranks.kill()
 
     @classmethod
     def _launch_detokenizer_subprocesses(  # pyright: ignore[reportIncompatibleMethodOverride]  takes whatever it is given

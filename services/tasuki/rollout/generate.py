@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from tasuki.rollout.model import ModelFacts
 from tasuki.wire.errors import InvalidArgument
 
+_MAX_SEED = 2**63 - 1
 _MAX_SAMPLES = 65_536
 # SGLang's own, when the request does not say.
 _DEFAULT_MAX_NEW_TOKENS = 128
@@ -58,6 +59,9 @@ def check_request(request: GenerationRequest, model: ModelFacts) -> None:
         asked = len(request.prompts) * request.num_samples
         raise InvalidArgument("num_samples", f"{asked} samples in one call; at most {_MAX_SAMPLES}, split the call")
     _check_sampling(request.sampling, model)
+    seed = request.sampling.get("sampling_seed")
+    if isinstance(seed, int) and seed + request.num_samples > _MAX_SEED:
+        raise InvalidArgument("sampling_params.sampling_seed", f"plus num_samples must not exceed {_MAX_SEED}")
     for index, token_ids in enumerate(request.prompts):
         _check_prompt(f"prompts[{index}]", token_ids, request.sampling, model)
 

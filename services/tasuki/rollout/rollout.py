@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 import uuid
@@ -17,7 +18,7 @@ from tasuki.rollout.generate import GenerationRequest, Sample, as_completed, che
 from tasuki.rollout.stages import Stage, check_idle, check_stage, check_tags, is_serving
 from tasuki.rollout.sync import SyncReport, WeightSync
 from tasuki.v1 import weights_pb2
-from tasuki.wire.errors import Asleep, DeadlineExceeded, Draining, EnginePoisoned, VersionOrder
+from tasuki.wire.errors import Asleep, DeadlineExceeded, Draining, EnginePoisoned, PolicyDiverged, VersionOrder
 
 if TYPE_CHECKING:
     from tasuki.rollout.engine import RolloutEngine
@@ -178,6 +179,10 @@ class Rollout:
             completion = await self.engine.generate(request_id, request.prompts[prompt_index], sampling)
             self._num_cut += completion.is_cut
             self._num_finished += not completion.is_cut
+            if not all(map(math.isfinite, completion.log_probs)):
+                raise PolicyDiverged(
+                    f"policy version {version} gives log-probs that are not finite; load a checkpoint", policy_version=version
+                )
             return Sample(prompt_index, sample_index, completion, version)
 
         tasks = start_samples(request, run_one)

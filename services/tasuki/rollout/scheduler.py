@@ -69,6 +69,8 @@ def run_scheduler(
             return dict(report)
 
     sglang_scheduler.Scheduler = ReportingScheduler
+    # It would write what a data-parallel balancer reads, to a file in /dev/shm that nobody ever removes.
+    sglang_scheduler.create_load_snapshot_writer = _no_load_snapshots
     sglang_scheduler.run_scheduler_process(
         server_args, port_args, gpu_id, tp_rank, attn_cp_rank, moe_dp_rank, moe_ep_rank, pp_rank, dp_rank, pipe_writer
     )
@@ -78,6 +80,9 @@ def _sample_by_seeds() -> None:
     """Every request is sampled by its own seed. As an argument at the start the setting would also ask for Triton kernels."""
     get_global_server_args().enable_deterministic_inference = True
     sglang_sampler.multinomial_with_seed = multinomial_with_seed
+
+
+def _no_load_snapshots(*args: object, **kwargs: object) -> None: ...
 
 
 def _weight_bytes(scheduler: Any) -> int:

@@ -21,7 +21,8 @@ def multinomial_with_seed(log_probs_BV: torch.Tensor, seed_B: torch.Tensor, posi
     index_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True)
     # At the upper end rounding could step past the last index that has a probability.
     last_B1 = torch.searchsorted(cumulative_BV, total_B1)
-    return torch.minimum(index_B1, last_B1)
+    # Where logits are NaN nothing is found; any index will do, its log-prob is NaN too and the service refuses the sample.
+    return torch.minimum(index_B1, last_B1).clamp_max(log_probs_BV.shape[-1] - 1)
 
 
 def _uniform(seed_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:

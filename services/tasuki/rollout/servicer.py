@@ -69,7 +69,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 timings=[types_pb2.Timing(name=name, seconds=seconds) for name, seconds in report.timings.items()],
             )
 
-        return await self._gate.stage(request.command, receive)
+        return await self._gate.stage(request, receive)
 
     async def Drain(self, request: rollout_pb2.DrainRequest, context: grpc.aio.ServicerContext) -> rollout_pb2.DrainResponse:
         timeout_s = _remaining_s(context)
@@ -78,7 +78,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             drained = await self._rollout.drain(grace_s=request.grace_ms / 1000, timeout_s=timeout_s)
             return rollout_pb2.DrainResponse(num_finished=drained.num_finished, num_cut=drained.num_cut)
 
-        return await self._gate.stage(request.command, drain)
+        return await self._gate.stage(request, drain)
 
     async def GetRolloutState(
         self, request: rollout_pb2.GetRolloutStateRequest, context: grpc.aio.ServicerContext
@@ -115,7 +115,7 @@ class RolloutMemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
             released = await self._rollout.pause(stage, _decode_tags(request.tags))
             return memory_pb2.PauseResponse(released_bytes=released, frees_memory=self._frees_memory())
 
-        return await self._gate.stage(request.command, pause)
+        return await self._gate.stage(request, pause)
 
     async def Resume(self, request: memory_pb2.ResumeRequest, context: grpc.aio.ServicerContext) -> memory_pb2.ResumeResponse:
         async def resume() -> memory_pb2.ResumeResponse:
@@ -123,7 +123,7 @@ class RolloutMemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
             mapped = await self._rollout.resume(stage, _decode_tags(request.tags))
             return memory_pb2.ResumeResponse(mapped_bytes=mapped, frees_memory=self._frees_memory())
 
-        return await self._gate.stage(request.command, resume)
+        return await self._gate.stage(request, resume)
 
     async def GetUsage(
         self, request: memory_pb2.GetUsageRequest, context: grpc.aio.ServicerContext
