@@ -123,7 +123,7 @@ class ScriptedNode(
             self.num_forward_backward += 1
             return trainer.ForwardBackwardResponse(loss=header.loss.clip_high, num_samples=len(samples))
 
-        response = await self.gate.once(header.command, work)
+        response = await self.gate.once(header, work)
         self._answered()
         await self.hang.wait()
         return response
@@ -136,7 +136,7 @@ class ScriptedNode(
             self.policy_version += 1
             return trainer.OptimStepResponse(policy_version=self.policy_version, learning_rate=request.learning_rate)
 
-        response = await self.gate.once(request.command, work)
+        response = await self.gate.once(request, work)
         self._answered()
         await self.hang.wait()
         return response

@@ -59,7 +59,7 @@ class StageService:
     hold: dict[int, asyncio.Event] = field(default_factory=dict)
     commands: list[CommandId] = field(default_factory=list)
 
-    async def run(self, command: CommandId, stage: Stage.ValueType, answer: Any) -> Any:
+    async def run(self, request: Any, stage: Stage.ValueType, answer: Any) -> Any:
         async def act() -> Any:
             if self.stage not in _AFTER[stage]:
                 raise StageOrder(f"{Stage.Name(stage)} after {Stage.Name(self.stage)}")
@@ -67,11 +67,11 @@ class StageService:
                 await self.hold[stage].wait()
             if stage in self.fail:
                 raise self.fail[stage]
-            self.commands.append(command)
+            self.commands.append(request.command)
             self.stage = stage
             return answer
 
-        return await self.gate.stage(command, act)
+        return await self.gate.stage(request, act)
 
 
 class Trainer(trainer_pb2_grpc.TrainerServiceServicer):
@@ -81,14 +81,14 @@ class Trainer(trainer_pb2_grpc.TrainerServiceServicer):
     async def PublishWeights(self, request: Any, context: Any) -> Any:
         weights = PublishedWeights(policy_version=self.service.version, boot_id=self.service.boot_id)
         answer = trainer_pb2.PublishWeightsResponse(weights=weights, published_bytes=1000)
-        return await self.service.run(request.command, STAGE_LOAD_WEIGHTS, answer)
+        return await self.service.run(request, STAGE_LOAD_WEIGHTS, answer)
 
     async def WithdrawWeights(self, request: Any, context: Any) -> Any:
         async def act() -> Any:
             self.service.stage = STAGE_LOAD_TRAINER
             return trainer_pb2.WithdrawWeightsResponse()
 
-        return await self.service.gate.stage(request.command, act)
+        return await self.service.gate.stage(request, act)
 
     async def GetTrainerState(self, request: Any, context: Any) -> Any:
         return trainer_pb2.GetTrainerStateResponse(boot_id=self.service.boot_id, stage=self.service.stage)
@@ -101,12 +101,12 @@ class Rollout(rollout_pb2_grpc.RolloutServiceServicer):
     async def ReceiveWeights(self, request: Any, context: Any) -> Any:
         version = request.weights.policy_version
         answer = rollout_pb2.ReceiveWeightsResponse(policy_version=version, copied_bytes=1000)
-        answer = await self.service.run(request.command, STAGE_SYNC, answer)
+        answer = await self.service.run(request, STAGE_SYNC, answer)
         self.service.received = version
         return answer
 
     async def Drain(self, request: Any, context: Any) -> Any:
-        answer = await self.service.run(request.command, STAGE_DRAIN, rollout_pb2.DrainResponse())
+        answer = await self.service.run(request, STAGE_DRAIN, rollout_pb2.DrainResponse())
         self.service.served = None
         return answer
 
@@ -120,10 +120,10 @@ class Memory(memory_pb2_grpc.MemoryServiceServicer):
         self.service = service
 
     async def Pause(self, request: Any, context: Any) -> Any:
-        return await self.service.run(request.command, request.stage, memory_pb2.PauseResponse(released_bytes=500))
+        return await self.service.run(request, request.stage, memory_pb2.PauseResponse(released_bytes=500))
 
     async def Resume(self, request: Any, context: Any) -> Any:
-        answer = await self.service.run(request.command, request.stage, memory_pb2.ResumeResponse(mapped_bytes=500))
+        answer = await self.service.run(request, request.stage, memory_pb2.ResumeResponse(mapped_bytes=500))
         if request.stage == STAGE_RESUME_KV:
             self.service.served = self.service.received
         return answer

@@ -58,6 +58,19 @@ def test_missing_model_is_noticed_before_anything_starts(folder: Path) -> None:
     assert not (folder / "state").exists()
 
 
+def test_folder_with_files_of_somebody_elses_is_refused_and_left_as_it_is(folder: Path) -> None:
+    (folder / "state" / "run").mkdir(parents=True)
+    (folder / "state" / "run" / "mine.txt").write_text("mine")
+    line = refusal(tasuki("up", "node.toml", cwd=folder))
+    assert line.startswith("tasuki: error INVALID_ARGUMENT: state_dir:")
+    assert [path.name for path in (folder / "state").rglob("*")] == ["run", "mine.txt"]
+
+
+def test_state_folder_that_is_a_file_is_one_line(folder: Path) -> None:
+    (folder / "state").write_text("")
+    assert "state" in refusal(tasuki("up", "node.toml", cwd=folder))
+
+
 def test_second_node_on_the_state_folder_is_refused_and_names_the_pid(folder: Path) -> None:
     with StateLock.take(folder / "state", name=NODE_LOCK) as lock:
         lock.sign(4242)

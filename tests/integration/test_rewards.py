@@ -41,6 +41,11 @@ def reward(*, prompt, completion, **fields):
         case "inf": return float("inf")
         case "text": return "1.0"
         case "none": return None
+        case "huge": return 1e300
+        case "long": return 10**400
+        case "complex": return np.complex64(1j)
+        case "numpy text": return np.str_("1.0")
+        case "interrupts": raise KeyboardInterrupt
         case "pid": return os.getpid()
     return 0.0
 
@@ -82,6 +87,11 @@ def test_rewards_come_in_order_with_the_fields_of_their_row(pool: RewardPool):
         ("inf", "returned inf"),
         ("text", "returned str, not a number"),
         ("none", "returned NoneType, not a number"),
+        ("huge", "returned 1e+300, which is not finite"),
+        ("long", "raised OverflowError"),
+        ("complex", "returned complex64, not a number"),
+        ("numpy text", "returned str_, not a number"),
+        ("interrupts", "raised KeyboardInterrupt"),
     ],
 )
 def test_a_failing_reward_names_sample_prompt_and_cause(pool: RewardPool, completion: str, cause: str):

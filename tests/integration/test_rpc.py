@@ -5,6 +5,7 @@ import stat
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -48,7 +49,7 @@ class CountingTrainer(trainer_pb2_grpc.TrainerServiceServicer):
             self.num_steps += 1
             return trainer_pb2.OptimStepResponse(policy_version=self.num_steps)
 
-        return await self.gate.once(request.command, step)
+        return await self.gate.once(request, step)
 
     async def PublishWeights(self, request, context):
         async def publish() -> trainer_pb2.PublishWeightsResponse:
@@ -56,7 +57,7 @@ class CountingTrainer(trainer_pb2_grpc.TrainerServiceServicer):
                 raise StageOrder("not now")
             return trainer_pb2.PublishWeightsResponse(published_bytes=self.gate.sequence)
 
-        return await self.gate.stage(request.command, publish)
+        return await self.gate.stage(request, publish)
 
     async def GetTrainerState(self, request, context):
         raise ValueError("a secret of the process")
@@ -101,6 +102,19 @@ async def test_repeated_request_id_runs_once_even_while_it_runs(served: Served) 
     servicer.release.set()
     answers = [await call for call in calls]
     assert [answer.policy_version for answer in answers] == [1, 1, 1, 1]
+    assert servicer.num_steps == 1
+
+
+async def test_a_request_id_used_for_another_request_is_refused(served) -> None:
+    servicer, channel, _ = served
+    stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+    first: Any = stub.OptimStep(trainer_pb2.OptimStepRequest(command=command("a")), timeout=5)
+    await first
+    other_content = stub.OptimStep(trainer_pb2.OptimStepRequest(command=command("a"), learning_rate=0.5), timeout=5)
+    other_method = stub.PublishWeights(trainer_pb2.PublishWeightsRequest(command=command("a", epoch=1, sequence=1)), timeout=5)
+    for call in (other_content, other_method):
+        error = await error_of(call)
+        assert isinstance(error, InvalidArgument) and error.metadata["field"] == "command.request_id"
     assert servicer.num_steps == 1
 
 

@@ -32,7 +32,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def demo(output: Path, *, seed: int, overrides: list[str], started: float) -> int:
-    if (output / "config.toml").exists():
+    if (output / "config.toml").exists() and (output / "task" / "eval.jsonl").exists():
         shutil.rmtree(output)  # an earlier demo's
     output.mkdir(parents=True)
     config = output / "config.toml"

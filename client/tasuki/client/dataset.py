@@ -75,7 +75,7 @@ class Dataset:
 def _row(line: bytes, *, place: str) -> Row:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidArgument("dataset", f"{place}: not JSON: {error}", place=place) from error
     if not isinstance(row, dict):
         raise InvalidArgument("dataset", f"{place}: expected an object, got {type(row).__name__}", place=place)

@@ -176,10 +176,12 @@ def _import_problem(module: str, name: str, folders: tuple[str, ...]) -> str:
 def _score(module: str, name: str, folders: tuple[str, ...], arguments: dict[str, object]) -> _Answer:
     try:
         reward = _load(module, name, folders)(**arguments)
-    except (Exception, SystemExit) as error:  # noqa: BLE001  the user's function may raise anything
+        if not isinstance(reward, numbers.Real | np.bool_):
+            return math.nan, f"returned {type(reward).__name__}, not a number"
+        value = float(reward)
+    except BaseException as error:  # noqa: BLE001  the user's function may raise anything
         return math.nan, f"raised {type(error).__name__}: {error}"
-    if not isinstance(reward, numbers.Real | np.generic):
-        return math.nan, f"returned {type(reward).__name__}, not a number"
-    if not math.isfinite(reward):
-        return math.nan, f"returned {float(reward)}, which is not finite"
-    return float(reward), ""
+    # Rewards are kept in float32.
+    if not abs(value) <= float(np.finfo(np.float32).max):
+        return math.nan, f"returned {value}, which is not finite"
+    return value, ""

@@ -120,6 +120,12 @@ class WeightsCorrupt(TasukiError):
     code, reason = grpc.StatusCode.DATA_LOSS, "WEIGHTS_CORRUPT"
 
 
+class PolicyDiverged(TasukiError):
+    """The policy's log-probabilities are not finite: its weights are of no use. Load a checkpoint. metadata: `policy_version`."""
+
+    code, reason = grpc.StatusCode.DATA_LOSS, "POLICY_DIVERGED"
+
+
 class GradientsNotFinite(TasukiError):
     """A gradient is NaN or infinite; no step was made."""
 

@@ -40,6 +40,9 @@ def exit_code_of(command: Callable[[], int]) -> int:
     except TasukiError as error:
         sys.stderr.write(f"tasuki: error {error.reason}: {error.message}\n")
         return SERVICE_ERROR if isinstance(error, ServiceFailed) else USER_ERROR
+    except OSError as error:  # a file or folder that cannot be read or written
+        sys.stderr.write(f"tasuki: error {type(error).__name__}: {error}\n")
+        return USER_ERROR
     except KeyboardInterrupt:
         sys.stderr.write("tasuki: interrupted\n")
         return INTERRUPTED

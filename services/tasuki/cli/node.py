@@ -20,13 +20,21 @@ from tasuki.cli.last_words import last_words
 from tasuki.cli.model_folder import check_model_folder
 from tasuki.cli.services import ServiceCommand, node_services
 from tasuki.config.lock import NODE_LOCK, StateLock, holder
-from tasuki.config.places import config_path, exit_path, log_path, node_targets
+from tasuki.config.places import config_path, exit_path, journal_path, log_path, node_targets
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
 from tasuki.v1 import coordinator_pb2, types_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.wire.channel import CLIENT_OPTIONS
-from tasuki.wire.errors import DeadlineExceeded, NodeDown, ServiceFailed, TasukiError, from_reason, from_rpc_error
+from tasuki.wire.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    NodeDown,
+    ServiceFailed,
+    TasukiError,
+    from_reason,
+    from_rpc_error,
+)
 
 STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.1
@@ -75,6 +83,7 @@ def start_node(config: NodeConfig, *, tell: Tell = to_stderr) -> StartedNode:
     before it serves. Whatever is raised, KeyboardInterrupt included, nothing is left running.
     """
     check_model_folder(config.model.path)
+    _check_state_folder(config.state_dir)
     lock = StateLock.take(config.state_dir, name=NODE_LOCK)
     read_fd, starter_fd = os.pipe()
     try:
@@ -91,6 +100,13 @@ def start_node(config: NodeConfig, *, tell: Tell = to_stderr) -> StartedNode:
         node.stop()
         raise
     return node
+
+
+def _check_state_folder(state_dir: Path) -> None:
+    """A node writes node.toml into its folder and removes `run` from it: it must not be somebody's own."""
+    is_ours = any((state_dir / name).exists() for name in (f"{NODE_LOCK}.lock", journal_path(state_dir).name))
+    if state_dir.is_dir() and any(state_dir.iterdir()) and not is_ours:
+        raise InvalidArgument("state_dir", f"{state_dir} holds files that are no node's; give the node a folder of its own")
 
 
 def stop_node(state_dir: Path) -> bool:

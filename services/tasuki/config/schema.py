@@ -6,15 +6,29 @@ One table for each service, so a service reads its own and the shared head (`sta
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 
 class Schema(BaseModel):
     """Base of every table: no unknown keys, no change after it was read."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+def _loopback(listen: str) -> str:
+    host, _, port = listen.rpartition(":")
+    if listen != "unix" and not (host in LOOPBACK and port.isdecimal() and 0 < int(port) <= MAX_PORT):
+        raise ValueError(f'must be "unix" or a loopback address with a port, such as "{LOOPBACK[0]}:50051"')
+    return listen
+
+
+MAX_PORT = 65535
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+Listen = Annotated[str, AfterValidator(_loopback)]
+Port = Annotated[int, Field(ge=1, le=MAX_PORT)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ModelConfig(Schema):
@@ -23,9 +37,9 @@ class ModelConfig(Schema):
 
 
 class CoordinatorConfig(Schema):
-    listen: str = "unix"
+    listen: Listen = "unix"
     """"unix" for a socket in the state folder, or "127.0.0.1:PORT" (loopback only)."""
-    metrics_port: PositiveInt | None = None
+    metrics_port: Port | None = None
     """Loopback port of Prometheus' /metrics; none by default."""
     stage_timeout_s: PositiveFloat = 600.0
     """Deadline of one stage."""
@@ -34,8 +48,8 @@ class CoordinatorConfig(Schema):
 
 
 class TrainerConfig(Schema):
-    listen: str = "unix"
-    metrics_port: PositiveInt | None = None
+    listen: Listen = "unix"
+    metrics_port: Port | None = None
     num_ranks: PositiveInt = 1
     """FSDP2 ranks; one GPU each, or one process each on a CPU."""
     num_threads: PositiveInt = 1
@@ -46,7 +60,7 @@ class TrainerConfig(Schema):
     warmup_steps: int = Field(default=0, ge=0)
     total_steps: PositiveInt | None = None
     """Length of the schedule; needed unless it is constant."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: PositiveFloat = 1.0
@@ -67,8 +81,8 @@ class TrainerConfig(Schema):
 
 
 class RolloutConfig(Schema):
-    listen: str = "unix"
-    metrics_port: PositiveInt | None = None
+    listen: Listen = "unix"
+    metrics_port: Port | None = None
     tp_size: PositiveInt = 1
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     context_length: PositiveInt | None = None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import grpc
+from google.protobuf.message import Message
 
 from tasuki.v1.types_pb2 import CommandId
 from tasuki.wire.errors import InvalidArgument, StaleEpoch, StaleSequence, TasukiError
@@ -19,8 +21,17 @@ _REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUME
 """Codes of the errors after which nothing has changed."""
 
 
+class Commanded(Protocol):
+    """A request, or the header of one, that carries a CommandId."""
+
+    @property
+    def command(self) -> CommandId: ...
+
+
 class CommandGate:
-    """Runs commands one at a time, each once: a repeated request_id gets the first answer, or the first error.
+    """Runs commands one at a time, each once: a repeated request gets the first answer, or the first error.
+
+    A request repeats another when request_id, message type and content agree; the same request_id on anything else is refused.
 
     A command outlives its caller: a cancelled or timed-out call leaves it running, and the same request_id finds it again.
     """
@@ -28,15 +39,16 @@ class CommandGate:
     def __init__(self) -> None:
         self.epoch = 0
         self.sequence = 0
-        self._answers: OrderedDict[str, asyncio.Task[Any]] = OrderedDict()
+        self._answers: OrderedDict[str, tuple[bytes, asyncio.Task[Any]]] = OrderedDict()
         self._lock = asyncio.Lock()
 
-    async def stage(self, command: CommandId, action: Callable[[], Awaitable[_Answer]]) -> _Answer:
+    async def stage(self, request: Commanded, action: Callable[[], Awaitable[_Answer]]) -> _Answer:
         """Runs a stage command of the coordinator.
 
         Raises StaleEpoch below the highest epoch seen, StaleSequence when the sequence number does not grow, InvalidArgument without
         a request_id. A refused command leaves no trace: one out of order, with whatever numbers, cannot shut the coordinator out.
         """
+        command = request.command
         before = after = (self.epoch, self.sequence)
 
         def fence() -> None:
@@ -62,16 +74,16 @@ class CommandGate:
                     self.epoch, self.sequence = before
                 raise
 
-        return await self._run(command, fence, act)
+        return await self._run(request, fence, act)
 
-    async def once(self, command: CommandId, action: Callable[[], Awaitable[_Answer]]) -> _Answer:
+    async def once(self, request: Commanded, action: Callable[[], Awaitable[_Answer]]) -> _Answer:
         """Runs a command that is no stage. Epoch 0 means that the caller does not ask to be fenced."""
 
         def fence() -> None:
-            if command.epoch:
-                self._refuse_old(command.epoch)
+            if request.command.epoch:
+                self._refuse_old(request.command.epoch)
 
-        return await self._run(command, fence, action)
+        return await self._run(request, fence, action)
 
     async def idle(self) -> None:
         """Returns when no command runs."""
@@ -86,18 +98,20 @@ class CommandGate:
                 current_epoch=self.epoch,
             )
 
-    async def _run(self, command: CommandId, fence: Callable[[], None], action: Callable[[], Awaitable[_Answer]]) -> _Answer:
-        request_id = command.request_id
+    async def _run(self, request: Commanded, fence: Callable[[], None], action: Callable[[], Awaitable[_Answer]]) -> _Answer:
+        request_id, content = request.command.request_id, _digest(request)
         if not 0 < len(request_id) <= _MAX_REQUEST_ID:
             raise InvalidArgument(
                 "command.request_id", f"give one of 1 to {_MAX_REQUEST_ID} characters, unique for each intent"
             )
-        task = self._answers.get(request_id)
-        if task is None:
+        if request_id not in self._answers:
             fence()
             task = asyncio.get_running_loop().create_task(self._one_at_a_time(action))
-            self._answers[request_id] = task
+            self._answers[request_id] = content, task
             self._forget_old()
+        first, task = self._answers[request_id]
+        if content != first:
+            raise InvalidArgument("command.request_id", f"{request_id} was used for another request; choose a new one")
         return cast(_Answer, await asyncio.shield(task))
 
     async def _one_at_a_time(self, action: Callable[[], Awaitable[_Answer]]) -> _Answer:
@@ -106,6 +120,15 @@ class CommandGate:
 
     def _forget_old(self) -> None:
         for request_id in list(self._answers)[: max(0, len(self._answers) - _KEPT_ANSWERS)]:
-            if self._answers[request_id].done():
+            if self._answers[request_id][1].done():
                 # Nobody may have waited for it; reading the error keeps asyncio from reporting it as lost.
-                self._answers.pop(request_id).exception()
+                self._answers.pop(request_id)[1].exception()
+
+
+def _digest(request: Commanded) -> bytes:
+    """Of message type and content without the CommandId, whose epoch may have changed since the first try."""
+    body = type(request)()
+    cast(Message, body).CopyFrom(cast(Message, request))
+    cast(Message, body).ClearField("command")
+    content = cast(Message, body).SerializeToString(deterministic=True)
+    return hashlib.sha256(type(request).__name__.encode() + b"\0" + content).digest()

@@ -44,7 +44,7 @@ class MemoryServicer(MemoryServiceServicer):
                 released_bytes=sum(part.released_bytes for part in parts), frees_memory=all(part.frees_memory for part in parts)
             )
 
-        return await self._state.gate.stage(request.command, pause)
+        return await self._state.gate.stage(request, pause)
 
     async def Resume(self, request: memory_pb2.ResumeRequest, context: Any) -> memory_pb2.ResumeResponse:
         async def resume() -> memory_pb2.ResumeResponse:
@@ -60,7 +60,7 @@ class MemoryServicer(MemoryServiceServicer):
                 mapped_bytes=sum(part.mapped_bytes for part in parts), frees_memory=all(part.frees_memory for part in parts)
             )
 
-        return await self._state.gate.stage(request.command, resume)
+        return await self._state.gate.stage(request, resume)
 
     async def GetUsage(self, request: memory_pb2.GetUsageRequest, context: Any) -> memory_pb2.GetUsageResponse:
         answers = await self._ranks.call(TrainerRankCommand(get_usage=request))

@@ -34,7 +34,7 @@ class TrainerServicer(TrainerServiceServicer):
         self, request_iterator: AsyncIterator[trainer_pb2.ForwardBackwardRequest], context: Any
     ) -> trainer_pb2.ForwardBackwardResponse:
         header, samples = await requests.read_forward_backward(request_iterator)
-        return await self._state.gate.once(header.command, lambda: self._forward_backward(header.loss, samples))
+        return await self._state.gate.once(header, lambda: self._forward_backward(header.loss, samples))
 
     async def _forward_backward(
         self, loss: trainer_pb2.LossConfig, samples: Sequence[TrainingSample]
@@ -90,7 +90,7 @@ class TrainerServicer(TrainerServiceServicer):
                 self._state.policy_version = answers[0].optim_step.policy_version
                 return answers[0].optim_step
 
-        return await self._state.gate.once(request.command, step)
+        return await self._state.gate.once(request, step)
 
     async def DiscardGradients(
         self, request: trainer_pb2.DiscardGradientsRequest, context: Any
@@ -101,7 +101,7 @@ class TrainerServicer(TrainerServiceServicer):
                 self._state.has_gradients = False
                 return trainer_pb2.DiscardGradientsResponse()
 
-        return await self._state.gate.once(request.command, discard)
+        return await self._state.gate.once(request, discard)
 
     async def ComputeLogProbs(
         self, request_iterator: AsyncIterator[trainer_pb2.ComputeLogProbsRequest], context: Any
@@ -130,7 +130,7 @@ class TrainerServicer(TrainerServiceServicer):
     async def PublishWeights(
         self, request: trainer_pb2.PublishWeightsRequest, context: Any
     ) -> trainer_pb2.PublishWeightsResponse:
-        return await self._state.gate.stage(request.command, lambda: self._publish(request))
+        return await self._state.gate.stage(request, lambda: self._publish(request))
 
     async def _publish(self, request: trainer_pb2.PublishWeightsRequest) -> trainer_pb2.PublishWeightsResponse:
         started = time.perf_counter()
@@ -162,7 +162,7 @@ class TrainerServicer(TrainerServiceServicer):
 
         # The coordinator's undo has a place in its sequence; anyone else's withdrawal has none.
         run = self._state.gate.stage if request.command.sequence else self._state.gate.once
-        return await run(request.command, withdraw)
+        return await run(request, withdraw)
 
     async def SaveCheckpoint(
         self, request: trainer_pb2.SaveCheckpointRequest, context: Any
@@ -173,7 +173,7 @@ class TrainerServicer(TrainerServiceServicer):
                 answers = await self._ranks.call(ranks_pb2.TrainerRankCommand(save_checkpoint=request))
                 return answers[0].save_checkpoint
 
-        return await self._state.gate.once(request.command, save)
+        return await self._state.gate.once(request, save)
 
     async def LoadCheckpoint(
         self, request: trainer_pb2.LoadCheckpointRequest, context: Any
@@ -186,7 +186,7 @@ class TrainerServicer(TrainerServiceServicer):
                 self._state.policy_version = answers[0].load_checkpoint.policy_version
                 return answers[0].load_checkpoint
 
-        return await self._state.gate.once(request.command, load)
+        return await self._state.gate.once(request, load)
 
     async def ExportModel(self, request: trainer_pb2.ExportModelRequest, context: Any) -> trainer_pb2.ExportModelResponse:
         async def export() -> trainer_pb2.ExportModelResponse:
@@ -195,7 +195,7 @@ class TrainerServicer(TrainerServiceServicer):
                 answers = await self._ranks.call(ranks_pb2.TrainerRankCommand(export_model=request))
                 return answers[0].export_model
 
-        return await self._state.gate.once(request.command, export)
+        return await self._state.gate.once(request, export)
 
     async def GetTrainerState(
         self, request: trainer_pb2.GetTrainerStateRequest, context: Any
