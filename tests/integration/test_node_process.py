@@ -128,6 +128,9 @@ def test_service_that_dies_takes_the_node_with_it(start: Start) -> None:
 def test_service_that_is_killed_takes_the_node_with_it(start: Start) -> None:
     node = start(first="good", second="good")
     node.wait_until_up()
+    time.sleep(
+        2.0
+    )  # the supervisor looks a few times a second who holds which shared memory; a killed process can tell no more
     os.kill(node.pids[0], signal.SIGKILL)
     assert node.process.wait(timeout=LIMIT_S) == 1
     node.assert_gone()
