@@ -47,7 +47,7 @@ _AFTER = {
 
 @dataclass
 class StageService:
-    """State of one service. `fail`: errors by stage; `hold`: stages that wait for their event; `commands`: all that were accepted."""
+    """State of one service. `fail`: errors by stage; `hold`: stages that wait for their event (`held`: one does); `commands`: all that were accepted."""
 
     version: int = 0
     received: int | None = None
@@ -57,6 +57,7 @@ class StageService:
     gate: CommandGate = field(default_factory=CommandGate)
     fail: dict[int, TasukiError] = field(default_factory=dict)
     hold: dict[int, asyncio.Event] = field(default_factory=dict)
+    held: asyncio.Event = field(default_factory=asyncio.Event)
     commands: list[CommandId] = field(default_factory=list)
 
     async def run(self, request: Any, stage: Stage.ValueType, answer: Any) -> Any:
@@ -64,6 +65,7 @@ class StageService:
             if self.stage not in _AFTER[stage]:
                 raise StageOrder(f"{Stage.Name(stage)} after {Stage.Name(self.stage)}")
             if stage in self.hold:
+                self.held.set()
                 await self.hold[stage].wait()
             if stage in self.fail:
                 raise self.fail[stage]

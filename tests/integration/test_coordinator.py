@@ -258,6 +258,8 @@ async def test_coordinator_killed_in_the_middle_finds_the_node_and_brings_it_to_
     async for response in call:
         if response.event.stage == STAGE_SYNC:
             break
+    # The event says that the command is on its way.
+    await asyncio.wait_for(node.rollout.held.wait(), DEADLINE_S)
     node.process.kill()
     await node.process.wait()
     node.rollout.hold[STAGE_SYNC].set()

@@ -6,6 +6,7 @@ isort:skip_file
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from tasuki.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
@@ -144,20 +145,74 @@ class GetUsageResponse(_message.Message):
 
     TAGS_FIELD_NUMBER: _builtins.int
     FREES_MEMORY_FIELD_NUMBER: _builtins.int
+    DEVICES_FIELD_NUMBER: _builtins.int
     frees_memory: _builtins.bool
     """False when a pause in this build frees nothing."""
     @_builtins.property
     def tags(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TagUsage]: ...
+    @_builtins.property
+    def devices(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.DeviceUsage]:
+        """One for each rank."""
+
     def __init__(
         self,
         *,
         tags: _abc.Iterable[_types_pb2.TagUsage] | None = ...,
         frees_memory: _builtins.bool = ...,
+        devices: _abc.Iterable[_types_pb2.DeviceUsage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frees_memory", b"frees_memory", "tags", b"tags"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["devices", b"devices", "frees_memory", b"frees_memory", "tags", b"tags"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetUsageResponse: _TypeAlias = GetUsageResponse  # noqa: Y015
+
+@_typing.final
+class WatchUsageRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    interval_ms: _builtins.int
+    """Milliseconds between two answers, 20 to 60000; 1000 when not given."""
+    def __init__(
+        self,
+        *,
+        interval_ms: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_interval_ms", b"_interval_ms", "interval_ms", b"interval_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_interval_ms", b"_interval_ms", "interval_ms", b"interval_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__interval_ms: _TypeAlias = _typing.Literal["interval_ms"]  # noqa: Y015
+    _WhichOneofArgType__interval_ms: _TypeAlias = _typing.Literal["_interval_ms", b"_interval_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__interval_ms) -> _WhichOneofReturnType__interval_ms | None: ...
+
+Global___WatchUsageRequest: _TypeAlias = WatchUsageRequest  # noqa: Y015
+
+@_typing.final
+class WatchUsageResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIME_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """When it was read."""
+
+    @_builtins.property
+    def usage(self) -> Global___GetUsageResponse: ...
+    def __init__(
+        self,
+        *,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        usage: Global___GetUsageResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time", "usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["time", b"time", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchUsageResponse: _TypeAlias = WatchUsageResponse  # noqa: Y015

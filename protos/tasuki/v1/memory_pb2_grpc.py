@@ -50,6 +50,11 @@ class MemoryServiceStub(object):
                 request_serializer=tasuki_dot_v1_dot_memory__pb2.GetUsageRequest.SerializeToString,
                 response_deserializer=tasuki_dot_v1_dot_memory__pb2.GetUsageResponse.FromString,
                 _registered_method=True)
+        self.WatchUsage = channel.unary_stream(
+                '/tasuki.v1.MemoryService/WatchUsage',
+                request_serializer=tasuki_dot_v1_dot_memory__pb2.WatchUsageRequest.SerializeToString,
+                response_deserializer=tasuki_dot_v1_dot_memory__pb2.WatchUsageResponse.FromString,
+                _registered_method=True)
 
 
 class MemoryServiceServicer(object):
@@ -85,6 +90,15 @@ class MemoryServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchUsage(self, request, context):
+        """The same again and again, until the caller goes. Any phase.
+
+        Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for an interval out of bounds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MemoryServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -102,6 +116,11 @@ def add_MemoryServiceServicer_to_server(servicer, server):
                     servicer.GetUsage,
                     request_deserializer=tasuki_dot_v1_dot_memory__pb2.GetUsageRequest.FromString,
                     response_serializer=tasuki_dot_v1_dot_memory__pb2.GetUsageResponse.SerializeToString,
+            ),
+            'WatchUsage': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchUsage,
+                    request_deserializer=tasuki_dot_v1_dot_memory__pb2.WatchUsageRequest.FromString,
+                    response_serializer=tasuki_dot_v1_dot_memory__pb2.WatchUsageResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -186,6 +205,33 @@ class MemoryService(object):
             '/tasuki.v1.MemoryService/GetUsage',
             tasuki_dot_v1_dot_memory__pb2.GetUsageRequest.SerializeToString,
             tasuki_dot_v1_dot_memory__pb2.GetUsageResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tasuki.v1.MemoryService/WatchUsage',
+            tasuki_dot_v1_dot_memory__pb2.WatchUsageRequest.SerializeToString,
+            tasuki_dot_v1_dot_memory__pb2.WatchUsageResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -49,6 +49,11 @@ class MemoryServiceStub:
     """
     GetUsage: _grpc.UnaryUnaryMultiCallable[_memory_pb2.GetUsageRequest, _memory_pb2.GetUsageResponse]
     """Bytes by tag, rank and device. Any phase, harmless to repeat."""
+    WatchUsage: _grpc.UnaryStreamMultiCallable[_memory_pb2.WatchUsageRequest, _memory_pb2.WatchUsageResponse]
+    """The same again and again, until the caller goes. Any phase.
+
+    Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for an interval out of bounds.
+    """
 
 @_typing.type_check_only
 class MemoryServiceAsyncStub(MemoryServiceStub):
@@ -71,6 +76,11 @@ class MemoryServiceAsyncStub(MemoryServiceStub):
     """
     GetUsage: _aio.UnaryUnaryMultiCallable[_memory_pb2.GetUsageRequest, _memory_pb2.GetUsageResponse]  # type: ignore[assignment]
     """Bytes by tag, rank and device. Any phase, harmless to repeat."""
+    WatchUsage: _aio.UnaryStreamMultiCallable[_memory_pb2.WatchUsageRequest, _memory_pb2.WatchUsageResponse]  # type: ignore[assignment]
+    """The same again and again, until the caller goes. Any phase.
+
+    Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for an interval out of bounds.
+    """
 
 class MemoryServiceServicer(metaclass=_abc_1.ABCMeta):
     """Memory of one service by tag. Trainer and rollout both serve it; the coordinator is its usual caller."""
@@ -108,5 +118,16 @@ class MemoryServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_memory_pb2.GetUsageResponse, _abc.Awaitable[_memory_pb2.GetUsageResponse]]:
         """Bytes by tag, rank and device. Any phase, harmless to repeat."""
+
+    @_abc_1.abstractmethod
+    def WatchUsage(
+        self,
+        request: _memory_pb2.WatchUsageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_memory_pb2.WatchUsageResponse], _abc.AsyncIterator[_memory_pb2.WatchUsageResponse]]:
+        """The same again and again, until the caller goes. Any phase.
+
+        Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for an interval out of bounds.
+        """
 
 def add_MemoryServiceServicer_to_server(servicer: MemoryServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

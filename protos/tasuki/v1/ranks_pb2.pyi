@@ -390,11 +390,47 @@ class EngineRankCommand(_message.Message):
 
     CALL_FIELD_NUMBER: _builtins.int
     REPLY_ADDRESS_FIELD_NUMBER: _builtins.int
-    WEIGHTS_FIELD_NUMBER: _builtins.int
-    IMPORT_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    RECEIVE_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
+    GET_USAGE_FIELD_NUMBER: _builtins.int
     call: _builtins.int
     reply_address: _builtins.str
     """ZMQ address for the answer."""
+    @_builtins.property
+    def receive(self) -> Global___ReceiveCommand: ...
+    @_builtins.property
+    def pause(self) -> _memory_pb2.PauseRequest: ...
+    @_builtins.property
+    def resume(self) -> _memory_pb2.ResumeRequest: ...
+    @_builtins.property
+    def get_usage(self) -> _memory_pb2.GetUsageRequest: ...
+    def __init__(
+        self,
+        *,
+        call: _builtins.int = ...,
+        reply_address: _builtins.str = ...,
+        receive: Global___ReceiveCommand | None = ...,
+        pause: _memory_pb2.PauseRequest | None = ...,
+        resume: _memory_pb2.ResumeRequest | None = ...,
+        get_usage: _memory_pb2.GetUsageRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "get_usage", b"get_usage", "pause", b"pause", "receive", b"receive", "resume", b"resume"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "command", b"command", "get_usage", b"get_usage", "pause", b"pause", "receive", b"receive", "reply_address", b"reply_address", "resume", b"resume"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["receive", "pause", "resume", "get_usage"]  # noqa: Y015
+    _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
+
+Global___EngineRankCommand: _TypeAlias = EngineRankCommand  # noqa: Y015
+
+@_typing.final
+class ReceiveCommand(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    IMPORT_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     import_timeout_ms: _builtins.int
     """How long a trainer rank's socket may take to hand out its memory."""
     @_builtins.property
@@ -402,18 +438,16 @@ class EngineRankCommand(_message.Message):
     def __init__(
         self,
         *,
-        call: _builtins.int = ...,
-        reply_address: _builtins.str = ...,
         weights: _weights_pb2.PublishedWeights | None = ...,
         import_timeout_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "import_timeout_ms", b"import_timeout_ms", "reply_address", b"reply_address", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["import_timeout_ms", b"import_timeout_ms", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___EngineRankCommand: _TypeAlias = EngineRankCommand  # noqa: Y015
+Global___ReceiveCommand: _TypeAlias = ReceiveCommand  # noqa: Y015
 
 @_typing.final
 class EngineRankResult(_message.Message):
@@ -424,17 +458,56 @@ class EngineRankResult(_message.Message):
     CALL_FIELD_NUMBER: _builtins.int
     TP_RANK_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    RECEIVE_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
+    GET_USAGE_FIELD_NUMBER: _builtins.int
+    call: _builtins.int
+    tp_rank: _builtins.int
+    @_builtins.property
+    def error(self) -> Global___RankError:
+        """Set when the call failed on this rank."""
+
+    @_builtins.property
+    def receive(self) -> Global___ReceiveResult: ...
+    @_builtins.property
+    def pause(self) -> _memory_pb2.PauseResponse: ...
+    @_builtins.property
+    def resume(self) -> _memory_pb2.ResumeResponse: ...
+    @_builtins.property
+    def get_usage(self) -> _memory_pb2.GetUsageResponse: ...
+    def __init__(
+        self,
+        *,
+        call: _builtins.int = ...,
+        tp_rank: _builtins.int = ...,
+        error: Global___RankError | None = ...,
+        receive: Global___ReceiveResult | None = ...,
+        pause: _memory_pb2.PauseResponse | None = ...,
+        resume: _memory_pb2.ResumeResponse | None = ...,
+        get_usage: _memory_pb2.GetUsageResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "get_usage", b"get_usage", "pause", b"pause", "receive", b"receive", "result", b"result", "resume", b"resume"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "error", b"error", "get_usage", b"get_usage", "pause", b"pause", "receive", b"receive", "result", b"result", "resume", b"resume", "tp_rank", b"tp_rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["receive", "pause", "resume", "get_usage"]  # noqa: Y015
+    _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
+
+Global___EngineRankResult: _TypeAlias = EngineRankResult  # noqa: Y015
+
+@_typing.final
+class ReceiveResult(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     COPIED_BYTES_FIELD_NUMBER: _builtins.int
     FALLBACK_NAMES_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
-    call: _builtins.int
-    tp_rank: _builtins.int
     policy_version: _builtins.int
     copied_bytes: _builtins.int
-    @_builtins.property
-    def error(self) -> Global___RankError: ...
     @_builtins.property
     def fallback_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -444,22 +517,19 @@ class EngineRankResult(_message.Message):
     def __init__(
         self,
         *,
-        call: _builtins.int = ...,
-        tp_rank: _builtins.int = ...,
-        error: Global___RankError | None = ...,
         policy_version: _builtins.int = ...,
         copied_bytes: _builtins.int = ...,
         fallback_names: _abc.Iterable[_builtins.str] | None = ...,
         timings: _abc.Iterable[_types_pb2.Timing] | None = ...,
         checksums: _abc.Iterable[Global___PieceChecksum] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "checksums", b"checksums", "copied_bytes", b"copied_bytes", "error", b"error", "fallback_names", b"fallback_names", "policy_version", b"policy_version", "timings", b"timings", "tp_rank", b"tp_rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "copied_bytes", b"copied_bytes", "fallback_names", b"fallback_names", "policy_version", b"policy_version", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___EngineRankResult: _TypeAlias = EngineRankResult  # noqa: Y015
+Global___ReceiveResult: _TypeAlias = ReceiveResult  # noqa: Y015
 
 @_typing.final
 class PieceChecksum(_message.Message):

@@ -402,6 +402,8 @@ class TagUsage(_message.Message):
     MAPPED_BYTES_FIELD_NUMBER: _builtins.int
     TOTAL_BYTES_FIELD_NUMBER: _builtins.int
     IS_PAUSED_FIELD_NUMBER: _builtins.int
+    KEPT_BYTES_FIELD_NUMBER: _builtins.int
+    HOST_COPY_BYTES_FIELD_NUMBER: _builtins.int
     tag: Global___MemoryTag.ValueType
     device: _builtins.str
     """Torch's name of the device, e.g. "cuda:0" or "cpu"."""
@@ -412,6 +414,10 @@ class TagUsage(_message.Message):
     total_bytes: _builtins.int
     """Bytes that the tag has when resumed."""
     is_paused: _builtins.bool
+    kept_bytes: _builtins.int
+    """Bytes of physical memory that a pause has kept without an address."""
+    host_copy_bytes: _builtins.int
+    """Bytes of pinned host memory that hold, or are kept to hold, the content over a pause."""
     def __init__(
         self,
         *,
@@ -421,14 +427,61 @@ class TagUsage(_message.Message):
         mapped_bytes: _builtins.int = ...,
         total_bytes: _builtins.int = ...,
         is_paused: _builtins.bool = ...,
+        kept_bytes: _builtins.int = ...,
+        host_copy_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "is_paused", b"is_paused", "mapped_bytes", b"mapped_bytes", "rank", b"rank", "tag", b"tag", "total_bytes", b"total_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "host_copy_bytes", b"host_copy_bytes", "is_paused", b"is_paused", "kept_bytes", b"kept_bytes", "mapped_bytes", b"mapped_bytes", "rank", b"rank", "tag", b"tag", "total_bytes", b"total_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TagUsage: _TypeAlias = TagUsage  # noqa: Y015
+
+@_typing.final
+class DeviceUsage(_message.Message):
+    """State of one device, as one rank of a service sees it. On "cpu" it is the host: its memory and the rank's resident part of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    FREE_BYTES_FIELD_NUMBER: _builtins.int
+    PROCESS_BYTES_FIELD_NUMBER: _builtins.int
+    TORCH_CACHED_BYTES_FIELD_NUMBER: _builtins.int
+    OTHER_PROCESSES_BYTES_FIELD_NUMBER: _builtins.int
+    device: _builtins.str
+    """Torch's name of the device, e.g. "cuda:0" or "cpu"."""
+    rank: _builtins.int
+    """Rank inside the service."""
+    total_bytes: _builtins.int
+    free_bytes: _builtins.int
+    """Bytes that the driver (on "cpu" the system) would give now."""
+    process_bytes: _builtins.int
+    """Bytes of this process, whoever in it took them."""
+    torch_cached_bytes: _builtins.int
+    """Bytes that torch's own allocator holds and no tensor uses; not visible to the driver as free. 0 on "cpu"."""
+    other_processes_bytes: _builtins.int
+    """Bytes of all other processes on the device."""
+    def __init__(
+        self,
+        *,
+        device: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        total_bytes: _builtins.int = ...,
+        free_bytes: _builtins.int = ...,
+        process_bytes: _builtins.int = ...,
+        torch_cached_bytes: _builtins.int = ...,
+        other_processes_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "free_bytes", b"free_bytes", "other_processes_bytes", b"other_processes_bytes", "process_bytes", b"process_bytes", "rank", b"rank", "torch_cached_bytes", b"torch_cached_bytes", "total_bytes", b"total_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeviceUsage: _TypeAlias = DeviceUsage  # noqa: Y015
 
 @_typing.final
 class Timing(_message.Message):

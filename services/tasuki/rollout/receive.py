@@ -171,8 +171,8 @@ def receive_weights(model: EngineModel, named_tensors: Sequence[tuple[str, torch
     result = ranks_pb2.EngineRankResult(call=command.call, tp_rank=get_tensor_model_parallel_rank())
     try:
         receiver = _receivers.setdefault(id(model), WeightReceiver(model))
-        received = receiver.receive(command.weights, import_timeout_s=command.import_timeout_ms / 1000)
-        _fill(result, command.weights.policy_version, received)
+        received = receiver.receive(command.receive.weights, import_timeout_s=command.receive.import_timeout_ms / 1000)
+        result.receive.CopyFrom(_encode(command.receive.weights.policy_version, received))
     except TasukiError as error:
         result.error.CopyFrom(ranks_pb2.RankError(reason=error.reason, message=error.message, metadata=error.metadata))
     except Exception as error:  # noqa: BLE001 - the boundary to SGLang, see above
@@ -181,14 +181,16 @@ def receive_weights(model: EngineModel, named_tensors: Sequence[tuple[str, torch
     _answer(command.reply_address, result)
 
 
-def _fill(result: ranks_pb2.EngineRankResult, policy_version: int, received: Received) -> None:
-    result.policy_version = policy_version
-    result.copied_bytes = received.copied_bytes
-    result.fallback_names.extend(received.fallback_names)
-    result.timings.extend(types_pb2.Timing(name=name, seconds=seconds) for name, seconds in received.timings.items())
-    result.checksums.extend(
-        ranks_pb2.PieceChecksum(name=name, offset=at.offset, shape=at.shape, strides=at.strides, checksum=value)
-        for name, at, value in received.checksums
+def _encode(policy_version: int, received: Received) -> ranks_pb2.ReceiveResult:
+    return ranks_pb2.ReceiveResult(
+        policy_version=policy_version,
+        copied_bytes=received.copied_bytes,
+        fallback_names=received.fallback_names,
+        timings=[types_pb2.Timing(name=name, seconds=seconds) for name, seconds in received.timings.items()],
+        checksums=[
+            ranks_pb2.PieceChecksum(name=name, offset=at.offset, shape=at.shape, strides=at.strides, checksum=value)
+            for name, at, value in received.checksums
+        ],
     )
 
 

@@ -74,8 +74,7 @@ class WeightSync:
         command = ranks_pb2.EngineRankCommand(
             call=self._call,
             reply_address=f"ipc://{self._path}",
-            weights=weights,
-            import_timeout_ms=int(_IMPORT_TIMEOUT_S * 1000),
+            receive=ranks_pb2.ReceiveCommand(weights=weights, import_timeout_ms=int(_IMPORT_TIMEOUT_S * 1000)),
         )
         try:
             async with asyncio.timeout(timeout_s):
@@ -122,7 +121,7 @@ def _error_of(result: ranks_pb2.EngineRankResult) -> TasukiError:
 
 def _pieces(results: Iterable[ranks_pb2.EngineRankResult]) -> Iterable[ReceivedPiece]:
     for result in results:
-        for piece in result.checksums:
+        for piece in result.receive.checksums:
             source = Slice(piece.offset, tuple(piece.shape), tuple(piece.strides))
             yield ReceivedPiece(result.tp_rank, piece.name, source, piece.checksum)
 
@@ -130,11 +129,11 @@ def _pieces(results: Iterable[ranks_pb2.EngineRankResult]) -> Iterable[ReceivedP
 def _report(policy_version: int, results: Sequence[ranks_pb2.EngineRankResult]) -> SyncReport:
     slowest: defaultdict[str, float] = defaultdict(float)
     for result in results:
-        for timing in result.timings:
+        for timing in result.receive.timings:
             slowest[timing.name] = max(slowest[timing.name], timing.seconds)
     return SyncReport(
         policy_version=policy_version,
-        copied_bytes=sum(result.copied_bytes for result in results),
-        fallback_names=tuple(dict.fromkeys(name for result in results for name in result.fallback_names)),
+        copied_bytes=sum(result.receive.copied_bytes for result in results),
+        fallback_names=tuple(dict.fromkeys(name for result in results for name in result.receive.fallback_names)),
         timings=dict(slowest),
     )
