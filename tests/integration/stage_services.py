@@ -47,7 +47,10 @@ _AFTER = {
 
 @dataclass
 class StageService:
-    """State of one service. `fail`: errors by stage; `hold`: stages that wait for their event (`held`: one does); `commands`: all that were accepted."""
+    """State of one service.
+
+    fail: errors by stage. hold: stages that wait for their event; held: one does. commands: all that were accepted.
+    """
 
     version: int = 0
     received: int | None = None
