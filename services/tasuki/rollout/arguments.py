@@ -44,6 +44,8 @@ def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
             "attention_backend": "torch_native",
             "sampling_backend": "pytorch",
             "disable_cuda_graph": True,
+            # There is no second processor to overlap with, and it computes a token more for each sequence than is used.
+            "disable_overlap_schedule": True,
         }
         arguments.setdefault("max_total_tokens", max(_CPU_TOTAL_TOKENS, model.context_length) + _CONTEXT_SLACK)
         arguments.setdefault("max_running_requests", _CPU_RUNNING_REQUESTS)

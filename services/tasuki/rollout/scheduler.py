@@ -8,9 +8,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from sglang.srt.layers import sampler as sglang_sampler
+from sglang.srt.layers.attention import attention_registry
 from sglang.srt.managers import scheduler as sglang_scheduler
 from sglang.srt.server_args import PortArgs, ServerArgs, get_global_server_args
 
+from tasuki.rollout.cpu_attention import BatchedAttention
 from tasuki.rollout.ranks import RankReport
 from tasuki.rollout.seeded import multinomial_with_seed
 
@@ -69,6 +71,8 @@ def run_scheduler(
             return dict(report)
 
     sglang_scheduler.Scheduler = ReportingScheduler
+    if server_args.device == "cpu":
+        attention_registry.ATTENTION_BACKENDS["torch_native"] = BatchedAttention
     # It would write what a data-parallel balancer reads, to a file in /dev/shm that nobody ever removes.
     sglang_scheduler.create_load_snapshot_writer = _no_load_snapshots
     sglang_scheduler.run_scheduler_process(

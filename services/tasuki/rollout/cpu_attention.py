@@ -1,0 +1,122 @@
+"""Attention of an engine on a CPU: many sequences in one call of torch's kernel, where SGLang's own `torch_native` makes one call for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+# Of keys gathered, and of query-key pairs, in one call: 4 M elements are 16 MiB in float32.
+_MAX_ELEMENTS = 2**22
+
+
+class BatchedAttention(TorchNativeAttnBackend):
+    """SGLang's backend with its two loops over sequences replaced. What they do not cover (encoders, sliding windows) it does itself."""
+
+    def _run_sdpa_forward_decode(
+        self,
+        query: Tensor,
+        output: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        req_to_token: Tensor,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
+        encoder_lens: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """query, output: [sequences, heads, head_size]; caches: [tokens, kv_heads, head_size]; one query at the end of each sequence."""
+        if encoder_lens is not None or options.get("sliding_window_size") is not None:
+            return super()._run_sdpa_forward_decode(
+                query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens, **options
+            )
+        kv_heads, head_size = k_cache.shape[1:]
+        # The query heads that share a kv head are queries of that head: no head has to be repeated.
+        query_BHGD = query.view(query.shape[0], kv_heads, -1, head_size)
+        for rows, kv_len in _groups(seq_lens.tolist(), elements_per_token=kv_heads * head_size):
+            slots_BS, is_used_BS = _slots(req_to_token, req_pool_indices[rows], seq_lens[rows], kv_len)
+            out_BHGD = scaled_dot_product_attention(
+                query_BHGD[rows],
+                _gathered(k_cache, slots_BS, query.dtype),
+                _gathered(v_cache, slots_BS, query.dtype),
+                attn_mask=is_used_BS[:, None, None, :],
+                scale=options["scaling"],
+            )
+            output[rows] = out_BHGD.flatten(1, 2)
+        return output
+
+    def _run_sdpa_forward_extend(
+        self,
+        query: Tensor,
+        output: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        req_to_token: Tensor,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
+        extend_prefix_lens: Tensor,
+        extend_seq_lens: Tensor,
+        encoder_lens: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """query, output: [new tokens of all sequences, heads, head_size]; each sequence's new tokens follow its cached prefix."""
+        if encoder_lens is not None or options.get("sliding_window_size") is not None or not options["causal"]:
+            return super()._run_sdpa_forward_extend(
+                query,
+                output,
+                k_cache,
+                v_cache,
+                req_to_token,
+                req_pool_indices,
+                seq_lens,
+                extend_prefix_lens,
+                extend_seq_lens,
+                encoder_lens,
+                **options,
+            )
+        first_rows = extend_seq_lens.cumsum(0) - extend_seq_lens
+        per_token = max(k_cache.shape[1] * k_cache.shape[2], int(extend_seq_lens.max()))
+        for rows, kv_len in _groups(seq_lens.tolist(), elements_per_token=per_token):
+            new_lens, prefix_lens = extend_seq_lens[rows, None], extend_prefix_lens[rows, None]
+            offsets_Q = torch.arange(int(new_lens.max()))
+            is_new_BQ = offsets_Q < new_lens
+            # Beyond a sequence's new tokens: its first one again, whose result is not used.
+            query_rows_BQ = torch.where(is_new_BQ, first_rows[rows, None] + offsets_Q, first_rows[rows, None])
+            slots_BS, _ = _slots(req_to_token, req_pool_indices[rows], seq_lens[rows], kv_len)
+            is_past_BQS = torch.arange(kv_len) <= (prefix_lens + offsets_Q)[:, :, None]
+            out_BHQD = scaled_dot_product_attention(
+                query[query_rows_BQ].transpose(1, 2),
+                _gathered(k_cache, slots_BS, query.dtype),
+                _gathered(v_cache, slots_BS, query.dtype),
+                attn_mask=is_past_BQS[:, None],
+                scale=options["scaling"],
+                enable_gqa=options["enable_gqa"],
+            )
+            output[query_rows_BQ[is_new_BQ]] = out_BHQD.transpose(1, 2)[is_new_BQ]
+        return output
+
+
+def _groups(lengths: Sequence[int], *, elements_per_token: int) -> Iterator[tuple[Tensor, int]]:
+    """Rows of sequences of similar length that are padded and computed together, and the longest of each group."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    while order:
+        longest = lengths[order[0]]
+        count = max(1, _MAX_ELEMENTS // (longest * elements_per_token))
+        rows, order = order[:count], order[count:]
+        yield torch.tensor(rows), longest
+
+
+def _slots(req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
+    """Cache slots [sequences, kv_len] and which of them belong to a sequence; the others repeat its first, never a foreign one."""
+    slots = req_to_token[req_pool_indices, :kv_len]
+    is_used = torch.arange(kv_len) < seq_lens[:, None]
+    return torch.where(is_used, slots, slots[:, :1]), is_used
+
+
+def _gathered(cache: Tensor, slots_BS: Tensor, dtype: torch.dtype) -> Tensor:
+    """[sequences, kv_heads, tokens, head_size]"""
+    return cache[slots_BS].to(dtype).transpose(1, 2)

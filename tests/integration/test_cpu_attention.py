@@ -1,0 +1,91 @@
+"""The batched attention of an engine on a CPU against SGLang's loop over sequences, on the same cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+from tasuki.rollout import cpu_attention
+from tasuki.rollout.cpu_attention import BatchedAttention
+
+NUM_SLOTS, CONTEXT, HEADS, HEAD_SIZE = 2000, 64, 4, 16
+
+
+@dataclass
+class Cache:
+    """Sequences at random slots; every slot that no sequence uses holds NaN."""
+
+    seq_lens: torch.Tensor
+    kv_heads: int
+    k: torch.Tensor = field(init=False)
+    v: torch.Tensor = field(init=False)
+    req_to_token: torch.Tensor = field(init=False)
+    requests: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        count = len(self.seq_lens)
+        self.k, self.v = torch.full((2, NUM_SLOTS, self.kv_heads, HEAD_SIZE), float("nan"))
+        self.req_to_token = torch.randint(NUM_SLOTS, (count + 3, CONTEXT), dtype=torch.int32)
+        self.requests = torch.randperm(count + 3)[:count]
+        slots = torch.randperm(NUM_SLOTS)
+        for request, length in zip(self.requests, self.seq_lens.tolist(), strict=True):
+            mine, slots = slots[:length], slots[length:]
+            self.req_to_token[request, :length] = mine.to(torch.int32)
+            self.k[mine], self.v[mine] = torch.randn(2, length, self.kv_heads, HEAD_SIZE)
+
+
+def backend(cls: type[TorchNativeAttnBackend]) -> TorchNativeAttnBackend:
+    return cls(cast(Any, SimpleNamespace(device="cpu", req_to_token_pool=None, token_to_kv_pool=None)))
+
+
+@pytest.fixture(autouse=True, params=[2**22, 700], ids=["one group", "many groups"])
+def group_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(3)
+    monkeypatch.setattr(cpu_attention, "_MAX_ELEMENTS", request.param)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_decode_equals_a_loop_over_sequences(kv_heads: int) -> None:
+    cache = Cache(torch.randint(1, CONTEXT, (29,)), kv_heads)
+    query = torch.randn(29, HEADS, HEAD_SIZE)
+    outputs = [
+        backend(cls)._run_sdpa_forward_decode(
+            query, torch.full_like(query, 7), cache.k, cache.v, cache.req_to_token, cache.requests, cache.seq_lens,
+            scaling=0.3, enable_gqa=kv_heads != HEADS, causal=False,
+        )
+        for cls in (BatchedAttention, TorchNativeAttnBackend)
+    ]  # fmt: skip
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_extend_equals_a_loop_over_sequences(kv_heads: int) -> None:
+    cache = Cache(torch.randint(1, CONTEXT, (17,)), kv_heads)
+    new_lens = torch.tensor([1 + int(torch.randint(length, ())) for length in cache.seq_lens.tolist()])
+    query = torch.randn(int(new_lens.sum()), HEADS, HEAD_SIZE)
+    outputs = [
+        backend(cls)._run_sdpa_forward_extend(
+            query, torch.full_like(query, 7), cache.k, cache.v, cache.req_to_token, cache.requests, cache.seq_lens,
+            cache.seq_lens - new_lens, new_lens, scaling=0.3, enable_gqa=kv_heads != HEADS, causal=True,
+        )
+        for cls in (BatchedAttention, TorchNativeAttnBackend)
+    ]  # fmt: skip
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
+
+
+def test_what_it_does_not_cover_is_left_to_sglang() -> None:
+    cache = Cache(torch.randint(8, CONTEXT, (5,)), HEADS)
+    query = torch.randn(5, HEADS, HEAD_SIZE)
+    windowed, whole = (
+        backend(BatchedAttention)._run_sdpa_forward_decode(
+            query, torch.empty_like(query), cache.k, cache.v, cache.req_to_token, cache.requests, cache.seq_lens,
+            scaling=0.3, sliding_window_size=size,
+        ).clone()
+        for size in (4, None)
+    )  # fmt: skip
+    assert not torch.allclose(windowed, whole)
