@@ -138,7 +138,8 @@ class RolloutClient:
 
     async def generate(self, prompts: list[list[int]], *, num_samples: int = 1, **sampling: object) -> list[types_pb2.Sample]:
         request = generate_request(prompts, num_samples=num_samples, **sampling)
-        return [answer.sample async for answer in self.rollout.Generate(request, timeout=CALL_TIMEOUT_S)]
+        answers = self.rollout.Generate(request, timeout=CALL_TIMEOUT_S)
+        return [sample async for answer in answers for sample in answer.samples]
 
 
 def generate_request(prompts: list[list[int]], *, num_samples: int = 1, **sampling: object) -> rollout_pb2.GenerateRequest:

@@ -177,7 +177,7 @@ class ScriptedNode(
                     )
                     if self.drops_samples:
                         return
-                    yield rollout.GenerateResponse(sample=sample)
+                    yield rollout.GenerateResponse(samples=[sample])
                     self._answered()
                     await self.hang.wait()
         except (asyncio.CancelledError, GeneratorExit):

@@ -53,8 +53,8 @@ async def stream(rollout: RolloutServiceAsyncStub, requests: Sequence[Request], 
     async def read(start: int, request: rollout_pb2.GenerateRequest) -> None:
         try:
             async for response in rollout.Generate(request, timeout=timeout_s):
-                prompt_index = start + response.sample.prompt_index
-                arrivals.put_nowait(encode.sample_from_proto(response.sample, prompt_index=prompt_index))
+                for sample in response.samples:
+                    arrivals.put_nowait(encode.sample_from_proto(sample, prompt_index=start + sample.prompt_index))
             arrivals.put_nowait(None)
         except grpc.aio.AioRpcError as error:
             arrivals.put_nowait(_named_from(start, from_rpc_error(error)))

@@ -80,17 +80,19 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 class GenerateResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    SAMPLE_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def sample(self) -> _types_pb2.Sample: ...
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Sample]:
+        """At least one."""
+
     def __init__(
         self,
         *,
-        sample: _types_pb2.Sample | None = ...,
+        samples: _abc.Iterable[_types_pb2.Sample] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sample", b"sample"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sample", b"sample"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -62,7 +62,7 @@ class RolloutServiceServicer(object):
     """
 
     def Generate(self, request, context):
-        """Streams each sample as soon as it is complete, in the order of completion.
+        """Streams samples in the order of completion; each message has those that were complete when it left.
 
         Phase: ROLLOUT. Cancelling the call frees its requests in the engine.
         Repeat: a new generation; give sampling_seed for a repeatable one.

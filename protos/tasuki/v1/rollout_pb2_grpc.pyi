@@ -34,7 +34,7 @@ class RolloutServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RolloutServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]
-    """Streams each sample as soon as it is complete, in the order of completion.
+    """Streams samples in the order of completion; each message has those that were complete when it left.
 
     Phase: ROLLOUT. Cancelling the call frees its requests in the engine.
     Repeat: a new generation; give sampling_seed for a repeatable one.
@@ -64,7 +64,7 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Streams each sample as soon as it is complete, in the order of completion.
+    """Streams samples in the order of completion; each message has those that were complete when it left.
 
     Phase: ROLLOUT. Cancelling the call frees its requests in the engine.
     Repeat: a new generation; give sampling_seed for a repeatable one.
@@ -97,7 +97,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_pb2.GenerateResponse], _abc.AsyncIterator[_rollout_pb2.GenerateResponse]]:
-        """Streams each sample as soon as it is complete, in the order of completion.
+        """Streams samples in the order of completion; each message has those that were complete when it left.
 
         Phase: ROLLOUT. Cancelling the call frees its requests in the engine.
         Repeat: a new generation; give sampling_seed for a repeatable one.

@@ -92,6 +92,8 @@ class RolloutConfig(Schema):
     kv_ratio: float = Field(default=0.85, gt=0, lt=1)
     """Share of a GPU that weights and KV cache may take together (SGLang's mem_fraction_static)."""
     max_running_requests: PositiveInt | None = None
+    radix_cache: bool = True
+    """Whether samples share the KV of a common prefix (SGLang's radix cache). With prompts of a few tokens it costs more than it saves."""
     start_timeout_s: PositiveFloat = 600.0
     num_threads: PositiveInt = 1
     """Torch threads for each engine rank on a CPU."""

@@ -27,6 +27,7 @@ def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
         "context_length": model.context_length + _CONTEXT_SLACK,
         "random_seed": rollout.seed,
         "mem_fraction_static": rollout.kv_ratio,
+        "disable_radix_cache": not rollout.radix_cache,
         # Token ids in, token ids out.
         "skip_tokenizer_init": True,
         "custom_weight_loader": [LOADER],

@@ -1,4 +1,4 @@
-"""Attention of an engine on a CPU: many sequences in one call of torch's kernel, where SGLang's own `torch_native` makes one call for each."""
+"""Attention of an engine on a CPU: many sequences in one call of torch's kernel. SGLang's own `torch_native` makes a call for each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_ELEMENTS = 2**22
 class BatchedAttention(TorchNativeAttnBackend):
     """SGLang's backend with its two loops over sequences replaced. What they do not cover (encoders, sliding windows) it does itself."""
 
-    def _run_sdpa_forward_decode(
+    def _run_sdpa_forward_decode(  # pyright: ignore[reportIncompatibleMethodOverride]  options come by name
         self,
         query: Tensor,
         output: Tensor,
@@ -49,7 +49,7 @@ class BatchedAttention(TorchNativeAttnBackend):
             output[rows] = out_BHGD.flatten(1, 2)
         return output
 
-    def _run_sdpa_forward_extend(
+    def _run_sdpa_forward_extend(  # pyright: ignore[reportIncompatibleMethodOverride]  options come by name
         self,
         query: Tensor,
         output: Tensor,

@@ -7,7 +7,7 @@ import gc
 import logging
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from multiprocessing.context import SpawnProcess
 from types import FrameType
 from typing import Any, cast
@@ -20,7 +20,7 @@ from sglang.srt.utils import MultiprocessingSerializer
 
 from tasuki.config.schema import NodeConfig
 from tasuki.rollout.arguments import engine_arguments
-from tasuki.rollout.generate import Completion
+from tasuki.rollout.generate import CUT, Completion, EngineRequest
 from tasuki.rollout.model import ModelFacts, check_capacity
 from tasuki.rollout.ranks import RankProcesses, RankReport
 from tasuki.rollout.receive import LOADER
@@ -38,6 +38,8 @@ class RolloutEngine:
     ) -> None:
         self.model = model
         self.reports = reports
+        self.num_finished = 0
+        self.num_cut = 0
         self._engine = engine
         self._requests: Any = engine.tokenizer_manager
         # Installs SGLang's handlers for SIGTERM and SIGQUIT, both of which would end this process at once. The service's own take
@@ -51,22 +53,49 @@ class RolloutEngine:
         """Requests that the engine has and has not answered or confirmed as aborted."""
         return len(self._requests.rid_to_state)
 
-    async def generate(self, request_id: str, token_ids: Sequence[int], sampling: Mapping[str, object]) -> Completion:
-        """One completion. When the caller is cancelled the request is taken out of the engine."""
-        request = GenerateReqInput(
-            rid=request_id, input_ids=list(token_ids), sampling_params=dict(sampling), return_logprob=True, logprob_start_len=-1
-        )
+    async def generate(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[list[tuple[int, Completion]], None]:
+        """Hands all requests to the ranks in one message; gives index and completion of those that have ended, as they end.
+
+        Every request counts as running before the first suspension. Closing the generator takes what still runs out of the engine.
+        """
+        ended: asyncio.Queue[int] = asyncio.Queue()
         try:
-            async for answer in self._requests.generate_request(request):
-                meta = answer["meta_info"]
-                log_probs = [entry[0] for entry in meta.get("output_token_logprobs", ())]
-                return Completion(answer["output_ids"], log_probs, meta["finish_reason"]["type"])
-        except asyncio.CancelledError:
-            self._requests.abort_request(request_id)
-            raise
-        except ValueError as error:
-            raise InternalError(f"SGLang refused a request that we had checked: {error}") from error
-        raise InternalError("SGLang ended a request without an answer")
+            states = await self._submit(requests, ended)
+            num_running = len(requests)
+            while num_running:
+                indices = [await ended.get()]
+                while not ended.empty():
+                    indices.append(ended.get_nowait())
+                num_running -= len(indices)
+                yield [(index, _completion(states[index])) for index in indices]
+        finally:
+            for request in requests:
+                if request.id in self._requests.rid_to_state:
+                    self._requests.abort_request(request.id)
+
+    async def _submit(self, requests: Sequence[EngineRequest], ended: asyncio.Queue[int]) -> list[Any]:
+        """SGLang's state of each request; `ended` gets its index when it has ended."""
+        manager = self._requests
+        manager.auto_create_handle_loop()
+        batch = GenerateReqInput(
+            rid=[request.id for request in requests],
+            input_ids=[list(request.token_ids) for request in requests],
+            sampling_params=[dict(request.sampling) for request in requests],
+            return_logprob=True,
+            logprob_start_len=-1,
+        )
+        batch.normalize_batch_and_arguments()
+        manager._init_req_state(batch)
+        states = [manager.rid_to_state[request.id] for request in requests]
+        try:
+            for index, state in enumerate(states):
+                # In the place of an event: a task that waits for each request would cost more than the tokens of a small model.
+                state.event = _EndSignal(self, index, state, ended)
+            manager._send_batch_request(await manager._batch_tokenize_and_process(len(requests), batch))
+        except Exception as error:
+            manager._discard_pending_req_states(batch)
+            raise InternalError(f"SGLang refused requests that we had checked: {error}") from error
+        return states
 
     def cut_all(self) -> None:
         """Ends every request with what it has so far."""
@@ -120,6 +149,31 @@ def start_engine(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, *,
         reports[0]["max_total_num_tokens"],
     )
     return RolloutEngine(engine, reports, model, on_death=on_death)
+
+
+class _EndSignal:
+    """What SGLang sets, as it would an event, when there is news of a request."""
+
+    def __init__(self, engine: RolloutEngine, index: int, state: Any, ended: asyncio.Queue[int]) -> None:
+        self._engine, self._index, self._state, self._ended = engine, index, state, ended
+
+    def set(self) -> None:
+        if self._state.finished:
+            is_cut = self._state.out_list[-1]["meta_info"]["finish_reason"]["type"] == CUT
+            self._engine.num_cut += is_cut
+            self._engine.num_finished += not is_cut
+            self._ended.put_nowait(self._index)
+
+
+def _completion(state: Any) -> Completion:
+    """Raises InternalError when SGLang says that it could not carry the request out."""
+    answer = state.out_list[-1]
+    meta = answer["meta_info"]
+    reason = meta["finish_reason"]
+    if reason.get("status_code") is not None:
+        raise InternalError(f"SGLang ended a request with {reason['status_code']}: {reason.get('message')}")
+    log_probs = [entry[0] for entry in meta.get("output_token_logprobs", ())]
+    return Completion(answer["output_ids"], log_probs, reason["type"])
 
 
 class _EmbeddedEngine(Engine):

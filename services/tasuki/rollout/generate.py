@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tasuki.rollout.model import ModelFacts
@@ -14,6 +13,8 @@ _MAX_SEED = 2**63 - 1
 _MAX_SAMPLES = 65_536
 # SGLang's own, when the request does not say.
 _DEFAULT_MAX_NEW_TOKENS = 128
+CUT = "abort"
+"""SGLang's word for a completion that was cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,16 @@ class Completion:
 
     @property
     def is_cut(self) -> bool:
-        return self.reason == "abort"
+        return self.reason == CUT
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One sample to be made. id: unique in the engine, and no prefix of another, since SGLang aborts by prefix."""
+
+    id: str
+    token_ids: Sequence[int]
+    sampling: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,25 +146,3 @@ def sampling_of(request: GenerationRequest, prompt_index: int, sample_index: int
     if isinstance(seed, int):
         sampling["sampling_seed"] = seed + sample_index
     return sampling
-
-
-def start_samples(
-    request: GenerationRequest, run_one: Callable[[int, int], Coroutine[None, None, Sample]]
-) -> list[asyncio.Task[Sample]]:
-    """A task for each sample of each prompt."""
-    return [
-        asyncio.create_task(run_one(prompt_index, sample_index))
-        for prompt_index in range(len(request.prompts))
-        for sample_index in range(request.num_samples)
-    ]
-
-
-async def as_completed(tasks: Sequence[asyncio.Task[Sample]]) -> AsyncGenerator[Sample, None]:
-    """The samples in the order of completion. Closing the iterator early cancels those that still run."""
-    try:
-        for finished in asyncio.as_completed(tasks):
-            yield await finished
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

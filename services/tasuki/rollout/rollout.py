@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tasuki.memory.allocator import MemoryTag, ResidentAllocator
-from tasuki.rollout.generate import GenerationRequest, Sample, as_completed, check_request, sampling_of, start_samples
+from tasuki.rollout.generate import EngineRequest, GenerationRequest, Sample, check_request, sampling_of
 from tasuki.rollout.stages import Stage, check_idle, check_stage, check_tags, is_serving
 from tasuki.rollout.sync import SyncReport, WeightSync
 from tasuki.v1 import weights_pb2
@@ -60,9 +60,6 @@ class Rollout:
         self._held_version: int | None = None
         self._highest_served: int | None = None
         self._is_open = False
-        self._num_samples = 0
-        self._num_finished = 0
-        self._num_cut = 0
 
     @property
     def policy_version(self) -> int | None:
@@ -76,7 +73,7 @@ class Rollout:
 
     @property
     def num_running(self) -> int:
-        return max(self._num_samples, self.engine.num_running)
+        return self.engine.num_running
 
     async def fall_asleep(self) -> None:
         """What the service does with itself once its engine is up: the trainer has the memory first."""
@@ -147,7 +144,7 @@ class Rollout:
         """
         check_stage(Stage.DRAIN, after=self.stage, poison_reason=self.poison_reason)
         await self._close()
-        finished, cut = self._num_finished, self._num_cut
+        finished, cut = self.engine.num_finished, self.engine.num_cut
         started = time.monotonic()
         with self._poisoning(Stage.DRAIN):
             while self.num_running:
@@ -159,40 +156,40 @@ class Rollout:
                     self.engine.cut_all()
                 await asyncio.sleep(_DRAIN_POLL_S)
         self.stage = Stage.DRAIN
-        drained = Drained(num_finished=self._num_finished - finished, num_cut=self._num_cut - cut)
+        drained = Drained(num_finished=self.engine.num_finished - finished, num_cut=self.engine.num_cut - cut)
         _log.info("event=stage stage=drain finished=%d cut=%d", drained.num_finished, drained.num_cut)
         return drained
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Sample]:
-        """The samples in the order of completion. Raises EnginePoisoned, Draining or Asleep when no version is served."""
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[list[Sample]]:
+        """The samples in the order of completion, those that ended together at once.
+
+        Raises EnginePoisoned, Draining or Asleep when no version is served.
+        """
         check_request(request, self.engine.model)
         self._check_open()
         call, version = uuid.uuid4().hex, self._held_version
         assert version is not None
 
-        async def run_one(prompt_index: int, sample_index: int) -> Sample:
-            # SGLang aborts by prefix: the dot keeps sample 1 from taking sample 10 with it.
-            request_id = f"{call}-{prompt_index}-{sample_index}."
-            sampling = sampling_of(request, prompt_index, sample_index, self.engine.model)
-            if self.engine.model.is_seeded:
-                sampling.setdefault("sampling_seed", self._seeds.getrandbits(_SEED_BITS))
-            completion = await self.engine.generate(request_id, request.prompts[prompt_index], sampling)
-            self._num_cut += completion.is_cut
-            self._num_finished += not completion.is_cut
-            if not all(map(math.isfinite, completion.log_probs)):
-                raise PolicyDiverged(
-                    f"policy version {version} gives log-probs that are not finite; load a checkpoint", policy_version=version
-                )
-            return Sample(prompt_index, sample_index, completion, version)
+        # SGLang aborts by prefix: the dot keeps sample 1 from taking sample 10 with it.
+        places = [(prompt, sample) for prompt in range(len(request.prompts)) for sample in range(request.num_samples)]
+        requests = [
+            EngineRequest(f"{call}-{prompt}-{sample}.", request.prompts[prompt], self._sampling(request, prompt, sample))
+            for prompt, sample in places
+        ]
+        async with aclosing(self.engine.generate(requests)) as completions:
+            async for ended in completions:
+                if not all(math.isfinite(log_prob) for _, completion in ended for log_prob in completion.log_probs):
+                    raise PolicyDiverged(
+                        f"policy version {version} gives log-probs that are not finite; load a checkpoint",
+                        policy_version=version,
+                    )
+                yield [Sample(*places[index], completion, version) for index, completion in ended]
 
-        tasks = start_samples(request, run_one)
-        # Counted from here on, so that a drain which starts before the tasks do waits for them.
-        self._num_samples += len(tasks)
-        for task in tasks:
-            task.add_done_callback(self._count_down)
-        async with aclosing(as_completed(tasks)) as samples:
-            async for sample in samples:
-                yield sample
+    def _sampling(self, request: GenerationRequest, prompt_index: int, sample_index: int) -> dict[str, object]:
+        sampling = sampling_of(request, prompt_index, sample_index, self.engine.model)
+        if self.engine.model.is_seeded:
+            sampling.setdefault("sampling_seed", self._seeds.getrandbits(_SEED_BITS))
+        return sampling
 
     def _check_open(self) -> None:
         if self.poison_reason is not None:
@@ -216,9 +213,6 @@ class Rollout:
         async with asyncio.timeout(_FLUSH_TIMEOUT_S):
             while not await self.engine.flush_cache():  # noqa: ASYNC110 - SGLang has no event for it
                 await asyncio.sleep(_DRAIN_POLL_S)
-
-    def _count_down(self, task: asyncio.Task[Sample]) -> None:
-        self._num_samples -= 1
 
     @contextmanager
     def _poisoning(self, stage: Stage) -> Iterator[None]:

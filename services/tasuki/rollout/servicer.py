@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 import grpc
 import grpc.aio
@@ -37,6 +37,9 @@ _REASONS = {
 }
 # rpc/ refuses a mutating call without a deadline.
 _NO_DEADLINE_S = 600.0
+# A token and its log-prob take at most 9 bytes, so that with the longest last sample a message stays below 4 MiB.
+_MAX_BUNDLE_TOKENS = 131_072
+_TOKENS_FOR_FIELDS = 8
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
@@ -52,8 +55,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         if "stop_token_ids" in sampling:
             sampling["stop_token_ids"] = list(sampling["stop_token_ids"])
         generation = GenerationRequest([list(prompt.token_ids) for prompt in request.prompts], request.num_samples, sampling)
-        async for sample in self._rollout.generate(generation):
-            yield rollout_pb2.GenerateResponse(sample=_encode_sample(sample))
+        async for samples in self._rollout.generate(generation):
+            for bundle in _bundles(samples):
+                yield rollout_pb2.GenerateResponse(samples=map(_encode_sample, bundle))
 
     async def ReceiveWeights(
         self, request: rollout_pb2.ReceiveWeightsRequest, context: grpc.aio.ServicerContext
@@ -149,6 +153,20 @@ class RolloutMemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
 def _remaining_s(context: grpc.aio.ServicerContext) -> float:
     remaining = context.time_remaining()
     return _NO_DEADLINE_S if remaining is None else remaining
+
+
+def _bundles(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
+    """Together as many as fit into one message."""
+    bundle: list[Sample] = []
+    num_tokens = 0
+    for sample in samples:
+        bundle.append(sample)
+        num_tokens += len(sample.completion.token_ids) + _TOKENS_FOR_FIELDS
+        if num_tokens > _MAX_BUNDLE_TOKENS:
+            yield bundle
+            bundle, num_tokens = [], 0
+    if bundle:
+        yield bundle
 
 
 def _encode_sample(sample: Sample) -> types_pb2.Sample:
