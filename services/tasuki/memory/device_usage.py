@@ -1,0 +1,99 @@
+"""What one rank sees of its device: all memory, what is free, its own part, and that of others."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tasuki.memory import arena as native
+
+_KIB = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUsage:
+    """One device as one rank sees it. Bytes. On "cpu" it is the host: its memory and the rank's resident part of it."""
+
+    device: str
+    rank: int
+    total_bytes: int
+    free_bytes: int  # the driver, on "cpu" the system, would give them now
+    process_bytes: int  # this process's, whoever in it took them
+    torch_cached_bytes: int  # held by torch's own allocator and used by no tensor; not visible as free; 0 on "cpu"
+    other_processes_bytes: int
+
+
+def device_usage(device: str, rank: int) -> DeviceUsage:
+    """The device at this moment; device is "cpu" or torch's name of a GPU, rank the caller's place in its service."""
+    return _host(rank) if device == "cpu" else _gpu(device, rank)
+
+
+def resident_bytes() -> int:
+    """Physical memory of this process, its part of shared mappings included."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def _host(rank: int) -> DeviceUsage:
+    sizes = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, value = line.split(":")
+        sizes[name] = int(value.split()[0]) * _KIB
+    total, free, ours = sizes["MemTotal"], sizes["MemAvailable"], resident_bytes()
+    return DeviceUsage(
+        device="cpu",
+        rank=rank,
+        total_bytes=total,
+        free_bytes=free,
+        process_bytes=ours,
+        torch_cached_bytes=0,
+        other_processes_bytes=max(0, total - free - ours),
+    )
+
+
+def _gpu(device: str, rank: int) -> DeviceUsage:
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    reserved, allocated = _torch_pool(torch.device(device).index or 0)
+    by_pid = _bytes_by_pid(str(torch.cuda.get_device_properties(device).uuid))
+    ours = by_pid.get(os.getpid())
+    if ours is None:
+        # In a PID namespace of its own a process does not find itself in NVML's list; what it knows of is then a lower bound.
+        arenas = native.totals()
+        ours = arenas.mapped_bytes + arenas.kept_bytes + reserved
+    ours = min(ours, total - free)
+    return DeviceUsage(
+        device=device,
+        rank=rank,
+        total_bytes=total,
+        free_bytes=free,
+        process_bytes=ours,
+        torch_cached_bytes=reserved - allocated,
+        other_processes_bytes=total - free - ours,
+    )
+
+
+def _torch_pool(index: int) -> tuple[int, int]:
+    """Bytes that torch's default pool holds, and those of them in tensors. Its other pools are our arenas, asleep or not."""
+    import torch
+
+    segments: Any = torch.cuda.memory_snapshot()
+    ours = [one for one in segments if one["device"] == index and tuple(one["segment_pool_id"]) == (0, 0)]
+    return sum(one["total_size"] for one in ours), sum(one["allocated_size"] for one in ours)
+
+
+def _bytes_by_pid(uuid: str) -> dict[int, int]:
+    """GPU memory by process, as NVML lists it: with process ids of the host."""
+    import pynvml
+
+    nvml: Any = pynvml
+    nvml.nvmlInit()
+    try:
+        # By its id: NVML numbers all GPUs of the machine, torch those that CUDA_VISIBLE_DEVICES leaves.
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    finally:
+        nvml.nvmlShutdown()
+    return {process.pid: process.usedGpuMemory for process in processes if process.usedGpuMemory is not None}
