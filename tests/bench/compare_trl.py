@@ -84,7 +84,10 @@ def run_tasuki(task: Path, load: Load, *, num_ranks: int, num_steps: int, warmup
         num_ranks = {num_ranks}
         num_threads = {NUM_THREADS // num_ranks}
         learning_rate = {LEARNING_RATE}
+        compute_dtype = "float32"
         [rollout]
+        dtype = "float32"
+        radix_cache = false
         num_threads = 1
         context_length = 64
         max_total_tokens = 16384
