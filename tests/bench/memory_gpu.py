@@ -1,6 +1,7 @@
 """Pause and resume on a GPU, ours and torch_memory_saver's side by side: `python tests/bench/memory_gpu.py [--out FOLDER]`.
 
-Every part runs in a process of its own, so that one failure costs one part. Weights have the tensors of Qwen2.5-7B (15.2 GB), the KV pool
+Every part runs in a process of its own, so that one failure costs one part. Ours and the peer's take turns, first one, then the other in
+front, and their times are put together, since the driver's own times drift by more than what lies between the two. Weights have the tensors of Qwen2.5-7B (15.2 GB), the KV pool
 has 56 tensors (28 layers). A time is from an idle device to an idle device; "at once" resumes right after the pause, when the driver may
 still scrub what was freed, "later" waits 2 s before. Writes memory_gpu.json and prints a table.
 """
@@ -68,10 +69,11 @@ def cycles(
         time.sleep(wait_s)
         steps["resume weights"].append(timed_ms(lambda: resume("weights")))
         steps["resume kv_cache"].append(timed_ms(lambda: resume("kv_cache")))
-    medians = {name: round(statistics.median(times[1:]), 3) for name, times in steps.items()}
-    first = {name: round(times[0], 3) for name, times in steps.items()}
-    slowest = {name: round(max(times[1:]), 3) for name, times in steps.items()}
-    return {"median_ms": medians, "max_ms": slowest, "first_ms": first, "asleep_free_gb": round(asleep_free_gb, 2)}
+    return {
+        "times_ms": {name: [round(value, 3) for value in times[1:]] for name, times in steps.items()},
+        "first_ms": {name: round(times[0], 3) for name, times in steps.items()},
+        "asleep_free_gb": round(asleep_free_gb, 2),
+    }
 
 
 def our_allocator() -> Any:
@@ -198,6 +200,11 @@ def chunk_sizes() -> dict[str, Any]:
     return result
 
 
+TURNS = (
+    ("tasuki 15+100 GB", "torch_memory_saver 15+100 GB"),
+    ("tasuki 15+60 GB", "torch_memory_saver 15+60 GB"),
+    ("tasuki host copy 15 GB", "torch_memory_saver host copy 15 GB"),
+)
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "pinned rate": pinned_rate,
     "tasuki 15+100 GB": lambda: ours(100),
@@ -224,16 +231,31 @@ def run_part(name: str, deadline_s: float) -> dict[str, Any]:
     return json.loads(answers[-1].removeprefix("RESULT "))
 
 
+def schedule(rounds: int) -> list[str]:
+    """Every part once, those that take turns once a round, the pair's order changing from round to round."""
+    turns = [part for turn in range(rounds) for pair in TURNS for part in (pair if turn % 2 == 0 else pair[::-1])]
+    return ["pinned rate", *turns, "chunk sizes"]
+
+
+def put_together(result: dict[str, Any], more: dict[str, Any]) -> None:
+    """Adds the times of another turn of the same part."""
+    for name, measured in more.items():
+        if name in result and isinstance(measured, dict) and "times_ms" in measured:
+            for step, times in measured["times_ms"].items():
+                result[name]["times_ms"][step] += times
+        else:
+            result[name] = measured
+
+
 def comparison(results: dict[str, Any]) -> list[str]:
-    lines = [f"{'':44s}{'pause kv':>12s}{'pause w':>12s}{'resume w':>12s}{'resume kv':>12s}   ms, median"]
+    steps = ("pause kv_cache", "pause weights", "resume weights", "resume kv_cache")
+    lines = [f"{'':48s}{''.join(f'{step:>24s}' for step in steps)}   ms: median (quartiles)"]
     for part, result in results.items():
         for name, measured in result.items():
-            if isinstance(measured, dict) and "median_ms" in measured:
-                numbers = "".join(f"{value:12.2f}" for value in (
-                    measured["median_ms"]["pause kv_cache"], measured["median_ms"]["pause weights"],
-                    measured["median_ms"]["resume weights"], measured["median_ms"]["resume kv_cache"],
-                ))  # fmt: skip
-                lines.append(f"{part + ', ' + name:44s}{numbers}")
+            if isinstance(measured, dict) and "times_ms" in measured:
+                quartiles = [statistics.quantiles(measured["times_ms"][step], n=4) for step in steps]
+                numbers = "".join(f"{f'{mid:.1f} ({low:.1f}..{high:.1f})':>24s}" for low, mid, high in quartiles)
+                lines.append(f"{part + ', ' + name:48s}{numbers}")
             elif name not in ("num_chunks", "num_tensors"):
                 lines.append(f"{part}, {name}: {measured}")
     return lines
@@ -243,21 +265,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--part", choices=PARTS)
-    parser.add_argument("--limit-s", type=float, default=330, help="parts that do not fit any more are skipped")
+    parser.add_argument("--rounds", type=int, default=3, help="how often ours and the peer's take turns")
+    parser.add_argument("--limit-s", type=float, default=900, help="parts that do not fit any more are skipped")
     arguments = parser.parse_args()
     if arguments.part is not None:
         sys.path[:0] = [str(REPOSITORY / "protos"), str(REPOSITORY / "services")]
         print("RESULT " + json.dumps(PARTS[arguments.part]()), flush=True)
         os._exit(0)  # without freeing _peer_tensors
     arguments.out.mkdir(parents=True, exist_ok=True)
-    start, results = time.monotonic(), {}
+    start, results = time.monotonic(), dict[str, dict[str, Any]]()
     machine = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda, "kernel": platform.release(),
     }  # fmt: skip
-    for name in PARTS:
+    for name in schedule(arguments.rounds):
         began = time.monotonic()
-        results[name] = run_part(name, arguments.limit_s - (began - start))
-        print(f"{name}: {time.monotonic() - began:.0f} s {results[name].get('error', '')}", flush=True)
+        result = run_part(name, arguments.limit_s - (began - start))
+        put_together(results.setdefault(name, {}), result)
+        print(f"{name}: {time.monotonic() - began:.0f} s {result.get('error', '')}", flush=True)
         report = {"machine": machine, "results": results}
         (arguments.out / "memory_gpu.json").write_text(json.dumps(report, indent=1) + "\n")
     print("\n".join(comparison(results)))
