@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tasuki.memory.allocator import MemoryTag
-from tasuki.rollout.generate import Completion, GenerationRequest
+from tasuki.rollout.generate import Completion, EngineRequest, GenerationRequest
 from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.rollout import Rollout
 from tasuki.rollout.stages import Stage, check_stage
 from tasuki.rollout.sync import SyncReport
 from tasuki.v1 import weights_pb2
-from tasuki.wire.errors import Asleep, DeadlineExceeded, Draining, EnginePoisoned, StageOrder, VersionOrder, WeightsCorrupt
+from tasuki.wire.errors import (
+    Asleep,
+    DeadlineExceeded,
+    Draining,
+    EnginePoisoned,
+    OutOfGpuMemory,
+    StageOrder,
+    VersionOrder,
+    WeightsCorrupt,
+)
 
 RING = [Stage.RESUME_WEIGHTS, Stage.SYNC, Stage.RESUME_KV, Stage.DRAIN, Stage.PAUSE_KV, Stage.PAUSE_WEIGHTS]
 MODEL = ModelFacts(path="", architecture="", vocab_size=10, context_length=10, has_eos=True, is_seeded=True)
@@ -27,19 +37,19 @@ class IdleEngine:
 
     def __init__(self) -> None:
         self.model = MODEL
-        self.reports = [{"weight_bytes": 1, "kv_cache_bytes": 2}]
-        self.num_running = 0
+        self.num_running = self.num_finished = self.num_cut = 0
         self.is_stuck = False
 
-    async def generate(self, request_id: str, token_ids: object, sampling: object) -> Completion:
+    async def generate(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[list[tuple[int, Completion]], None]:
+        self.num_running += len(requests)
+        await asyncio.sleep(0)
         if self.is_stuck:
             await asyncio.Event().wait()
-        return Completion([1], [-1.0], "length")
+        self.num_running -= len(requests)
+        self.num_finished += len(requests)
+        yield [(index, Completion([1], [-1.0], "length")) for index in range(len(requests))]
 
     def cut_all(self) -> None: ...
-
-    async def flush_cache(self) -> bool:
-        return True
 
 
 class EasySync:
@@ -55,11 +65,25 @@ class EasySync:
         return SyncReport(weights.policy_version, 0, (), {})
 
 
+class NoMemory:
+    """Tags of an engine that holds nothing; has no room when told so."""
+
+    is_full = False
+
+    async def pause(self, tags: list[MemoryTag], *, timeout_s: float) -> int:
+        return 0
+
+    async def resume(self, tags: list[MemoryTag], *, timeout_s: float) -> int:
+        if self.is_full:
+            raise OutOfGpuMemory("no room", needed_bytes=2, free_bytes=1)
+        return 0
+
+
 async def said(is_serving: bool) -> None: ...
 
 
 def service() -> Rollout:
-    return Rollout(IdleEngine(), EasySync(), device="cpu", seed=0, on_serving=said)
+    return Rollout(IdleEngine(), EasySync(), NoMemory(), seed=0, on_serving=said)
 
 
 async def move(rollout: Rollout, stage: Stage, *, version: int = 0) -> None:
@@ -68,13 +92,13 @@ async def move(rollout: Rollout, stage: Stage, *, version: int = 0) -> None:
     elif stage is Stage.DRAIN:
         await rollout.drain(grace_s=0, timeout_s=0.2)
     elif stage in (Stage.RESUME_WEIGHTS, Stage.RESUME_KV):
-        await rollout.resume(stage, [])
+        await rollout.resume(stage, [], timeout_s=1)
     else:
-        await rollout.pause(stage, [])
+        await rollout.pause(stage, [], timeout_s=1)
 
 
 async def samples(rollout: Rollout) -> list[int]:
-    return [sample.policy_version async for sample in rollout.generate(REQUEST)]
+    return [sample.policy_version async for ended in rollout.generate(REQUEST) for sample in ended]
 
 
 def test_the_ring_closes() -> None:
@@ -138,7 +162,7 @@ async def test_a_drain_waits_for_samples_whose_tasks_have_not_begun() -> None:
     await asyncio.sleep(0)
     drained = await rollout.drain(grace_s=1, timeout_s=1)
     assert (drained.num_finished, drained.num_cut) == (1, 0)
-    assert (await first).policy_version == 0
+    assert [sample.policy_version for sample in await first] == [0]
     await stream.aclose()
 
 
@@ -153,7 +177,19 @@ async def test_a_drain_of_a_stuck_engine_ends_and_poisons() -> None:
         await move(rollout, Stage.DRAIN)
     with pytest.raises(EnginePoisoned, match="drain failed"):
         await samples(rollout)
-    # The trainer can still have the memory.
-    assert await rollout.pause(Stage.PAUSE_KV, [MemoryTag.KV_CACHE]) == 0
-    assert await rollout.pause(Stage.PAUSE_WEIGHTS, [MemoryTag.WEIGHTS]) == 0
     stuck.cancel()
+
+
+async def test_a_resume_without_room_advances_nothing_and_may_be_tried_again() -> None:
+    rollout = service()
+    for stage in (Stage.RESUME_WEIGHTS, Stage.RESUME_KV):
+        before = rollout.stage
+        rollout.memory.is_full = True
+        with pytest.raises(OutOfGpuMemory):
+            await move(rollout, stage)
+        assert (rollout.stage, rollout.poison_reason) == (before, None)
+        rollout.memory.is_full = False
+        await move(rollout, stage)
+        if stage is Stage.RESUME_WEIGHTS:
+            await move(rollout, Stage.SYNC)
+    assert await samples(rollout) == [0]

@@ -191,7 +191,8 @@ def totals() -> Totals:
     return Totals(*(getattr(counted, field.name) for field in fields(Totals)))
 
 
-def _free(address: int) -> None:
+def _free(address: int, buffers: dict[int, int]) -> None:
+    del buffers[address]
     _library().tasuki_free(address)
 
 
@@ -214,6 +215,7 @@ class Arena:
         code = _library().tasuki_create_arena(driver, tag.encode(), index, ctypes.byref(options), ctypes.byref(arena))
         self._check(code)
         self._id = arena.value
+        self._buffers: dict[int, int] = {}
 
     def _check(self, code: int) -> None:
         _check(code, device=self.device, tags=(self.tag,))
@@ -236,9 +238,14 @@ class Arena:
         """Host memory as a buffer; its bytes go back to the arena when the last reference to it has gone."""
         address = self.allocate(num_bytes)
         block = (ctypes.c_char * num_bytes).from_address(address)
+        self._buffers[address] = num_bytes
         # Not at exit: tensors may be used until the very end, and the process's end frees everything.
-        weakref.finalize(block, _free, address).atexit = False
+        weakref.finalize(block, _free, address, self._buffers).atexit = False
         return block
+
+    def buffers(self) -> list[tuple[int, int]]:
+        """Address and bytes of every buffer that is in use."""
+        return list(self._buffers.items())
 
     def set_policy(self, keep: Keep) -> None:
         """What the next pauses keep."""

@@ -45,6 +45,14 @@ class NativeAllocator:
 
             self._cuda = CudaRegions(list(self._arenas.values()), device=device)
 
+    @property
+    def device(self) -> str:
+        return self._device
+
+    @property
+    def tags(self) -> tuple[MemoryTag, ...]:
+        return tuple(self._arenas)
+
     def arena(self, tag: MemoryTag) -> Arena:
         if tag not in self._arenas:
             raise InvalidArgument("tags", f"{tag} is no tag of this process; it has {', '.join(self._arenas)}")
@@ -72,6 +80,10 @@ class NativeAllocator:
     def resume_async(self, tags: Sequence[MemoryTag]) -> Transfer:
         """Maps now; content that was kept is there after the transfer's `wait`, or on a stream after its `wait_on_stream`."""
         return self._with_cache_emptied_at_need(native.resume_async, [self.arena(tag) for tag in tags])
+
+    def blocks(self, tag: MemoryTag) -> list[tuple[int, int]]:
+        """Address and bytes of whatever lies in the tag's region now, whoever holds it: what a pause drops or keeps."""
+        return self.arena(tag).buffers() if self._cuda is None else self._cuda.blocks(tag)
 
     def usage(self) -> list[TagUsage]:
         return [_tag_usage(tag, self._device, arena.usage()) for tag, arena in self._arenas.items()]

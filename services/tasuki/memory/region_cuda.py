@@ -49,6 +49,18 @@ class CudaRegions:
         """For torch.cuda.graph(pool=...): what a capture allocates then belongs to the tag."""
         return self._pools[tag]
 
+    def blocks(self, tag: str) -> list[tuple[int, int]]:
+        """Address and bytes of the pool's blocks in use, without what torch rounded them up by."""
+        segments: Any = torch.cuda.memory_snapshot()
+        pool = tuple(self._pools[tag].id)
+        return [
+            (block["address"], block["requested_size"])
+            for segment in segments
+            if segment["device"] == self._device and tuple(segment["segment_pool_id"]) == pool
+            for block in segment["blocks"]
+            if block["state"] != "inactive"
+        ]
+
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from tasuki.config.schema import NodeConfig
 from tasuki.rollout.model import ModelFacts
-from tasuki.rollout.receive import LOADER
+from tasuki.rollout.rank_commands import COMMAND_LOADER
 
 # SGLang 0.5.15 takes prompts of at most context_length - 7 tokens and ends completions at context_length - 2. We ask for this much more
 # and let it be used by nobody, so that a prompt plus max_new_tokens of exactly our context_length works.
@@ -30,7 +30,9 @@ def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
         "disable_radix_cache": not rollout.radix_cache,
         # Token ids in, token ids out.
         "skip_tokenizer_init": True,
-        "custom_weight_loader": [LOADER],
+        "custom_weight_loader": [COMMAND_LOADER],
+        # The saver is ours, see saver.py.
+        "enable_memory_saver": True,
         # An idle scheduler would otherwise turn in a loop and take a whole core.
         "sleep_on_idle": True,
         "grammar_backend": "none",

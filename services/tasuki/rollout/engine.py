@@ -22,8 +22,8 @@ from tasuki.config.schema import NodeConfig
 from tasuki.rollout.arguments import engine_arguments
 from tasuki.rollout.generate import CUT, Completion, EngineRequest
 from tasuki.rollout.model import ModelFacts, check_capacity
+from tasuki.rollout.rank_commands import COMMAND_LOADER
 from tasuki.rollout.ranks import RankProcesses, RankReport
-from tasuki.rollout.receive import LOADER
 from tasuki.rollout.scheduler import StopTokens
 from tasuki.wire.errors import InternalError
 
@@ -101,24 +101,24 @@ class RolloutEngine:
         """Ends every request with what it has so far."""
         self._requests.abort_request(abort_all=True)
 
-    async def flush_cache(self) -> bool:
-        """Forgets every cached prefix. False, and nothing done, while requests run."""
-        return (await self._requests.flush_cache()).success
+    @property
+    def num_ranks(self) -> int:
+        return len(self.reports)
 
-    async def update_weights(self, command: bytes) -> None:
-        """Runs `receive_weights` with `command` in every rank and returns when all are done."""
+    async def run_on_ranks(self, command: bytes) -> None:
+        """Runs `rank_commands.run_command` with `command` in every rank, between two batches, and returns when all are done."""
         content = torch.frombuffer(bytearray(command), dtype=torch.uint8)
         # One for each rank: the descriptor behind a serialized tensor can be taken once.
         payloads = [cast(bytes, MultiprocessingSerializer.serialize([("command", content)])) for _ in self.reports]
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=payloads,
-            load_format=LOADER,
-            flush_cache=True,
-            torch_empty_cache=False,
+            load_format=COMMAND_LOADER,
+            # It would need an idle engine, and a pause has flushed already.
+            flush_cache=False,
         )
         success, message = await self._requests.update_weights_from_tensor(request)
         if not success:
-            raise InternalError(f"SGLang could not update its weights: {message}")
+            raise InternalError(f"SGLang did not run a command: {message}")
 
     def stop(self) -> None:
         """Ends the rank processes and returns when they are gone."""

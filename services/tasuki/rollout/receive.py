@@ -1,29 +1,20 @@
-"""Runs in every engine rank: brings published weights into the live model by a copy plan and reads them back.
-
-SGLang calls `receive_weights` as a custom weight loader. The answer goes to the service's front over ZMQ, after the copies are done.
-"""
+"""Runs in every engine rank: brings published weights into the live model by a copy plan and reads them back."""
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-import zmq
 
 from tasuki.rollout.record import EngineModel, Parameters, record_plan
 from tasuki.transport.checksum import checksum
 from tasuki.transport.imported_weights import ImportedWeights, import_weights
 from tasuki.transport.plan import CopyPlan, Slice, split_by_rows, whole
-from tasuki.v1 import ranks_pb2, types_pb2, weights_pb2
-from tasuki.wire.errors import TasukiError, UnsupportedModel, WeightsCorrupt
-
-LOADER = "tasuki.rollout.receive.receive_weights"
-"""The name under which SGLang finds `receive_weights`."""
-_log = logging.getLogger(__name__)
+from tasuki.v1 import weights_pb2
+from tasuki.wire.errors import UnsupportedModel, WeightsCorrupt
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,50 +144,3 @@ def _refuse_packed(model: EngineModel) -> None:
                 raise UnsupportedModel(
                     f"the weights of {name} are packed for AMX, which a copy plan cannot express", module=name
                 )
-
-
-# One for each scheduler process: SGLang hands its loader the model and nothing to keep state in.
-_receivers: dict[int, WeightReceiver] = {}
-
-
-def receive_weights(model: EngineModel, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """SGLang's custom weight loader: one uint8 tensor with an EngineRankCommand in, an EngineRankResult out over ZMQ.
-
-    Errors travel in the answer: an exception here would end the scheduler and with it the whole engine.
-    """
-    from sglang.srt.distributed import get_tensor_model_parallel_rank
-
-    (_, content) = named_tensors[0]
-    command = ranks_pb2.EngineRankCommand.FromString(content.cpu().numpy().tobytes())
-    result = ranks_pb2.EngineRankResult(call=command.call, tp_rank=get_tensor_model_parallel_rank())
-    try:
-        receiver = _receivers.setdefault(id(model), WeightReceiver(model))
-        received = receiver.receive(command.receive.weights, import_timeout_s=command.receive.import_timeout_ms / 1000)
-        result.receive.CopyFrom(_encode(command.receive.weights.policy_version, received))
-    except TasukiError as error:
-        result.error.CopyFrom(ranks_pb2.RankError(reason=error.reason, message=error.message, metadata=error.metadata))
-    except Exception as error:  # noqa: BLE001 - the boundary to SGLang, see above
-        _log.exception("event=receive_failed tp_rank=%d", result.tp_rank)
-        result.error.CopyFrom(ranks_pb2.RankError(message=f"{type(error).__name__}: {error}"))
-    _answer(command.reply_address, result)
-
-
-def _encode(policy_version: int, received: Received) -> ranks_pb2.ReceiveResult:
-    return ranks_pb2.ReceiveResult(
-        policy_version=policy_version,
-        copied_bytes=received.copied_bytes,
-        fallback_names=received.fallback_names,
-        timings=[types_pb2.Timing(name=name, seconds=seconds) for name, seconds in received.timings.items()],
-        checksums=[
-            ranks_pb2.PieceChecksum(name=name, offset=at.offset, shape=at.shape, strides=at.strides, checksum=value)
-            for name, at, value in received.checksums
-        ],
-    )
-
-
-def _answer(address: str, result: ranks_pb2.EngineRankResult) -> None:
-    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
-        # The front has gone when nobody takes the answer; then this process is about to go, too.
-        socket.setsockopt(zmq.LINGER, 5000)
-        socket.connect(address)
-        socket.send(result.SerializeToString())

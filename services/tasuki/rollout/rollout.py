@@ -13,19 +13,28 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tasuki.memory.allocator import MemoryTag, ResidentAllocator
+from tasuki.memory.allocator import MemoryTag
 from tasuki.rollout.generate import EngineRequest, GenerationRequest, Sample, check_request, sampling_of
+from tasuki.rollout.memory import EngineMemory
 from tasuki.rollout.stages import Stage, check_idle, check_stage, check_tags, is_serving
 from tasuki.rollout.sync import SyncReport, WeightSync
 from tasuki.v1 import weights_pb2
-from tasuki.wire.errors import Asleep, DeadlineExceeded, Draining, EnginePoisoned, PolicyDiverged, VersionOrder
+from tasuki.wire.errors import (
+    Asleep,
+    DeadlineExceeded,
+    Draining,
+    EnginePoisoned,
+    OutOfGpuMemory,
+    PolicyDiverged,
+    TasukiError,
+    VersionOrder,
+)
 
 if TYPE_CHECKING:
     from tasuki.rollout.engine import RolloutEngine
 
 _log = logging.getLogger(__name__)
 _DRAIN_POLL_S = 0.05
-_FLUSH_TIMEOUT_S = 5.0
 _SEED_BITS = 62
 
 
@@ -38,22 +47,25 @@ class Drained:
 
 
 class Rollout:
-    """One engine, its weights' version, and where the service stands in the ring of stages.
+    """One engine, its weights' version, its memory, and where the service stands in the ring of stages.
 
     seed: of the seeds of samples whose request gives none. on_serving: called whenever generation opens or closes.
     """
 
     def __init__(
-        self, engine: RolloutEngine, sync: WeightSync, *, device: str, seed: int, on_serving: Callable[[bool], Awaitable[None]]
+        self,
+        engine: RolloutEngine,
+        sync: WeightSync,
+        memory: EngineMemory,
+        *,
+        seed: int,
+        on_serving: Callable[[bool], Awaitable[None]],
     ) -> None:
         self.boot_id = uuid.uuid4().hex
         self.engine = engine
         self.stage = Stage.START
         self.poison_reason: str | None = None
-        self.allocators = [
-            _allocator(device, tp_rank, report["weight_bytes"], report["kv_cache_bytes"])
-            for tp_rank, report in enumerate(engine.reports)
-        ]
+        self.memory = memory
         self._sync = sync
         self._on_serving = on_serving
         self._seeds = random.Random(seed)  # noqa: S311 - to be repeatable, not secret
@@ -75,18 +87,21 @@ class Rollout:
     def num_running(self) -> int:
         return self.engine.num_running
 
-    async def fall_asleep(self) -> None:
+    async def fall_asleep(self, *, timeout_s: float) -> None:
         """What the service does with itself once its engine is up: the trainer has the memory first."""
-        for allocator in self.allocators:
-            allocator.pause([MemoryTag.KV_CACHE, MemoryTag.WEIGHTS])
+        released = await self.memory.pause([MemoryTag.KV_CACHE, MemoryTag.WEIGHTS], timeout_s=timeout_s)
         await self._on_serving(False)
+        _log.info("event=asleep released_bytes=%d", released)
 
-    async def resume(self, stage: Stage, tags: list[MemoryTag]) -> int:
-        """RESUME_WEIGHTS or RESUME_KV; the latter commits the received version and serves. Returns the bytes mapped."""
+    async def resume(self, stage: Stage, tags: list[MemoryTag], *, timeout_s: float) -> int:
+        """RESUME_WEIGHTS or RESUME_KV; the latter commits the received version and serves. Returns the bytes mapped.
+
+        Raises OutOfGpuMemory with everything as it was.
+        """
         check_stage(stage, after=self.stage, poison_reason=self.poison_reason)
         check_tags(stage, tags)
-        with self._poisoning(stage):
-            mapped = sum(allocator.resume(tags) for allocator in self.allocators)
+        with self._poisoning(stage, unless=OutOfGpuMemory):
+            mapped = await self.memory.resume(tags, timeout_s=timeout_s)
         self.stage = stage
         if is_serving(stage):
             self._highest_served = self._held_version
@@ -94,7 +109,7 @@ class Rollout:
         _log.info("event=stage stage=%s mapped_bytes=%d policy_version=%s", stage, mapped, self._held_version)
         return mapped
 
-    async def pause(self, stage: Stage, tags: list[MemoryTag]) -> int:
+    async def pause(self, stage: Stage, tags: list[MemoryTag], *, timeout_s: float) -> int:
         """PAUSE_KV, which drops every cached prefix, or PAUSE_WEIGHTS, after which no version is held. Returns the bytes released."""
         check_stage(stage, after=self.stage, poison_reason=self.poison_reason)
         check_tags(stage, tags)
@@ -102,10 +117,7 @@ class Rollout:
             check_idle(stage, num_running=self.num_running)
         await self._close()
         with self._poisoning(stage):
-            # What a poisoned engine has cached is never used again.
-            if stage is Stage.PAUSE_KV and self.poison_reason is None:
-                await self._flush_cache()
-            released = sum(allocator.pause(tags) for allocator in self.allocators)
+            released = await self.memory.pause(tags, timeout_s=timeout_s)
         if stage is Stage.PAUSE_WEIGHTS:
             self._held_version = None
         self.stage = stage
@@ -208,27 +220,15 @@ class Rollout:
             self._is_open = False
             await self._on_serving(False)
 
-    async def _flush_cache(self) -> None:
-        """The scheduler may take a moment to notice that its last request has ended, and does not flush before."""
-        async with asyncio.timeout(_FLUSH_TIMEOUT_S):
-            while not await self.engine.flush_cache():  # noqa: ASYNC110 - SGLang has no event for it
-                await asyncio.sleep(_DRAIN_POLL_S)
-
     @contextmanager
-    def _poisoning(self, stage: Stage) -> Iterator[None]:
-        """After a failure half-way the engine's memory can no longer be trusted."""
+    def _poisoning(self, stage: Stage, *, unless: type[TasukiError] | tuple[()] = ()) -> Iterator[None]:
+        """After a failure half-way the engine's memory can no longer be trusted. `unless`: a refusal, which changed nothing."""
         try:
             yield
+        except unless:
+            raise
         except BaseException as error:
             self.poison_reason = f"{stage} failed: {type(error).__name__}: {error}"
             self._held_version = None
             _log.error("event=poisoned reason=%s", self.poison_reason)
             raise
-
-
-def _allocator(device: str, tp_rank: int, weight_bytes: int, kv_cache_bytes: int) -> ResidentAllocator:
-    name = device if device == "cpu" else f"{device}:{tp_rank}"
-    allocator = ResidentAllocator(tags=[MemoryTag.WEIGHTS, MemoryTag.KV_CACHE], device=name)
-    allocator.set_total_bytes(MemoryTag.WEIGHTS, weight_bytes)
-    allocator.set_total_bytes(MemoryTag.KV_CACHE, kv_cache_bytes)
-    return allocator

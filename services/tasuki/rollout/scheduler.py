@@ -5,15 +5,20 @@ from __future__ import annotations
 import gc
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, cast
 
+import torch
 from sglang.srt.layers import sampler as sglang_sampler
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.managers import scheduler as sglang_scheduler
 from sglang.srt.server_args import PortArgs, ServerArgs, get_global_server_args
 
 from tasuki.rollout.cpu_attention import BatchedAttention
+from tasuki.rollout.rank_commands import EngineRank, register_rank
+from tasuki.rollout.rank_memory import rank_allocator
 from tasuki.rollout.ranks import RankReport
+from tasuki.rollout.record import EngineModel
+from tasuki.rollout.saver import install_saver
 from tasuki.rollout.seeded import multinomial_with_seed
 
 
@@ -47,6 +52,11 @@ def run_scheduler(
 ) -> None:
     """SGLang's `run_scheduler_process` with a scheduler that reports."""
 
+    if server_args.device == "cuda":
+        torch.cuda.set_device(gpu_id)
+    allocator = rank_allocator("cpu" if server_args.device == "cpu" else f"{server_args.device}:{gpu_id}")
+    install_saver(allocator)
+
     class ReportingScheduler(sglang_scheduler.Scheduler):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             try:
@@ -65,6 +75,8 @@ def run_scheduler(
             report["kv_cache_bytes"] = _kv_cache_bytes(self)
             if self.server_args.device == "cpu":
                 _sample_by_seeds()
+            model = cast(EngineModel, self.tp_worker.model_runner.model)
+            register_rank(EngineRank(model, allocator, tp_rank=tp_rank, scheduler=self))
             # SGLang collects garbage whenever it flushes its cache; without this that walks every object made so far, half a second long.
             gc.collect()
             gc.freeze()

@@ -10,10 +10,13 @@ import uvloop
 from tasuki.config import places
 from tasuki.config.schema import NodeConfig
 from tasuki.rollout.engine import start_engine
+from tasuki.rollout.memory import EngineMemory
+from tasuki.rollout.memory_servicer import RolloutMemoryServicer
 from tasuki.rollout.model import ModelFacts
+from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.ranks import RankProcesses
 from tasuki.rollout.rollout import Rollout
-from tasuki.rollout.servicer import RolloutMemoryServicer, RolloutServicer
+from tasuki.rollout.servicer import RolloutServicer
 from tasuki.rollout.starting import Starting
 from tasuki.rollout.sync import WeightSync
 from tasuki.rpc.commands import CommandGate
@@ -44,12 +47,13 @@ async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, st
     engine = start_engine(config, model, ranks, on_death=on_death)
     starting.finish()
     configure_logging("rollout")  # SGLang has put its own in the place of ours
-    sync = WeightSync(engine, socket_dir=socket_dir)
+    calls = RankCalls(engine, socket_dir=socket_dir)
+    sync = WeightSync(calls, socket_dir=socket_dir)
     try:
         rollout = Rollout(
             engine,
             sync,
-            device=config.device,
+            EngineMemory(calls),
             seed=config.rollout.seed,
             on_serving=lambda is_serving: server.set_serving(f"{_SERVICE}/Generate", is_serving),
         )
@@ -58,10 +62,11 @@ async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, st
         server.add(
             memory_pb2_grpc.add_MemoryServiceServicer_to_server, RolloutMemoryServicer(rollout, gate), "tasuki.v1.MemoryService"
         )
-        await rollout.fall_asleep()
+        await rollout.fall_asleep(timeout_s=config.rollout.start_timeout_s)
         await server.start()
         await server.run(stop)
     finally:
         sync.close()
+        calls.close()
         engine.stop()
     return 1 if died.is_set() else 0

@@ -1,0 +1,68 @@
+"""The engine's memory as its front sees it: all ranks as one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from tasuki.memory.allocator import MemoryTag
+from tasuki.rollout.rank_calls import RankCalls
+from tasuki.v1 import memory_pb2
+from tasuki.wire.errors import Busy, OutOfGpuMemory
+
+_IDLE_TIMEOUT_S = 5.0
+_IDLE_POLL_S = 0.05
+
+
+class EngineMemory:
+    """Memory of all engine ranks by tag, awake when the engine has started. Pause and resume are idempotent and all-or-nothing."""
+
+    def __init__(self, calls: RankCalls) -> None:
+        self._calls = calls
+        self._awake = {MemoryTag.WEIGHTS, MemoryTag.KV_CACHE}
+
+    @property
+    def resident_tags(self) -> list[MemoryTag]:
+        """What is mapped on every rank."""
+        return [tag for tag in (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE) if tag in self._awake]
+
+    async def pause(self, tags: Sequence[MemoryTag], *, timeout_s: float) -> int:
+        """Gives the pages of `tags` back, cached prefixes with them. Returns the bytes released over all ranks.
+
+        Raises Busy when requests still run after 5 seconds.
+        """
+        patience = asyncio.get_running_loop().time() + min(timeout_s, _IDLE_TIMEOUT_S)
+        while True:
+            try:
+                answers = await self._calls.pause(tags, timeout_s=timeout_s)
+                break
+            except Busy:
+                # The scheduler may take a moment to notice that its last request has ended.
+                if asyncio.get_running_loop().time() > patience:
+                    raise
+                await asyncio.sleep(_IDLE_POLL_S)
+        self._awake -= set(tags)
+        return sum(answer.released_bytes for answer in answers)
+
+    async def resume(self, tags: Sequence[MemoryTag], *, timeout_s: float) -> int:
+        """Takes pages for `tags` at the same addresses. Returns the bytes mapped over all ranks.
+
+        Raises OutOfGpuMemory when a rank has no room; then what slept before sleeps on every rank. After any other error the memory's
+        state is unknown.
+        """
+        try:
+            answers = await self._calls.resume(tags, timeout_s=timeout_s)
+        except OutOfGpuMemory:
+            await self._calls.pause([tag for tag in tags if tag not in self._awake], timeout_s=timeout_s)
+            raise
+        self._awake |= set(tags)
+        return sum(answer.mapped_bytes for answer in answers)
+
+    async def usage(self, *, timeout_s: float) -> memory_pb2.GetUsageResponse:
+        """Of every rank, by the ranks themselves. Raises DeadlineExceeded when they are busy for longer."""
+        answers = await self._calls.usage(timeout_s=timeout_s)
+        return memory_pb2.GetUsageResponse(
+            tags=[tag for answer in answers for tag in answer.tags],
+            frees_memory=True,
+            devices=[device for answer in answers for device in answer.devices],
+        )

@@ -1,0 +1,138 @@
+"""Runs in every engine rank: carries out what the service's front asks, and answers over ZMQ.
+
+SGLang calls `run_command` as a custom weight loader, between two batches and on every rank in the same order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import zmq
+
+from tasuki.memory.allocator import MemoryTag
+from tasuki.memory.device_usage import device_usage
+from tasuki.memory.region import NativeAllocator
+from tasuki.rollout.decode import TAG_VALUES, TAGS
+from tasuki.rollout.rank_memory import RankMemory
+from tasuki.rollout.receive import Received, WeightReceiver
+from tasuki.rollout.record import EngineModel
+from tasuki.v1 import memory_pb2, ranks_pb2, types_pb2
+from tasuki.wire.errors import Busy, TasukiError
+
+COMMAND_LOADER = "tasuki.rollout.rank_commands.run_command"
+"""The name under which SGLang finds `run_command`."""
+_log = logging.getLogger(__name__)
+
+
+class EngineRank:
+    """What one engine rank does when it is told to.
+
+    scheduler: SGLang's, or None for a model without an engine around it.
+    """
+
+    def __init__(self, model: EngineModel, allocator: NativeAllocator, *, tp_rank: int, scheduler: Any = None) -> None:
+        self.tp_rank = tp_rank
+        self.receiver = WeightReceiver(model)
+        self._allocator, self._scheduler = allocator, scheduler
+        slot_table = None if scheduler is None else scheduler.req_to_token_pool.req_to_token
+        self.memory = RankMemory(allocator, model, slot_table=slot_table)
+
+    def run(self, command: ranks_pb2.EngineRankCommand) -> ranks_pb2.EngineRankResult:
+        """Errors travel in the answer: an exception would end the scheduler and with it the whole engine."""
+        result = ranks_pb2.EngineRankResult(call=command.call, tp_rank=self.tp_rank)
+        try:
+            match command.WhichOneof("command"):
+                case "receive":
+                    timeout_s = command.receive.import_timeout_ms / 1000
+                    received = self.receiver.receive(command.receive.weights, import_timeout_s=timeout_s)
+                    result.receive.CopyFrom(_encode_received(command.receive.weights.policy_version, received))
+                case "pause":
+                    result.pause.CopyFrom(self._pause([TAGS[tag] for tag in command.pause.tags]))
+                case "resume":
+                    mapped = self.memory.resume([TAGS[tag] for tag in command.resume.tags])
+                    result.resume.CopyFrom(memory_pb2.ResumeResponse(mapped_bytes=mapped, frees_memory=True))
+                case "get_usage":
+                    result.get_usage.CopyFrom(self._usage())
+                case other:
+                    raise AssertionError(f"no command {other}")
+        except TasukiError as error:
+            result.error.CopyFrom(ranks_pb2.RankError(reason=error.reason, message=error.message, metadata=error.metadata))
+        except Exception as error:  # noqa: BLE001 - the boundary to SGLang, see above
+            _log.exception("event=rank_command_failed tp_rank=%d", self.tp_rank)
+            result.error.CopyFrom(ranks_pb2.RankError(message=f"{type(error).__name__}: {error}"))
+        return result
+
+    def _pause(self, tags: list[MemoryTag]) -> memory_pb2.PauseResponse:
+        if self._scheduler is not None:
+            self._let_go()
+        return memory_pb2.PauseResponse(released_bytes=self.memory.pause(tags), frees_memory=True)
+
+    def _let_go(self) -> None:
+        """Forgets every cached prefix. Raises Busy while the scheduler has not yet noticed that its last request ended."""
+        # SGLang would else collect garbage and give torch's cached blocks back, which takes longer than all the rest.
+        if not self._scheduler.flush_cache(empty_cache=False):
+            raise Busy("requests run", num_running=len(self._scheduler.running_batch.reqs))
+
+    def _usage(self) -> memory_pb2.GetUsageResponse:
+        device = device_usage(self._allocator.device, self.tp_rank)
+        tags = [
+            types_pb2.TagUsage(
+                tag=TAG_VALUES[usage.tag],
+                device=device.device,
+                rank=self.tp_rank,
+                mapped_bytes=usage.mapped_bytes,
+                total_bytes=usage.total_bytes,
+                is_paused=usage.is_paused,
+                kept_bytes=usage.kept_bytes,
+                host_copy_bytes=usage.host_copy_bytes,
+            )
+            for usage in self.memory.usage()
+        ]
+        seen = types_pb2.DeviceUsage(
+            device=device.device,
+            rank=device.rank,
+            total_bytes=device.total_bytes,
+            free_bytes=device.free_bytes,
+            process_bytes=device.process_bytes,
+            torch_cached_bytes=device.torch_cached_bytes,
+            other_processes_bytes=device.other_processes_bytes,
+        )
+        return memory_pb2.GetUsageResponse(tags=tags, frees_memory=True, devices=[seen])
+
+
+# SGLang hands its loader the model and nothing to keep state in. One for each scheduler process.
+_ranks: list[EngineRank] = []
+
+
+def register_rank(rank: EngineRank) -> None:
+    """The one that `run_command` asks from now on."""
+    _ranks[:] = [rank]
+
+
+def run_command(model: EngineModel, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """SGLang's custom weight loader: one uint8 tensor with an EngineRankCommand in, an EngineRankResult out over ZMQ."""
+    (_, content) = named_tensors[0]
+    command = ranks_pb2.EngineRankCommand.FromString(content.cpu().numpy().tobytes())
+    (rank,) = _ranks
+    result = rank.run(command)
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        # The front has gone when nobody takes the answer; then this process is about to go, too.
+        socket.setsockopt(zmq.LINGER, 5000)
+        socket.connect(command.reply_address)
+        socket.send(result.SerializeToString())
+
+
+def _encode_received(policy_version: int, received: Received) -> ranks_pb2.ReceiveResult:
+    return ranks_pb2.ReceiveResult(
+        policy_version=policy_version,
+        copied_bytes=received.copied_bytes,
+        fallback_names=received.fallback_names,
+        timings=[types_pb2.Timing(name=name, seconds=seconds) for name, seconds in received.timings.items()],
+        checksums=[
+            ranks_pb2.PieceChecksum(name=name, offset=at.offset, shape=at.shape, strides=at.strides, checksum=value)
+            for name, at, value in received.checksums
+        ],
+    )
