@@ -28,6 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 400.0
 CALL_TIMEOUT_S = 60.0
 NUM_TRAINER_RANKS = 2
+# 2 layers, keys and values, 2 heads of 16, bfloat16: 1 GiB.
+KV_CACHE_TOKENS = (1 << 30) // (2 * 2 * 2 * 16 * 2)
 
 
 @dataclass
@@ -210,7 +212,7 @@ def rollout_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def rollout_process(rollout_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutProcess]:
-    rollout = start_rollout(tmp_path_factory.mktemp("node"), rollout_model)
+    rollout = start_rollout(tmp_path_factory.mktemp("node"), rollout_model, f"rollout.max_total_tokens={KV_CACHE_TOKENS}")
     wait_until_serving(rollout)
     yield rollout
     ranks = psutil.Process(rollout.process.pid).children(recursive=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import gc
 import multiprocessing
 import os
 import socket
@@ -14,6 +17,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tasuki.memory.allocator import MemoryTag
+from tasuki.memory.region import NativeAllocator
 from tasuki.transport.plan import Slice
 from tasuki.transport.verify import ReceivedPiece
 from tasuki.v1 import weights_pb2
@@ -21,14 +26,23 @@ from tasuki.v1 import weights_pb2
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank says after a receive: names of parameters that differ from the checkpoint on disk, and what it reported."""
+    """What one rank says after a receive: names of parameters that differ from the checkpoint on disk, and what it reported.
+
+    lost: tensors that are no parameters and differ after a pause of the weights. is_plan_kept: whether the plan outlived it.
+    """
 
     different: list[str]
+    lost: list[str]
+    num_others: int
+    is_plan_kept: bool
     checksums: list[tuple[str, Slice, int]]
     fallback_names: tuple[str, ...]
     copied_bytes: int
     num_constants: int
     error: str = ""
+
+
+_NOTHING = Outcome([], [], 0, False, [], (), 0, 0)
 
 
 class EngineRanks:
@@ -43,6 +57,22 @@ class EngineRanks:
         for tp_rank, pipe in enumerate(self._pipes[:tp_size]):
             pipe.send(_Job(tp_rank, tp_size, address, str(folder), published.SerializeToString()))
         return [self._answer(pipe) for pipe in self._pipes[:tp_size]]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self._pipes)
+
+    async def run_on_ranks(self, command: bytes) -> None:
+        """As the engine does it: every rank runs the command, and all are done."""
+        for pipe in self._pipes:
+            pipe.send(command)
+        for pipe in self._pipes:
+            await asyncio.to_thread(self._answer, pipe)
+
+    def limit_memory(self, num_bytes: int, *, tp_rank: int) -> None:
+        """The rank's host arenas get no more than `num_bytes` from now on; 0 lifts the limit."""
+        self._pipes[tp_rank].send(num_bytes)
+        self._answer(self._pipes[tp_rank])
 
     def _answer(self, pipe: Connection) -> Outcome:
         assert pipe.poll(500), "a rank gave no answer"
@@ -97,18 +127,34 @@ def _run_rank(pipe: Connection) -> None:
         "OMP_NUM_THREADS": "1",
         "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_models_without_a_test()),
     }
+    from tasuki.memory.arena import set_host_budget
+    from tasuki.rollout.rank_commands import run_command
+    from tasuki.rollout.rank_memory import rank_allocator
+
+    allocator = rank_allocator("cpu")
     tp_size = 0
+    model = None
     while True:
         try:
             job = pipe.recv()
         except EOFError:
             return
         try:
-            model = _load(job, is_grouped=job.tp_size == tp_size)
-            tp_size = job.tp_size
-            pipe.send(_receive(model, weights_pb2.PublishedWeights.FromString(job.published)))
+            outcome = _NOTHING
+            if isinstance(job, _Job):
+                with allocator.region(MemoryTag.WEIGHTS):
+                    model = _load(job, is_grouped=job.tp_size == tp_size)
+                tp_size = job.tp_size
+                outcome = _receive(model, allocator, job)
+            elif isinstance(job, bytes):
+                import torch
+
+                run_command(model, [("command", torch.frombuffer(bytearray(job), dtype=torch.uint8))])
+            else:
+                set_host_budget(job)
+            pipe.send(outcome)
         except Exception:  # noqa: BLE001 - the test that waits for this job shows it
-            pipe.send(Outcome([], [], (), 0, 0, error=traceback.format_exc()))
+            pipe.send(dataclasses.replace(_NOTHING, error=traceback.format_exc()))
 
 
 def _models_without_a_test() -> list[str]:
@@ -158,30 +204,59 @@ def _load(job: _Job, *, is_grouped: bool) -> Any:
     return get_model(model_config=config, load_config=LoadConfig(), device_config=DeviceConfig(device="cpu"))
 
 
-def _receive(model: Any, published: weights_pb2.PublishedWeights) -> Outcome:
+def _receive(model: Any, allocator: NativeAllocator, job: _Job) -> Outcome:
     import torch
 
-    from tasuki.rollout.receive import WeightReceiver
+    from tasuki.rollout.rank_commands import EngineRank, register_rank
     from tests.models import poison
 
+    published = weights_pb2.PublishedWeights.FromString(job.published)
     with torch.inference_mode():
         from_disk = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        with allocator.region(MemoryTag.WEIGHTS):
+            # What an attention backend would hold beside the model.
+            orphan = torch.arange(1, 5000)
+        rank = EngineRank(model, allocator, tp_rank=job.tp_rank)
+        register_rank(rank)
         poison(model)
-        receiver = WeightReceiver(model)
-        receiver.receive(published, import_timeout_s=10)
-        # Once more by the plan alone, which is what every later sync does.
+        rank.receiver.receive(published, import_timeout_s=10)
+        plan = rank.receiver.plan
+        others = _others(model, allocator)
+        assert orphan.data_ptr() in {tensor.data_ptr() for tensor, _ in others}
+        # Once more by the plan alone, which is what every later sync does, into pages that hold nothing.
+        rank.memory.pause([MemoryTag.WEIGHTS])
+        rank.memory.resume([MemoryTag.WEIGHTS])
+        assert not any(parameter.any() for _, parameter in model.named_parameters() if parameter.nbytes >= 4096)
         poison(model)
-        received = receiver.receive(published, import_timeout_s=10)
+        received = rank.receiver.receive(published, import_timeout_s=10)
         different = [
             name
             for name, parameter in model.named_parameters()
             if not torch.equal(parameter.view(torch.int16), from_disk[name].view(torch.int16))
         ]
-    assert receiver.plan is not None
+    assert plan is not None
     return Outcome(
         different=different,
+        lost=[f"{tensor.dtype} {tuple(tensor.shape)}" for tensor, before in others if not torch.equal(tensor, before)],
+        num_others=len(others),
+        is_plan_kept=rank.receiver.plan is plan,
         checksums=list(received.checksums),
         fallback_names=received.fallback_names,
         copied_bytes=received.copied_bytes,
-        num_constants=len(receiver.plan.constants),
+        num_constants=len(plan.constants),
     )
+
+
+def _others(model: Any, allocator: NativeAllocator) -> list[tuple[Any, Any]]:
+    """Every tensor of this process that lies in the weights' arena and is no parameter, with a copy of its values."""
+    import torch
+
+    blocks = allocator.blocks(MemoryTag.WEIGHTS)
+    parameters = {parameter.data_ptr() for _, parameter in model.named_parameters()}
+    found = [
+        tensor
+        for tensor in gc.get_objects()
+        if isinstance(tensor, torch.Tensor) and type(tensor) is torch.Tensor and tensor.data_ptr() not in parameters
+    ]
+    inside = [one for one in found if any(start <= one.data_ptr() < start + num_bytes for start, num_bytes in blocks)]
+    return [(tensor, tensor.clone()) for tensor in inside]

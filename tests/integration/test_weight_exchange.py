@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tasuki.memory.allocator import MemoryTag
+from tasuki.rollout.memory import EngineMemory
+from tasuki.rollout.rank_calls import RankCalls
 from tasuki.transport.export import WeightExport
 from tasuki.transport.imported_weights import import_weights
 from tasuki.transport.verify import check_received
-from tasuki.v1 import weights_pb2
+from tasuki.v1 import types_pb2, weights_pb2
+from tasuki.wire.errors import OutOfGpuMemory
 from tests.integration.engine_rank import EngineRanks, engine_ranks, pieces_of
 from tests.models import CONFIGS, make_model, save_checkpoint, trainer_shards
 
@@ -44,6 +48,53 @@ class Published:
         self.message = weights_pb2.PublishedWeights(policy_version=3, boot_id=str(folder), handles=handles)
 
 
+# --- memory of both ranks, as their front moves it
+
+
+@pytest.fixture
+def memory(ranks: EngineRanks, tmp_path: Path) -> Iterator[EngineMemory]:
+    """Of two ranks that hold a model, awake."""
+    with ExitStack() as stack:
+        published = Published("qwen2", tmp_path, stack)
+        ranks.receive(published.folder, published.message, tp_size=2)
+        calls = RankCalls(ranks, socket_dir=tmp_path)
+        stack.callback(calls.close)
+        yield EngineMemory(calls)
+
+
+async def asleep(memory: EngineMemory) -> list[tuple[int, bool, bool]]:
+    """For each rank whether its weights sleep and whether they are unmapped."""
+    usage = await memory.usage(timeout_s=10)
+    return [(tag.rank, tag.is_paused, tag.mapped_bytes == 0) for tag in usage.tags if tag.tag == types_pb2.MEMORY_TAG_WEIGHTS]
+
+
+async def test_a_rank_without_room_keeps_every_rank_asleep_and_usable(memory: EngineMemory, ranks: EngineRanks) -> None:
+    weights = [MemoryTag.WEIGHTS]
+    assert await memory.pause(weights, timeout_s=10) > 0
+    ranks.limit_memory(4096, tp_rank=1)
+    with pytest.raises(OutOfGpuMemory, match="engine rank 1") as caught:
+        await memory.resume(weights, timeout_s=10)
+    assert int(caught.value.metadata["needed_bytes"]) > int(caught.value.metadata["free_bytes"])
+    assert (caught.value.metadata["rank"], caught.value.metadata["tag"]) == ("1", "weights")
+    assert await asleep(memory) == [(0, True, True), (1, True, True)]
+    assert memory.resident_tags == [MemoryTag.KV_CACHE]
+    ranks.limit_memory(0, tp_rank=1)
+    assert await memory.resume(weights, timeout_s=10) > 0
+    assert await asleep(memory) == [(0, False, False), (1, False, False)]
+
+
+async def test_a_repeated_pause_or_resume_moves_nothing(memory: EngineMemory) -> None:
+    weights = [MemoryTag.WEIGHTS]
+    released = await memory.pause(weights, timeout_s=10)
+    assert await memory.pause(weights, timeout_s=10) == 0
+    assert await memory.pause([MemoryTag.KV_CACHE, *weights], timeout_s=10) == 0
+    assert await memory.resume(weights, timeout_s=10) == released
+    assert await memory.resume(weights, timeout_s=10) == 0
+
+
+# --- weights
+
+
 # All of TP 2 first: from then on the first rank is a group of its own.
 @pytest.mark.parametrize("kind", list(CONFIGS))
 @pytest.mark.parametrize("tp_size", [2, 1])
@@ -53,6 +104,9 @@ def test_sync_equals_loading_the_checkpoint_from_disk(ranks: EngineRanks, kind: 
         outcomes = ranks.receive(published.folder, published.message, tp_size=tp_size)
         assert [outcome.different for outcome in outcomes] == [[]] * tp_size
         assert all(outcome.fallback_names == () for outcome in outcomes)
+        assert [(outcome.lost, outcome.is_plan_kept) for outcome in outcomes] == [([], True)] * tp_size
+        # The orphan and the rotary table.
+        assert all(outcome.num_others >= 2 for outcome in outcomes)
         # The last rank holds the padding rows of the vocabulary, which only a recorded constant fills.
         assert outcomes[-1].num_constants > 0
         check_received(pieces_of(outcomes), import_weights(published.message, timeout_s=5))
