@@ -368,20 +368,6 @@ async def test_commands_of_an_older_coordinator_are_refused(rollout: RolloutClie
 # --- what others see
 
 
-async def test_usage_tells_real_sizes_and_that_nothing_is_freed(rollout: RolloutClient, trainer: TestTrainer) -> None:
-    await rollout.resume(types_pb2.STAGE_RESUME_WEIGHTS, WEIGHTS)
-    usage = await rollout.memory.GetUsage(memory_pb2.GetUsageRequest(), timeout=60)
-    assert usage.frees_memory is False
-    by_tag = {entry.tag: entry for entry in usage.tags}
-    published = sum(parameter.numel() * 2 for parameter in trainer.model.parameters())
-    # Rotary tables are no parameters; padding rows of two vocabularies are.
-    padding = 2 * (-VOCAB_SIZE % 64) * trainer.model.config.hidden_size * 2
-    assert by_tag[WEIGHTS].total_bytes == published + padding
-    # 2 layers, keys and values, 2 heads of 16, bfloat16.
-    assert by_tag[KV].total_bytes >= 4096 * 2 * 2 * 2 * 16 * 2
-    assert (by_tag[WEIGHTS].is_paused, by_tag[KV].is_paused, by_tag[KV].device) == (False, True, "cpu")
-
-
 async def test_health_tells_whether_it_generates(
     rollout: RolloutClient, rollout_process: RolloutProcess, trainer: TestTrainer
 ) -> None:

@@ -135,6 +135,19 @@ async def test_two_ranks_receive_and_generate(client: RolloutClient, pair_traine
     assert received.copied_bytes == everything + shared
     usage = await client.memory.GetUsage(memory_pb2.GetUsageRequest(), timeout=60)
     assert sorted((entry.rank, entry.tag) for entry in usage.tags) == [(0, WEIGHTS), (0, KV), (1, WEIGHTS), (1, KV)]
+    assert all(entry.mapped_bytes == entry.total_bytes > 0 for entry in usage.tags)
+    assert [device.rank for device in usage.devices] == [0, 1]
+
+    await client.drain()
+    kv = await client.pause(types_pb2.STAGE_PAUSE_KV, KV)
+    weights = await client.pause(types_pb2.STAGE_PAUSE_WEIGHTS, WEIGHTS)
+    assert kv.released_bytes + weights.released_bytes == sum(entry.total_bytes for entry in usage.tags)
+    usage = await client.memory.GetUsage(memory_pb2.GetUsageRequest(), timeout=60)
+    assert [(entry.is_paused, entry.mapped_bytes) for entry in usage.tags] == [(True, 0)] * 4
+    await client.wake(pair_trainer.publish(0))
+    (again,) = await client.generate([[5, 6, 7]], max_new_tokens=8, temperature=0.0, ignore_eos=True)
+    theirs = log_probs_of(pair_trainer.model, [5, 6, 7], list(again.token_ids))
+    assert torch.allclose(torch.tensor(again.rollout_log_probs), theirs, atol=0.1)
     await client.sleep()
 
 

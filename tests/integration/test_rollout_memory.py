@@ -1,0 +1,150 @@
+"""The engine's memory from outside: what the system says of the rank's process, what the service says, and that the engine still works."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tasuki.v1 import memory_pb2, types_pb2
+from tasuki.wire.errors import DeadlineExceeded, InvalidArgument
+from tests.integration.conftest import KV_CACHE_TOKENS, RolloutClient, RolloutProcess, TestTrainer
+from tests.integration.test_rollout import refused
+
+WEIGHTS, KV = types_pb2.MEMORY_TAG_WEIGHTS, types_pb2.MEMORY_TAG_KV_CACHE
+GIB = 1 << 30
+
+
+class Rank:
+    """The engine rank's process as the system sees it."""
+
+    def __init__(self, rollout: RolloutProcess) -> None:
+        children = psutil.Process(rollout.process.pid).children(recursive=True)
+        (self.process,) = [child for child in children if "scheduler" in child.name()]
+
+    def resident_bytes(self) -> int:
+        return self.process.memory_info().rss
+
+    def mapped(self) -> set[tuple[int, int]]:
+        """First and last address of every piece of an arena that has memory."""
+        lines = Path(f"/proc/{self.process.pid}/maps").read_text().splitlines()
+        ranges = [line.split()[0].split("-") for line in lines if "/memfd:tasuki" in line and " rw-s " in line]
+        return {(int(start, 16), int(end, 16)) for start, end in ranges}
+
+    def touch(self) -> None:
+        """Has the system give the process every page that is mapped, as if it had used them."""
+        with open(f"/proc/{self.process.pid}/mem", "rb", buffering=0) as memory:
+            for start, end in self.mapped():
+                memory.seek(start)
+                left = end - start
+                while left:
+                    left -= len(memory.read(min(left, 1 << 24)))
+
+
+async def usage_of(rollout: RolloutClient, *, timeout_s: float = 10) -> memory_pb2.GetUsageResponse:
+    return await rollout.memory.GetUsage(memory_pb2.GetUsageRequest(), timeout=timeout_s)
+
+
+async def test_sleep_gives_the_pages_back_and_waking_takes_them_at_the_same_addresses(
+    rollout: RolloutClient, rollout_process: RolloutProcess, trainer: TestTrainer
+) -> None:
+    rank = Rank(rollout_process)
+    asleep_before = rank.mapped()
+    await rollout.wake(trainer.publish(7))
+    first = await rollout.generate([[5, 6, 7]], max_new_tokens=30, temperature=0.0, ignore_eos=True)
+    rank.touch()
+    mapped, awake = rank.mapped(), rank.resident_bytes()
+    tag_bytes = sum(tag.total_bytes for tag in (await usage_of(rollout)).tags)
+    assert tag_bytes >= GIB
+    assert sum(end - start for start, end in mapped) == tag_bytes
+
+    await rollout.drain()
+    released = (await rollout.pause(types_pb2.STAGE_PAUSE_KV, KV)).released_bytes
+    released += (await rollout.pause(types_pb2.STAGE_PAUSE_WEIGHTS, WEIGHTS)).released_bytes
+    assert released == tag_bytes
+    assert awake - rank.resident_bytes() >= 0.95 * tag_bytes
+    assert asleep_before == rank.mapped() == set()
+
+    await rollout.wake(trainer.publish(7))
+    rank.touch()
+    assert rank.mapped() == mapped
+    assert rank.resident_bytes() >= awake - 0.05 * tag_bytes
+    assert await rollout.generate([[5, 6, 7]], max_new_tokens=30, temperature=0.0, ignore_eos=True) == first
+
+
+async def test_usage_is_told_by_the_ranks_in_every_state(rollout: RolloutClient, trainer: TestTrainer) -> None:
+    async def mapped() -> dict[int, tuple[int, bool]]:
+        usage = await usage_of(rollout)
+        assert usage.frees_memory
+        assert all((tag.device, tag.rank) == ("cpu", 0) for tag in usage.tags)
+        return {tag.tag: (tag.mapped_bytes, tag.is_paused) for tag in usage.tags}
+
+    assert await mapped() == {WEIGHTS: (0, True), KV: (0, True)}
+    await rollout.resume(types_pb2.STAGE_RESUME_WEIGHTS, WEIGHTS)
+    totals = {tag.tag: tag.total_bytes for tag in (await usage_of(rollout)).tags}
+    assert totals[WEIGHTS] >= sum(parameter.numel() * 2 for parameter in trainer.model.parameters())
+    assert totals[KV] >= KV_CACHE_TOKENS * 2 * 2 * 2 * 16 * 2
+    assert await mapped() == {WEIGHTS: (totals[WEIGHTS], False), KV: (0, True)}
+    await rollout.receive(trainer.publish(7))
+    await rollout.resume(types_pb2.STAGE_RESUME_KV, KV)
+    running = asyncio.ensure_future(rollout.generate([[5, 6]], num_samples=4, max_new_tokens=200, ignore_eos=True))
+    while (await rollout.state()).num_running < 4:
+        await asyncio.sleep(0.01)
+    assert await mapped() == {WEIGHTS: (totals[WEIGHTS], False), KV: (totals[KV], False)}
+    assert not running.done()
+    draining = asyncio.ensure_future(rollout.drain(grace_ms=50_000))
+    assert await mapped() == {WEIGHTS: (totals[WEIGHTS], False), KV: (totals[KV], False)}
+    await draining
+    assert len(await running) == 4
+
+
+async def test_devices_are_seen_as_the_system_sees_them(rollout: RolloutClient, rollout_process: RolloutProcess) -> None:
+    (device,) = (await usage_of(rollout)).devices
+    memory = psutil.virtual_memory()
+    assert (device.device, device.rank, device.total_bytes, device.torch_cached_bytes) == ("cpu", 0, memory.total, 0)
+    assert abs(device.free_bytes - memory.available) < GIB
+    assert abs(device.process_bytes - Rank(rollout_process).resident_bytes()) < GIB // 16
+
+
+async def test_usage_of_a_rank_that_does_not_answer_ends_in_time_and_comes_back(
+    rollout: RolloutClient, rollout_process: RolloutProcess
+) -> None:
+    rank = Rank(rollout_process).process
+    os.kill(rank.pid, signal.SIGSTOP)
+    try:
+        error = await refused(usage_of(rollout, timeout_s=1))
+        assert isinstance(error, DeadlineExceeded)
+        assert "not every engine rank answered" in error.message
+    finally:
+        os.kill(rank.pid, signal.SIGCONT)
+    assert len((await usage_of(rollout)).tags) == 2
+
+
+async def test_usage_is_watched_at_the_asked_interval(rollout: RolloutClient) -> None:
+    call = rollout.memory.WatchUsage(memory_pb2.WatchUsageRequest(interval_ms=50))
+    answers = []
+    async for answer in call:
+        answers.append(answer)
+        if len(answers) == 2:
+            await rollout.resume(types_pb2.STAGE_RESUME_WEIGHTS, WEIGHTS)
+        if len(answers) == 5:
+            break
+    call.cancel()
+    times = [answer.time.ToMilliseconds() for answer in answers]
+    assert all(later - earlier >= 49 for earlier, later in pairwise(times))
+    weights = [next(tag for tag in answer.usage.tags if tag.tag == WEIGHTS).is_paused for answer in answers]
+    assert (weights[0], weights[-1]) == (True, False)
+    assert all(len(answer.usage.devices) == 1 for answer in answers)
+
+
+@pytest.mark.parametrize("interval_ms", [0, 19, 60_001])
+async def test_intervals_out_of_bounds_are_refused(rollout: RolloutClient, interval_ms: int) -> None:
+    request = memory_pb2.WatchUsageRequest(interval_ms=interval_ms)
+    error = await refused(anext(aiter(rollout.memory.WatchUsage(request))))
+    assert isinstance(error, InvalidArgument)
+    assert error.metadata["field"] == "interval_ms"
