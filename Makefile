@@ -69,8 +69,9 @@ bench: setup $(TRL)  ## samples per second of the whole GRPO loop, beside TRL's 
 bench-memory: setup  ## pause and resume of the native memory library on this machine's CPU
 	$(BIN)/python tests/bench/memory_cpu.py --out runs/bench
 
-bench-memory-gpu: setup  ## the same on a GPU, beside torch_memory_saver
+bench-memory-gpu: setup  ## the same on a GPU, and SGLang with it, beside torch_memory_saver
 	$(BIN)/python tests/bench/memory_gpu.py --out runs/bench
+	$(BIN)/python tests/bench/sglang_memory_gpu.py --out runs/bench
 
 grpcurl: $(if $(shell command -v go),.tools/grpcurl-$(GRPCURL_VERSION))  ## build grpcurl, where go is there
 

@@ -11,7 +11,7 @@ from tasuki.v1 import memory_pb2
 from tasuki.wire.errors import Busy, OutOfGpuMemory
 
 _IDLE_TIMEOUT_S = 5.0
-_IDLE_POLL_S = 0.05
+_IDLE_POLL_S = 0.005
 
 
 class EngineMemory:

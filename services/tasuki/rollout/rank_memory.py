@@ -75,9 +75,9 @@ class RankMemory:
         for tag in woken:
             if tag in self._kept:
                 self._kept[tag].restore()
-            if tag is MemoryTag.KV_CACHE and self._slot_table is not None:
-                self._slot_table.zero_()
         if woken and self._allocator.device != "cpu":
+            if MemoryTag.KV_CACHE in woken and self._slot_table is not None:
+                self._slot_table.zero_()  # the host's kernel has done so itself
             torch.cuda.synchronize(self._allocator.device)
         return mapped
 
