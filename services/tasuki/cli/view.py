@@ -22,7 +22,7 @@ from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
 from tasuki.wire.channel import CLIENT_OPTIONS
-from tasuki.wire.errors import NodeDown, PeerUnavailable, TasukiError, from_rpc_error
+from tasuki.wire.errors import DeadlineExceeded, NodeDown, PeerUnavailable, TasukiError, from_rpc_error
 
 _TIMEOUT_S = 5.0
 _MIB = 1024 * 1024
@@ -31,7 +31,10 @@ _STAGES = [stage for stage in types_pb2.Stage.values() if stage != types_pb2.STA
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """Everything the services say of themselves at one moment. `changeovers`: the last few, newest first."""
+    """Everything the services say of themselves at one moment; a memory without tags is not known now.
+
+    changeovers: the last few, newest first.
+    """
 
     node: coordinator_pb2.NodeState
     trainer: trainer_pb2.GetTrainerStateResponse
@@ -62,7 +65,6 @@ class NodeReader:
 
     def read(self) -> NodeView:
         """Raises NodeDown when the coordinator does not answer, PeerUnavailable when another service does not."""
-        usage = memory_pb2.GetUsageRequest()
         listing = coordinator_pb2.ListChangeoversRequest(page_size=4)
         try:
             node = self.coordinator.GetState(coordinator_pb2.GetStateRequest(), timeout=_TIMEOUT_S).state
@@ -70,12 +72,21 @@ class NodeReader:
                 node=node,
                 trainer=self._trainer.GetTrainerState(trainer_pb2.GetTrainerStateRequest(), timeout=_TIMEOUT_S),
                 rollout=self._rollout.GetRolloutState(rollout_pb2.GetRolloutStateRequest(), timeout=_TIMEOUT_S),
-                trainer_memory=self._memory["trainer"].GetUsage(usage, timeout=_TIMEOUT_S),
-                rollout_memory=self._memory["rollout"].GetUsage(usage, timeout=_TIMEOUT_S),
+                trainer_memory=self._usage("trainer"),
+                rollout_memory=self._usage("rollout"),
                 changeovers=self.coordinator.ListChangeovers(listing, timeout=_TIMEOUT_S).changeovers,
             )
         except grpc.RpcError as error:
             raise self.explained(error) from error
+
+    def _usage(self, service: str) -> memory_pb2.GetUsageResponse:
+        """Nothing while the service's ranks are in the middle of something long: the rest of the node can be told all the same."""
+        try:
+            return self._memory[service].GetUsage(memory_pb2.GetUsageRequest(), timeout=_TIMEOUT_S)
+        except grpc.RpcError as error:
+            if isinstance(from_rpc_error(error), DeadlineExceeded):
+                return memory_pb2.GetUsageResponse()
+            raise
 
     def explained(self, error: grpc.RpcError) -> TasukiError:
         """What a failed call means to someone who asked for a node's state."""
@@ -88,9 +99,9 @@ class NodeReader:
 
 def draw(view: NodeView) -> RenderableType:
     """The whole node as rows of text, for a terminal or a file."""
-    kept = [name for name, usage in _usages(view) if usage.tags and not usage.frees_memory]
-    note = f"in this build a pause frees no memory of {' and '.join(kept)}: its pages stay mapped" if kept else ""
-    return Group(_facts(view), Text(), _ring(view), Text(), _memory(view), Text(note))
+    busy = [name for name, usage in _usages(view) if not usage.tags]
+    note = f"the ranks of {' and '.join(busy)} are busy and say nothing of their memory now" if busy else ""
+    return Group(_facts(view), Text(), _ring(view), Text(), _memory(view), Text(), _devices(view), Text(note))
 
 
 def as_dict(view: NodeView) -> dict[str, object]:
@@ -159,16 +170,34 @@ def _ring(view: NodeView) -> Table:
 
 def _memory(view: NodeView) -> Table:
     table = Table(box=None, padding=(0, 2), pad_edge=False)
-    for heading in ("memory", "tag", "device", "", "mapped MiB", "of"):
-        table.add_column(heading, justify="right" if heading in ("mapped MiB", "of") else "left")
+    sizes = ("mapped MiB", "of", "kept", "host copy")
+    for heading in ("memory", "tag", "device", "", *sizes):
+        table.add_column(heading, justify="right" if heading in sizes else "left")
     for service, usage in _usages(view):
         for tag in usage.tags:
             name = types_pb2.MemoryTag.Name(tag.tag).removeprefix("MEMORY_TAG_").lower()
             bar = ProgressBar(total=max(tag.total_bytes, 1), completed=tag.mapped_bytes, width=20)
             paused = " (paused)" if tag.is_paused else ""
-            where = f"{tag.device} rank {tag.rank}"
-            table.add_row(service, name + paused, where, bar, f"{tag.mapped_bytes / _MIB:.1f}", f"{tag.total_bytes / _MIB:.1f}")
+            figures = (tag.mapped_bytes, tag.total_bytes, tag.kept_bytes, tag.host_copy_bytes)
+            table.add_row(service, name + paused, f"{tag.device} rank {tag.rank}", bar, *map(_mib, figures))
     return table
+
+
+def _devices(view: NodeView) -> Table:
+    """What each rank sees of its device, beyond its tags."""
+    table = Table(box=None, padding=(0, 2), pad_edge=False)
+    sizes = ("process MiB", "torch cached", "others", "free", "of")
+    for heading in ("device", "seen by", *sizes):
+        table.add_column(heading, justify="right" if heading in sizes else "left")
+    for service, usage in _usages(view):
+        for seen in usage.devices:
+            figures = (seen.process_bytes, seen.torch_cached_bytes, seen.other_processes_bytes, seen.free_bytes, seen.total_bytes)
+            table.add_row(seen.device, f"{service} rank {seen.rank}", *map(_mib, figures))
+    return table
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / _MIB:.1f}"
 
 
 def _usages(view: NodeView) -> list[tuple[str, memory_pb2.GetUsageResponse]]:
