@@ -169,14 +169,12 @@ def _ring(view: NodeView) -> Table:
 
 
 def _memory(view: NodeView) -> Table:
-    table = Table(box=None, padding=(0, 2), pad_edge=False)
-    sizes = ("mapped MiB", "of", "kept", "host copy")
-    for heading in ("memory", "tag", "device", "", *sizes):
-        table.add_column(heading, justify="right" if heading in sizes else "left")
+    sizes = ("mapped", "of", "kept", "on host")
+    table = _sizes_table("MiB", "tag", "device", "", sizes=sizes)
     for service, usage in _usages(view):
         for tag in usage.tags:
             name = types_pb2.MemoryTag.Name(tag.tag).removeprefix("MEMORY_TAG_").lower()
-            bar = ProgressBar(total=max(tag.total_bytes, 1), completed=tag.mapped_bytes, width=20)
+            bar = ProgressBar(total=max(tag.total_bytes, 1), completed=tag.mapped_bytes, width=12)
             paused = " (paused)" if tag.is_paused else ""
             figures = (tag.mapped_bytes, tag.total_bytes, tag.kept_bytes, tag.host_copy_bytes)
             table.add_row(service, name + paused, f"{tag.device} rank {tag.rank}", bar, *map(_mib, figures))
@@ -185,19 +183,34 @@ def _memory(view: NodeView) -> Table:
 
 def _devices(view: NodeView) -> Table:
     """What each rank sees of its device, beyond its tags."""
-    table = Table(box=None, padding=(0, 2), pad_edge=False)
-    sizes = ("process MiB", "torch cached", "others", "free", "of")
-    for heading in ("device", "seen by", *sizes):
-        table.add_column(heading, justify="right" if heading in sizes else "left")
+    sizes = ("process", "torch's cache", "others", "free", "of")
+    table = _sizes_table("MiB", "seen by", sizes=sizes)
     for service, usage in _usages(view):
         for seen in usage.devices:
-            figures = (seen.process_bytes, seen.torch_cached_bytes, seen.other_processes_bytes, seen.free_bytes, seen.total_bytes)
+            figures = (
+                seen.process_bytes,
+                seen.torch_cached_bytes,
+                seen.other_processes_bytes,
+                seen.free_bytes,
+                seen.total_bytes,
+            )
             table.add_row(seen.device, f"{service} rank {seen.rank}", *map(_mib, figures))
     return table
 
 
+def _sizes_table(*headings: str, sizes: tuple[str, ...]) -> Table:
+    """Narrow enough for 80 columns with figures of a large GPU."""
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, no_wrap=bool(heading))
+    for heading in sizes:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
 def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / _MIB:.1f}"
+    size = num_bytes / _MIB
+    return f"{size:.0f}" if size >= 100 else f"{size:.1f}"
 
 
 def _usages(view: NodeView) -> list[tuple[str, memory_pb2.GetUsageResponse]]:
