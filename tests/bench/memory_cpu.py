@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from tasuki.memory.allocator import MemoryTag
+from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import Keep
-from tasuki.memory.region import NativeAllocator
+from tasuki.memory.tags import MemoryTag
 
 MIB = 1 << 20
 NUM_REPEATS = 5

@@ -77,15 +77,15 @@ def cycles(
 
 
 def our_allocator() -> Any:
-    from tasuki.memory.allocator import MemoryTag
-    from tasuki.memory.region import NativeAllocator
+    from tasuki.memory.allocator import NativeAllocator
+    from tasuki.memory.tags import MemoryTag
 
     return NativeAllocator(tags=[MemoryTag.WEIGHTS, MemoryTag.KV_CACHE, MemoryTag.OPTIMIZER], device="cuda:0")
 
 
 def ours(kv_gb: int) -> dict[str, Any]:
-    from tasuki.memory.allocator import MemoryTag
     from tasuki.memory.arena import Keep
+    from tasuki.memory.tags import MemoryTag
 
     allocator = our_allocator()
     tensors = fill(lambda tag: allocator.region(MemoryTag(tag)), kv_gb)
@@ -116,8 +116,8 @@ def peers(kv_gb: int) -> dict[str, Any]:
 
 
 def our_host_copy() -> dict[str, Any]:
-    from tasuki.memory.allocator import MemoryTag
     from tasuki.memory.arena import Keep
+    from tasuki.memory.tags import MemoryTag
 
     allocator = our_allocator()
     allocator.arena(MemoryTag.WEIGHTS).set_policy(Keep.CONTENT)

@@ -100,10 +100,10 @@ def our_engine(arguments: dict[str, Any]) -> tuple[Any, Mover, Callable[[], Any]
     from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 
-    from tasuki.memory.allocator import MemoryTag
+    from tasuki.memory.tags import MemoryTag
     from tasuki.rollout.memory import EngineMemory
     from tasuki.rollout.rank_calls import RankCalls
-    from tasuki.rollout.rank_commands import COMMAND_LOADER
+    from tasuki.rollout.rank_commands import COMMAND_LOADER, command_tensors
     from tasuki.rollout.scheduler import run_scheduler
 
     class NoSaver:
@@ -114,9 +114,8 @@ def our_engine(arguments: dict[str, Any]) -> tuple[Any, Mover, Callable[[], Any]
         num_ranks = 1
 
         async def run_on_ranks(self, command: bytes) -> None:
-            content = torch.frombuffer(bytearray(command), dtype=torch.uint8)
             request = UpdateWeightsFromTensorReqInput(
-                serialized_named_tensors=[MultiprocessingSerializer.serialize([("command", content)])],
+                serialized_named_tensors=[MultiprocessingSerializer.serialize(command_tensors(command))],
                 load_format=COMMAND_LOADER,
                 flush_cache=False,
             )

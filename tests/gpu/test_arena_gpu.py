@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tasuki.memory import arena as native
-from tasuki.memory.allocator import MemoryTag
+from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import Access, Import, Keep, SharedChunk
-from tasuki.memory.region import NativeAllocator
+from tasuki.memory.tags import MemoryTag
 from tasuki.wire.errors import InternalError, InvalidArgument, OutOfGpuMemory, TasukiError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -230,7 +230,7 @@ def test_300_cycles_leave_memory_and_descriptors_flat(allocator):
 
 def test_expandable_segments_are_refused():
     code = (
-        "from tasuki.memory.region import NativeAllocator; from tasuki.memory.allocator import MemoryTag\n"
+        "from tasuki.memory.allocator import NativeAllocator; from tasuki.memory.tags import MemoryTag\n"
         "NativeAllocator(tags=[MemoryTag.WEIGHTS], device='cuda:0')"
     )
     env = {

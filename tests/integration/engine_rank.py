@@ -17,8 +17,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tasuki.memory.allocator import MemoryTag
-from tasuki.memory.region import NativeAllocator
+from tasuki.memory.allocator import NativeAllocator
+from tasuki.memory.tags import MemoryTag
 from tasuki.transport.plan import Slice
 from tasuki.transport.verify import ReceivedPiece
 from tasuki.v1 import weights_pb2
@@ -128,7 +128,7 @@ def _run_rank(pipe: Connection) -> None:
         "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_models_without_a_test()),
     }
     from tasuki.memory.arena import set_host_budget
-    from tasuki.rollout.rank_commands import run_command
+    from tasuki.rollout.rank_commands import command_tensors, run_command
     from tasuki.rollout.rank_memory import rank_allocator
 
     allocator = rank_allocator("cpu")
@@ -147,9 +147,7 @@ def _run_rank(pipe: Connection) -> None:
                 tp_size = job.tp_size
                 outcome = _receive(model, allocator, job)
             elif isinstance(job, bytes):
-                import torch
-
-                run_command(model, [("command", torch.frombuffer(bytearray(job), dtype=torch.uint8))])
+                run_command(model, command_tensors(job))
             else:
                 set_host_budget(job)
             pipe.send(outcome)

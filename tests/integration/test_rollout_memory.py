@@ -80,7 +80,6 @@ async def test_sleep_gives_the_pages_back_and_waking_takes_them_at_the_same_addr
 async def test_usage_is_told_by_the_ranks_in_every_state(rollout: RolloutClient, trainer: TestTrainer) -> None:
     async def mapped() -> dict[int, tuple[int, bool]]:
         usage = await usage_of(rollout)
-        assert usage.frees_memory
         assert all((tag.device, tag.rank) == ("cpu", 0) for tag in usage.tags)
         return {tag.tag: (tag.mapped_bytes, tag.is_paused) for tag in usage.tags}
 

@@ -244,11 +244,12 @@ async def test_the_ring_of_stages_is_kept(client: TrainerClient) -> None:
     error = await refused(client.pause(tags=[types_pb2.MEMORY_TAG_KV_CACHE]))
     assert error.metadata["field"] == "tags[0]"
     paused = await client.pause()
-    assert (paused.released_bytes, paused.frees_memory) == (0, False)
     assert list((await client.state()).resident_tags) == []
-    assert all(usage.is_paused for usage in (await client.usage()).tags)
+    usages = (await client.usage()).tags
+    assert all(usage.is_paused and usage.mapped_bytes == 0 for usage in usages)
+    assert paused.released_bytes == sum(usage.total_bytes for usage in usages) > 0
     assert (await refused(client.withdraw())).reason == "STAGE_ORDER"
-    await client.resume()
+    assert (await client.resume()).mapped_bytes == paused.released_bytes
     state = await client.state()
     assert (len(state.resident_tags), state.stage, state.HasField("published_version")) == (
         3,
@@ -273,11 +274,12 @@ async def test_usage_is_measured_per_rank(client: TrainerClient) -> None:
     await client.forward_backward(samples)
     state, usage = await client.state(), await client.usage()
     total = {tag: sum(each.total_bytes for each in usage.tags if each.tag == tag) for tag in {each.tag for each in usage.tags}}
-    assert total[types_pb2.MEMORY_TAG_GRADIENTS] == 4 * state.num_parameters
-    assert total[types_pb2.MEMORY_TAG_OPTIMIZER] == 8 * state.num_parameters
-    assert total[types_pb2.MEMORY_TAG_WEIGHTS] >= 4 * state.num_parameters
+    # Memory comes in chunks, and tensors below 2 KiB stay out of them.
+    assert total[types_pb2.MEMORY_TAG_GRADIENTS] >= 3.5 * state.num_parameters
+    assert total[types_pb2.MEMORY_TAG_OPTIMIZER] >= 7 * state.num_parameters
+    assert total[types_pb2.MEMORY_TAG_WEIGHTS] >= 3.5 * state.num_parameters
+    assert [(each.rank, each.device) for each in usage.devices] == [(0, "cpu"), (1, "cpu")]
     assert {each.rank for each in usage.tags} == {0, 1}
-    assert not usage.frees_memory
 
 
 async def test_an_exported_folder_loads_with_its_tokenizer(client: TrainerClient, trainer_model: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasuki.memory.allocator import MemoryTag
+from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.memory import EngineMemory
 from tasuki.rollout.rank_calls import RankCalls
 from tasuki.transport.export import WeightExport

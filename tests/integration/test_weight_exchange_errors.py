@@ -198,7 +198,7 @@ def test_a_skipped_tensor_is_caught_and_named_with_its_engine_rank(trainer: Trai
     model = AwkwardModel()
     receiver = WeightReceiver(model)
     receive(receiver, trainer.publish(0))
-    receiver._prepared._copies = receiver._prepared._copies[1:]
+    del receiver._prepared._copies._copies[0]
     trainer.tensors["plain"].add_(1)
     with pytest.raises(WeightsCorrupt, match=r"1 of 6 tensors.*plain: checksum differs \(engine rank 0\)") as caught:
         receive(receiver, trainer.publish(1))
@@ -300,7 +300,7 @@ def published_by(
     os.ftruncate(fd, num_bytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals & ~fcntl.F_SEAL_WRITE)
     path = folder / "rogue.sock"
-    FdServer(path, message=message, fd=fd)
+    FdServer(path, message=message, fds=[fd])
     kind = weights_pb2.HANDLE_KIND_HOST_MEMFD
     handle = weights_pb2.WeightHandle(rank=0, socket_path=str(path), manifest_digest=digest, kind=kind)
     return weights_pb2.PublishedWeights(policy_version=0, boot_id="rogue", handles=[handle])
@@ -337,7 +337,7 @@ def test_memory_without_a_header_is_refused(tmp_path: Path) -> None:
 
 def test_a_receiver_cannot_map_the_memory_for_writing(trainer: Trainer) -> None:
     weights = trainer.publish(0)
-    _, fd = fd_socket.fetch(Path(weights.handles[0].socket_path), timeout_s=2)
+    _, [fd] = fd_socket.fetch(Path(weights.handles[0].socket_path), timeout_s=2)
     with pytest.raises(PermissionError):
         mmap.mmap(fd, 256, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
     with pytest.raises(PermissionError):

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tasuki.memory import arena as native
-from tasuki.memory.allocator import MemoryTag
+from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import Keep
-from tasuki.memory.region import NativeAllocator
+from tasuki.memory.tags import MemoryTag
 from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory, WrongPhase
 
 MIB = 1 << 20

@@ -5,9 +5,9 @@ import os
 import psutil
 import torch
 
-from tasuki.memory.allocator import MemoryTag
+from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.device_usage import device_usage
-from tasuki.memory.region import NativeAllocator
+from tasuki.memory.tags import MemoryTag
 
 MIB = 1 << 20
 

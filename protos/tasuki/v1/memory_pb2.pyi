@@ -54,20 +54,16 @@ class PauseResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RELEASED_BYTES_FIELD_NUMBER: _builtins.int
-    FREES_MEMORY_FIELD_NUMBER: _builtins.int
     released_bytes: _builtins.int
     """Bytes given back to the system over all ranks."""
-    frees_memory: _builtins.bool
-    """False when this build's allocator keeps the pages of a paused tag; released_bytes is then 0."""
     def __init__(
         self,
         *,
         released_bytes: _builtins.int = ...,
-        frees_memory: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frees_memory", b"frees_memory", "released_bytes", b"released_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["released_bytes", b"released_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -105,20 +101,16 @@ class ResumeResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MAPPED_BYTES_FIELD_NUMBER: _builtins.int
-    FREES_MEMORY_FIELD_NUMBER: _builtins.int
     mapped_bytes: _builtins.int
     """Bytes taken from the system over all ranks."""
-    frees_memory: _builtins.bool
-    """False when this build's allocator keeps the pages of a paused tag; mapped_bytes is then 0."""
     def __init__(
         self,
         *,
         mapped_bytes: _builtins.int = ...,
-        frees_memory: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frees_memory", b"frees_memory", "mapped_bytes", b"mapped_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mapped_bytes", b"mapped_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -144,10 +136,7 @@ class GetUsageResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TAGS_FIELD_NUMBER: _builtins.int
-    FREES_MEMORY_FIELD_NUMBER: _builtins.int
     DEVICES_FIELD_NUMBER: _builtins.int
-    frees_memory: _builtins.bool
-    """False when a pause in this build frees nothing."""
     @_builtins.property
     def tags(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TagUsage]: ...
     @_builtins.property
@@ -158,12 +147,11 @@ class GetUsageResponse(_message.Message):
         self,
         *,
         tags: _abc.Iterable[_types_pb2.TagUsage] | None = ...,
-        frees_memory: _builtins.bool = ...,
         devices: _abc.Iterable[_types_pb2.DeviceUsage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["devices", b"devices", "frees_memory", b"frees_memory", "tags", b"tags"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["devices", b"devices", "tags", b"tags"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,85 +1,124 @@
-"""What both services ask of pausable memory, and the allocator that keeps books without freeing anything."""
+"""The allocator that really frees: one arena per tag, `region` puts tensors into it, pause and resume move its pages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+from tasuki.memory import arena as native
+from tasuki.memory.arena import Arena, ArenaState, ArenaUsage, Keep, Transfer
+from tasuki.memory.region_cpu import Placing
+from tasuki.memory.tags import MemoryTag, TagUsage
+from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory, WrongPhase
+
+if TYPE_CHECKING:
+    from tasuki.memory.region_cuda import CudaRegions
+
+Result = TypeVar("Result")
 
 
-class MemoryTag(StrEnum):
-    """A named class of memory that is paused and resumed as a whole."""
+class NativeAllocator:
+    """Memory of this process on one device, by tag, over csrc. Pause and resume are idempotent and all-or-nothing.
 
-    WEIGHTS = "weights"
-    GRADIENTS = "gradients"
-    OPTIMIZER = "optimizer"
-    KV_CACHE = "kv_cache"
-    CUDA_GRAPH = "cuda_graph"
+    Addresses never change, so exports and CUDA graphs stay valid.
+    """
 
+    def __init__(
+        self,
+        *,
+        tags: Sequence[MemoryTag],
+        device: str,
+        keep: Mapping[MemoryTag, Keep] | None = None,
+        min_chunk_bytes: int = 0,
+        max_chunk_bytes: int = 0,
+    ) -> None:
+        """`keep`: what a pause of each tag keeps, nothing by default. Chunk sizes: 0 is the measured default (64 MiB to 1 GiB)."""
+        self._device = device
+        self._arenas = {
+            tag: Arena(tag, device=device, min_chunk_bytes=min_chunk_bytes, max_chunk_bytes=max_chunk_bytes) for tag in tags
+        }
+        for tag, policy in (keep or {}).items():
+            self.arena(tag).set_policy(policy)
+        self._cuda: CudaRegions | None = None
+        if device != "cpu":
+            from tasuki.memory.region_cuda import CudaRegions
 
-@dataclass(frozen=True, slots=True)
-class TagUsage:
-    """One tag on one device. Bytes."""
-
-    tag: MemoryTag
-    device: str
-    mapped_bytes: int
-    total_bytes: int
-    is_paused: bool
-
-
-class Allocator(Protocol):
-    """Memory of one process by tag. Pause and resume are idempotent and all-or-nothing."""
+            self._cuda = CudaRegions(list(self._arenas.values()), device=device)
 
     @property
-    def frees_memory(self) -> bool:
-        """Whether a pause gives pages back to the system."""
-        ...
+    def device(self) -> str:
+        return self._device
 
-    def region(self, tag: MemoryTag) -> AbstractContextManager[None]:
-        """Tensors made inside belong to `tag`."""
-        ...
+    @property
+    def tags(self) -> tuple[MemoryTag, ...]:
+        return tuple(self._arenas)
 
-    def pause(self, tags: Sequence[MemoryTag]) -> int:
-        """Gives the pages of `tags` back, keeping addresses. Returns the bytes released; 0 for tags that are paused already."""
-        ...
+    def arena(self, tag: MemoryTag) -> Arena:
+        if tag not in self._arenas:
+            raise InvalidArgument("tags", f"{tag} is no tag of this process; it has {', '.join(self._arenas)}")
+        return self._arenas[tag]
 
-    def resume(self, tags: Sequence[MemoryTag]) -> int:
-        """Takes pages for `tags` at the same addresses. Returns the bytes mapped; raises OutOfGpuMemory and changes nothing."""
-        ...
-
-    def usage(self) -> list[TagUsage]: ...
-
-
-class ResidentAllocator:
-    """Keeps the books of pause and resume and frees nothing: the pages of a paused tag stay where they are."""
-
-    frees_memory = False
-
-    def __init__(self, *, tags: Sequence[MemoryTag], device: str) -> None:
-        self._device = device
-        self._is_paused = dict.fromkeys(tags, False)
-        self._total_bytes = dict.fromkeys(tags, 0)
-
-    def set_total_bytes(self, tag: MemoryTag, total_bytes: int) -> None:
-        """Tells the size of a tag, which this allocator cannot see by itself."""
-        self._total_bytes[tag] = total_bytes
-
-    def region(self, tag: MemoryTag) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def region(self, tag: MemoryTag) -> Iterator[None]:
+        """Tensors that this thread makes inside belong to `tag`. Raises WrongPhase while the tag sleeps."""
+        arena = self.arena(tag)
+        if arena.usage().state in (ArenaState.PAUSED, ArenaState.PAUSING):
+            raise WrongPhase(f"{tag} is asleep: resume it before making tensors in it", needed=f"resume {tag}")
+        with self._cuda.region(tag) if self._cuda is not None else Placing(arena):
+            yield
 
     def pause(self, tags: Sequence[MemoryTag]) -> int:
-        self._is_paused.update(dict.fromkeys(tags, True))
-        return 0
+        return native.pause([self.arena(tag) for tag in tags])
 
     def resume(self, tags: Sequence[MemoryTag]) -> int:
-        self._is_paused.update(dict.fromkeys(tags, False))
-        return 0
+        return self._with_cache_emptied_at_need(native.resume, [self.arena(tag) for tag in tags])
+
+    def pause_async(self, tags: Sequence[MemoryTag], *, stream: int = 0) -> Transfer:
+        """Copies of tags that keep their content start behind the CUDA `stream`'s present work; pages go in the transfer's `wait`."""
+        return native.pause_async([self.arena(tag) for tag in tags], stream=stream)
+
+    def resume_async(self, tags: Sequence[MemoryTag]) -> Transfer:
+        """Maps now; content that was kept is there after the transfer's `wait`, or on a stream after its `wait_on_stream`."""
+        return self._with_cache_emptied_at_need(native.resume_async, [self.arena(tag) for tag in tags])
+
+    def blocks(self, tag: MemoryTag) -> list[tuple[int, int]]:
+        """Address and bytes of whatever lies in the tag's region now, whoever holds it: what a pause drops or keeps."""
+        return self.arena(tag).buffers() if self._cuda is None else self._cuda.blocks(tag)
 
     def usage(self) -> list[TagUsage]:
-        return [
-            TagUsage(tag=tag, device=self._device, mapped_bytes=total, total_bytes=total, is_paused=self._is_paused[tag])
-            for tag, total in self._total_bytes.items()
-        ]
+        return [_tag_usage(tag, self._device, arena.usage()) for tag, arena in self._arenas.items()]
+
+    def close(self) -> None:
+        """Gives every address back. Raises Busy while a tensor in a region lives."""
+        if self._cuda is not None:
+            self._cuda.close()
+        for arena in self._arenas.values():
+            arena.close()
+
+    def _with_cache_emptied_at_need(self, call: Callable[[list[Arena]], Result], arenas: list[Arena]) -> Result:
+        """Blocks that torch only caches are invisible to the driver; giving them back takes long, so it is done when room is short."""
+        try:
+            return call(arenas)
+        except OutOfGpuMemory:
+            if self._cuda is None:
+                raise
+            self._cuda.empty_cache()
+            return call(arenas)
+
+    def cuda_regions(self) -> CudaRegions:
+        if self._cuda is None:
+            raise InvalidArgument("device", f"{self._device} has no CUDA memory pools")
+        return self._cuda
+
+
+def _tag_usage(tag: MemoryTag, device: str, usage: ArenaUsage) -> TagUsage:
+    return TagUsage(
+        tag=tag,
+        device=device,
+        mapped_bytes=usage.mapped_bytes,
+        total_bytes=usage.total_bytes,
+        is_paused=usage.state in (ArenaState.PAUSED, ArenaState.PAUSING),
+        kept_bytes=usage.kept_bytes,
+        host_copy_bytes=usage.host_copy_bytes,
+    )

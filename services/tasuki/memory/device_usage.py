@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tasuki.memory import arena as native
+from tasuki.memory.tags import DeviceUsage
 
 _KIB = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceUsage:
-    """One device as one rank sees it. Bytes. On "cpu" it is the host: its memory and the rank's resident part of it."""
-
-    device: str
-    rank: int
-    total_bytes: int
-    free_bytes: int  # the driver, on "cpu" the system, would give them now
-    process_bytes: int  # this process's, whoever in it took them
-    torch_cached_bytes: int  # held by torch's own allocator and used by no tensor; not visible as free; 0 on "cpu"
-    other_processes_bytes: int
 
 
 def device_usage(device: str, rank: int) -> DeviceUsage:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch._guards import detect_fake_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
@@ -51,6 +52,8 @@ class Placing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if detect_fake_mode() is not None:
+            return func(*args, **kwargs)  # DTensor only wants to know what a result would look like
         if any(cls is not torch.Tensor and cls is not torch.nn.Parameter for cls in types):
             return NotImplemented  # a wrapper (DTensor) goes first; its inner tensors come back here
         if (func in _EMPTY or func in _FILLS) and (made := self._make_in_place(func, args, kwargs)) is not None:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import grpc.aio
 
-from tasuki.memory.allocator import MemoryTag
+from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.stages import Stage
+from tasuki.rpc.usage import TAGS
 from tasuki.v1 import types_pb2
 from tasuki.wire.errors import InvalidArgument
 
@@ -21,12 +22,6 @@ STAGES: dict[types_pb2.Stage.ValueType, Stage] = {
     types_pb2.STAGE_PAUSE_WEIGHTS: Stage.PAUSE_WEIGHTS,
 }
 STAGE_VALUES = {stage: value for value, stage in STAGES.items()}
-TAGS: dict[types_pb2.MemoryTag.ValueType, MemoryTag] = {
-    types_pb2.MEMORY_TAG_WEIGHTS: MemoryTag.WEIGHTS,
-    types_pb2.MEMORY_TAG_KV_CACHE: MemoryTag.KV_CACHE,
-    types_pb2.MEMORY_TAG_CUDA_GRAPH: MemoryTag.CUDA_GRAPH,
-}
-TAG_VALUES = {tag: value for value, tag in TAGS.items()}
 # Tags that stages name; captured graphs' memory goes with the cache.
 _NAMED = (types_pb2.MEMORY_TAG_WEIGHTS, types_pb2.MEMORY_TAG_KV_CACHE)
 # rpc/ refuses a mutating call without a deadline.

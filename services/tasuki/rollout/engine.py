@@ -12,7 +12,6 @@ from multiprocessing.context import SpawnProcess
 from types import FrameType
 from typing import Any, cast
 
-import torch
 from sglang.srt.entrypoints.engine import Engine, SchedulerInitResult
 from sglang.srt.managers.io_struct import GenerateReqInput, UpdateWeightsFromTensorReqInput
 from sglang.srt.server_args import PortArgs, ServerArgs
@@ -22,7 +21,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.rollout.arguments import engine_arguments
 from tasuki.rollout.generate import CUT, Completion, EngineRequest
 from tasuki.rollout.model import ModelFacts, check_capacity
-from tasuki.rollout.rank_commands import COMMAND_LOADER
+from tasuki.rollout.rank_commands import COMMAND_LOADER, command_tensors
 from tasuki.rollout.ranks import RankProcesses, RankReport
 from tasuki.rollout.scheduler import StopTokens
 from tasuki.wire.errors import InternalError
@@ -107,11 +106,9 @@ class RolloutEngine:
 
     async def run_on_ranks(self, command: bytes) -> None:
         """Runs `rank_commands.run_command` with `command` in every rank, between two batches, and returns when all are done."""
-        content = torch.frombuffer(bytearray(command), dtype=torch.uint8)
-        # One for each rank: the descriptor behind a serialized tensor can be taken once.
-        payloads = [cast(bytes, MultiprocessingSerializer.serialize([("command", content)])) for _ in self.reports]
+        payload = cast(bytes, MultiprocessingSerializer.serialize(command_tensors(command)))
         request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=payloads,
+            serialized_named_tensors=[payload] * self.num_ranks,
             load_format=COMMAND_LOADER,
             # It would need an idle engine, and a pause has flushed already.
             flush_cache=False,

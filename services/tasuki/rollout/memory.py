@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from tasuki.memory.allocator import MemoryTag
+from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.rank_calls import RankCalls
+from tasuki.rpc.usage import joined
 from tasuki.v1 import memory_pb2
 from tasuki.wire.errors import Busy, OutOfGpuMemory
 
@@ -61,8 +62,4 @@ class EngineMemory:
     async def usage(self, *, timeout_s: float) -> memory_pb2.GetUsageResponse:
         """Of every rank, by the ranks themselves. Raises DeadlineExceeded when they are busy for longer."""
         answers = await self._calls.usage(timeout_s=timeout_s)
-        return memory_pb2.GetUsageResponse(
-            tags=[tag for answer in answers for tag in answer.tags],
-            frees_memory=True,
-            devices=[device for answer in answers for device in answer.devices],
-        )
+        return joined(answers)

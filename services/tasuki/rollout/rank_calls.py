@@ -10,8 +10,8 @@ from typing import Protocol
 import zmq
 import zmq.asyncio
 
-from tasuki.memory.allocator import MemoryTag
-from tasuki.rollout.decode import TAG_VALUES
+from tasuki.memory.tags import MemoryTag
+from tasuki.rpc.usage import TAG_VALUES
 from tasuki.v1 import memory_pb2, ranks_pb2, weights_pb2
 from tasuki.wire.errors import DeadlineExceeded, InternalError, OutOfGpuMemory, TasukiError, from_reason
 

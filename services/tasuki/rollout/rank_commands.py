@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import zmq
 
-from tasuki.memory.allocator import MemoryTag
+from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.device_usage import device_usage
-from tasuki.memory.region import NativeAllocator
-from tasuki.rollout.decode import TAG_VALUES, TAGS
+from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.rank_memory import RankMemory
 from tasuki.rollout.receive import Received, WeightReceiver
 from tasuki.rollout.record import EngineModel
+from tasuki.rpc.usage import TAGS, usage_response
 from tasuki.v1 import memory_pb2, ranks_pb2, types_pb2
 from tasuki.wire.errors import Busy, TasukiError
 
@@ -53,7 +53,7 @@ class EngineRank:
                     result.pause.CopyFrom(self._pause([TAGS[tag] for tag in command.pause.tags]))
                 case "resume":
                     mapped = self.memory.resume([TAGS[tag] for tag in command.resume.tags])
-                    result.resume.CopyFrom(memory_pb2.ResumeResponse(mapped_bytes=mapped, frees_memory=True))
+                    result.resume.CopyFrom(memory_pb2.ResumeResponse(mapped_bytes=mapped))
                 case "get_usage":
                     result.get_usage.CopyFrom(self._usage())
                 case other:
@@ -68,7 +68,7 @@ class EngineRank:
     def _pause(self, tags: list[MemoryTag]) -> memory_pb2.PauseResponse:
         if self._scheduler is not None:
             self._let_go()
-        return memory_pb2.PauseResponse(released_bytes=self.memory.pause(tags), frees_memory=True)
+        return memory_pb2.PauseResponse(released_bytes=self.memory.pause(tags))
 
     def _let_go(self) -> None:
         """Forgets every cached prefix. Raises Busy while the scheduler has not yet noticed that its last request ended."""
@@ -77,34 +77,30 @@ class EngineRank:
             raise Busy("requests run", num_running=len(self._scheduler.running_batch.reqs))
 
     def _usage(self) -> memory_pb2.GetUsageResponse:
-        device = device_usage(self._allocator.device, self.tp_rank)
-        tags = [
-            types_pb2.TagUsage(
-                tag=TAG_VALUES[usage.tag],
-                device=device.device,
-                rank=self.tp_rank,
-                mapped_bytes=usage.mapped_bytes,
-                total_bytes=usage.total_bytes,
-                is_paused=usage.is_paused,
-                kept_bytes=usage.kept_bytes,
-                host_copy_bytes=usage.host_copy_bytes,
-            )
-            for usage in self.memory.usage()
-        ]
-        seen = types_pb2.DeviceUsage(
-            device=device.device,
-            rank=device.rank,
-            total_bytes=device.total_bytes,
-            free_bytes=device.free_bytes,
-            process_bytes=device.process_bytes,
-            torch_cached_bytes=device.torch_cached_bytes,
-            other_processes_bytes=device.other_processes_bytes,
-        )
-        return memory_pb2.GetUsageResponse(tags=tags, frees_memory=True, devices=[seen])
+        return usage_response(self.memory.usage(), device_usage(self._allocator.device, self.tp_rank))
+
+
+class _Answers:
+    """The socket to the front, kept open from one command to the next."""
+
+    def __init__(self) -> None:
+        self._address = ""
+        self._socket: zmq.Socket[bytes] | None = None
+
+    def send(self, address: str, result: ranks_pb2.EngineRankResult) -> None:
+        if self._socket is None or address != self._address:
+            if self._socket is not None:
+                self._socket.close()
+            self._socket, self._address = zmq.Context.instance().socket(zmq.PUSH), address
+            # The front has gone when nobody takes the answer; then this process is about to go, too.
+            self._socket.setsockopt(zmq.LINGER, 5000)
+            self._socket.connect(address)
+        self._socket.send(result.SerializeToString())
 
 
 # SGLang hands its loader the model and nothing to keep state in. One for each scheduler process.
 _ranks: list[EngineRank] = []
+_answers = _Answers()
 
 
 def register_rank(rank: EngineRank) -> None:
@@ -112,17 +108,17 @@ def register_rank(rank: EngineRank) -> None:
     _ranks[:] = [rank]
 
 
+def command_tensors(command: bytes) -> list[tuple[str, torch.Tensor]]:
+    """A command as SGLang carries it: as the name of a tensor without elements, which needs neither shared memory nor a copy."""
+    return [(command.decode("latin-1"), torch.empty(0, dtype=torch.uint8))]
+
+
 def run_command(model: EngineModel, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """SGLang's custom weight loader: one uint8 tensor with an EngineRankCommand in, an EngineRankResult out over ZMQ."""
-    (_, content) = named_tensors[0]
-    command = ranks_pb2.EngineRankCommand.FromString(content.cpu().numpy().tobytes())
+    """SGLang's custom weight loader: an EngineRankCommand in, see `command_tensors`, an EngineRankResult out over ZMQ."""
+    ((content, _),) = named_tensors
+    command = ranks_pb2.EngineRankCommand.FromString(content.encode("latin-1"))
     (rank,) = _ranks
-    result = rank.run(command)
-    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
-        # The front has gone when nobody takes the answer; then this process is about to go, too.
-        socket.setsockopt(zmq.LINGER, 5000)
-        socket.connect(command.reply_address)
-        socket.send(result.SerializeToString())
+    _answers.send(command.reply_address, rank.run(command))
 
 
 def _encode_received(policy_version: int, received: Received) -> ranks_pb2.ReceiveResult:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from tasuki.memory.allocator import MemoryTag
+from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import ArenaState
-from tasuki.memory.region import NativeAllocator
+from tasuki.memory.tags import MemoryTag, TagUsage
 from tasuki.rollout.record import EngineModel
 
 _MIB = 1 << 20
@@ -24,18 +24,6 @@ _TOGETHER = {MemoryTag.KV_CACHE: (MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH)}
 
 Span = tuple[int, int]
 """Address and bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankTagUsage:
-    """One tag of this rank. Bytes."""
-
-    tag: MemoryTag
-    mapped_bytes: int
-    total_bytes: int
-    is_paused: bool
-    kept_bytes: int
-    host_copy_bytes: int
 
 
 def rank_allocator(device: str) -> NativeAllocator:
@@ -81,22 +69,13 @@ class RankMemory:
             torch.cuda.synchronize(self._allocator.device)
         return mapped
 
-    def usage(self) -> list[RankTagUsage]:
-        usages: list[RankTagUsage] = []
-        for tag in self._allocator.tags:
-            arena = self._allocator.arena(tag).usage()
-            copy_bytes = self._kept[tag].host_bytes if tag in self._kept else 0
-            usages.append(
-                RankTagUsage(
-                    tag=tag,
-                    mapped_bytes=arena.mapped_bytes,
-                    total_bytes=arena.total_bytes,
-                    is_paused=self._is_paused(tag),
-                    kept_bytes=arena.kept_bytes,
-                    host_copy_bytes=arena.host_copy_bytes + copy_bytes,
-                )
-            )
-        return usages
+    def usage(self) -> list[TagUsage]:
+        return [
+            replace(usage, host_copy_bytes=usage.host_copy_bytes + self._kept[usage.tag].host_bytes)
+            if usage.tag in self._kept
+            else usage
+            for usage in self._allocator.usage()
+        ]
 
     def _all_of(self, tags: Sequence[MemoryTag]) -> list[MemoryTag]:
         wanted = [each for tag in tags for each in _TOGETHER.get(tag, (tag,))]

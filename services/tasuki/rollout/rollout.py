@@ -13,7 +13,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tasuki.memory.allocator import MemoryTag
+from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.generate import EngineRequest, GenerationRequest, Sample, check_request, sampling_of
 from tasuki.rollout.memory import EngineMemory
 from tasuki.rollout.stages import Stage, check_idle, check_stage, check_tags, is_serving

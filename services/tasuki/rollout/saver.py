@@ -10,8 +10,8 @@ import torch
 from sglang.srt.model_executor.runner_utils import pool as graph_pool
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 
-from tasuki.memory.allocator import MemoryTag
-from tasuki.memory.region import NativeAllocator
+from tasuki.memory.allocator import NativeAllocator
+from tasuki.memory.tags import MemoryTag
 from tasuki.wire.errors import InternalError
 
 

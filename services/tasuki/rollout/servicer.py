@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 import grpc
 import grpc.aio
 
-from tasuki.rollout.decode import STAGE_VALUES, TAG_VALUES, remaining_s
+from tasuki.rollout.decode import STAGE_VALUES, remaining_s
 from tasuki.rollout.generate import GenerationRequest, Sample
 from tasuki.rollout.rollout import Rollout
 from tasuki.rpc.commands import CommandGate
+from tasuki.rpc.usage import TAG_VALUES
 from tasuki.v1 import rollout_pb2, rollout_pb2_grpc, types_pb2
 
 _REASONS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from tasuki.memory.allocator import MemoryTag
+from tasuki.memory.tags import MemoryTag
 from tasuki.wire.errors import Busy, EnginePoisoned, InvalidArgument, StageOrder
 
 

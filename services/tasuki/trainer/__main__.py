@@ -106,7 +106,7 @@ def _run_rank(config: NodeConfig, *, launch: Launch) -> bool:
             # From here on the front says when to stop, after the call that runs; a signal to all ranks at once is for the front.
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)
-        commands = RankCommands(worker, rank=launch.rank)
+        commands = RankCommands(worker)
         return commands.ready(), commands.handlers()
 
     with ExitStack() as cleanup:

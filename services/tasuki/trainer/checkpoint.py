@@ -23,6 +23,7 @@ from tasuki.wire.errors import InvalidArgument, PathNotFound, VersionOrder
 
 _FACTS_FILE = "checkpoint.json"
 _FORMAT = 1
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +95,14 @@ def load_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer, have:
 
 
 def _training_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Parameters and AdamW's state by name; before the first step, the zeros that the state begins with."""
-    tensors: dict[str, Tensor] = {"optimizer.step": torch.zeros(())}
+    """Parameters and AdamW's state by name; every parameter has made as many steps."""
+    tensors: dict[str, Tensor] = {}
     for name, param in model.named_parameters():
-        state = optimizer.state.get(param, {})
+        state = optimizer.state[param]
         tensors[f"model.{name}"] = param.detach()
-        for moment in ("exp_avg", "exp_avg_sq"):
-            tensors[f"optimizer.{moment}.{name}"] = state[moment] if state else torch.zeros_like(param.detach())
-        tensors["optimizer.step"] = state.get("step", tensors["optimizer.step"])
+        for moment in _MOMENTS:
+            tensors[f"optimizer.{moment}.{name}"] = state[moment]
+        tensors["optimizer.step"] = state["step"]
     return tensors
 
 
@@ -109,11 +110,10 @@ def _training_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
 def _set_training_tensors(model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
     for name, param in model.named_parameters():
         param.copy_(tensors[f"model.{name}"])
-        optimizer.state[param] = {
-            "step": tensors["optimizer.step"].clone(),
-            "exp_avg": tensors[f"optimizer.exp_avg.{name}"],
-            "exp_avg_sq": tensors[f"optimizer.exp_avg_sq.{name}"],
-        }
+        state = optimizer.state[param]
+        for moment in _MOMENTS:
+            state[moment].copy_(tensors[f"optimizer.{moment}.{name}"])
+        state["step"].copy_(tensors["optimizer.step"])
 
 
 def _random_key() -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from tasuki.rpc.usage import USAGE_TIMEOUT_S, joined, watch_usage
 from tasuki.trainer import stages
 from tasuki.trainer.ranks import Ranks
 from tasuki.trainer.state import TrainerState
@@ -21,7 +23,7 @@ from tasuki.v1.types_pb2 import (
     MemoryTag,
     Stage,
 )
-from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.errors import DeadlineExceeded, InvalidArgument
 
 TAGS = (MEMORY_TAG_WEIGHTS, MEMORY_TAG_GRADIENTS, MEMORY_TAG_OPTIMIZER)
 
@@ -39,10 +41,7 @@ class MemoryServicer(MemoryServiceServicer):
                 answers = await self._ranks.call(TrainerRankCommand(pause=request))
                 self._state.stage = STAGE_OFFLOAD
                 self._state.paused_tags.update(request.tags)
-            parts = [answer.pause for answer in answers]
-            return memory_pb2.PauseResponse(
-                released_bytes=sum(part.released_bytes for part in parts), frees_memory=all(part.frees_memory for part in parts)
-            )
+            return memory_pb2.PauseResponse(released_bytes=sum(answer.pause.released_bytes for answer in answers))
 
         return await self._state.gate.stage(request, pause)
 
@@ -55,19 +54,27 @@ class MemoryServicer(MemoryServiceServicer):
                 # Training changes the weights: what was published is over.
                 await self._ranks.call(TrainerRankCommand(withdraw_weights=WithdrawWeightsRequest()))
                 self._state.stage, self._state.published_version = STAGE_LOAD_TRAINER, None
-            parts = [answer.resume for answer in answers]
-            return memory_pb2.ResumeResponse(
-                mapped_bytes=sum(part.mapped_bytes for part in parts), frees_memory=all(part.frees_memory for part in parts)
-            )
+            return memory_pb2.ResumeResponse(mapped_bytes=sum(answer.resume.mapped_bytes for answer in answers))
 
         return await self._state.gate.stage(request, resume)
 
     async def GetUsage(self, request: memory_pb2.GetUsageRequest, context: Any) -> memory_pb2.GetUsageResponse:
-        answers = await self._ranks.call(TrainerRankCommand(get_usage=request))
-        parts = [answer.get_usage for answer in answers]
-        return memory_pb2.GetUsageResponse(
-            tags=[usage for part in parts for usage in part.tags], frees_memory=all(part.frees_memory for part in parts)
-        )
+        return await self._usage(request)
+
+    async def WatchUsage(
+        self, request: memory_pb2.WatchUsageRequest, context: Any
+    ) -> AsyncIterator[memory_pb2.WatchUsageResponse]:
+        async for response in watch_usage(request, lambda: self._usage(memory_pb2.GetUsageRequest())):
+            yield response
+
+    async def _usage(self, request: memory_pb2.GetUsageRequest) -> memory_pb2.GetUsageResponse:
+        """Raises DeadlineExceeded while the ranks are in the middle of something long."""
+        try:
+            async with asyncio.timeout(USAGE_TIMEOUT_S):
+                answers = await self._ranks.call(TrainerRankCommand(get_usage=request))
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the trainer ranks are busy and did not answer within {USAGE_TIMEOUT_S:g} s") from error
+        return joined([answer.get_usage for answer in answers])
 
     def _check(self, request: memory_pb2.PauseRequest | memory_pb2.ResumeRequest, *, carries_out: Stage.ValueType) -> None:
         """Raises StageOrder, or InvalidArgument for a stage that is the other RPC's or a tag that the trainer does not have."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -65,9 +66,15 @@ def read_model_config(path: Path) -> PreTrainedConfig:
 
 
 def load_policy(
-    path: Path, *, config: PreTrainedConfig, mesh: DeviceMesh, param_dtype: torch.dtype, compute_dtype: torch.dtype
+    path: Path,
+    *,
+    config: PreTrainedConfig,
+    mesh: DeviceMesh,
+    param_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    region: AbstractContextManager[None],
 ) -> Policy:
-    """The model in `path`, sharded over `mesh`. Every rank reads its own rows only.
+    """The model in `path`, sharded over `mesh`. Every rank reads its own rows only. The shards are made inside `region`.
 
     param_dtype: of the shards; compute_dtype: of forward and backward. Gradients are summed over ranks, not averaged, in float32.
     """
@@ -86,7 +93,9 @@ def load_policy(
             # Without it a factor other than the number of ranks takes an NCCL-only operation.
             module.set_force_sum_reduction_for_comms(True)
     device = mesh_device(mesh)
-    policy.to_empty(device=device)
+    with region:
+        # FSDP2 also pads the shards here, so that they stay where they are from now on.
+        policy.to_empty(device=device)
     # The one module with buffers; they follow from the configuration and are in no checkpoint.
     causal_lm.model.rotary_emb = type(causal_lm.model.rotary_emb)(config=config, device=device)
     load_shards(path, local_shards(causal_lm))

@@ -5,26 +5,18 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from tasuki.memory.allocator import MemoryTag, TagUsage
+from tasuki.rpc.usage import TAGS, usage_response
 from tasuki.trainer.micro_batch import loss_batch, token_batch
 from tasuki.trainer.rank_loop import Handlers
 from tasuki.trainer.worker import PolicyLossConfig, Worker
-from tasuki.v1 import memory_pb2, ranks_pb2, trainer_pb2, types_pb2
-
-_TAGS = {
-    MemoryTag.WEIGHTS: types_pb2.MEMORY_TAG_WEIGHTS,
-    MemoryTag.GRADIENTS: types_pb2.MEMORY_TAG_GRADIENTS,
-    MemoryTag.OPTIMIZER: types_pb2.MEMORY_TAG_OPTIMIZER,
-}
-_TAG_OF = {number: tag for tag, number in _TAGS.items()}
+from tasuki.v1 import memory_pb2, ranks_pb2, trainer_pb2
 
 
 class RankCommands:
     """One method for each field of TrainerRankCommand."""
 
-    def __init__(self, worker: Worker, *, rank: int) -> None:
+    def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._rank = rank
 
     def handlers(self) -> Handlers:
         return {
@@ -122,25 +114,10 @@ class RankCommands:
         )
 
     def pause(self, request: memory_pb2.PauseRequest) -> memory_pb2.PauseResponse:
-        released_bytes = self._worker.allocator.pause([_TAG_OF[tag] for tag in request.tags])
-        return memory_pb2.PauseResponse(released_bytes=released_bytes, frees_memory=self._worker.allocator.frees_memory)
+        return memory_pb2.PauseResponse(released_bytes=self._worker.memory.pause([TAGS[tag] for tag in request.tags]))
 
     def resume(self, request: memory_pb2.ResumeRequest) -> memory_pb2.ResumeResponse:
-        mapped_bytes = self._worker.allocator.resume([_TAG_OF[tag] for tag in request.tags])
-        return memory_pb2.ResumeResponse(mapped_bytes=mapped_bytes, frees_memory=self._worker.allocator.frees_memory)
+        return memory_pb2.ResumeResponse(mapped_bytes=self._worker.memory.resume([TAGS[tag] for tag in request.tags]))
 
     def get_usage(self, _: memory_pb2.GetUsageRequest) -> memory_pb2.GetUsageResponse:
-        return memory_pb2.GetUsageResponse(
-            tags=[self._encoded(usage) for usage in self._worker.memory_usage()],
-            frees_memory=self._worker.allocator.frees_memory,
-        )
-
-    def _encoded(self, usage: TagUsage) -> types_pb2.TagUsage:
-        return types_pb2.TagUsage(
-            tag=_TAGS[usage.tag],
-            device=usage.device,
-            rank=self._rank,
-            mapped_bytes=usage.mapped_bytes,
-            total_bytes=usage.total_bytes,
-            is_paused=usage.is_paused,
-        )
+        return usage_response(self._worker.memory.usage(), self._worker.memory.device_usage())

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from tasuki.algorithms.losses import policy_loss_sums
 from tasuki.config.places import socket_dir
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.allocator import MemoryTag, ResidentAllocator, TagUsage
+from tasuki.memory.tags import MemoryTag
 from tasuki.trainer import checkpoint, export
+from tasuki.trainer.memory import TrainerMemory
 from tasuki.trainer.mesh import mesh_device
 from tasuki.trainer.micro_batch import LossBatch, TokenBatch
 from tasuki.trainer.model import Policy, load_policy, read_model_config
@@ -78,6 +78,7 @@ class Worker:
         self.policy_version = 0
         self.has_gradients = False
         torch.manual_seed(config.seed)
+        self.memory = TrainerMemory(mesh)
         self.policy = self._load(torch.float32)
         if config.gradient_checkpointing:
             self.policy.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -89,9 +90,8 @@ class Worker:
             eps=config.eps,
             weight_decay=config.weight_decay,
         )
-        self.allocator = ResidentAllocator(
-            tags=(MemoryTag.WEIGHTS, MemoryTag.GRADIENTS, MemoryTag.OPTIMIZER), device=str(self.device)
-        )
+        self.memory.make_gradients(self.policy.causal_lm.parameters())
+        self.memory.make_adamw_state(self.optimizer)
         self._reference: Policy | None = None
         self._export: WeightExport | None = None
 
@@ -139,7 +139,7 @@ class Worker:
 
         learning_rate: instead of the schedule's. Raises GradientsNotFinite, on every rank, with parameters and version unchanged.
         """
-        local_grads = [cast(DTensor, param.grad).to_local() for param in self.policy.parameters() if param.grad is not None]
+        local_grads = self.memory.gradients
         grad_norm = self._grad_norm(local_grads)
         if not math.isfinite(grad_norm):
             self.discard_gradients()
@@ -149,13 +149,14 @@ class Worker:
         rate = self._scheduled_rate() if learning_rate is None else learning_rate
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        self.memory.wait_for_optimizer()
         self.optimizer.step()
         self.discard_gradients()
         self.policy_version += 1
         return StepReport(policy_version=self.policy_version, grad_norm=grad_norm, learning_rate=rate)
 
     def discard_gradients(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+        self.memory.clear_gradients()
         self.has_gradients = False
 
     def policy_log_probs(self, batches: Sequence[TokenBatch], *, temperature: float) -> list[list[float]]:
@@ -188,10 +189,12 @@ class Worker:
 
     def save_checkpoint(self, path: Path) -> int:
         """Returns the bytes written; raises as checkpoint.save_checkpoint."""
+        self.memory.wait_for_optimizer()
         return checkpoint.save_checkpoint(path, model=self.policy.causal_lm, optimizer=self.optimizer, facts=self._facts())
 
     def load_checkpoint(self, path: Path) -> None:
         """Raises as checkpoint.load_checkpoint, with nothing changed. Clears the gradients."""
+        self.memory.wait_for_optimizer()
         self.policy_version = checkpoint.load_checkpoint(
             path, model=self.policy.causal_lm, optimizer=self.optimizer, have=self._facts()
         )
@@ -200,16 +203,6 @@ class Worker:
     def export_model(self, path: Path) -> int:
         """Returns the bytes written; raises as export.export_model."""
         return export.export_model(path, causal_lm=self.policy.causal_lm, source=self.node.model.path)
-
-    def memory_usage(self) -> list[TagUsage]:
-        """Bytes of this rank's shards; gradients and optimizer state count once they are there."""
-        params = list(self.policy.parameters())
-        frozen = list(self._reference.parameters()) if self._reference is not None else []
-        moments = [state[moment] for state in self.optimizer.state.values() for moment in ("exp_avg", "exp_avg_sq")]
-        self.allocator.set_total_bytes(MemoryTag.WEIGHTS, _local_bytes([*params, *frozen]))
-        self.allocator.set_total_bytes(MemoryTag.GRADIENTS, _local_bytes([p.grad for p in params if p.grad is not None]))
-        self.allocator.set_total_bytes(MemoryTag.OPTIMIZER, _local_bytes(moments))
-        return self.allocator.usage()
 
     def close(self) -> None:
         """Ends the export: nobody new gets the weights."""
@@ -260,13 +253,9 @@ class Worker:
             mesh=self.mesh,
             param_dtype=param_dtype,
             compute_dtype=self._compute_dtype,
+            region=self.memory.region(MemoryTag.WEIGHTS),
         )
 
     @property
     def _compute_dtype(self) -> torch.dtype:
         return getattr(torch, self.config.compute_dtype)
-
-
-def _local_bytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes of DTensors on this rank."""
-    return sum(cast(DTensor, tensor.detach()).to_local().nbytes for tensor in tensors)

@@ -1,0 +1,42 @@
+"""The classes of memory that sleep and wake, and what is known of each and of the device they share. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class MemoryTag(StrEnum):
+    """A named class of memory that is paused and resumed as a whole."""
+
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    KV_CACHE = "kv_cache"
+    CUDA_GRAPH = "cuda_graph"
+
+
+@dataclass(frozen=True, slots=True)
+class TagUsage:
+    """One tag on one device. Bytes."""
+
+    tag: MemoryTag
+    device: str
+    mapped_bytes: int
+    total_bytes: int  # when it is awake
+    is_paused: bool
+    kept_bytes: int  # physical memory without an address
+    host_copy_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUsage:
+    """One device as one rank sees it. Bytes. On "cpu" it is the host: its memory and the rank's resident part of it."""
+
+    device: str
+    rank: int
+    total_bytes: int
+    free_bytes: int  # the driver, on "cpu" the system, would give them now
+    process_bytes: int  # this process's, whoever in it took them
+    torch_cached_bytes: int  # held by torch's own allocator and used by no tensor; not visible as free; 0 on "cpu"
+    other_processes_bytes: int

@@ -1,0 +1,80 @@
+"""Memory usage on the wire, as both memory services give it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+
+from tasuki.memory.tags import DeviceUsage, MemoryTag, TagUsage
+from tasuki.v1 import memory_pb2, types_pb2
+from tasuki.wire.errors import DeadlineExceeded, InvalidArgument
+
+USAGE_TIMEOUT_S = 4.0
+"""How long ranks may take to answer; they do between two calls. Below the time that the command line waits."""
+TAG_VALUES: Mapping[MemoryTag, types_pb2.MemoryTag.ValueType] = {
+    MemoryTag.WEIGHTS: types_pb2.MEMORY_TAG_WEIGHTS,
+    MemoryTag.GRADIENTS: types_pb2.MEMORY_TAG_GRADIENTS,
+    MemoryTag.OPTIMIZER: types_pb2.MEMORY_TAG_OPTIMIZER,
+    MemoryTag.KV_CACHE: types_pb2.MEMORY_TAG_KV_CACHE,
+    MemoryTag.CUDA_GRAPH: types_pb2.MEMORY_TAG_CUDA_GRAPH,
+}
+TAGS = {value: tag for tag, value in TAG_VALUES.items()}
+_INTERVAL_MS = range(20, 60_001)
+_DEFAULT_INTERVAL_MS = 1000
+
+
+def usage_response(tags: Sequence[TagUsage], device: DeviceUsage) -> memory_pb2.GetUsageResponse:
+    """One rank's."""
+    return memory_pb2.GetUsageResponse(
+        tags=[
+            types_pb2.TagUsage(
+                tag=TAG_VALUES[usage.tag],
+                device=usage.device,
+                rank=device.rank,
+                mapped_bytes=usage.mapped_bytes,
+                total_bytes=usage.total_bytes,
+                is_paused=usage.is_paused,
+                kept_bytes=usage.kept_bytes,
+                host_copy_bytes=usage.host_copy_bytes,
+            )
+            for usage in tags
+        ],
+        devices=[
+            types_pb2.DeviceUsage(
+                device=device.device,
+                rank=device.rank,
+                total_bytes=device.total_bytes,
+                free_bytes=device.free_bytes,
+                process_bytes=device.process_bytes,
+                torch_cached_bytes=device.torch_cached_bytes,
+                other_processes_bytes=device.other_processes_bytes,
+            )
+        ],
+    )
+
+
+def joined(answers: Sequence[memory_pb2.GetUsageResponse]) -> memory_pb2.GetUsageResponse:
+    """All ranks'."""
+    return memory_pb2.GetUsageResponse(
+        tags=[tag for answer in answers for tag in answer.tags],
+        devices=[device for answer in answers for device in answer.devices],
+    )
+
+
+async def watch_usage(
+    request: memory_pb2.WatchUsageRequest, read: Callable[[], Awaitable[memory_pb2.GetUsageResponse]]
+) -> AsyncIterator[memory_pb2.WatchUsageResponse]:
+    """What WatchUsage streams. While the ranks are in the middle of something long there is no answer."""
+    interval_ms = request.interval_ms if request.HasField("interval_ms") else _DEFAULT_INTERVAL_MS
+    if interval_ms not in _INTERVAL_MS:
+        raise InvalidArgument("interval_ms", f"{interval_ms} ms; from {_INTERVAL_MS.start} to {_INTERVAL_MS.stop - 1}")
+    clock = asyncio.get_running_loop()
+    while True:
+        started = clock.time()
+        try:
+            response = memory_pb2.WatchUsageResponse(usage=await read())
+        except DeadlineExceeded:
+            continue
+        response.time.GetCurrentTime()
+        yield response
+        await asyncio.sleep(max(0.0, started + interval_ms / 1000 - clock.time()))
