@@ -84,18 +84,15 @@ class _Answers:
     """The socket to the front, kept open from one command to the next."""
 
     def __init__(self) -> None:
-        self._address = ""
-        self._socket: zmq.Socket[bytes] | None = None
+        self._sockets: dict[str, zmq.Socket[bytes]] = {}
 
     def send(self, address: str, result: ranks_pb2.EngineRankResult) -> None:
-        if self._socket is None or address != self._address:
-            if self._socket is not None:
-                self._socket.close()
-            self._socket, self._address = zmq.Context.instance().socket(zmq.PUSH), address
+        if address not in self._sockets:
+            socket = self._sockets[address] = zmq.Context.instance().socket(zmq.PUSH)
             # The front has gone when nobody takes the answer; then this process is about to go, too.
-            self._socket.setsockopt(zmq.LINGER, 5000)
-            self._socket.connect(address)
-        self._socket.send(result.SerializeToString())
+            socket.setsockopt(zmq.LINGER, 5000)
+            socket.connect(address)
+        self._sockets[address].send(result.SerializeToString())
 
 
 # SGLang hands its loader the model and nothing to keep state in. One for each scheduler process.
