@@ -117,14 +117,22 @@ class WeightManifest(_message.Message):
     ARENA_BYTES_FIELD_NUMBER: _builtins.int
     HEADER_OFFSET_FIELD_NUMBER: _builtins.int
     ENTRIES_FIELD_NUMBER: _builtins.int
+    DEVICE_UUID_FIELD_NUMBER: _builtins.int
+    CHUNK_BYTES_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     num_ranks: _builtins.int
     arena_bytes: _builtins.int
-    """Size of the mapping behind the descriptor."""
+    """From the start of the arena to the end of its last entry."""
     header_offset: _builtins.int
-    """Offset of the header: version and checksums, written last."""
+    """Offset of the header: version and checksums, written last. The header of an arena on a GPU has a memfd of its own."""
+    device_uuid: _builtins.str
+    """GPU that holds the arena, as CUDA names it; empty in host memory."""
     @_builtins.property
     def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___ManifestEntry]: ...
+    @_builtins.property
+    def chunk_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """On a GPU: sizes of the pieces of memory behind the descriptors that follow the header's, which make up the arena in this order."""
+
     def __init__(
         self,
         *,
@@ -133,10 +141,12 @@ class WeightManifest(_message.Message):
         arena_bytes: _builtins.int = ...,
         header_offset: _builtins.int = ...,
         entries: _abc.Iterable[Global___ManifestEntry] | None = ...,
+        device_uuid: _builtins.str = ...,
+        chunk_bytes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "entries", b"entries", "header_offset", b"header_offset", "num_ranks", b"num_ranks", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "chunk_bytes", b"chunk_bytes", "device_uuid", b"device_uuid", "entries", b"entries", "header_offset", b"header_offset", "num_ranks", b"num_ranks", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,8 +11,9 @@ import torch
 
 from tasuki.rollout.record import EngineModel, Parameters, record_plan
 from tasuki.transport.checksum import checksum
+from tasuki.transport.copies import ViewChecksum, ViewCopy, prepare_checksums, prepare_copies
 from tasuki.transport.imported_weights import ImportedWeights, import_weights
-from tasuki.transport.plan import CopyPlan, Slice, split_by_rows, whole
+from tasuki.transport.plan import Constant, CopyPlan, Slice, split_by_rows, whole
 from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import UnsupportedModel, WeightsCorrupt
 
@@ -67,7 +68,7 @@ class WeightReceiver:
             if self._imported is not None:
                 self._imported.close()
                 self._imported = None
-            self._imported = import_weights(weights, timeout_s=timeout_s)
+            self._imported = import_weights(weights, timeout_s=timeout_s, device=Parameters(self.model).device)
         return self._imported
 
     def _prepare(self, imported: ImportedWeights) -> _PreparedPlan:
@@ -90,22 +91,37 @@ class _PreparedPlan:
     def __init__(self, plan: CopyPlan, parameters: Parameters, imported: ImportedWeights) -> None:
         self.plan, self.parameters = plan, parameters
         self._imported = imported
-        self._copies = [
-            (parameters.view(piece.parameter, copy.destination), _strided(imported.tensor(copy.entry), copy.source))
+        device = parameters.device
+        copies = [
+            ViewCopy(
+                parameters.view(piece.parameter, copy.destination),
+                _strided(imported.tensor(copy.entry), copy.source),
+                imported.owner(copy.entry),
+            )
             for piece in plan.pieces
             for copy in split_by_rows(piece, imported.entries[piece.name])
         ]
-        self._constants = [(constant, parameters.view(constant.parameter, constant.destination)) for constant in plan.constants]
         fallback_bytes = sum(entry.num_bytes for name in plan.fallback_names for entry in imported.entries[name])
-        self.copied_bytes = fallback_bytes + sum(source.numel() * source.element_size() for _, source in self._copies)
+        self.copied_bytes = fallback_bytes + sum(copy.source.numel() * copy.source.element_size() for copy in copies)
+        constants = [
+            (parameters.view(constant.parameter, constant.destination), _expanded(constant, parameters))
+            for constant in plan.constants
+        ]
+        fills = [ViewCopy(held, value) for held, value in constants]
+        self._copies = prepare_copies([*copies, *fills], device=device, first_owner=imported.first_owner(device))
+        layout = imported.layout()
+        views = [
+            ViewChecksum(parameters.view(piece.parameter, piece.destination), piece.source, layout[piece.name][1])
+            for piece in plan.pieces
+        ]
+        views += [ViewChecksum(held, whole(held.shape), held.dtype) for held, _ in constants]
+        self._checksums = prepare_checksums(views, device=device)
+        self._constant_sums = [checksum(value, whole(value.shape)) for _, value in constants]
 
     @torch.no_grad()
     def replay(self, model: EngineModel) -> None:
         """Writes every parameter and returns when the copies are done."""
-        for destination, source in self._copies:
-            destination.copy_(source)
-        for constant, destination in self._constants:
-            destination.fill_(constant.value)
+        self._copies.start()
         if self.plan.fallback_names:
             model.load_weights([(name, self._imported.gathered(name)) for name in self.plan.fallback_names])
         if self.parameters.device.type == "cuda":
@@ -117,20 +133,25 @@ class _PreparedPlan:
 
         Raises WeightsCorrupt naming a parameter whose constant rows differ.
         """
-        for constant, values in self._constants:
-            if bool((values != constant.value).any()):
+        sums = self._checksums.read()
+        num_pieces = len(self.plan.pieces)
+        for constant, expected, held in zip(self.plan.constants, self._constant_sums, sums[num_pieces:], strict=True):
+            if held != expected:
                 raise WeightsCorrupt(
                     f"{constant.parameter}: rows that must be {constant.value} are not", tensors=constant.parameter
                 )
+        pieces = [(piece.name, piece.source, sums[index]) for index, piece in enumerate(self.plan.pieces)]
         layout = self._imported.layout()
-        sums: list[tuple[str, Slice, int]] = []
-        for piece in self.plan.pieces:
-            held = self.parameters.view(piece.parameter, piece.destination)
-            sums.append((piece.name, piece.source, checksum(held, piece.source, dtype=layout[piece.name][1])))
         for name in self.plan.fallback_names:
             where = whole(layout[name][0])
-            sums.append((name, where, checksum(self._imported.gathered(name), where)))
-        return tuple(sums)
+            pieces.append((name, where, checksum(self._imported.gathered(name), where)))
+        return tuple(pieces)
+
+
+def _expanded(constant: Constant, parameters: Parameters) -> torch.Tensor:
+    """The constant in the shape of its destination, one element in memory."""
+    value = torch.tensor(constant.value, dtype=parameters.dtype(constant.parameter), device=parameters.device)
+    return value.expand(constant.destination.shape)
 
 
 def _strided(tensor: torch.Tensor, at: Slice) -> torch.Tensor:

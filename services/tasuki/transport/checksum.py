@@ -12,8 +12,8 @@ MODULUS = 2**64
 _CHUNK_NUMEL = 1 << 20
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Odd constants of splitmix64, as signed 64-bit numbers.
-_STEP = 0x9E3779B97F4A7C15 - MODULUS
-_MIX = 0xBF58476D1CE4E5B9 - MODULUS
+STEP = 0x9E3779B97F4A7C15 - MODULUS
+MIX = 0xBF58476D1CE4E5B9 - MODULUS
 _LOW_32_BITS = (1 << 32) - 1
 
 
@@ -49,8 +49,8 @@ def _weights(where: Slice, *, device: torch.device) -> torch.Tensor:
     for dim, (size, stride) in enumerate(zip(where.shape, where.strides, strict=True)):
         steps = torch.arange(size, dtype=torch.int64, device=device) * stride
         index += steps.view([-1 if d == dim else 1 for d in range(len(where.shape))])
-    mixed = index.mul_(_STEP)
+    mixed = index.mul_(STEP)
     mixed ^= (mixed >> 32) & _LOW_32_BITS
-    mixed *= _MIX
+    mixed *= MIX
     mixed ^= (mixed >> 32) & _LOW_32_BITS
     return mixed.bitwise_or_(1)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from tasuki.transport import host_memory
-from tasuki.transport.checksum import checksum
+from tasuki.transport import cuda_memory, host_memory
+from tasuki.transport.copies import Checksums, Copies, ViewChecksum, ViewCopy, prepare_checksums, prepare_copies
 from tasuki.transport.fd_socket import FdServer
-from tasuki.transport.host_memory import ArenaState
-from tasuki.transport.manifest import Entry, lay_out, to_proto
+from tasuki.transport.header import ArenaState
+from tasuki.transport.manifest import Entry, Manifest, lay_out, to_proto
 from tasuki.transport.plan import whole
 from tasuki.transport.shards import Shard
+from tasuki.transport.weight_arena import WeightArena
 from tasuki.v1 import weights_pb2
 
 __all__ = ["Shard", "WeightExport"]
@@ -23,7 +23,7 @@ __all__ = ["Shard", "WeightExport"]
 class WeightExport:
     """One trainer rank's published weights: memory, manifest and the socket that hands both out.
 
-    shards: all that this rank holds, in any order; their tensors are read at every publish.
+    shards: all that this rank holds, on one device, in any order; their tensors are read at every publish. The arena is on that device.
     dtype: of the published tensors; the engine's own.
     """
 
@@ -33,37 +33,53 @@ class WeightExport:
             Entry(shard.name, str(dtype).removeprefix("torch."), shard.global_shape, shard.row_start, shard.local.shape[0])
             for shard in self._shards
         ]
-        self._manifest = lay_out(entries, rank=rank, num_ranks=num_ranks)
-        self._arena, self._fd = host_memory.create_arena(self._manifest)
-        self._server = FdServer(socket_path, message=to_proto(self._manifest).SerializeToString(), fd=self._fd)
+        self._device = shards[0].local.device if shards else torch.device("cpu")
+        self._arena = _create_arena(lay_out(entries, rank=rank, num_ranks=num_ranks), device=self._device)
+        self._prepared: tuple[Copies, Checksums] | None = None
+        self._prepared_for: list[int] = []
+        message = to_proto(self._arena.manifest).SerializeToString()
+        self._server = FdServer(socket_path, message=message, fds=self._arena.fds)
 
     def handle(self) -> weights_pb2.WeightHandle:
         return weights_pb2.WeightHandle(
-            rank=self._manifest.rank,
+            rank=self._arena.manifest.rank,
             socket_path=str(self._server.path),
-            manifest_digest=self._manifest.digest(),
-            kind=weights_pb2.HANDLE_KIND_HOST_MEMFD,
+            manifest_digest=self._arena.manifest.digest(),
+            kind=self._arena.kind,
         )
 
-    @torch.no_grad()
     def publish(self, version: int) -> int:
         """Casts every shard into the arena and marks it as `version`. Returns the bytes published."""
-        self._arena.write_state(ArenaState.WRITING)
-        checksums: list[int] = []
-        for shard, entry, published in zip(self._shards, self._manifest.entries, self._arena.tensors, strict=True):
-            published.copy_(shard.local)
-            checksums.append(checksum(published, whole(entry.shape, offset=entry.first_element)))
-        self._arena.write_published(version, checksums)
-        return sum(entry.num_bytes for entry in self._manifest.entries)
+        copies, checksums = self._prepare()
+        self._arena.header.write_state(ArenaState.WRITING)
+        copies.start()
+        self._arena.header.write_published(version, checksums.read())
+        return sum(entry.num_bytes for entry in self._arena.manifest.entries)
 
     def withdraw(self) -> None:
         """Makes the published version invalid; readers that check the header refuse it."""
-        self._arena.write_state(ArenaState.WITHDRAWN)
+        self._arena.header.write_state(ArenaState.WITHDRAWN)
 
     def close(self) -> None:
         """Idempotent. Readers keep what they have mapped; nobody new gets a descriptor."""
-        if self._fd >= 0:
+        if self._arena.fds:
             self._server.close()
-            os.close(self._fd)
-            self._fd = -1
+            self._prepared = None
             self._arena.close()
+
+    def _prepare(self) -> tuple[Copies, Checksums]:
+        """Prepared anew when a shard has moved."""
+        addresses = [shard.local.data_ptr() for shard in self._shards]
+        if self._prepared is None or self._prepared_for != addresses:
+            published = list(zip(self._arena.manifest.entries, self._arena.tensors, strict=True))
+            copies = [ViewCopy(held, shard.local.detach()) for (_, held), shard in zip(published, self._shards, strict=True)]
+            views = [
+                ViewChecksum(held, whole(entry.shape, offset=entry.first_element), held.dtype) for entry, held in published
+            ]
+            self._prepared = prepare_copies(copies, device=self._device), prepare_checksums(views, device=self._device)
+            self._prepared_for = addresses
+        return self._prepared
+
+
+def _create_arena(manifest: Manifest, *, device: torch.device) -> WeightArena:
+    return cuda_memory.create_arena(manifest, device=device) if device.type == "cuda" else host_memory.create_arena(manifest)

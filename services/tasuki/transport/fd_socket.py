@@ -1,4 +1,4 @@
-"""Hands a message and one file descriptor to peers of the same user, over a 0600 unix socket (SCM_RIGHTS)."""
+"""Hands a message and file descriptors to peers of the same user, over a 0600 unix socket (SCM_RIGHTS)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from tasuki.wire.errors import BadHandle, NodeRunning
 
+MAX_FDS = 253
+"""As many as the kernel takes in one message."""
 _LENGTH = struct.Struct("<Q")
 _CREDENTIALS = struct.Struct("3i")
 _MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -21,15 +24,16 @@ _log = logging.getLogger(__name__)
 
 
 class FdServer:
-    """Sends every peer that connects the same message and descriptor, from a thread of its own, until `close`.
+    """Sends every peer that connects the same message and descriptors, from a thread of its own, until `close`.
 
-    The descriptor stays the caller's. Raises NodeRunning when something answers on the socket; a left-over file is replaced.
+    fds: 1 to MAX_FDS, which stay the caller's. Raises NodeRunning when something answers on the socket; a left-over file is replaced.
     """
 
-    def __init__(self, path: Path, *, message: bytes, fd: int) -> None:
+    def __init__(self, path: Path, *, message: bytes, fds: Sequence[int]) -> None:
         self.path = path
         self._frame = _LENGTH.pack(len(message)) + message
-        self._fd = fd
+        assert 1 <= len(fds) <= MAX_FDS
+        self._fds = list(fds)
         self._listener = _listen(path)
         self._thread = threading.Thread(target=self._serve, name=f"fd-server-{path.name}", daemon=True)
         self._thread.start()
@@ -61,15 +65,15 @@ class FdServer:
             _log.warning("event=fd_refused socket=%s peer_uid=%d", self.path.name, uid)
             return
         try:
-            sent = socket.send_fds(peer, [self._frame], [self._fd])
+            sent = socket.send_fds(peer, [self._frame], self._fds)
             peer.sendall(self._frame[sent:])
         except OSError as error:
             # The peer hung up or stands still: its loss alone.
             _log.warning("event=fd_send_failed socket=%s error=%s", self.path.name, error)
 
 
-def fetch(path: Path, *, timeout_s: float) -> tuple[bytes, int]:
-    """The message and the descriptor that the server on `path` hands out; the descriptor belongs to the caller.
+def fetch(path: Path, *, timeout_s: float) -> tuple[bytes, list[int]]:
+    """The message and the descriptors that the server on `path` hands out; these belong to the caller.
 
     Raises BadHandle when nothing answers in time, the server is another user's, or the frame is cut or of a wrong form.
     """
@@ -81,14 +85,15 @@ def fetch(path: Path, *, timeout_s: float) -> tuple[bytes, int]:
             uid = _peer_uid(peer)
             if uid != os.getuid():
                 raise BadHandle(f"{path} belongs to user {uid}", socket=path)
-            first, fds, flags, _ = socket.recv_fds(peer, 64 * 1024, 2, socket.MSG_CMSG_CLOEXEC)
+            first, fds, flags, _ = socket.recv_fds(peer, 64 * 1024, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
             try:
-                if len(fds) != 1 or flags & socket.MSG_CTRUNC:
-                    raise BadHandle(f"{path} sent {len(fds)} descriptors, not 1", socket=path)
-                return _read_message(peer, first, path=path, deadline=deadline), fds.pop()
-            finally:
+                if not fds or flags & socket.MSG_CTRUNC:
+                    raise BadHandle(f"{path} sent {len(fds)} descriptors, and perhaps more; 1 to {MAX_FDS} fit", socket=path)
+                return _read_message(peer, first, path=path, deadline=deadline), fds
+            except BaseException:
                 for fd in fds:
                     os.close(fd)
+                raise
         except OSError as error:
             raise BadHandle(f"{path} gave no descriptor within {timeout_s:g} s: {error}", socket=path) from error
 

@@ -6,16 +6,17 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from google.protobuf.message import DecodeError
 
-from tasuki.transport import fd_socket, host_memory
+from tasuki.transport import cuda_memory, fd_socket, host_memory
 from tasuki.transport.checksum import MODULUS, checksum
-from tasuki.transport.host_memory import Arena
-from tasuki.transport.manifest import Entry, check_complete, entries_by_name, from_proto
+from tasuki.transport.manifest import Entry, Manifest, check_complete, entries_by_name, from_proto
 from tasuki.transport.plan import whole
+from tasuki.transport.weight_arena import WeightArena
 from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import BadHandle, VersionOrder
 
@@ -23,16 +24,22 @@ from tasuki.wire.errors import BadHandle, VersionOrder
 class ImportedWeights:
     """Every published tensor of one trainer, readable in place. Use `import_weights`."""
 
-    def __init__(self, handles: Sequence[weights_pb2.WeightHandle], arenas: Sequence[Arena], *, boot_id: str) -> None:
+    def __init__(self, handles: Sequence[weights_pb2.WeightHandle], arenas: Sequence[WeightArena], *, boot_id: str) -> None:
         self.boot_id = boot_id
         self.entries = entries_by_name(arena.manifest for arena in arenas)
         self._digests = [handle.manifest_digest for handle in handles]
         self._arenas = list(arenas)
         self._tensors = {
-            (entry.name, entry.row_start): tensor
+            (entry.name, entry.row_start): (tensor, arena.manifest.rank)
             for arena in arenas
+            if arena.is_mapped
             for entry, tensor in zip(arena.manifest.entries, arena.tensors, strict=True)
         }
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether tensors can be read, and not only headers."""
+        return all(arena.is_mapped for arena in self._arenas)
 
     def is_of(self, published: weights_pb2.PublishedWeights) -> bool:
         """Whether `published` names these very arenas, so that they need not be imported again."""
@@ -44,7 +51,19 @@ class ImportedWeights:
 
     def tensor(self, entry: Entry) -> torch.Tensor:
         """The rows of `entry`, in the owner's memory. Not to be written."""
-        return self._tensors[entry.name, entry.row_start]
+        return self._tensors[entry.name, entry.row_start][0]
+
+    def owner(self, entry: Entry) -> int:
+        """The trainer rank that holds the rows of `entry`."""
+        return self._tensors[entry.name, entry.row_start][1]
+
+    def first_owner(self, device: torch.device) -> int:
+        """Whose memory `device` should read first, so that the GPUs begin at different owners: the rank after its own."""
+        if device.type != "cuda":
+            return 0
+        here = cuda_memory.device_uuid(device)
+        local = [arena.manifest.rank for arena in self._arenas if arena.manifest.device_uuid == here]
+        return (local[0] + 1 if local else device.index or 0) % len(self._arenas)
 
     def gathered(self, name: str) -> torch.Tensor:
         """A copy of the whole tensor."""
@@ -53,7 +72,7 @@ class ImportedWeights:
     def check_version(self, version: int) -> None:
         """Raises VersionOrder unless every rank has `version` published now."""
         for arena in self._arenas:
-            header = arena.read_header()
+            header = arena.header.read()
             if header.version != version:
                 have = header.state.name.lower() if header.version is None else header.version
                 raise VersionOrder(
@@ -67,7 +86,7 @@ class ImportedWeights:
         """What each whole tensor must add up to, as its publishers say."""
         totals: defaultdict[str, int] = defaultdict(int)
         for arena in self._arenas:
-            for entry, value in zip(arena.manifest.entries, arena.read_header().checksums, strict=True):
+            for entry, value in zip(arena.manifest.entries, arena.header.read().checksums, strict=True):
                 totals[entry.name] = (totals[entry.name] + value) % MODULUS
         return dict(totals)
 
@@ -75,41 +94,70 @@ class ImportedWeights:
         """Trainer ranks whose rows of the tensor no longer have the checksum that they were published with."""
         changed: set[int] = set()
         for arena in self._arenas:
-            for entry, value in zip(arena.manifest.entries, arena.read_header().checksums, strict=True):
+            for entry, value in zip(arena.manifest.entries, arena.header.read().checksums, strict=True):
                 if entry.name == name and checksum(self.tensor(entry), whole(entry.shape, offset=entry.first_element)) != value:
                     changed.add(arena.manifest.rank)
         return changed
 
     def close(self) -> None:
-        """Unmaps the arenas once no tensor from them is in use."""
+        """Unmaps the arenas: those on a GPU at once, those of the host once no tensor from them is in use."""
         self._tensors.clear()
         for arena in self._arenas:
             arena.close()
 
 
-def import_weights(published: weights_pb2.PublishedWeights, *, timeout_s: float) -> ImportedWeights:
-    """Maps the arenas of all handles, read-only. Raises BadHandle when one of them, or all together, must not be used."""
+def import_weights(
+    published: weights_pb2.PublishedWeights, *, timeout_s: float, device: torch.device | None = None
+) -> ImportedWeights:
+    """Maps the arenas of all handles, read-only. Raises BadHandle when one of them, or all together, must not be used.
+
+    device: where they will be read. None for a process without one: of arenas on a GPU it maps the headers alone.
+    """
     if not published.handles:
         raise BadHandle("no weight handles were given")
     deadline = time.monotonic() + timeout_s
-    arenas = [_import_arena(handle, timeout_s=max(0.001, deadline - time.monotonic())) for handle in published.handles]
-    check_complete([arena.manifest for arena in arenas])
+    with ExitStack() as stack:
+        arenas: list[WeightArena] = []
+        for handle in published.handles:
+            arena = _import_arena(handle, timeout_s=max(0.001, deadline - time.monotonic()), device=device)
+            stack.callback(arena.close)
+            arenas.append(arena)
+        check_complete([arena.manifest for arena in arenas])
+        stack.pop_all()
     return ImportedWeights(published.handles, arenas, boot_id=published.boot_id)
 
 
-def _import_arena(handle: weights_pb2.WeightHandle, *, timeout_s: float) -> Arena:
-    if handle.kind != weights_pb2.HANDLE_KIND_HOST_MEMFD:
+def _import_arena(handle: weights_pb2.WeightHandle, *, timeout_s: float, device: torch.device | None) -> WeightArena:
+    if handle.kind not in (weights_pb2.HANDLE_KIND_HOST_MEMFD, weights_pb2.HANDLE_KIND_CUDA_VMM_FD):
         kind = weights_pb2.HandleKind.Name(handle.kind) if handle.kind in weights_pb2.HandleKind.values() else handle.kind
-        raise BadHandle(f"rank {handle.rank}: handles of kind {kind} cannot be imported on this device", rank=handle.rank)
-    message, fd = fd_socket.fetch(Path(handle.socket_path), timeout_s=timeout_s)
+        raise BadHandle(f"rank {handle.rank}: handles of kind {kind} cannot be imported", rank=handle.rank)
+    message, fds = fd_socket.fetch(Path(handle.socket_path), timeout_s=timeout_s)
     try:
         manifest = from_proto(weights_pb2.WeightManifest.FromString(message))
         if manifest.rank != handle.rank or manifest.digest() != handle.manifest_digest:
             raise BadHandle(
                 f"{handle.socket_path} gave another manifest than the handle of rank {handle.rank} names", rank=handle.rank
             )
-        return host_memory.map_arena(manifest, fd)
+        return _map_arena(manifest, fds, kind=handle.kind, device=device)
     except DecodeError as error:
         raise BadHandle(f"{handle.socket_path} sent no manifest: {error}", rank=handle.rank) from error
     finally:
-        os.close(fd)
+        for fd in fds:
+            os.close(fd)
+
+
+def _map_arena(
+    manifest: Manifest, fds: Sequence[int], *, kind: weights_pb2.HandleKind.ValueType, device: torch.device | None
+) -> WeightArena:
+    is_on_gpu = kind == weights_pb2.HANDLE_KIND_CUDA_VMM_FD
+    wanted = "cuda" if is_on_gpu else "cpu"
+    if bool(manifest.device_uuid) != is_on_gpu or (device is not None and device.type != wanted):
+        place = f"GPU {manifest.device_uuid}" if manifest.device_uuid else "host memory"
+        name = weights_pb2.HandleKind.Name(kind)
+        raise BadHandle(
+            f"rank {manifest.rank}: handle of kind {name} for weights in {place} cannot be imported on {device or 'the host'}",
+            rank=manifest.rank,
+        )
+    if not is_on_gpu:
+        return host_memory.map_arena(manifest, fds)
+    return cuda_memory.map_header(manifest, fds) if device is None else cuda_memory.map_arena(manifest, fds, device=device)

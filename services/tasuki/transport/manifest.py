@@ -17,6 +17,8 @@ ALIGNMENT = 256
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 HEADER_FIXED_WORDS = 4
 """64-bit words before the checksums: magic, number of entries, state, version."""
+MAX_CHUNKS = 252
+"""Of an arena on a GPU: with the header's, as many descriptors as one message takes."""
 _WORD_BYTES = 8
 _MAX_NAME = 512
 _MAX_DIMS = 8
@@ -57,18 +59,25 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Layout of one rank's arena: a header, then the entries."""
+    """Layout of one rank's arena: a header, then the entries.
+
+    device_uuid: of the GPU that holds it, with the sizes of its chunks of memory there; empty in host memory. On a GPU the header's
+    place stays unused, since it has memory of its own on the host.
+    """
 
     rank: int
     num_ranks: int
     arena_bytes: int
     header_offset: int
     entries: tuple[Entry, ...]
+    device_uuid: str = ""
+    chunk_bytes: tuple[int, ...] = ()
 
     def digest(self) -> str:
         """Hex SHA-256 over everything in the manifest."""
         digest = hashlib.sha256()
         digest.update(repr((self.rank, self.num_ranks, self.arena_bytes, self.header_offset)).encode())
+        digest.update(repr((self.device_uuid, self.chunk_bytes)).encode())
         for entry in self.entries:
             fields = (entry.name, entry.dtype, entry.global_shape, entry.row_start, entry.num_rows, entry.offset)
             digest.update(repr(fields).encode())
@@ -101,6 +110,7 @@ def check(manifest: Manifest) -> None:
         _check_content(entry)
     _check_names(manifest)
     _check_places(manifest)
+    _check_chunks(manifest)
 
 
 def check_complete(manifests: Sequence[Manifest]) -> None:
@@ -139,6 +149,8 @@ def to_proto(manifest: Manifest) -> weights_pb2.WeightManifest:
             )
             for entry in manifest.entries
         ],
+        device_uuid=manifest.device_uuid,
+        chunk_bytes=manifest.chunk_bytes,
     )
 
 
@@ -160,6 +172,8 @@ def from_proto(message: weights_pb2.WeightManifest) -> Manifest:
             )
             for entry in message.entries
         ),
+        device_uuid=message.device_uuid,
+        chunk_bytes=tuple(message.chunk_bytes),
     )
     check(manifest)
     return manifest
@@ -200,6 +214,18 @@ def _check_places(manifest: Manifest) -> None:
     for (_, end, name), (start, _, next_name) in pairwise(sorted(spans)):
         if start < end:
             raise BadHandle(f"{name} and {next_name} overlap in the arena of rank {manifest.rank}", tensor=next_name)
+
+
+def _check_chunks(manifest: Manifest) -> None:
+    chunks = manifest.chunk_bytes
+    if not manifest.device_uuid and not chunks:
+        return
+    if not 0 < len(chunks) <= MAX_CHUNKS or min(chunks) < 1 or sum(chunks) < manifest.arena_bytes or not manifest.device_uuid:
+        raise BadHandle(
+            f"rank {manifest.rank}: {len(chunks)} chunks of {sum(chunks)} bytes on GPU {manifest.device_uuid!r} cannot hold an "
+            f"arena of {manifest.arena_bytes} bytes (1 to {MAX_CHUNKS} chunks)",
+            rank=manifest.rank,
+        )
 
 
 def _check_rows(name: str, entries: Sequence[Entry]) -> None:

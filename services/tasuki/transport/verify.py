@@ -67,7 +67,9 @@ def _problem(pieces: Sequence[ReceivedPiece], *, numel: int, expected: int) -> s
 
 
 def _find_fault(pieces: Sequence[ReceivedPiece], published: ImportedWeights, name: str) -> tuple[set[int], str]:
-    """Looks at the published memory again: engine ranks at fault, and words that say where the difference is."""
+    """Looks at the published memory again, if it can: engine ranks at fault, and words that say where the difference is."""
+    if not published.is_mapped:
+        return set(), ""
     changed = published.changed_ranks(name)
     if changed:
         return set(), f" (memory of trainer rank {_listed(changed)} changed after it was published)"

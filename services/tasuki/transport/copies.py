@@ -1,0 +1,186 @@
+"""Copies and checksums of many tensors, prepared once and run at every sync: by torch on a CPU, by a kernel each on a GPU."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from tasuki.transport.checksum import MODULUS, checksum
+from tasuki.transport.plan import Slice
+from tasuki.transport.table import TILE_UNITS, VECTOR_BYTES, Side, Table, Transfer, build_tables, memory_side
+
+_NUM_WARPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ViewCopy:
+    """One copy between views of the same shape. owner: the trainer rank in whose memory the source lies."""
+
+    destination: torch.Tensor
+    source: torch.Tensor
+    owner: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ViewChecksum:
+    """The checksum of a view: `where` has its elements' indices, `dtype` is the one whose bit patterns count."""
+
+    values: torch.Tensor
+    where: Slice
+    dtype: torch.dtype
+
+
+class Copies(Protocol):
+    """Copies whose views stay where they are."""
+
+    def start(self) -> None:
+        """Makes all copies; on a GPU behind the work that the current stream has."""
+        ...
+
+
+class Checksums(Protocol):
+    """Checksums of views that stay where they are."""
+
+    def read(self) -> list[int]:
+        """What the memory holds now; waits for the copies that were started."""
+        ...
+
+
+def prepare_copies(copies: Sequence[ViewCopy], *, device: torch.device, first_owner: int = 0) -> Copies:
+    """first_owner: whose memory is read first; ranks that read at the same time pass different ones."""
+    return DeviceCopies(copies, device=device, first_owner=first_owner) if device.type == "cuda" else HostCopies(copies)
+
+
+def prepare_checksums(views: Sequence[ViewChecksum], *, device: torch.device) -> Checksums:
+    return DeviceChecksums(views, device=device) if device.type == "cuda" else HostChecksums(views)
+
+
+class HostCopies:
+    """One `copy_` after the other."""
+
+    def __init__(self, copies: Sequence[ViewCopy]) -> None:
+        self._copies = list(copies)
+
+    @torch.no_grad()
+    def start(self) -> None:
+        for copy in self._copies:
+            copy.destination.copy_(copy.source)
+
+
+class HostChecksums:
+    """One `checksum` after the other."""
+
+    def __init__(self, views: Sequence[ViewChecksum]) -> None:
+        self._views = list(views)
+
+    @torch.no_grad()
+    def read(self) -> list[int]:
+        return [checksum(view.values, view.where, dtype=view.dtype) for view in self._views]
+
+
+class DeviceCopies:
+    """One launch for each pair of dtypes and kind of access: as a rule, one in all."""
+
+    def __init__(self, copies: Sequence[ViewCopy], *, device: torch.device, first_owner: int = 0) -> None:
+        # Held, since the tables know addresses only.
+        self._copies = list(copies)
+        self._launches = [
+            (table, *_copy_types(*dtypes)) for dtypes, table in copy_tables(copies, device=device, first_owner=first_owner)
+        ]
+        self._device = device
+
+    def start(self) -> None:
+        from tasuki.transport.kernels import copy_tiles
+
+        with torch.cuda.device(self._device):
+            for table, source, destination in self._launches:
+                _launch(copy_tiles, table, SOURCE=source, DESTINATION=destination)
+
+
+class DeviceChecksums:
+    """One launch for each dtype and kind of access, and one transfer of all sums."""
+
+    def __init__(self, views: Sequence[ViewChecksum], *, device: torch.device) -> None:
+        self._views = list(views)
+        self._launches = [(table, *_sum_types(*dtypes)) for dtypes, table in checksum_tables(views, device=device)]
+        self._sums = torch.zeros(len(views), dtype=torch.int64, device=device)
+
+    def read(self) -> list[int]:
+        from tasuki.transport.kernels import sum_tiles
+
+        with torch.cuda.device(self._sums.device):
+            self._sums.zero_()
+            for table, held, bits, cast in self._launches:
+                _launch(sum_tiles, table, self._sums, HELD=held, BITS=bits, CAST=cast)
+            return [value % MODULUS for value in self._sums.tolist()]
+
+
+Dtypes = tuple[torch.dtype, torch.dtype]
+
+
+def copy_tables(copies: Sequence[ViewCopy], *, device: torch.device, first_owner: int) -> list[tuple[Dtypes, Table]]:
+    """Tables for each pair of source and destination dtype."""
+    by_dtypes: defaultdict[Dtypes, list[Transfer]] = defaultdict(list)
+    for copy in copies:
+        sides = memory_side(copy.source), memory_side(copy.destination)
+        transfer = Transfer(tuple(copy.destination.shape), *sides, lane=copy.owner)
+        by_dtypes[copy.source.dtype, copy.destination.dtype].append(transfer)
+    return [
+        (dtypes, _on(table, device))
+        for dtypes, transfers in by_dtypes.items()
+        for table in build_tables(transfers, vector=_vector(*dtypes), first_lane=first_owner)
+    ]
+
+
+def checksum_tables(views: Sequence[ViewChecksum], *, device: torch.device) -> list[tuple[Dtypes, Table]]:
+    """Tables for each pair of held and counted dtype; the slot is the view's place."""
+    by_dtypes: defaultdict[Dtypes, list[Transfer]] = defaultdict(list)
+    for slot, view in enumerate(views):
+        indices = Side(view.where.offset, view.where.strides, item_bytes=1, alignment=1)
+        transfer = Transfer(view.where.shape, memory_side(view.values), indices, slot=slot)
+        by_dtypes[view.values.dtype, view.dtype].append(transfer)
+    return [
+        (dtypes, _on(table, device))
+        for dtypes, transfers in by_dtypes.items()
+        for table in build_tables(transfers, vector=_vector(dtypes[0], dtypes[0]))
+    ]
+
+
+def _vector(*dtypes: torch.dtype) -> int:
+    return VECTOR_BYTES // min(dtype.itemsize for dtype in dtypes)
+
+
+def _on(table: Table, device: torch.device) -> Table:
+    return Table(table.vector, table.blocks.to(device), table.tiles.to(device))
+
+
+def _copy_types(source: torch.dtype, destination: torch.dtype) -> tuple[Any, Any]:
+    """Bit patterns where nothing is cast."""
+    return (_bits(source), _bits(source)) if source == destination else (_float(source), _float(destination))
+
+
+def _sum_types(held: torch.dtype, counted: torch.dtype) -> tuple[Any, Any, Any]:
+    """Type to read, type of the bit patterns, type whose patterns count."""
+    bits = _bits(counted)
+    return (bits, bits, bits) if held == counted else (_float(held), bits, _float(counted))
+
+
+def _bits(dtype: torch.dtype) -> Any:
+    import triton.language as tl
+
+    return {2: tl.int16, 4: tl.int32}[dtype.itemsize]
+
+
+def _float(dtype: torch.dtype) -> Any:
+    import triton.language as tl
+
+    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
+
+
+def _launch(kernel: Any, table: Table, *arguments: torch.Tensor, **types: Any) -> None:
+    grid = (len(table.tiles),)
+    kernel[grid](table.blocks, table.tiles, *arguments, **types, VECTOR=table.vector, UNITS=TILE_UNITS, num_warps=_NUM_WARPS)

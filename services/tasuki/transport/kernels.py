@@ -1,0 +1,72 @@
+"""Triton kernels that walk a table (see table.py). Imported only where there is a GPU to run them."""
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false  Triton compiles this, with constants in place of types.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tasuki.transport import checksum, table
+
+_BLOCK_WORDS = tl.constexpr(table.BLOCK_WORDS)
+_STEP = tl.constexpr(checksum.STEP % checksum.MODULUS)
+_MIX = tl.constexpr(checksum.MIX % checksum.MODULUS)
+
+
+@triton.jit
+def _units(block, word, UNITS: tl.constexpr):
+    """Rows and columns of the tile's units, and which of them exist."""
+    units = (word & 0x7FFFFFFF).to(tl.int32) + tl.arange(0, UNITS)
+    is_there = units < tl.load(block + 2).to(tl.int32)
+    cols = tl.load(block + 3).to(tl.int32)
+    rows = units // cols
+    return rows.to(tl.int64), (units - rows * cols).to(tl.int64), is_there
+
+
+@triton.jit
+def _address(start, PLACE: tl.constexpr, VECTOR: tl.constexpr):
+    pointer = start.to(tl.pointer_type(PLACE))
+    if VECTOR > 1:
+        # The table holds a block for vectors only when this is so.
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def copy_tiles(blocks, tiles, SOURCE: tl.constexpr, DESTINATION: tl.constexpr, VECTOR: tl.constexpr, UNITS: tl.constexpr):
+    """destination = source, cast to nearest even when the types differ. First side: source; second: destination."""
+    word = tl.load(tiles + tl.program_id(0))
+    block = blocks + (word >> 32) * _BLOCK_WORDS
+    rows, cols, is_there = _units(block, word, UNITS)
+    within = tl.arange(0, VECTOR)[None, :]
+    sources = (rows * tl.load(block + 4) + cols * tl.load(block + 6))[:, None] * VECTOR + within
+    destinations = (rows * tl.load(block + 5) + cols * tl.load(block + 7))[:, None] * VECTOR + within
+    source = _address(tl.load(block), SOURCE, VECTOR)
+    destination = _address(tl.load(block + 1), DESTINATION, VECTOR)
+    values = tl.load(source + sources, mask=is_there[:, None])
+    tl.store(destination + destinations, values.to(DESTINATION), mask=is_there[:, None])
+
+
+@triton.jit
+def sum_tiles(
+    blocks, tiles, sums, HELD: tl.constexpr, BITS: tl.constexpr, CAST: tl.constexpr, VECTOR: tl.constexpr, UNITS: tl.constexpr
+):
+    """sums[slot] += sum of bit pattern * weight(index), as checksum.checksum. First side: memory; second: indices.
+
+    CAST: type whose bit patterns count when HELD is another; HELD itself may be BITS.
+    """
+    word = tl.load(tiles + tl.program_id(0))
+    block = blocks + (word >> 32) * _BLOCK_WORDS
+    rows, cols, is_there = _units(block, word, UNITS)
+    within = tl.arange(0, VECTOR)[None, :]
+    places = (rows * tl.load(block + 4) + cols * tl.load(block + 6))[:, None] * VECTOR + within
+    values = tl.load(_address(tl.load(block), HELD, VECTOR) + places, mask=is_there[:, None], other=0)
+    if CAST != HELD:
+        values = values.to(CAST).to(BITS, bitcast=True)
+    firsts = tl.load(block + 1) + (rows * tl.load(block + 5) + cols * tl.load(block + 7)) * VECTOR
+    mixed = (firsts.to(tl.uint64) * _STEP)[:, None] + within.to(tl.uint64) * _STEP
+    mixed ^= mixed >> 32
+    mixed *= _MIX
+    mixed ^= mixed >> 32
+    terms = values.to(tl.int64) * (mixed | 1).to(tl.int64)
+    tl.atomic_add(sums + tl.load(block + 8), tl.sum(tl.sum(terms, axis=1), axis=0), sem="relaxed")

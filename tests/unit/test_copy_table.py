@@ -1,0 +1,119 @@
+"""The tables that GPU kernels walk, walked here by torch, element by element of a unit, against copy_ and checksum."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from tasuki.transport.checksum import MODULUS, checksum
+from tasuki.transport.copies import HostChecksums, ViewChecksum, ViewCopy, checksum_tables, copy_tables
+from tasuki.transport.plan import Slice, whole
+from tasuki.transport.table import TILE_UNITS, Table
+
+CPU = torch.device("cpu")
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def elements(table: Table) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]]:
+    """For each tile the start of both sides and, in elements, the distances from it; the slot too. As the kernels compute them."""
+    tiles = []
+    for word in table.tiles.tolist():
+        first, second, units, cols, first_row, second_row, first_col, second_col, slot = table.blocks[word >> 32].tolist()
+        unit = torch.arange(word & 0x7FFFFFFF, min(units, (word & 0x7FFFFFFF) + TILE_UNITS))
+        row, col, within = unit // cols, unit % cols, torch.arange(table.vector)
+        places = [
+            ((row * row_stride + col * col_stride)[:, None] * table.vector + within).flatten()
+            for row_stride, col_stride in ((first_row, first_col), (second_row, second_col))
+        ]
+        tiles.append((torch.tensor([first, second]), *places, slot))
+    return tiles
+
+
+def run(copies: list[ViewCopy], *, sources: torch.Tensor, destinations: torch.Tensor) -> list[int]:
+    """Makes the copies, all of which lie in these two tensors. Returns the width of every table's units."""
+    written = torch.zeros(destinations.numel(), dtype=torch.int32)
+    tables = copy_tables(copies, device=CPU, first_owner=0)
+    for _, table in tables:
+        for starts, source, destination, _ in elements(table):
+            source = source + (int(starts[0]) - sources.data_ptr()) // sources.element_size()
+            destination = destination + (int(starts[1]) - destinations.data_ptr()) // destinations.element_size()
+            destinations.view(-1)[destination] = sources.view(-1)[source].to(destinations.dtype)
+            written[destination] += 1
+    assert int(written.max()) <= 1, "an element is written once"
+    return [table.vector for _, table in tables]
+
+
+def random_view(tensor: torch.Tensor, shape: tuple[int, ...], rng: random.Random) -> torch.Tensor:
+    """Some slice of a contiguous tensor, of this shape."""
+    for dim, size in enumerate(shape):
+        spare = tensor.shape[dim] - size
+        tensor = tensor.narrow(dim, rng.choice([0, spare, rng.randint(0, spare)]), size)
+    return tensor
+
+
+def test_the_tables_of_random_copies_do_what_copy_does() -> None:
+    rng = random.Random(0)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(150):
+        shape = tuple(rng.choice([1, 2, 3, 8, 16, 40, 64]) for _ in range(rng.randint(1, 4)))
+        padded = tuple(size + rng.choice([0, 0, 1, 8]) for size in shape)
+        sources = torch.randn(padded, generator=generator).to(rng.choice(DTYPES))
+        destinations = torch.zeros(tuple(size + rng.choice([0, 0, 3, 8]) for size in shape), dtype=rng.choice(DTYPES))
+        source, destination = random_view(sources, shape, rng), random_view(destinations, shape, rng)
+        if rng.random() < 0.2:
+            order = rng.sample(range(len(shape)), len(shape))
+            source, destination = source.permute(order), destination.permute(order)
+        expected = destinations.clone()
+        expected.as_strided(destination.shape, destination.stride(), destination.storage_offset()).copy_(source)
+        run([ViewCopy(destination, source)], sources=sources, destinations=destinations)
+        assert torch.equal(destinations, expected)
+
+
+def test_a_transposed_copy_and_an_expanded_constant_go_element_by_element() -> None:
+    sources, destinations = torch.randn(64, 64), torch.zeros(64, 64)
+    assert run([ViewCopy(destinations, sources.t())], sources=sources, destinations=destinations) == [1]
+    assert torch.equal(destinations, sources.t())
+    constant = torch.tensor(3.0)
+    assert run([ViewCopy(destinations[60:], constant.expand(4, 64))], sources=constant, destinations=destinations) == [1]
+    assert bool((destinations[60:] == 3).all()) and torch.equal(destinations[:60], sources.t()[:60])
+
+
+def test_whole_rows_become_one_block_of_vectors_whatever_the_dimensions() -> None:
+    sources, destinations = torch.randn(6, 16, 32).bfloat16(), torch.zeros(96, 32, dtype=torch.bfloat16)
+    copy = ViewCopy(destinations.view(6, 16, 32), sources)
+    [(dtypes, table)] = copy_tables([copy], device=CPU, first_owner=0)
+    assert (dtypes, table.vector, len(table.blocks)) == ((torch.bfloat16, torch.bfloat16), 8, 1)
+    run([copy], sources=sources, destinations=destinations)
+    assert torch.equal(destinations, sources.view(96, 32))
+
+
+def test_tiles_of_all_owners_alternate_and_end_together() -> None:
+    sources = [torch.zeros(num_tiles * TILE_UNITS * 4) for num_tiles in (8, 4, 4)]
+    copies = [ViewCopy(torch.empty_like(source), source, owner) for owner, source in enumerate(sources)]
+    orders = []
+    for first_owner in (1, 2):
+        [(_, table)] = copy_tables(copies, device=CPU, first_owner=first_owner)
+        assert sorted(table.tiles.tolist()) == [
+            block << 32 | tile * TILE_UNITS for block, num in enumerate((8, 4, 4)) for tile in range(num)
+        ]
+        orders.append([word >> 32 for word in table.tiles.tolist()])
+        assert all(orders[-1][start : start + 4].count(0) == 2 for start in range(0, 16, 4))
+    assert [order[0] for order in orders] == [1, 2]
+
+
+def test_the_tables_of_checksums_add_up_to_the_checksum() -> None:
+    generator = torch.Generator().manual_seed(0)
+    held = torch.randn((48, 96), generator=generator).bfloat16()
+    views = [
+        ViewChecksum(held, whole((48, 96), offset=5), torch.bfloat16),
+        ViewChecksum(held[8:24, 16:80], Slice(640, (16, 64), (128, 1)), torch.bfloat16),
+        ViewChecksum(held[1:8, 3:20], Slice(7, (7, 17), (1, 40)), torch.bfloat16),
+    ]
+    sums = [0] * len(views)
+    for _, table in checksum_tables(views, device=CPU):
+        for starts, places, indices, slot in elements(table):
+            places = places + (int(starts[0]) - held.data_ptr()) // 2
+            for value, index in zip(held.view(-1)[places], (indices + int(starts[1])).tolist(), strict=True):
+                sums[slot] = (sums[slot] + checksum(value.view(1), Slice(index, (1,), (1,)))) % MODULUS
+    assert sums == HostChecksums(views).read()
