@@ -1,0 +1,180 @@
+"""Training that sleeps in every step against training that does not, on a GPU: `python tests/bench/trainer_memory_gpu.py [--out FOLDER]`.
+
+One FSDP2 rank, the shapes of Qwen2.5-1.5B with random weights, float32 masters, AdamW, bfloat16 compute, the same data in every step. Two
+runs in processes of their own: their losses and gradient norms must be the same numbers. A time is from an idle device to an idle device;
+"step" is ForwardBackward and OptimStep. Writes trainer_memory_gpu.json and prints a table. With --tiny it runs on a CPU, to try it out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+NUM_STEPS, NUM_SAMPLES, SAMPLE_TOKENS = 10, 16, 512
+GB = 10**9
+
+
+def make_model(folder: Path, *, is_tiny: bool) -> None:
+    """A Hugging Face folder with random weights, in bfloat16."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    sizes = {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "vocab_size": 151936,
+    }
+    tiny = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
+    config = Qwen2Config(**(tiny if is_tiny else sizes), num_key_value_heads=2, tie_word_embeddings=True, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    with torch.device("cpu" if is_tiny else "cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+
+
+def train(model: Path, *, device: str, sleeps: bool) -> dict[str, Any]:
+    """Losses, gradient norms and seconds of NUM_STEPS steps, with a sleep of all tags between any two if asked."""
+    from tasuki.config.schema import NodeConfig
+    from tasuki.trainer.memory import TAGS
+    from tasuki.trainer.mesh import start_mesh
+    from tasuki.trainer.micro_batch import loss_batch
+    from tasuki.trainer.worker import PolicyLossConfig, Worker
+
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    torch.use_deterministic_algorithms(True)
+    mesh = start_mesh(device, local_rank=0, num_threads=1, timeout_s=60)  # pyright: ignore[reportArgumentType]  one of the two
+    node = {"state_dir": model, "device": device, "model": {"path": model}}
+    settings = {"learning_rate": 1e-4, "gradient_checkpointing": True}
+    worker = Worker(NodeConfig.model_validate(node | {"trainer": settings}), mesh=mesh)
+    batches = [
+        loss_batch([sample], policy_version=0, device=worker.device) for sample in samples(worker.model_config.vocab_size)
+    ]
+    result: dict[str, Any] = {"losses": [], "step_ms": [], "pause_ms": [], "resume_ms": [], "asleep_bytes": []}
+    num_tokens = NUM_SAMPLES * SAMPLE_TOKENS // 2
+    for _ in range(NUM_STEPS):
+        norm: list[float] = []
+
+        def step(norm: list[float] = norm) -> None:
+            report = worker.forward_backward(
+                batches, loss=PolicyLossConfig(), num_loss_tokens=num_tokens, num_gap_tokens=num_tokens
+            )
+            norm += [report.loss, worker.optim_step(learning_rate=None).grad_norm]
+
+        result["step_ms"].append(timed_ms(step, device))
+        result["losses"].append(norm)
+        if sleeps:
+            result["pause_ms"].append(timed_ms(lambda: worker.memory.pause(TAGS), device))
+            result["asleep_bytes"].append(used_bytes(device))
+            result["resume_ms"].append(timed_ms(lambda: worker.memory.resume(TAGS), device))
+    worker.memory.wait_for_optimizer()
+    result["tag_bytes"] = {usage.tag: usage.total_bytes for usage in worker.memory.usage()}
+    result["awake_bytes"] = used_bytes(device)
+    return result
+
+
+def samples(vocab_size: int) -> list[Any]:
+    """Half of each is the prompt; log-probs and advantages are made up, and the same in every run."""
+    from tasuki.v1.types_pb2 import TrainingSample
+
+    random = torch.Generator().manual_seed(1)
+    half = SAMPLE_TOKENS // 2
+    made: list[TrainingSample] = []
+    for index in range(NUM_SAMPLES):
+        tokens = torch.randint(vocab_size, (SAMPLE_TOKENS,), generator=random).tolist()
+        made.append(
+            TrainingSample(
+                prompt_token_ids=tokens[:half],
+                completion_token_ids=tokens[half:],
+                rollout_log_probs=[-11.0] * half,
+                advantages=[1.0 if index % 2 else -1.0] * half,
+            )
+        )
+    return made
+
+
+def used_bytes(device: str) -> int:
+    """All that is taken of the device, by whomever; 0 on a CPU."""
+    if device == "cpu":
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def timed_ms(call: Callable[[], object], device: str) -> float:
+    def idle() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    idle()
+    start = time.perf_counter()
+    call()
+    idle()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def run_part(part: str, model: Path, device: str) -> dict[str, Any]:
+    command = [sys.executable, str(Path(__file__).resolve()), "--part", part, "--model", str(model), "--device", device]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    )
+    answers = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if done.returncode != 0 or not answers:
+        raise SystemExit(f"{part} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    return json.loads(answers[-1].removeprefix("RESULT "))
+
+
+def table(awake: dict[str, Any], sleeper: dict[str, Any]) -> list[str]:
+    lines = [f"losses and gradient norms of {NUM_STEPS} steps equal: {awake['losses'] == sleeper['losses']}"]
+    for name, values in (
+        ("step, awake", awake["step_ms"]),
+        ("step, after a sleep", sleeper["step_ms"]),
+        ("pause of all tags", sleeper["pause_ms"]),
+        ("resume of all tags", sleeper["resume_ms"]),
+    ):
+        # The first of each takes pinned memory, compiles, warms up.
+        low, median, high = statistics.quantiles(values[1:], n=4)
+        lines.append(f"{name:24s} {median:9.1f} ms ({low:.1f}..{high:.1f}), first {values[0]:.1f}")
+    tags = ", ".join(f"{tag} {num_bytes / GB:.2f} GB" for tag, num_bytes in sleeper["tag_bytes"].items())
+    lines.append(f"tags: {tags}; on the device awake {sleeper['awake_bytes'] / GB:.2f} GB")
+    lines.append(f"still used while asleep: {max(sleeper['asleep_bytes']) / GB:.2f} GB")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU")
+    parser.add_argument("--part", choices=("awake", "sleeper"))
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--device", default="cuda")
+    arguments = parser.parse_args()
+    sys.path[:0] = [str(REPOSITORY / "protos"), str(REPOSITORY / "services")]
+    if arguments.part is not None:
+        result = train(arguments.model, device=arguments.device, sleeps=arguments.part == "sleeper")
+        print("RESULT " + json.dumps(result), flush=True)
+        os._exit(0)
+    device = "cpu" if arguments.tiny else arguments.device
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder), is_tiny=arguments.tiny)
+        results = {part: run_part(part, Path(folder), device) for part in ("awake", "sleeper")}
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    machine = {"gpu": torch.cuda.get_device_name() if device == "cuda" else "none", "torch": torch.__version__}
+    (arguments.out / "trainer_memory_gpu.json").write_text(json.dumps({"machine": machine, **results}, indent=1) + "\n")
+    print("\n".join(table(results["awake"], results["sleeper"])))
+
+
+if __name__ == "__main__":
+    main()
