@@ -72,6 +72,7 @@ bench-memory: setup  ## pause and resume of the native memory library on this ma
 bench-memory-gpu: setup  ## the same on a GPU, and SGLang with it, beside torch_memory_saver
 	$(BIN)/python tests/bench/memory_gpu.py --out runs/bench
 	$(BIN)/python tests/bench/sglang_memory_gpu.py --out runs/bench
+	$(BIN)/python tests/bench/trainer_memory_gpu.py --out runs/bench
 
 grpcurl: $(if $(shell command -v go),.tools/grpcurl-$(GRPCURL_VERSION))  ## build grpcurl, where go is there
 
