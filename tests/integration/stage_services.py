@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from tasuki.config.places import node_targets
+from tasuki.config.places import node_targets, socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.server import RpcServer
@@ -138,6 +138,7 @@ class Memory(memory_pb2_grpc.MemoryServiceServicer):
 async def serving(config: NodeConfig) -> AsyncIterator[tuple[StageService, StageService]]:
     """Both services on the node's sockets; gives (trainer, rollout)."""
     trainer, rollout = StageService(), StageService()
+    socket_dir(config.state_dir)
     targets = node_targets(config)
     servers = []
     for name, service, servicer, add in (

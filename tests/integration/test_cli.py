@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tasuki.cli.supervisor import write_exit
 from tasuki.config.lock import NODE_LOCK, StateLock
 
 
@@ -80,7 +81,23 @@ def test_second_node_on_the_state_folder_is_refused_and_names_the_pid(folder: Pa
 
 def test_state_and_watch_say_that_no_node_runs(folder: Path) -> None:
     for command in ("state", "watch"):
-        assert refusal(tasuki(command, "node.toml", cwd=folder)).startswith("tasuki: error NODE_DOWN: no node")
+        assert refusal(tasuki(command, "node.toml", cwd=folder)).startswith("tasuki: error NODE_DOWN: no node runs on")
+    assert not (folder / "state").exists()
+
+
+def test_state_says_why_the_last_node_ended(folder: Path) -> None:
+    (folder / "state").mkdir()
+    write_exit(
+        folder / "state", reason="rollout ended", first="rollout", exit_codes={"rollout": -9, "trainer": 1, "coordinator": 0}
+    )
+    line = refusal(tasuki("state", "node.toml", cwd=folder))
+    assert "because rollout ended by itself (signal SIGKILL), see" in line
+    assert "logs/rollout.log; start one with: tasuki up CONFIG" in line
+    # Exit code 1 is torchrun's answer to the order to stop.
+    ended = json.loads((folder / "state" / "exit.json").read_text())["services"]
+    assert ended == {"rollout": {"signal": "SIGKILL"}, "trainer": {"stopped": True}, "coordinator": {"stopped": True}}
+    write_exit(folder / "state", reason="SIGTERM", first=None, exit_codes={"trainer": 1})
+    assert "because" not in refusal(tasuki("state", "node.toml", cwd=folder))
 
 
 def test_down_without_a_node_is_fine(folder: Path) -> None:

@@ -104,6 +104,15 @@ def test_a_failing_reward_names_sample_prompt_and_cause(pool: RewardPool, comple
     assert pool.score(ROWS, ["right", "right"]).rewards.tolist() == [1.0, 0.5]
 
 
+def test_a_reward_that_ignores_sigterm_is_killed_at_once(pool: RewardPool):
+    started = time.monotonic()
+    with pytest.raises(RewardFailed):
+        pool.score(ROWS, ["deaf", "right"])
+    pool.score(ROWS, ["right", "right"])
+    # Its limit of half a second, and a new worker's start.
+    assert time.monotonic() - started < 3.5
+
+
 def test_with_zero_every_failure_counts_as_zero_and_is_counted(folder: Path):
     with RewardPool("my_rewards:reward", folders=[folder], timeout_s=0.5, on_error="zero", num_workers=2) as pool:
         scores = pool.score([ROWS[0]] * 6, ["right", "raises", "hangs", "dies", "nan", "right"])

@@ -22,12 +22,15 @@ from typing import Literal
 import numpy as np
 import pebble
 from numpy.typing import NDArray
+from pebble.common.types import CONSTS
 
 from tasuki.wire.errors import InvalidArgument, RewardFailed
 
 # A worker's start: a new interpreter and the import of the reward's module.
 _START_TIMEOUT_S = 60.0
 _LOOK_FOR_PARENT_EVERY_S = 1.0
+# A worker whose time is up gets SIGTERM and this long after it SIGKILL; pebble's own three seconds would be waited twice.
+CONSTS.term_timeout = 0.1
 _Answer = tuple[float, str]
 """Reward and an empty string, or NaN and what went wrong. A user's exception class need not exist on this side, so none crosses."""
 

@@ -91,7 +91,7 @@ class MemoryServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchUsage(self, request, context):
-        """The same again and again, until the caller goes. Any phase.
+        """The same again and again, until the caller goes. Any phase, harmless to repeat.
 
         Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for an interval out of bounds.
         """

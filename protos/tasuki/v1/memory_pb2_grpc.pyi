@@ -50,7 +50,7 @@ class MemoryServiceStub:
     GetUsage: _grpc.UnaryUnaryMultiCallable[_memory_pb2.GetUsageRequest, _memory_pb2.GetUsageResponse]
     """Bytes by tag, rank and device. Any phase, harmless to repeat."""
     WatchUsage: _grpc.UnaryStreamMultiCallable[_memory_pb2.WatchUsageRequest, _memory_pb2.WatchUsageResponse]
-    """The same again and again, until the caller goes. Any phase.
+    """The same again and again, until the caller goes. Any phase, harmless to repeat.
 
     Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for an interval out of bounds.
     """
@@ -77,7 +77,7 @@ class MemoryServiceAsyncStub(MemoryServiceStub):
     GetUsage: _aio.UnaryUnaryMultiCallable[_memory_pb2.GetUsageRequest, _memory_pb2.GetUsageResponse]  # type: ignore[assignment]
     """Bytes by tag, rank and device. Any phase, harmless to repeat."""
     WatchUsage: _aio.UnaryStreamMultiCallable[_memory_pb2.WatchUsageRequest, _memory_pb2.WatchUsageResponse]  # type: ignore[assignment]
-    """The same again and again, until the caller goes. Any phase.
+    """The same again and again, until the caller goes. Any phase, harmless to repeat.
 
     Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for an interval out of bounds.
     """
@@ -125,7 +125,7 @@ class MemoryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _memory_pb2.WatchUsageRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_memory_pb2.WatchUsageResponse], _abc.AsyncIterator[_memory_pb2.WatchUsageResponse]]:
-        """The same again and again, until the caller goes. Any phase.
+        """The same again and again, until the caller goes. Any phase, harmless to repeat.
 
         Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for an interval out of bounds.
         """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tasuki.cli.ending import no_node, read_ending
 from tasuki.cli.last_words import last_words
 from tasuki.cli.model_folder import check_model_folder
 from tasuki.cli.services import ServiceCommand, node_services
@@ -29,7 +29,6 @@ from tasuki.wire.channel import CLIENT_OPTIONS
 from tasuki.wire.errors import (
     DeadlineExceeded,
     InvalidArgument,
-    NodeDown,
     ServiceFailed,
     TasukiError,
     from_reason,
@@ -178,7 +177,7 @@ def node_state(config: NodeConfig) -> coordinator_pb2.NodeState:
     """The coordinator's view of the node. Raises NodeDown when none runs."""
     state_dir = config.state_dir
     if holder(state_dir, name=NODE_LOCK) is None:
-        raise NodeDown(f"no node runs on {state_dir}; start one with: tasuki up CONFIG", state_dir=state_dir)
+        raise no_node(state_dir)
     with grpc.insecure_channel(node_targets(config)["coordinator"], options=CLIENT_OPTIONS) as channel:
         request = coordinator_pb2.GetStateRequest()
         try:
@@ -189,8 +188,7 @@ def node_state(config: NodeConfig) -> coordinator_pb2.NodeState:
 
 def why_it_ended(config: NodeConfig) -> TasukiError:
     """The error of a node that is not there any more, with the words of the service that ended first."""
-    path = exit_path(config.state_dir)
-    ended = json.loads(path.read_text()) if path.exists() else {}
+    ended = read_ending(config.state_dir)
     name = ended.get("first") or "supervisor"
     log = log_path(config.state_dir, name)
     words = last_words(log.read_text(errors="replace") if log.exists() else "")

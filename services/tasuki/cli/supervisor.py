@@ -209,13 +209,20 @@ def _guard(state_dir: Path, supervisor_pid: int, leftovers: Leftovers) -> int:
 
 
 def write_exit(state_dir: Path, *, reason: str, first: str | None, exit_codes: Mapping[str, int]) -> None:
-    """Leaves word of how the node ended. `first`: the service that ended by itself; exit codes as in `reap`."""
+    """Leaves word of how the node ended. `first`: the service that ended by itself; exit codes as in `reap`.
+
+    Of a service that ended when it was told to, an exit code says nothing: torchrun's is then 1.
+    """
     told = {
         "reason": reason,
         "first": first,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "services": {
-            name: {"exit_code": code} if code >= 0 else {"signal": signal.Signals(-code).name}
+            name: {"signal": signal.Signals(-code).name}
+            if code < 0
+            else {"exit_code": code}
+            if name == first
+            else {"stopped": True}
             for name, code in exit_codes.items()
         },
     }

@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from tasuki.cli.ending import no_node
 from tasuki.config.places import node_targets
 from tasuki.config.schema import NodeConfig
 from tasuki.v1 import coordinator_pb2, memory_pb2, rollout_pb2, trainer_pb2, types_pb2
@@ -22,7 +23,7 @@ from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
 from tasuki.wire.channel import CLIENT_OPTIONS
-from tasuki.wire.errors import DeadlineExceeded, NodeDown, PeerUnavailable, TasukiError, from_rpc_error
+from tasuki.wire.errors import DeadlineExceeded, PeerUnavailable, TasukiError, from_rpc_error
 
 _TIMEOUT_S = 5.0
 _MIB = 1024 * 1024
@@ -92,8 +93,7 @@ class NodeReader:
         """What a failed call means to someone who asked for a node's state."""
         known = from_rpc_error(error)
         if isinstance(known, PeerUnavailable):
-            text = f"no node answers on {self._state_dir}; start one with: tasuki up CONFIG"
-            return NodeDown(text, state_dir=self._state_dir)
+            return no_node(self._state_dir)
         return known
 
 

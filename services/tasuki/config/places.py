@@ -25,11 +25,8 @@ def socket_dir(state_dir: Path) -> Path:
 
 
 def grpc_target(state_dir: Path, *, service: str, listen: str) -> str:
-    """gRPC target of a service: its unix socket, or the TCP address that `listen` gives."""
-    if listen != "unix":
-        return listen
-    socket_dir(state_dir)
-    return unix_target(state_dir, service=service)
+    """gRPC target of a service: its unix socket, or the TCP address that `listen` gives. Makes no folder."""
+    return listen if listen != "unix" else unix_target(state_dir, service=service)
 
 
 def node_targets(config: NodeConfig) -> dict[str, str]:

@@ -13,7 +13,7 @@ import uvloop
 
 from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock
-from tasuki.config.places import journal_path, node_targets
+from tasuki.config.places import journal_path, node_targets, socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
@@ -47,6 +47,7 @@ def main(argv: list[str] | None = None) -> int:
 
 async def _serve(config: NodeConfig) -> None:
     """Serves until SIGTERM or SIGINT. The epoch is on disk before the address is bound."""
+    socket_dir(config.state_dir)
     targets = node_targets(config)
     boot_id = uuid.uuid4().hex
     journal = Journal(journal_path(config.state_dir))
