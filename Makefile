@@ -27,7 +27,7 @@ WITH_BIN := PATH="$(CURDIR)/.venv/bin:$$PATH"
 PROTOS := $(wildcard protos/tasuki/v1/*.proto)
 SOURCES := protos services client tests tools
 
-.PHONY: help setup demo test check protos native lint types buf bench bench-memory bench-memory-gpu grpcurl clean
+.PHONY: help setup demo test check protos native lint types buf bench bench-memory bench-memory-gpu bench-sync-gpu grpcurl clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,6 +73,9 @@ bench-memory-gpu: setup  ## the same on a GPU, and SGLang with it, beside torch_
 	$(BIN)/python tests/bench/memory_gpu.py --out runs/bench
 	$(BIN)/python tests/bench/sglang_memory_gpu.py --out runs/bench
 	$(BIN)/python tests/bench/trainer_memory_gpu.py --out runs/bench
+
+bench-sync-gpu: setup  ## weights from trainer ranks to engine ranks on GPUs; CASES="7b:1:1 7b:4:4" is model:trainers:TP
+	$(BIN)/python -m tests.bench.sync_gpu --cases $(or $(CASES),7b:1:1) --out runs/bench
 
 grpcurl: $(if $(shell command -v go),.tools/grpcurl-$(GRPCURL_VERSION))  ## build grpcurl, where go is there
 

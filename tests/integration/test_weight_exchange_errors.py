@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 from collections.abc import Iterable, Iterator
@@ -288,6 +289,8 @@ def test_handles_of_another_kind_are_refused(trainer: Trainer) -> None:
     weights = trainer.publish(0)
     weights.handles[0].kind = weights_pb2.HANDLE_KIND_CUDA_IPC
     assert "HANDLE_KIND_CUDA_IPC" in str(refusal(WeightReceiver(AwkwardModel()), weights))
+    weights.handles[0].kind = weights_pb2.HANDLE_KIND_CUDA_VMM_FD
+    assert "CUDA_VMM_FD for weights in host memory cannot" in str(refusal(WeightReceiver(AwkwardModel()), weights))
 
 
 def published_by(
@@ -347,6 +350,7 @@ def test_a_receiver_cannot_map_the_memory_for_writing(trainer: Trainer) -> None:
 
 def test_closing_leaves_no_descriptor_mapping_or_socket(tmp_path: Path) -> None:
     def footprint() -> tuple[int, int]:
+        gc.collect()  # what earlier tests' errors still hold
         maps = Path("/proc/self/maps").read_text().count("tasuki-weights")
         return len(os.listdir("/proc/self/fd")), maps
 

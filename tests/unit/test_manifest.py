@@ -93,6 +93,26 @@ def test_overlapping_entries_are_refused() -> None:
         from_proto(to_proto(bad))
 
 
+ON_GPU = {"device_uuid": "b1946ac9", "chunk_bytes": (1 << 21, 1 << 21)}
+
+
+def test_the_gpu_and_its_chunks_survive_the_wire_and_count_for_the_digest() -> None:
+    on_gpu = replace(manifest(), **ON_GPU)
+    assert from_proto(to_proto(on_gpu)) == on_gpu
+    others = [replace(on_gpu, device_uuid="c2946ac9"), replace(on_gpu, chunk_bytes=(1 << 22,)), manifest()]
+    assert len({one.digest() for one in [on_gpu, *others]}) == 4
+
+
+@pytest.mark.parametrize(
+    "changes", [{"chunk_bytes": ()}, {"chunk_bytes": (64,)}, {"chunk_bytes": (1 << 21, 0)}, {"device_uuid": ""}]
+)
+def test_chunks_that_cannot_hold_the_arena_are_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(BadHandle, match="cannot hold an arena"):
+        check(replace(manifest(), **{**ON_GPU, **changes}))
+    with pytest.raises(BadHandle, match="1 to 252 chunks"):
+        check(replace(manifest(), **{**ON_GPU, "chunk_bytes": (1 << 21,) * 253}))
+
+
 def test_rank_outside_the_number_of_ranks_is_refused() -> None:
     with pytest.raises(BadHandle, match="rank 2 of 2"):
         check(replace(manifest(), rank=2, num_ranks=2))

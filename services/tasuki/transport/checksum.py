@@ -9,12 +9,25 @@ import torch
 from tasuki.transport.plan import Slice
 
 MODULUS = 2**64
+GROUP = 8
+"""Consecutive indices whose weights come from one mixed number: 16 bytes of bfloat16."""
 _CHUNK_NUMEL = 1 << 20
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Odd constants of splitmix64, as signed 64-bit numbers.
+# Odd constants of splitmix64, as signed 64-bit numbers, and of xxHash32.
 STEP = 0x9E3779B97F4A7C15 - MODULUS
 MIX = 0xBF58476D1CE4E5B9 - MODULUS
+KEY_STEP = 0x9E3779B1
+KEY_MIX = 0x85EBCA77
 _LOW_32_BITS = (1 << 32) - 1
+
+
+def _key(place: int) -> int:
+    key = (place + 1) * KEY_STEP & _LOW_32_BITS
+    key = (key ^ key >> 15) * KEY_MIX & _LOW_32_BITS
+    return (key ^ key >> 13) | 1
+
+
+_KEYS = tuple(_key(place) for place in range(GROUP))
 
 
 def checksum(values: torch.Tensor, where: Slice, *, dtype: torch.dtype | None = None) -> int:
@@ -22,8 +35,9 @@ def checksum(values: torch.Tensor, where: Slice, *, dtype: torch.dtype | None = 
 
     values: any strides; where: same shape, the indices of its elements in the whole tensor. dtype: whose bit patterns count, when
     not those of `values`.
-    weight(i) is odd, so one changed element always changes the sum; it looks random, so do swapped or shifted ones but for a
-    chance of about 2^-48. Takes temporaries of a few chunks of 2^20 elements, whatever the size.
+    weight(i) is an odd signed 32-bit number, so one changed element always changes the sum, and a GPU needs one multiplication an
+    element. It looks random, so two swapped elements change the sum but for a chance of about 2^-29, and shifted or lost ones but for
+    one of about 2^-48. Takes temporaries of a few chunks of 2^20 elements, whatever the size.
     """
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for part, place in _chunks(values, where):
@@ -49,8 +63,9 @@ def _weights(where: Slice, *, device: torch.device) -> torch.Tensor:
     for dim, (size, stride) in enumerate(zip(where.shape, where.strides, strict=True)):
         steps = torch.arange(size, dtype=torch.int64, device=device) * stride
         index += steps.view([-1 if d == dim else 1 for d in range(len(where.shape))])
-    mixed = index.mul_(STEP)
+    keys = torch.tensor(_KEYS, dtype=torch.int64, device=device)[index & (GROUP - 1)]
+    mixed = (index >> 3).mul_(STEP)
     mixed ^= (mixed >> 32) & _LOW_32_BITS
     mixed *= MIX
-    mixed ^= (mixed >> 32) & _LOW_32_BITS
-    return mixed.bitwise_or_(1)
+    weight = (mixed ^ (mixed >> 32)).mul_(keys).add_(mixed >> 32).bitwise_or_(1).bitwise_and_(_LOW_32_BITS)
+    return weight.bitwise_xor_(1 << 31).sub_(1 << 31)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tasuki.transport.checksum import MODULUS, checksum
+from tasuki.transport.checksum import GROUP, MODULUS, checksum
 from tasuki.transport.plan import Slice
 from tasuki.transport.table import TILE_UNITS, VECTOR_BYTES, Side, Table, Transfer, build_tables, memory_side
 
@@ -140,13 +140,13 @@ def checksum_tables(views: Sequence[ViewChecksum], *, device: torch.device) -> l
     """Tables for each pair of held and counted dtype; the slot is the view's place."""
     by_dtypes: defaultdict[Dtypes, list[Transfer]] = defaultdict(list)
     for slot, view in enumerate(views):
-        indices = Side(view.where.offset, view.where.strides, item_bytes=1, alignment=1)
+        indices = Side(view.where.offset, view.where.strides, item_bytes=1, alignment=GROUP)
         transfer = Transfer(view.where.shape, memory_side(view.values), indices, slot=slot)
         by_dtypes[view.values.dtype, view.dtype].append(transfer)
     return [
         (dtypes, _on(table, device))
         for dtypes, transfers in by_dtypes.items()
-        for table in build_tables(transfers, vector=_vector(dtypes[0], dtypes[0]))
+        for table in build_tables(transfers, vector=GROUP)
     ]
 
 

@@ -13,7 +13,7 @@ from tasuki.transport.header import ArenaState, Header, create_sealed, map_seale
 from tasuki.transport.manifest import Manifest, check, header_bytes
 from tasuki.transport.weight_arena import WeightArena
 from tasuki.v1 import weights_pb2
-from tasuki.wire.errors import BadHandle
+from tasuki.wire.errors import BadHandle, InternalError
 
 _KIND = weights_pb2.HANDLE_KIND_CUDA_VMM_FD
 _TAG = "weight_export"
@@ -60,7 +60,10 @@ def map_arena(manifest: Manifest, fds: Sequence[int], *, device: torch.device) -
     _check_reach(manifest, device)
     sizes = manifest.chunk_bytes
     chunks = [SharedChunk(*one) for one in zip(_offsets(sizes), sizes, fds[1:], strict=True)]
-    memory = Import(chunks, device=f"cuda:{device.index}", access=Access.READ_ONLY)
+    try:
+        memory = Import(chunks, device=f"cuda:{device.index}", access=Access.READ_ONLY)
+    except InternalError as error:
+        raise BadHandle(f"rank {manifest.rank} sent memory that {device} does not map: {error}", rank=manifest.rank) from error
     # The tensors say they are on `device`, whichever GPU the memory is on: there it is mapped, and there the kernels run.
     tensors = _tensors(manifest, memory.base, device=device)
     return WeightArena(manifest, kind=_KIND, header=header, tensors=tensors, fds=(), release=memory.close)

@@ -1,5 +1,6 @@
 """Triton kernels that walk a table (see table.py). Imported only where there is a GPU to run them."""
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false  Triton compiles this, with constants in place of types.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# Triton compiles these functions, with constants where their annotations say types.
 
 from __future__ import annotations
 
@@ -11,6 +12,10 @@ from tasuki.transport import checksum, table
 _BLOCK_WORDS = tl.constexpr(table.BLOCK_WORDS)
 _STEP = tl.constexpr(checksum.STEP % checksum.MODULUS)
 _MIX = tl.constexpr(checksum.MIX % checksum.MODULUS)
+_KEY_STEP = tl.constexpr(checksum.KEY_STEP)
+_KEY_MIX = tl.constexpr(checksum.KEY_MIX)
+_GROUP = tl.constexpr(checksum.GROUP)
+_MULTIPLY = tl.constexpr("mul.wide.s32 $0, $1, $2;")
 
 
 @triton.jit
@@ -48,6 +53,13 @@ def copy_tiles(blocks, tiles, SOURCE: tl.constexpr, DESTINATION: tl.constexpr, V
 
 
 @triton.jit
+def _keys(places):
+    keys = (places + 1).to(tl.uint32) * _KEY_STEP
+    keys = (keys ^ keys >> 15) * _KEY_MIX
+    return keys ^ keys >> 13 | 1
+
+
+@triton.jit
 def sum_tiles(
     blocks, tiles, sums, HELD: tl.constexpr, BITS: tl.constexpr, CAST: tl.constexpr, VECTOR: tl.constexpr, UNITS: tl.constexpr
 ):
@@ -64,9 +76,15 @@ def sum_tiles(
     if CAST != HELD:
         values = values.to(CAST).to(BITS, bitcast=True)
     firsts = tl.load(block + 1) + (rows * tl.load(block + 5) + cols * tl.load(block + 7)) * VECTOR
-    mixed = (firsts.to(tl.uint64) * _STEP)[:, None] + within.to(tl.uint64) * _STEP
+    mixed = (firsts // _GROUP).to(tl.uint64) * _STEP
     mixed ^= mixed >> 32
     mixed *= _MIX
-    mixed ^= mixed >> 32
-    terms = values.to(tl.int64) * (mixed | 1).to(tl.int64)
+    high = (mixed >> 32).to(tl.uint32)
+    low = mixed.to(tl.uint32) ^ high
+    # A vector is a group: its first index is a multiple of the group's size.
+    keys = _keys(within if VECTOR == _GROUP else (firsts % _GROUP).to(tl.int32)[:, None])
+    weights = (low[:, None] * keys + high[:, None] | 1).to(tl.int32)
+    # One instruction, where 64-bit operands would take six.
+    patterns = values.to(tl.int32)
+    terms = tl.inline_asm_elementwise(_MULTIPLY, "=l,r,r", [patterns, weights], dtype=tl.int64, is_pure=True, pack=1)
     tl.atomic_add(sums + tl.load(block + 8), tl.sum(tl.sum(terms, axis=1), axis=0), sem="relaxed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -148,7 +149,12 @@ def count_uncovered(numel: int, slices: Sequence[Slice]) -> tuple[int, int]:
     Works on a mask with one counter for as many elements as all slices begin, end and step by together, so weights of many
     gigabytes take a few kilobytes.
     """
-    slices = [slice_ for slice_ in slices if slice_.numel]
+    return _count_uncovered(numel, tuple(slice_ for slice_ in slices if slice_.numel))
+
+
+# The same plan is checked at every sync.
+@functools.lru_cache(maxsize=1 << 16)
+def _count_uncovered(numel: int, slices: tuple[Slice, ...]) -> tuple[int, int]:
     if not slices:
         return numel, 0
     if max(slice_.end for slice_ in slices) > numel:

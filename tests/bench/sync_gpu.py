@@ -1,0 +1,295 @@
+"""A sync of weights on GPUs, without an engine: `python -m tests.bench.sync_gpu [--cases 7b:1:1 7b:4:4] [--out FOLDER]`.
+
+A case is model : trainer ranks : tensor-parallel ranks. Each rank is a process; the trainer's ranks sit on the first GPUs, one each, and
+so do the engine's. Trainer ranks hold fp32 masters and publish them as bfloat16 in an arena; engine ranks receive them with
+WeightReceiver into parameters of SGLang's shapes, through a plan that is recorded from a loader. The clock starts before the command is
+sent to the ranks: "sync" ends when the last rank has waited for its copies, "verified" when the parent has compared all checksums with the
+published ones. Every round has new weights; the first one, with import, recording and compilation, is told apart. The floor is what the
+same bytes take at the rates that this run measured by plain copies: within a GPU, and from the other GPUs while all ranks read. "plain
+copies" are the plan's copies made by torch, one after the other. Writes sync_gpu.json, prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tasuki.rollout.receive import WeightReceiver
+from tasuki.transport.copies import DeviceCopies, HostCopies
+from tasuki.transport.export import WeightExport
+from tasuki.transport.imported_weights import import_weights
+from tasuki.transport.plan import Slice
+from tasuki.transport.verify import ReceivedPiece, check_received
+from tasuki.v1 import weights_pb2
+from tests.bench.sync_shapes import QWEN, QwenModel, random_shards
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+NUM_ROUNDS = 20
+IMPORT_TIMEOUT_S = 20.0
+MIB = 1 << 20
+
+
+def trainer_rank(rank: int, num_ranks: int, model: str, folder: Path) -> None:
+    """Publishes a version for every line it reads."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    shards = random_shards(QWEN[model], rank=rank, num_ranks=num_ranks, dtype=torch.float32, device=device)
+    before = torch.cuda.mem_get_info()[0]
+    path = folder / f"weights-{rank}.sock"
+    export = WeightExport(shards, rank=rank, num_ranks=num_ranks, dtype=torch.bfloat16, socket_path=path)
+    arena_mib = (before - torch.cuda.mem_get_info()[0]) / MIB
+    for line in sys.stdin:
+        for shard in shards:
+            shard.local.mul_(1.001)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        num_bytes = export.publish(int(line))
+        answer(publish_ms=1e3 * (time.perf_counter() - start), num_bytes=num_bytes, arena_mib=arena_mib, handle=export.handle())
+    export.close()
+
+
+def engine_rank(tp_rank: int, tp_size: int, model: str) -> None:
+    """Receives what each line names, or measures the ways to copy the same bytes."""
+    device = torch.device("cuda", tp_rank)
+    torch.cuda.set_device(device)
+    parameters = QwenModel(QWEN[model], tp_rank=tp_rank, tp_size=tp_size, dtype=torch.bfloat16, device=device)
+    receiver = WeightReceiver(parameters)
+    for line in sys.stdin:
+        command, _, rest = line.strip().partition(" ")
+        if command == "receive":
+            _receive(receiver, weights_pb2.PublishedWeights.FromString(bytes.fromhex(rest)), device)
+        else:
+            answer(**getattr(Floors(receiver, device), command)())
+
+
+def _receive(receiver: WeightReceiver, weights: weights_pb2.PublishedWeights, device: torch.device) -> None:
+    free, cpu = torch.cuda.mem_get_info()[0], time.process_time()
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    received = receiver.receive(weights, import_timeout_s=IMPORT_TIMEOUT_S)
+    end = time.monotonic()
+    answer(
+        synced_at=end - received.timings["verify"],
+        timings=received.timings,
+        copied_bytes=received.copied_bytes,
+        extra_mib=(torch.cuda.max_memory_allocated() - held) / MIB,
+        lost_mib=(free - torch.cuda.mem_get_info()[0]) / MIB,
+        cpu_ms=1e3 * (time.process_time() - cpu),
+        checksums=[(name, at.offset, at.shape, at.strides, value) for name, at, value in received.checksums],
+    )
+
+
+class Floors:
+    """Other ways to move the bytes of a receiver's plan, in the same process."""
+
+    def __init__(self, receiver: WeightReceiver, device: torch.device) -> None:
+        prepared: Any = receiver._prepared
+        imported: Any = receiver._imported
+        assert isinstance(prepared._copies, DeviceCopies)
+        self._copies = prepared._copies._copies
+        self._arenas = {arena.manifest.rank: arena for arena in imported._arenas}
+        self._local = (imported.first_owner(device) - 1) % len(self._arenas)
+        self._prepared, self._device = prepared, device
+
+    def plain_copies(self) -> dict[str, float]:
+        return {"ms": best_ms(HostCopies(self._copies).start)}
+
+    def kernel(self) -> dict[str, float]:
+        return {"ms": best_ms(self._prepared._copies.start), "checksum_ms": best_ms(self._prepared._checksums.read)}
+
+    def within(self) -> dict[str, float]:
+        """GB/s of a device copy, counted once."""
+        num_bytes = 4 << 30
+        source, target = (torch.ones(num_bytes, dtype=torch.uint8, device=self._device) for _ in range(2))
+        milliseconds = best_ms(lambda: target.copy_(source))
+        local = sum(copy.source.nbytes for copy in self._copies if copy.owner == self._local)
+        total = sum(copy.source.nbytes for copy in self._copies)
+        return {"gb_s": num_bytes / milliseconds / 1e6, "bytes": total, "remote_bytes": total - local}
+
+    def across(self) -> dict[str, float]:
+        """GB/s from all other owners at once, in large copies."""
+        sources = [
+            max(arena.tensors, key=lambda tensor: tensor.nbytes)
+            for rank, arena in sorted(self._arenas.items(), key=lambda one: (one[0] - self._local) % len(self._arenas))
+            if rank != self._local
+        ]
+        targets = [torch.empty_like(source) for source in sources]
+        streams = [torch.cuda.Stream() for _ in sources]
+
+        def pull() -> None:
+            for _ in range(4):
+                for source, target, stream in zip(sources, targets, streams, strict=True):
+                    with torch.cuda.stream(stream):
+                        target.copy_(source, non_blocking=True)
+
+        return {"gb_s": 4 * sum(source.nbytes for source in sources) / best_ms(pull) / 1e6}
+
+
+def best_ms(call: Callable[[], object]) -> float:
+    times: list[float] = []
+    for _ in range(8):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    return min(times)
+
+
+def answer(**facts: Any) -> None:
+    if "handle" in facts:
+        facts["handle"] = facts["handle"].SerializeToString().hex()
+    print(json.dumps(facts), flush=True)
+
+
+class Ranks:
+    """Processes that answer each line they get with one."""
+
+    def __init__(self, commands: Sequence[Sequence[str]]) -> None:
+        start = [sys.executable, "-m", "tests.bench.sync_gpu"]
+        self._ranks = [
+            subprocess.Popen([*start, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+            for command in commands
+        ]
+
+    def ask(self, line: str) -> list[dict[str, Any]]:
+        for rank in self._ranks:
+            assert rank.stdin is not None
+            rank.stdin.write(line + "\n")
+            rank.stdin.flush()
+        return [json.loads(rank.stdout.readline()) for rank in self._ranks if rank.stdout is not None]
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            rank.communicate()
+
+
+def run_case(model: str, num_ranks: int, tp_size: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        trainers = Ranks([["--trainer", str(rank), str(num_ranks), model, folder] for rank in range(num_ranks)])
+        engines = Ranks([["--engine", str(rank), str(tp_size), model] for rank in range(tp_size)])
+        rounds = [_round(trainers, engines, version) for version in range(NUM_ROUNDS + 1)]
+        floors = {name: engines.ask(name) for name in ("within", "plain_copies", "kernel")}
+        if num_ranks > 1:
+            floors["across"] = engines.ask("across")
+        engines.close()
+        trainers.close()
+    return {
+        "model": model,
+        "num_ranks": num_ranks,
+        "tp_size": tp_size,
+        "first": rounds[0],
+        "rounds": rounds[1:],
+        "floors": floors,
+    }
+
+
+def _round(trainers: Ranks, engines: Ranks, version: int) -> dict[str, Any]:
+    published = trainers.ask(str(version))
+    handles = [weights_pb2.WeightHandle.FromString(bytes.fromhex(one["handle"])) for one in published]
+    weights = weights_pb2.PublishedWeights(policy_version=version, boot_id="bench", handles=handles)
+    line = f"receive {weights.SerializeToString().hex()}"
+    start = time.monotonic()
+    received = engines.ask(line)
+    answered = time.monotonic()
+    pieces = [
+        ReceivedPiece(rank, name, Slice(offset, tuple(shape), tuple(strides)), value)
+        for rank, one in enumerate(received)
+        for name, offset, shape, strides, value in one.pop("checksums")
+    ]
+    imported = import_weights(weights, timeout_s=IMPORT_TIMEOUT_S)
+    compare = time.monotonic()
+    check_received(pieces, imported)
+    imported.check_version(version)
+    compared_s = time.monotonic() - compare
+    imported.close()
+    slowest = {name: 1e3 * max(one["timings"][name] for one in received) for name in received[0]["timings"]}
+    return {
+        "sync_ms": 1e3 * (max(one["synced_at"] for one in received) - start),
+        "verified_ms": 1e3 * (answered - start + compared_s),
+        "parts_ms": slowest,
+        "compare_ms": 1e3 * compared_s,
+        "publish_ms": max(one["publish_ms"] for one in published),
+        "copied_bytes": sum(one["copied_bytes"] for one in received),
+        **{name: max(one[name] for one in received) for name in ("extra_mib", "lost_mib", "cpu_ms")},
+        "arena_mib": max(one["arena_mib"] for one in published),
+    }
+
+
+def floor_ms(case: dict[str, Any]) -> float:
+    """Of the slowest rank: writing its bytes, or fetching those of other GPUs."""
+    floors: list[float] = []
+    for rank, within in enumerate(case["floors"]["within"]):
+        times = [within["bytes"] / within["gb_s"] / 1e6]
+        if "across" in case["floors"]:
+            times.append(within["remote_bytes"] / case["floors"]["across"][rank]["gb_s"] / 1e6)
+        floors.append(max(times))
+    return max(floors)
+
+
+def table(case: dict[str, Any]) -> str:
+    rounds = case["rounds"]
+
+    def spread(values: Sequence[float]) -> str:
+        return f"{statistics.median(values):.2f} ms median, {sorted(values)[-1 - len(values) // 100]:.2f} ms p99"
+
+    floors = case["floors"]
+    kernel, checksum, plain = (
+        max(one[key] for one in floors[name])
+        for name, key in (("kernel", "ms"), ("kernel", "checksum_ms"), ("plain_copies", "ms"))
+    )
+    sync = statistics.median(one["sync_ms"] for one in rounds)
+    lines = [
+        f"{case['model']}, {case['num_ranks']} trainer ranks -> TP {case['tp_size']}, {len(rounds)} rounds",
+        f"  sync      {spread([one['sync_ms'] for one in rounds])}; first {case['first']['sync_ms']:.0f} ms",
+        f"  floor     {floor_ms(case):.2f} ms ({100 * floor_ms(case) / sync:.0f} %), "
+        f"{rounds[0]['copied_bytes'] / case['tp_size'] / sync / 1e6:.0f} GB/s a rank",
+        f"  verified  {spread([one['verified_ms'] for one in rounds])}",
+        f"  publish   {spread([one['publish_ms'] for one in rounds])}; first {case['first']['publish_ms']:.0f} ms",
+        *(f"  part {name}: {spread([one['parts_ms'][name] for one in rounds])}" for name in rounds[0]["parts_ms"]),
+        f"  compare   {spread([one['compare_ms'] for one in rounds])}",
+        f"  kernel alone {kernel:.2f} ms, checksum {checksum:.2f} ms, plain copies {plain:.2f} ms",
+        f"  rates     {[round(one['gb_s']) for one in floors['within']]} GB/s within, "
+        f"{[round(one['gb_s']) for one in floors.get('across', [])]} GB/s across",
+        f"  memory    extra {max(one['extra_mib'] for one in rounds):.1f} MiB, lost {max(one['lost_mib'] for one in rounds):.1f} MiB; "
+        f"first {case['first']['extra_mib']:.1f} and {case['first']['lost_mib']:.1f} MiB; arena {case['first']['arena_mib']:.0f} MiB; "
+        f"CPU {statistics.median(one['cpu_ms'] for one in rounds):.1f} ms",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--cases", nargs="+", default=["7b:1:1"])
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "runs/bench")
+    parser.add_argument("--trainer", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--engine", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.trainer:
+        rank, num_ranks, model, folder = args.trainer
+        return trainer_rank(int(rank), int(num_ranks), model, Path(folder))
+    if args.engine:
+        rank, tp_size, model = args.engine
+        return engine_rank(int(rank), int(tp_size), model)
+    cases: list[dict[str, Any]] = []
+    for text in args.cases:
+        model, num_ranks, tp_size = text.split(":")
+        cases.append(run_case(model, int(num_ranks), int(tp_size)))
+        print(table(cases[-1]), flush=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "sync_gpu.json").write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "cases": cases}, indent=1))
+    return None
+
+
+if __name__ == "__main__":
+    main()

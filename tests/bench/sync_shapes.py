@@ -1,0 +1,110 @@
+"""Qwen2.5 without values: what a trainer rank publishes, and a model whose loaders slice for tensor parallelism as SGLang's do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from tasuki.transport.shards import Shard
+
+
+@dataclass(frozen=True, slots=True)
+class QwenShape:
+    hidden: int
+    mlp: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int = 128
+    vocab: int = 152064
+
+    def checkpoint(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes as in Hugging Face's files."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer: dict[str, tuple[int, ...]] = {
+            "input_layernorm.weight": (self.hidden,),
+            "post_attention_layernorm.weight": (self.hidden,),
+        }
+        for name, rows in (("q", q), ("k", kv), ("v", kv)):
+            layer |= {f"self_attn.{name}_proj.weight": (rows, self.hidden), f"self_attn.{name}_proj.bias": (rows,)}
+        layer |= {"self_attn.o_proj.weight": (self.hidden, q), "mlp.down_proj.weight": (self.hidden, self.mlp)}
+        layer |= {f"mlp.{name}_proj.weight": (self.mlp, self.hidden) for name in ("gate", "up")}
+        return {
+            "model.embed_tokens.weight": (self.vocab, self.hidden),
+            **{f"model.layers.{n}.{name}": shape for n in range(self.num_layers) for name, shape in layer.items()},
+            "model.norm.weight": (self.hidden,),
+            "lm_head.weight": (self.vocab, self.hidden),
+        }
+
+
+QWEN = {
+    "tiny": QwenShape(hidden=256, mlp=704, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=64, vocab=2048),
+    "7b": QwenShape(hidden=3584, mlp=18944, num_layers=28, num_heads=28, num_kv_heads=4),
+    "32b": QwenShape(hidden=5120, mlp=27648, num_layers=64, num_heads=40, num_kv_heads=8),
+}
+
+
+def random_shards(shape: QwenShape, *, rank: int, num_ranks: int, dtype: torch.dtype, device: torch.device) -> list[Shard]:
+    """Rows of every tensor as FSDP2 cuts them, with values that depend on the rank alone."""
+    generator = torch.Generator(device).manual_seed(rank)
+    shards: list[Shard] = []
+    for name, whole in shape.checkpoint().items():
+        per_rank = -(-whole[0] // num_ranks)
+        start, end = min(whole[0], rank * per_rank), min(whole[0], (rank + 1) * per_rank)
+        if end > start:
+            local = torch.empty((end - start, *whole[1:]), dtype=dtype, device=device).normal_(generator=generator)
+            shards.append(Shard(name, whole, start, local))
+    return shards
+
+
+class QwenModel:
+    """The parameters of one tensor-parallel rank, under SGLang's names, and a loader for them."""
+
+    def __init__(self, shape: QwenShape, *, tp_rank: int, tp_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._shape, self._rank, self._size = shape, tp_rank, tp_size
+        q, kv = shape.num_heads * shape.head_dim // tp_size, shape.num_kv_heads * shape.head_dim // tp_size
+        layer: dict[str, tuple[int, ...]] = {
+            "input_layernorm.weight": (shape.hidden,),
+            "post_attention_layernorm.weight": (shape.hidden,),
+            "self_attn.qkv_proj.weight": (q + 2 * kv, shape.hidden),
+            "self_attn.qkv_proj.bias": (q + 2 * kv,),
+            "self_attn.o_proj.weight": (shape.hidden, q),
+            "mlp.gate_up_proj.weight": (2 * shape.mlp // tp_size, shape.hidden),
+            "mlp.down_proj.weight": (shape.hidden, shape.mlp // tp_size),
+        }
+        shapes = {
+            "model.embed_tokens.weight": (shape.vocab // tp_size, shape.hidden),
+            **{f"model.layers.{n}.{name}": size for n in range(shape.num_layers) for name, size in layer.items()},
+            "model.norm.weight": (shape.hidden,),
+            "lm_head.weight": (shape.vocab // tp_size, shape.hidden),
+        }
+        self._parameters = {
+            name: torch.nn.Parameter(torch.full(size, torch.nan, dtype=dtype, device=device), requires_grad=False)
+            for name, size in shapes.items()
+        }
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return iter(self._parameters.items())
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, loaded in weights:
+            self._load(name, loaded)
+
+    def _load(self, name: str, loaded: torch.Tensor) -> None:
+        parts = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2)}
+        parts |= {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
+        part = next((part for part in parts if part in name), None)
+        if part is not None:
+            fused, index = parts[part]
+            rows = loaded.shape[0] // self._size
+            target = self._parameters[name.replace(part, fused)].data
+            start = (0, target.shape[0] - 2 * rows, target.shape[0] - rows)[index] if fused == "qkv_proj" else index * rows
+            target.narrow(0, start, rows).copy_(loaded.narrow(0, self._rank * rows, rows))
+            return
+        target = self._parameters[name].data
+        dim = next((dim for dim in range(target.dim()) if target.shape[dim] != loaded.shape[dim]), None)
+        if dim is not None:
+            loaded = loaded.narrow(dim, self._rank * target.shape[dim], target.shape[dim])
+        target.copy_(loaded)

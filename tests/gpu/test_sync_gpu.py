@@ -1,0 +1,249 @@
+"""Weights from shards to slices on a real GPU, bit for bit as torch's own copies. Needs `make native`, a CUDA GPU and no network."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tasuki.rollout.receive import WeightReceiver
+from tasuki.transport.copies import DeviceChecksums, DeviceCopies, HostChecksums, ViewChecksum, ViewCopy
+from tasuki.transport.export import WeightExport
+from tasuki.transport.fd_socket import FdServer
+from tasuki.transport.imported_weights import import_weights
+from tasuki.transport.manifest import to_proto
+from tasuki.transport.plan import Slice, whole
+from tasuki.transport.verify import ReceivedPiece, check_received
+from tasuki.v1 import weights_pb2
+from tasuki.wire.errors import BadHandle, VersionOrder, WeightsCorrupt
+from tests.bench.sync_shapes import QWEN, QwenModel, random_shards
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+DEVICE = torch.device("cuda:0")
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+BITS = {2: torch.int16, 4: torch.int32}
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    bits = BITS[left.element_size()]
+    return torch.equal(left.contiguous().view(bits), right.contiguous().view(bits))
+
+
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Every kind of number: subnormal, infinite, not a number, and what lies between two of a narrower type."""
+    bits = torch.randint(-(2 ** (8 * dtype.itemsize - 1)), 2 ** (8 * dtype.itemsize - 1), shape, device=DEVICE)
+    return bits.to(BITS[dtype.itemsize]).view(dtype)
+
+
+def random_view(tensor: torch.Tensor, shape: tuple[int, ...], rng: random.Random) -> torch.Tensor:
+    for dim, size in enumerate(shape):
+        spare = tensor.shape[dim] - size
+        tensor = tensor.narrow(dim, rng.choice([0, spare, rng.randint(0, spare)]), size)
+    return tensor
+
+
+@pytest.mark.parametrize("source_dtype", DTYPES)
+@pytest.mark.parametrize("destination_dtype", DTYPES)
+def test_random_copies_equal_copy_bit_for_bit(source_dtype: torch.dtype, destination_dtype: torch.dtype) -> None:
+    rng = random.Random(0)
+    torch.manual_seed(0)
+    copies, expected = [], []
+    for _ in range(60):
+        shape = tuple(rng.choice([1, 2, 3, 8, 16, 40, 64, 200]) for _ in range(rng.randint(1, 3)))
+        sources = random_bits(tuple(size + rng.choice([0, 0, 1, 8]) for size in shape), source_dtype)
+        held = random_bits(tuple(size + rng.choice([0, 0, 3, 8]) for size in shape), destination_dtype)
+        source, destination = random_view(sources, shape, rng), random_view(held, shape, rng)
+        if rng.random() < 0.2:
+            order = rng.sample(range(len(shape)), len(shape))
+            source, destination = source.permute(order), destination.permute(order)
+        after = held.clone()
+        after.as_strided(destination.shape, destination.stride(), destination.storage_offset()).copy_(source)
+        copies.append(ViewCopy(destination, source, rng.randrange(3)))
+        expected.append((held, after))
+    DeviceCopies(copies, device=DEVICE).start()
+    assert all(same_bits(held, after) for held, after in expected)
+
+
+@pytest.mark.parametrize("counted", DTYPES)
+@pytest.mark.parametrize("held_dtype", DTYPES)
+def test_checksums_on_the_device_equal_those_of_the_host(held_dtype: torch.dtype, counted: torch.dtype) -> None:
+    torch.manual_seed(0)
+    held = torch.randn((700, 520), device=DEVICE).to(held_dtype)
+    views = [
+        ViewChecksum(held, whole((700, 520), offset=12345), counted),
+        ViewChecksum(held[8:640, 16:520], Slice(640, (632, 504), (1024, 1)), counted),
+        ViewChecksum(held[1:80, 3:200], Slice(7, (79, 197), (1, 400)), counted),
+        ViewChecksum(torch.full((3,), -1.0, dtype=held_dtype, device=DEVICE), whole((3,), offset=2**40), counted),
+    ]
+    host = [ViewChecksum(view.values.cpu(), view.where, view.dtype) for view in views]
+    on_device = DeviceChecksums(views, device=DEVICE)
+    assert on_device.read() == on_device.read() == HostChecksums(host).read()
+
+
+class Trainer:
+    """Ranks that publish fp32 masters as bfloat16, spread over the GPUs."""
+
+    def __init__(self, folder: Path, *, model: str, num_ranks: int) -> None:
+        shape = QWEN[model]
+        gpus = [torch.device("cuda", rank % torch.cuda.device_count()) for rank in range(num_ranks)]
+        ranks = list(enumerate(gpus))
+        self.shards = [
+            random_shards(shape, rank=rank, num_ranks=num_ranks, dtype=torch.float32, device=gpu) for rank, gpu in ranks
+        ]
+        self.exports = [
+            WeightExport(shards, rank=rank, num_ranks=num_ranks, dtype=torch.bfloat16, socket_path=folder / f"w{rank}.sock")
+            for rank, shards in enumerate(self.shards)
+        ]
+
+    def publish(self, version: int) -> weights_pb2.PublishedWeights:
+        for export in self.exports:
+            export.publish(version)
+        return self.handles(version)
+
+    def handles(self, version: int) -> weights_pb2.PublishedWeights:
+        handles = [export.handle() for export in self.exports]
+        return weights_pb2.PublishedWeights(policy_version=version, boot_id="boot", handles=handles)
+
+    def checkpoint(self, device: torch.device) -> list[tuple[str, torch.Tensor]]:
+        names = [shard.name for shard in self.shards[0]]
+        return [
+            (name, torch.cat([shards[index].local.bfloat16().to(device) for shards in self.shards]))
+            for index, name in enumerate(names)
+        ]
+
+    def close(self) -> None:
+        for export in self.exports:
+            export.close()
+
+
+@pytest.fixture
+def trainer(tmp_path: Path):
+    trainer = Trainer(tmp_path, model="tiny", num_ranks=2)
+    yield trainer
+    trainer.close()
+
+
+def receive(receiver: WeightReceiver, weights: weights_pb2.PublishedWeights) -> None:
+    pieces = [ReceivedPiece(0, *sums) for sums in receiver.receive(weights, import_timeout_s=5).checksums]
+    check_received(pieces, import_weights(weights, timeout_s=5))
+
+
+def assert_loaded(trainer: Trainer, *, model: str, tp_sizes: list[int], version: int) -> None:
+    """Every tensor-parallel rank holds what its own loader makes of the whole bfloat16 tensors."""
+    weights = trainer.publish(version)
+    for tp_size in tp_sizes:
+        pieces = []
+        for tp_rank in range(tp_size):
+            device = torch.device("cuda", tp_rank % torch.cuda.device_count())
+            arguments = {"tp_rank": tp_rank, "tp_size": tp_size, "dtype": torch.bfloat16, "device": device}
+            received, loaded = QwenModel(QWEN[model], **arguments), QwenModel(QWEN[model], **arguments)
+            sums = WeightReceiver(received).receive(weights, import_timeout_s=5).checksums
+            pieces += [ReceivedPiece(tp_rank, *one) for one in sums]
+            loaded.load_weights(trainer.checkpoint(device))
+            for (name, held), (_, wanted) in zip(received.named_parameters(), loaded.named_parameters(), strict=True):
+                assert same_bits(held.data, wanted.data), name
+        check_received(pieces, import_weights(weights, timeout_s=5))
+
+
+def test_a_sync_equals_the_models_own_loader(trainer: Trainer) -> None:
+    assert_loaded(trainer, model="tiny", tp_sizes=[1, 2, 4], version=0)
+
+
+def test_a_sync_of_a_7b_model_equals_its_own_loader(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, model="7b", num_ranks=2)
+    assert_loaded(trainer, model="7b", tp_sizes=[2], version=0)
+    trainer.close()
+
+
+def tiny_receiver() -> WeightReceiver:
+    return WeightReceiver(QwenModel(QWEN["tiny"], tp_rank=0, tp_size=1, dtype=torch.bfloat16, device=DEVICE))
+
+
+def test_new_values_arrive_at_the_next_version_and_moved_parameters_are_followed(trainer: Trainer) -> None:
+    receiver = tiny_receiver()
+    receive(receiver, trainer.publish(0))
+    trainer.shards[1][3].local.add_(1)
+    receive(receiver, trainer.publish(1))
+    parameter = receiver.model._parameters["model.norm.weight"]
+    parameter.data = torch.full_like(parameter.data, torch.nan)
+    receive(receiver, trainer.handles(1))
+    assert not bool(parameter.data.isnan().any())
+
+
+def test_a_changed_byte_in_published_memory_is_caught(trainer: Trainer) -> None:
+    weights = trainer.publish(0)
+    trainer.exports[0]._arena.tensors[5].view(torch.int16).flatten()[0] ^= 1
+    with pytest.raises(WeightsCorrupt, match="1 of .* tensors did not arrive"):
+        receive(tiny_receiver(), weights)
+
+
+def test_other_versions_and_withdrawn_weights_are_refused(trainer: Trainer) -> None:
+    trainer.publish(4)
+    with pytest.raises(VersionOrder):
+        receive(tiny_receiver(), trainer.handles(5))
+    trainer.exports[1].withdraw()
+    with pytest.raises(VersionOrder, match="holds withdrawn"):
+        receive(tiny_receiver(), trainer.handles(4))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"device_uuid": "GPU-0"}, "which cuda:0 .* cannot read"),
+        ({"device_uuid": ""}, "cannot hold an arena"),
+        ({"chunk_bytes": (1 << 40,)}, "sent memory that cuda:0 does not map"),
+        ({"chunk_bytes": (1 << 26,) * 3}, "descriptors for a header and 3 chunks"),
+    ],
+)
+def test_memory_that_is_not_what_its_manifest_says_is_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    trainer = Trainer(tmp_path, model="tiny", num_ranks=1)
+    weights = trainer.publish(0)
+    arena = trainer.exports[0]._arena
+    manifest = replace(arena.manifest, **changes)
+    server = FdServer(tmp_path / "rogue.sock", message=to_proto(manifest).SerializeToString(), fds=arena.fds)
+    weights.handles[0].socket_path, weights.handles[0].manifest_digest = str(server.path), manifest.digest()
+    with pytest.raises(BadHandle, match=message):
+        receive(tiny_receiver(), weights)
+    server.close()
+    trainer.close()
+
+
+def test_a_process_without_a_gpu_reads_the_header_alone(trainer: Trainer) -> None:
+    imported = import_weights(trainer.publish(3), timeout_s=5)
+    imported.check_version(3)
+    assert not imported.is_mapped and len(imported.checksums()) == len(QWEN["tiny"].checkpoint())
+    with pytest.raises(BadHandle, match="cannot be imported on cpu"):
+        import_weights(trainer.handles(3), timeout_s=5, device=torch.device("cpu"))
+
+
+def test_closing_leaves_no_descriptor_and_no_device_memory(tmp_path: Path) -> None:
+    def footprint() -> tuple[int, int]:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return len(os.listdir("/proc/self/fd")), torch.cuda.mem_get_info()[0] >> 20
+
+    Trainer(tmp_path, model="tiny", num_ranks=1).close()
+    before = footprint()
+    trainer = Trainer(tmp_path, model="tiny", num_ranks=1)
+    imported = import_weights(trainer.publish(0), timeout_s=5, device=DEVICE)
+    assert footprint() != before
+    imported.close()
+    trainer.close()
+    del trainer
+    assert footprint() == before
+
+
+def test_a_reader_cannot_write(trainer: Trainer) -> None:
+    weights = trainer.publish(0)
+    imported = import_weights(weights, timeout_s=5, device=DEVICE)
+    name, entries = next(iter(imported.entries.items()))
+    assert imported.tensor(entries[0]).device == DEVICE and name
+    with pytest.raises(RuntimeError, match="invalid argument"):
+        # A copy that the driver makes is refused; a kernel's store would end the context.
+        imported.tensor(entries[0]).copy_(imported.tensor(entries[0]).cpu())
+    imported.close()
