@@ -236,6 +236,22 @@ async def test_socket_is_private_and_gone_after_stop(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+async def test_a_call_that_its_server_does_not_survive_says_so(tmp_path: Path) -> None:
+    server = RpcServer(service="trainer", target=f"unix:{tmp_path}/a.sock")
+    await server.start()
+    async with open_channel(server.target) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=30)
+        assert (await watch.read()).status
+        stopping = asyncio.ensure_future(server.stop(grace_s=0.1))
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            while await watch.read():  # a last word: not serving
+                pass
+        await stopping
+    error = from_rpc_error(ended.value)
+    assert isinstance(error, PeerUnavailable)
+    assert "ended while the call ran (Cancelling all calls)" in error.message
+
+
 async def test_second_server_on_a_live_address_is_refused(tmp_path: Path) -> None:
     first = RpcServer(service="trainer", target=f"unix:{tmp_path}/a.sock")
     await first.start()
