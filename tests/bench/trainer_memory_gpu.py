@@ -157,22 +157,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU")
-    parser.add_argument("--part", choices=("awake", "sleeper"))
+    parser.add_argument("--part", choices=("model", "awake", "sleeper"))
     parser.add_argument("--model", type=Path)
     parser.add_argument("--device", default="cuda")
     arguments = parser.parse_args()
     sys.path[:0] = [str(REPOSITORY / "protos"), str(REPOSITORY / "services")]
-    if arguments.part is not None:
+    if arguments.part == "model":
+        make_model(arguments.model, is_tiny=arguments.device == "cpu")
+        print("RESULT {}", flush=True)
+    elif arguments.part is not None:
         result = train(arguments.model, device=arguments.device, sleeps=arguments.part == "sleeper")
         print("RESULT " + json.dumps(result), flush=True)
         os._exit(0)
-    device = "cpu" if arguments.tiny else arguments.device
+    else:
+        compare(arguments.out, device="cpu" if arguments.tiny else arguments.device)
+
+
+def compare(out: Path, *, device: str) -> None:
+    """Each part in a process of its own, so that nothing else is on the device."""
     with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder), is_tiny=arguments.tiny)
+        run_part("model", Path(folder), device)
         results = {part: run_part(part, Path(folder), device) for part in ("awake", "sleeper")}
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     machine = {"gpu": torch.cuda.get_device_name() if device == "cuda" else "none", "torch": torch.__version__}
-    (arguments.out / "trainer_memory_gpu.json").write_text(json.dumps({"machine": machine, **results}, indent=1) + "\n")
+    (out / "trainer_memory_gpu.json").write_text(json.dumps({"machine": machine, **results}, indent=1) + "\n")
     print("\n".join(table(results["awake"], results["sleeper"])))
 
 
