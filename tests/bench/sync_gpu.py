@@ -44,10 +44,9 @@ def trainer_rank(rank: int, num_ranks: int, model: str, folder: Path) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     shards = random_shards(QWEN[model], rank=rank, num_ranks=num_ranks, dtype=torch.float32, device=device)
-    before = torch.cuda.mem_get_info()[0]
     path = folder / f"weights-{rank}.sock"
     export = WeightExport(shards, rank=rank, num_ranks=num_ranks, dtype=torch.bfloat16, socket_path=path)
-    arena_mib = (before - torch.cuda.mem_get_info()[0]) / MIB
+    arena_mib = sum(export._arena.manifest.chunk_bytes) / MIB
     for line in sys.stdin:
         for shard in shards:
             shard.local.mul_(1.001)

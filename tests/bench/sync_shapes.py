@@ -54,7 +54,7 @@ def random_shards(shape: QwenShape, *, rank: int, num_ranks: int, dtype: torch.d
         per_rank = -(-whole[0] // num_ranks)
         start, end = min(whole[0], rank * per_rank), min(whole[0], (rank + 1) * per_rank)
         if end > start:
-            local = torch.empty((end - start, *whole[1:]), dtype=dtype, device=device).normal_(generator=generator)
+            local = torch.empty((end - start, *whole[1:]), dtype=dtype, device=device).normal_(std=0.02, generator=generator)
             shards.append(Shard(name, whole, start, local))
     return shards
 

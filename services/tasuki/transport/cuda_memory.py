@@ -17,6 +17,8 @@ from tasuki.wire.errors import BadHandle, InternalError
 
 _KIND = weights_pb2.HANDLE_KIND_CUDA_VMM_FD
 _TAG = "weight_export"
+_MAX_CHUNK_BYTES = 1 << 30
+_GRANULE_BYTES = 2 << 20
 
 
 def device_uuid(device: torch.device) -> str:
@@ -26,7 +28,8 @@ def device_uuid(device: torch.device) -> str:
 
 def create_arena(manifest: Manifest, *, device: torch.device) -> WeightArena:
     """A new arena of the manifest's size on `device`; its manifest names the GPU and the chunks. Raises OutOfGpuMemory."""
-    memory = Arena(_TAG, device=f"cuda:{device.index}")
+    chunk_bytes = _chunk_bytes(manifest.arena_bytes)
+    memory = Arena(_TAG, device=f"cuda:{device.index}", min_chunk_bytes=_GRANULE_BYTES, max_chunk_bytes=chunk_bytes)
     address = memory.allocate(manifest.arena_bytes)
     export = memory.export(Access.READ_ONLY)
     assert export.base == address, "the first block starts the arena"
@@ -89,6 +92,12 @@ def _check_reach(manifest: Manifest, device: torch.device) -> None:
             rank=manifest.rank,
             device_uuid=manifest.device_uuid,
         )
+
+
+def _chunk_bytes(num_bytes: int) -> int:
+    """Of equal chunks that leave little over, each a descriptor, none above the size that is quick to map."""
+    num_chunks = -(-num_bytes // _MAX_CHUNK_BYTES)
+    return -(-num_bytes // (num_chunks * _GRANULE_BYTES)) * _GRANULE_BYTES
 
 
 def _header_bytes(manifest: Manifest) -> int:
