@@ -112,7 +112,7 @@ def test_stop_ends_services_and_their_children_and_says_how(start: Start) -> Non
     assert node.process.wait() == 0
     node.assert_gone()
     assert (node.exit["reason"], node.exit["first"]) == ("asked by SIGTERM", None)
-    assert node.exit["services"] == {"first": {"exit_code": 0}, "second": {"signal": "SIGKILL"}}
+    assert node.exit["services"] == {"first": {"stopped": True}, "second": {"signal": "SIGKILL"}}
     assert not stop_node(node.state_dir)
 
 

@@ -262,7 +262,9 @@ def from_rpc_error(error: grpc.RpcError) -> TasukiError:
             return from_reason(info.reason, text, dict(info.metadata))
     # Cancelled by the other side: who cancels a call himself asks for no error.
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-        return PeerUnavailable(f"the service is not there, or ended while the call ran ({text}); see `tasuki state` and its log")
+        return PeerUnavailable(
+            f"the service is not there, or ended while the call ran ({text}); see `tasuki state` and its log"
+        )
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded(text)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
