@@ -57,6 +57,12 @@ def model_config(shape: QwenShape) -> dict[str, Any]:
     }
 
 
+def write_config(model: str, folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(model_config(QWEN[model])))
+    return folder
+
+
 def start_engine(arguments: dict[str, Any], *, tp_size: int) -> Any:
     from contextlib import nullcontext
 
@@ -91,11 +97,8 @@ def run(model: str, num_ranks: int, tp_size: int, folder: Path) -> dict[str, Any
     from tasuki.rollout.rank_calls import RankCalls
     from tasuki.rollout.sync import WeightSync
 
-    checkpoint = folder / "model"
-    checkpoint.mkdir()
-    (checkpoint / "config.json").write_text(json.dumps(model_config(QWEN[model])))
     asyncio.set_event_loop(asyncio.new_event_loop())
-    engine = start_engine({"model_path": str(checkpoint), **SETTINGS}, tp_size=tp_size)
+    engine = start_engine({"model_path": str(write_config(model, folder / "model")), **SETTINGS}, tp_size=tp_size)
 
     def wait_for(work: Coroutine[Any, Any, Any]) -> Any:
         return engine.loop.run_until_complete(work)
@@ -109,8 +112,7 @@ def run(model: str, num_ranks: int, tp_size: int, folder: Path) -> dict[str, Any
     async def one_sync(weights: weights_pb2.PublishedWeights) -> Any:
         return await sync.run(weights, await sync.prepare(weights), timeout_s=120)
 
-    rounds: list[dict[str, Any]] = []
-    for version in range(NUM_ROUNDS + 1):
+    def one_round(version: int) -> dict[str, Any]:
         published = trainers.ask(str(version))
         handles = [weights_pb2.WeightHandle.FromString(bytes.fromhex(one["handle"])) for one in published]
         weights = weights_pb2.PublishedWeights(policy_version=version, boot_id="bench", handles=handles)
@@ -118,9 +120,11 @@ def run(model: str, num_ranks: int, tp_size: int, folder: Path) -> dict[str, Any
         start = time.perf_counter()
         report = wait_for(one_sync(weights))
         total_ms = 1e3 * (time.perf_counter() - start)
-        parts = {name: 1e3 * seconds for name, seconds in report.timings.items()}
-        rounds.append({"total_ms": total_ms, "parts_ms": parts, "publish_ms": max(one["publish_ms"] for one in published)})
         assert report.fallback_names == ()
+        parts_ms = {name: 1e3 * seconds for name, seconds in report.timings.items()}
+        return {"total_ms": total_ms, "parts_ms": parts_ms, "copied_bytes": report.copied_bytes}
+
+    rounds = [one_round(version) for version in range(NUM_ROUNDS + 1)]
     tokens = engine.generate(
         input_ids=[[5, 6, 7]], sampling_params={"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
     )
@@ -129,7 +133,6 @@ def run(model: str, num_ranks: int, tp_size: int, folder: Path) -> dict[str, Any
         "case": f"{model}:{num_ranks}:{tp_size}",
         "first": rounds[0],
         "rounds": rounds[1:],
-        "copied_bytes": report.copied_bytes,
         "tokens": tokens[0]["output_ids"],
     }
 
@@ -141,7 +144,7 @@ def table(result: dict[str, Any]) -> str:
         return f"{statistics.median(values):.2f} ms median, {sorted(values)[-1 - len(values) // 100]:.2f} ms p99"
 
     lines = [
-        f"{result['case']} into SGLang, {len(rounds)} rounds, {result['copied_bytes'] / 1e9:.2f} GB copied; tokens {result['tokens']}"
+        f"{result['case']} into SGLang, {len(rounds)} rounds, {rounds[0]['copied_bytes'] / 1e9:.2f} GB copied; tokens {result['tokens']}"
     ]
     lines += [f"  total     {spread([one['total_ms'] for one in rounds])}; first {result['first']['total_ms']:.0f} ms"]
     lines += [f"  part {name}: {spread([one['parts_ms'][name] for one in rounds])}" for name in rounds[0]["parts_ms"]]
