@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tasuki.v1 import weights_pb2
-from tests.bench.sync_gpu import NUM_ROUNDS, REPOSITORY, Ranks
+from tests.bench.sync_gpu import NUM_ROUNDS, REPOSITORY, Ranks, published_weights
 from tests.bench.sync_shapes import QWEN, QwenShape
 
 SETTINGS: dict[str, Any] = {
@@ -113,9 +113,7 @@ def run(model: str, num_ranks: int, tp_size: int, folder: Path) -> dict[str, Any
         return await sync.run(weights, await sync.prepare(weights), timeout_s=120)
 
     def one_round(version: int) -> dict[str, Any]:
-        published = trainers.ask(str(version))
-        handles = [weights_pb2.WeightHandle.FromString(bytes.fromhex(one["handle"])) for one in published]
-        weights = weights_pb2.PublishedWeights(policy_version=version, boot_id="bench", handles=handles)
+        weights = published_weights(trainers.ask(str(version)), version)
         time.sleep(0.1)  # the scheduler is idle
         start = time.perf_counter()
         report = wait_for(one_sync(weights))

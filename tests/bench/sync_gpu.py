@@ -173,6 +173,11 @@ class Ranks:
             rank.communicate()
 
 
+def published_weights(answers: Sequence[dict[str, Any]], version: int) -> weights_pb2.PublishedWeights:
+    handles = [weights_pb2.WeightHandle.FromString(bytes.fromhex(one["handle"])) for one in answers]
+    return weights_pb2.PublishedWeights(policy_version=version, boot_id="bench", handles=handles)
+
+
 def run_case(model: str, num_ranks: int, tp_size: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         trainers = Ranks([["--trainer", str(rank), str(num_ranks), model, folder] for rank in range(num_ranks)])
@@ -195,8 +200,7 @@ def run_case(model: str, num_ranks: int, tp_size: int) -> dict[str, Any]:
 
 def _round(trainers: Ranks, engines: Ranks, version: int) -> dict[str, Any]:
     published = trainers.ask(str(version))
-    handles = [weights_pb2.WeightHandle.FromString(bytes.fromhex(one["handle"])) for one in published]
-    weights = weights_pb2.PublishedWeights(policy_version=version, boot_id="bench", handles=handles)
+    weights = published_weights(published, version)
     line = f"receive {weights.SerializeToString().hex()}"
     start = time.monotonic()
     received = engines.ask(line)
