@@ -14,7 +14,7 @@ GRPCURL_VERSION := v1.9.3
 # Only the system's Python, only this folder's environment, whatever is active in the caller's shell.
 export UV_PYTHON_DOWNLOADS := never
 export UV_PROJECT_ENVIRONMENT := .venv
-# Once here instead of at every start of a process where Python may not write bytecode: SGLang's imports then take 11 s instead of 31.
+# Once here, instead of at every start of a process where Python may not write bytecode: SGLang's imports are most of a start.
 export UV_COMPILE_BYTECODE := 1
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
