@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tasuki.memory.region_cuda import CudaRegions
 
 Result = TypeVar("Result")
+_CPU_MIN_CHUNK_BYTES, _CPU_MAX_CHUNK_BYTES = 2 * 2**20, 64 * 2**20
 
 
 class NativeAllocator:
@@ -33,8 +34,14 @@ class NativeAllocator:
         min_chunk_bytes: int = 0,
         max_chunk_bytes: int = 0,
     ) -> None:
-        """`keep`: what a pause of each tag keeps, nothing by default. Chunk sizes: 0 is the measured default (64 MiB to 1 GiB)."""
+        """`keep`: what a pause of each tag keeps, nothing by default.
+
+        Chunk sizes: 0 is the default, on a GPU the measured 64 MiB to 1 GiB, on a CPU 2 to 64 MiB.
+        """
         self._device = device
+        if device == "cpu":
+            # A mapping costs the same whatever its size there, and models are small.
+            min_chunk_bytes, max_chunk_bytes = min_chunk_bytes or _CPU_MIN_CHUNK_BYTES, max_chunk_bytes or _CPU_MAX_CHUNK_BYTES
         self._arenas = {
             tag: Arena(tag, device=device, min_chunk_bytes=min_chunk_bytes, max_chunk_bytes=max_chunk_bytes) for tag in tags
         }

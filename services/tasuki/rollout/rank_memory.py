@@ -13,10 +13,6 @@ from tasuki.memory.arena import ArenaState
 from tasuki.memory.tags import MemoryTag, TagUsage
 from tasuki.rollout.record import EngineModel
 
-_MIB = 1 << 20
-# On a CPU a chunk is a file, and a mapping of 64 MiB costs as much as one of 1 GiB.
-_CPU_MIN_CHUNK_BYTES = 2 * _MIB
-_CPU_MAX_CHUNK_BYTES = 64 * _MIB
 # Beside the cache itself SGLang keeps tables of its layers' addresses in the same region.
 _MAX_CACHE_TABLE_BYTES = 64 * 1024
 # What is used only while tokens are generated sleeps together.
@@ -29,11 +25,8 @@ Span = tuple[int, int]
 def rank_allocator(device: str) -> NativeAllocator:
     """Arenas for what an engine rank holds; nothing is kept by the arenas themselves. device: "cpu" or "cuda:<number>"."""
     tags = [MemoryTag.WEIGHTS, MemoryTag.KV_CACHE]
-    if device == "cpu":
-        return NativeAllocator(
-            tags=tags, device=device, min_chunk_bytes=_CPU_MIN_CHUNK_BYTES, max_chunk_bytes=_CPU_MAX_CHUNK_BYTES
-        )
-    return NativeAllocator(tags=[*tags, MemoryTag.CUDA_GRAPH], device=device)
+    # On a CPU nothing is captured.
+    return NativeAllocator(tags=tags if device == "cpu" else [*tags, MemoryTag.CUDA_GRAPH], device=device)
 
 
 class RankMemory:

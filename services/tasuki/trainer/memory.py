@@ -23,8 +23,6 @@ from tasuki.wire.errors import OutOfGpuMemory, TasukiError
 TAGS = (MemoryTag.WEIGHTS, MemoryTag.GRADIENTS, MemoryTag.OPTIMIZER)
 # Nothing is offloaded while gradients are pending, so there is nothing to keep of them.
 _KEEP = {MemoryTag.WEIGHTS: Keep.CONTENT, MemoryTag.OPTIMIZER: Keep.CONTENT}
-# On a CPU a mapping costs the same whatever its size, and models are small.
-_CPU_MIN_CHUNK_BYTES, _CPU_MAX_CHUNK_BYTES = 2 * 2**20, 64 * 2**20
 
 
 class TrainerMemory:
@@ -33,8 +31,7 @@ class TrainerMemory:
     def __init__(self, mesh: DeviceMesh) -> None:
         device = mesh_device(mesh)
         self._mesh, self._device = mesh, device
-        sizes = {"min_chunk_bytes": _CPU_MIN_CHUNK_BYTES, "max_chunk_bytes": _CPU_MAX_CHUNK_BYTES}
-        self._allocator = NativeAllocator(tags=TAGS, device=str(device), keep=_KEEP, **(sizes if device.type == "cpu" else {}))
+        self._allocator = NativeAllocator(tags=TAGS, device=str(device), keep=_KEEP)
         self._gradients: list[Tensor] = []
         self._optimizer_transfer: Transfer | None = None
 
