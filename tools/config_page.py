@@ -49,6 +49,8 @@ def _without_none(annotation: Any) -> Any:
 def _value(kind: Any, field: FieldInfo) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(f'`"{choice}"`' for choice in get_args(kind))
+    if get_origin(kind) is tuple and get_args(kind)[1:] == (...,):
+        return f"[{_value(get_args(kind)[0], field)}, ...]"
     if get_origin(kind) is tuple:
         return f"[{', '.join(_value(part, field) for part in get_args(kind))}]"
     limits = (*getattr(kind, "__metadata__", ()), *field.metadata)  # Annotated's, where the type has any

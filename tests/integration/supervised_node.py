@@ -1,7 +1,10 @@
-"""A node of small processes under the real supervisor: python supervised_node.py STATE_DIR LOCK_FD STARTER_FD NAME=KIND...
+"""A node of small processes under the real supervisor:
+
+python supervised_node.py STATE_DIR LOCK_FD STARTER_FD MAX_RESTARTS NAME=KIND...
 
 Kinds: "good" stops when asked and takes its child along, "deaf" ignores SIGTERM, "dies" ends by itself with code 7 soon after it
-started. Each has a socket, a child in a session of its own, a file and a semaphore in shared memory, as engines and torchrun do.
+started, "fails" does so at once; a service whose name is "beats" shows a heartbeat. Each has a socket, a child in a session of its own,
+a file and a semaphore in shared memory, as engines and torchrun do.
 """
 
 from __future__ import annotations
@@ -20,10 +23,14 @@ SHM = Path("/dev/shm")
 
 
 def service(name: str, kind: str, *, state_dir: Path, run_folder: Path) -> None:
+    if kind == "fails":
+        sys.exit(7)
     if kind == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(run_folder / f"{name}.sock"))
+    address = run_folder / f"{name}.sock"
+    address.unlink(missing_ok=True)  # left by one that was killed
+    listener.bind(str(address))
     listener.listen()
     # An ignored signal stays ignored in a child: that of a deaf service is deaf too.
     child = subprocess.Popen(["sleep", "600"], start_new_session=True)
@@ -36,6 +43,10 @@ def service(name: str, kind: str, *, state_dir: Path, run_folder: Path) -> None:
     if kind == "good":
         signal.signal(signal.SIGTERM, lambda *_: (child.terminate(), os._exit(0)))
     (state_dir / f"{name}.pids").write_text(f"{os.getpid()} {child.pid}")
+    if name == "beats":
+        from tasuki.rpc.heartbeat import Heartbeat
+
+        Heartbeat(state_dir, name).beat_in_thread()
     time.sleep(1.0 if kind == "dies" else 600)
     del mapping, semaphore
     sys.exit(7)
@@ -48,12 +59,13 @@ def main() -> int:
     from tasuki.cli.supervisor import supervise
     from tasuki.config.lock import StateLock
     from tasuki.config.places import socket_dir
+    from tasuki.config.schema import RestartConfig
     from tasuki.rpc.logs import configure_logging
 
     configure_logging("supervisor")
     state_dir = Path(sys.argv[1])
     run_folder = socket_dir(state_dir)
-    names = [argument.split("=") for argument in sys.argv[4:]]
+    names = [argument.split("=") for argument in sys.argv[5:]]
     services = [
         ServiceCommand(
             name=name,
@@ -65,7 +77,12 @@ def main() -> int:
     ]
     environment = {key: value for key, value in os.environ.items() if key in ("PATH", "PYTHONPATH")}
     return supervise(
-        state_dir, services, lock=StateLock(int(sys.argv[2])), starter_fd=int(sys.argv[3]), environment=environment
+        state_dir,
+        services,
+        lock=StateLock(int(sys.argv[2])),
+        starter_fd=int(sys.argv[3]),
+        environment=environment,
+        restart=RestartConfig(max_restarts=int(sys.argv[4]), stall_s=2.0),
     )
 
 

@@ -88,7 +88,10 @@ def test_state_and_watch_say_that_no_node_runs(folder: Path) -> None:
 def test_state_says_why_the_last_node_ended(folder: Path) -> None:
     (folder / "state").mkdir()
     write_exit(
-        folder / "state", reason="rollout ended", first="rollout", exit_codes={"rollout": -9, "trainer": 1, "coordinator": 0}
+        folder / "state",
+        reason="rollout ended by itself",
+        first="rollout",
+        exit_codes={"rollout": -9, "trainer": 1, "coordinator": 0},
     )
     line = refusal(tasuki("state", "node.toml", cwd=folder))
     assert "because rollout ended by itself (signal SIGKILL), see" in line

@@ -125,11 +125,19 @@ async def test_a_lost_answer_is_asked_for_again_and_the_work_is_done_once(node: 
     assert node.policy_version == 1
 
 
-async def test_a_service_that_stays_away_is_an_error_in_the_end(node: ScriptedNode, client: AsyncClient):
-    node.failures += [PeerUnavailable("connection reset")] * 3
-    with pytest.raises(PeerUnavailable, match="connection reset"):
-        await client.forward_backward([SAMPLE])
+async def test_a_service_that_stays_away_is_an_error_in_the_end(node: ScriptedNode, tmp_path: Path):
+    node.failures += [PeerUnavailable("connection reset")] * 100
+    async with AsyncClient(state_dir=tmp_path, recovery_timeout_s=0.5) as impatient:
+        with pytest.raises(PeerUnavailable, match="connection reset"):
+            await impatient.forward_backward([SAMPLE])
     assert node.num_forward_backward == 1
+
+
+async def test_what_the_coordinator_says_of_a_peer_is_an_error_at_once(node: ScriptedNode, client: AsyncClient):
+    node.refusals += [PeerUnavailable("rollout did not come back", peer="rollout")]
+    with pytest.raises(PeerUnavailable, match="did not come back"):
+        await client.acquire(Phase.ROLLOUT)
+    assert node.refusals == []
 
 
 async def test_an_old_epoch_is_read_anew(node: ScriptedNode, client: AsyncClient):

@@ -18,7 +18,7 @@ import pytest
 
 from tasuki.cli.node import stop_node
 from tasuki.config.lock import NODE_LOCK, StateLock, holder
-from tasuki.config.places import exit_path, log_path, socket_dir
+from tasuki.config.places import exit_path, log_path, restart_request_path, socket_dir, stall_dir
 from tasuki.wire.errors import NodeRunning
 
 NODE = Path(__file__).with_name("supervised_node.py")
@@ -82,11 +82,12 @@ Start = Callable[..., Node]
 def start(tmp_path: Path) -> Iterator[Start]:
     nodes: list[Node] = []
 
-    def start(**kinds: str) -> Node:
+    def start(max_restarts: int = 0, **kinds: str) -> Node:
         state_dir = tmp_path / "state"
         lock = StateLock.take(state_dir, name=NODE_LOCK)
         read_fd, starter_fd = os.pipe()
-        argv = [sys.executable, str(NODE), str(state_dir), str(lock.fd), str(read_fd), *(f"{k}={v}" for k, v in kinds.items())]
+        argv = [sys.executable, str(NODE), str(state_dir), str(lock.fd), str(read_fd), str(max_restarts)]
+        argv += [f"{name}={kind}" for name, kind in kinds.items()]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         process = subprocess.Popen(argv, pass_fds=(lock.fd, read_fd), start_new_session=True, env=environment)
         lock.close()
@@ -121,7 +122,10 @@ def test_service_that_dies_takes_the_node_with_it(start: Start) -> None:
     node.wait_until_up()
     assert node.process.wait(timeout=2 * LIMIT_S) == 1
     node.assert_gone()
-    assert (node.exit["reason"], node.exit["first"]) == ("second ended by itself", "second")
+    assert (node.exit["reason"], node.exit["first"]) == (
+        "second ended by itself once more than restart.max_restarts allows",
+        "second",
+    )
     assert node.exit["services"]["second"] == {"exit_code": 7}
 
 
@@ -207,3 +211,63 @@ def test_sockets_are_in_the_run_folder_and_logs_in_the_state_folder(start: Start
     assert log_path(node.state_dir, "first").is_file()
     stop_node(node.state_dir)
     assert log_path(node.state_dir, "first").is_file()
+
+
+def pids_of(node: Node, name: str) -> list[int]:
+    return [int(pid) for pid in (node.state_dir / f"{name}.pids").read_text().split()]
+
+
+def test_service_that_is_killed_is_started_anew_without_its_children_and_the_others_stay(start: Start) -> None:
+    node = start(max_restarts=2, first="good", second="deaf")
+    node.wait_until_up()
+    time.sleep(0.5)  # the supervisor has seen both serve
+    first, second = pids_of(node, "first"), pids_of(node, "second")
+    os.kill(second[0], signal.SIGKILL)
+    wait_for(lambda: len(pids_of(node, "second")) == 2 and pids_of(node, "second")[0] != second[0])
+    assert [pid for pid in second if is_alive(pid)] == []
+    assert pids_of(node, "first") == first
+    assert all(is_alive(pid) for pid in first)
+    node.pids += pids_of(node, "second")
+    stop_node(node.state_dir)
+    assert node.process.wait() == 0
+    assert node.exit["restarts"] == {"second": 1}
+
+
+def test_service_that_dies_again_and_again_ends_the_node_after_its_restarts(start: Start) -> None:
+    node = start(max_restarts=2, first="good", second="dies")
+    node.wait_until_up()
+    assert node.process.wait(timeout=3 * LIMIT_S) == 1
+    assert (node.exit["first"], node.exit["restarts"]) == ("second", {"second": 2})
+
+
+def test_service_that_ends_before_it_serves_is_not_tried_again(start: Start) -> None:
+    node = start(max_restarts=2, first="good", second="fails")
+    assert node.process.wait(timeout=LIMIT_S) == 1
+    assert (node.exit["reason"], node.exit["restarts"]) == ("second ended by itself before it served", {})
+
+
+def test_process_without_a_heartbeat_is_dumped_and_its_service_started_anew(start: Start) -> None:
+    node = start(max_restarts=2, first="good", beats="good")
+    node.wait_until_up()
+    time.sleep(1.0)
+    before = pids_of(node, "beats")
+    os.kill(before[0], signal.SIGSTOP)
+    wait_for(lambda: len(pids_of(node, "beats")) == 2 and pids_of(node, "beats")[0] != before[0])
+    (stacks,) = stall_dir(node.state_dir).iterdir()
+    assert f"beats, pid {before[0]}: no heartbeat for 2." in stacks.read_text()
+    assert "supervised_node.py" in stacks.read_text()
+    assert not is_alive(before[0])
+    node.pids += pids_of(node, "beats")
+    stop_node(node.state_dir)
+
+
+def test_restart_that_is_asked_for_is_carried_out_once(start: Start) -> None:
+    node = start(max_restarts=2, first="good")
+    node.wait_until_up()
+    time.sleep(0.5)
+    before = pids_of(node, "first")
+    restart_request_path(node.state_dir, "first").write_text("SYNC did not end")
+    wait_for(lambda: len(pids_of(node, "first")) == 2 and pids_of(node, "first")[0] != before[0])
+    node.pids += pids_of(node, "first")
+    stop_node(node.state_dir)
+    assert node.exit["restarts"] == {"first": 1}

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from tasuki.coordinator.peers import Observed
 from tasuki.coordinator.phases import RULES, Service, Stage
 from tasuki.coordinator.records import Intent, Outcome
-from tasuki.wire.errors import EnginePoisoned, StageOrder, TasukiError
+from tasuki.wire.errors import EnginePoisoned, PeerUnavailable, StageOrder, TasukiError
 
 _TRAINER = {(None, Stage.LOAD_WEIGHTS), (Stage.LOAD_TRAINER, Stage.LOAD_WEIGHTS), (Stage.LOAD_WEIGHTS, Stage.OFFLOAD)}
-_TRAINER |= {(Stage.OFFLOAD, Stage.LOAD_TRAINER)}
+_TRAINER |= {(Stage.OFFLOAD, Stage.LOAD_TRAINER), (None, Stage.LOAD_TRAINER)}
 _ROLLOUT = {(None, Stage.RESUME_WEIGHTS), (Stage.PAUSE_WEIGHTS, Stage.RESUME_WEIGHTS), (Stage.RESUME_WEIGHTS, Stage.SYNC)}
 _ROLLOUT |= {(Stage.SYNC, Stage.RESUME_KV), (Stage.RESUME_KV, Stage.DRAIN), (Stage.DRAIN, Stage.PAUSE_KV)}
 _ROLLOUT |= {(Stage.PAUSE_KV, Stage.PAUSE_WEIGHTS)}
@@ -28,8 +28,10 @@ _UNDO: dict[Stage, tuple[set[Stage | None], Stage]] = {
 
 @dataclass
 class FakeServices:
-    """`fail` maps a stage to the error it raises; `done_anyway` are those whose work is done before the error."""
+    """`fail` maps a stage to the error it raises, `fail_once` to one that it raises the first time; `done_anyway` are those whose work is
+    done before the error."""
 
+    fail_once: dict[Stage, TasukiError] = field(default_factory=dict)
     fail: dict[Stage, TasukiError] = field(default_factory=dict)
     fail_undo: dict[Stage, TasukiError] = field(default_factory=dict)
     done_anyway: set[Stage] = field(default_factory=set)
@@ -42,30 +44,55 @@ class FakeServices:
     poison: str = ""
     asked: list[tuple[str, Stage]] = field(default_factory=list)
     commands: list[tuple[int, int]] = field(default_factory=list)
+    absent: set[Service] = field(default_factory=set)
+    restarts: list[Service] = field(default_factory=list)
     before_stage: Callable[[Stage], Awaitable[None]] = lambda _: asyncio.sleep(0)
 
     async def observe(self) -> Observed:
+        boot_id = {service: "" if service in self.absent else self.boot_id[service] for service in Service}
+        stage = {service: None if service in self.absent else self.stage[service] for service in Service}
         return Observed(
-            trainer_boot_id=self.boot_id[Service.TRAINER],
-            rollout_boot_id=self.boot_id[Service.ROLLOUT],
-            trainer_stage=self.stage[Service.TRAINER],
-            rollout_stage=self.stage[Service.ROLLOUT],
+            trainer_boot_id=boot_id[Service.TRAINER],
+            rollout_boot_id=boot_id[Service.ROLLOUT],
+            trainer_stage=stage[Service.TRAINER],
+            rollout_stage=stage[Service.ROLLOUT],
             served_version=self.served,
             poison=self.poison,
+            absent=tuple(self.absent),
         )
+
+    def kill(self, service: Service) -> None:
+        """What it had is gone."""
+        self.absent.add(service)
+        self.stage[service] = None
+        if service is Service.ROLLOUT:
+            self.poison, self.received, self.served = "", None, None
+
+    def start(self, service: Service) -> None:
+        """Anew."""
+        self.absent.discard(service)
+        self.boot_id[service] += "'"
+
+    def restart(self, service: Service, cause: str) -> None:
+        """What a supervisor does when it is asked."""
+        self.restarts.append(service)
+        self.kill(service)
+        self.start(service)
 
     async def run(self, intent: Intent, *, published: bytes) -> Outcome:
         stage, service = intent.stage, RULES[intent.stage].service
         self.asked.append(("run", stage))
         self.commands.append((intent.epoch, intent.sequence))
         await self.before_stage(stage)
+        self._require(service)
         if self.poison and service is Service.ROLLOUT and stage not in (Stage.PAUSE_KV, Stage.PAUSE_WEIGHTS):
             raise EnginePoisoned(self.poison)
         if (self.stage[service], stage) not in _TRAINER | _ROLLOUT:
             raise StageOrder(f"{service} cannot do {stage} after {self.stage[service]}")
-        if stage in self.fail and stage not in self.done_anyway:
+        error = self.fail_once.pop(stage, self.fail.get(stage))
+        if error is not None and stage not in self.done_anyway:
             self.poison = "planted" if stage in self.poisons else ""
-            raise self.fail[stage]
+            raise error
         self.stage[service] = stage
         if stage is Stage.SYNC:
             self.received = int(published)
@@ -73,8 +100,8 @@ class FakeServices:
             self.served = self.received
         if stage is Stage.DRAIN:
             self.served = None
-        if stage in self.fail:
-            raise self.fail[stage]
+        if error is not None:
+            raise error
         answer = str(self.version).encode() if stage is Stage.LOAD_WEIGHTS else b""
         return Outcome(num_bytes=100, answer=answer, policy_version=self.version if answer else None)
 
@@ -82,6 +109,7 @@ class FakeServices:
         stage, service = intent.stage, RULES[intent.stage].service
         self.asked.append(("undo", stage))
         self.commands.append((intent.epoch, intent.sequence))
+        self._require(service)
         if stage in self.fail_undo:
             raise self.fail_undo[stage]
         if stage in (Stage.SYNC, Stage.PAUSE_KV):
@@ -92,3 +120,7 @@ class FakeServices:
         self.stage[service] = leads_to
         self.served = self.received if leads_to is Stage.RESUME_KV else None
         return Outcome()
+
+    def _require(self, service: Service) -> None:
+        if service in self.absent:
+            raise PeerUnavailable(f"{service} does not answer", peer=service)

@@ -11,17 +11,16 @@ import pytest
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.operation import Operation
-from tasuki.coordinator.phases import HOLDS, Phase, Stage, path
+from tasuki.coordinator.phases import HOLDS, RULES, Phase, Service, Stage, path
 from tasuki.coordinator.records import StageEvent, Status
 from tasuki.wire.errors import (
     ChangeoverRunning,
     DeadlineExceeded,
-    Interrupted,
+    EnginePoisoned,
     InvalidArgument,
     OutOfGpuMemory,
     PeerUnavailable,
     StageOrder,
-    TasukiError,
     WeightsCorrupt,
 )
 from tests.unit.fake_services import FakeServices
@@ -49,7 +48,15 @@ async def node(journal: Journal, services: FakeServices) -> Node:
 
 
 def make_node(journal: Journal, services: FakeServices) -> Node:
-    return Node(journal, services, boot_id="boot-1", trainer_target="unix:/t", rollout_target="unix:/r")
+    return Node(
+        journal,
+        services,
+        boot_id="boot-1",
+        trainer_target="unix:/t",
+        rollout_target="unix:/r",
+        restart=services.restart,
+        recovery_timeout_s=0.3,
+    )
 
 
 async def events(operation: Operation) -> list[StageEvent]:
@@ -137,47 +144,119 @@ async def test_failure_to_load_the_trainer_stays_in_the_middle_and_is_tried_agai
 
 @pytest.mark.parametrize("was_done", [False, True])
 @pytest.mark.parametrize("failing", TO_ROLLOUT)
-async def test_lost_answer_on_the_way_to_rollout_leads_back_to_train(
-    failing: Stage, was_done: bool, node: Node, services: FakeServices
+async def test_lost_answer_on_the_way_to_rollout_is_taken_back_and_the_whole_tried_again(
+    failing: Stage, was_done: bool, node: Node, services: FakeServices, journal: Journal
 ) -> None:
-    services.fail[failing] = DeadlineExceeded("600 s are over")
+    services.fail_once[failing] = PeerUnavailable("socket closed")
     services.done_anyway = {failing} if was_done else set()
-    with pytest.raises(DeadlineExceeded):
-        await acquire(node, Phase.ROLLOUT)
-    assert node.state().phase is Phase.TRAIN
-    assert services.served is None
-    assert services.asked.count(("run", failing)) == 1
+    await acquire(node, Phase.ROLLOUT)
+    assert (node.state().phase, services.served) == (Phase.ROLLOUT, 0)
+    tried = journal.changeovers(limit=9)
+    assert [(one.status, one.error_reason) for one in tried] == [(Status.DONE, ""), (Status.FAILED, "PEER_UNAVAILABLE")]
+    assert services.asked.count(("run", failing)) == 2
+    assert journal.unresolved() == []
 
 
 @pytest.mark.parametrize("was_done", [False, True])
 @pytest.mark.parametrize("failing", TO_TRAIN)
-async def test_lost_answer_on_the_way_to_train_leaves_a_place_to_go_on_from(
+async def test_lost_answer_on_the_way_to_train_is_tried_again(
     failing: Stage, was_done: bool, node: Node, services: FakeServices
 ) -> None:
     await acquire(node, Phase.ROLLOUT)
-    services.fail[failing] = PeerUnavailable("socket closed")
+    services.fail_once[failing] = PeerUnavailable("socket closed")
     services.done_anyway = {failing} if was_done else set()
-    with pytest.raises(PeerUnavailable):
-        await acquire(node, Phase.TRAIN)
-    services.fail.clear()
     await acquire(node, Phase.TRAIN)
     assert node.state().phase is Phase.TRAIN
 
 
-async def test_corrupt_weights_let_the_trainer_go_on_and_rollout_stays_unusable(node: Node, services: FakeServices) -> None:
-    services.fail[Stage.SYNC] = WeightsCorrupt("lm_head.weight differs on rank 0")
-    services.poisons = {Stage.SYNC}
-    with pytest.raises(WeightsCorrupt):
+@pytest.mark.parametrize("failing", [*TO_ROLLOUT, *TO_TRAIN])
+async def test_stage_that_does_not_end_has_its_service_started_anew(failing: Stage, node: Node, services: FakeServices) -> None:
+    if failing in TO_TRAIN:
         await acquire(node, Phase.ROLLOUT)
-    state = node.state()
-    assert (state.phase, state.policy_version) == (Phase.TRAIN, None)
-    assert "WEIGHTS_CORRUPT: lm_head.weight differs" in state.last_error
-    assert "rollout is unusable until the node is started anew" in state.last_error
-    services.fail.clear()
-    with pytest.raises(TasukiError) as refused:
+    target = Phase.TRAIN if failing in TO_TRAIN else Phase.ROLLOUT
+    services.fail_once[failing] = DeadlineExceeded("600 s are over")
+    await acquire(node, target)
+    assert node.state().phase is target
+    assert services.restarts == [RULES[failing].service]
+
+
+async def test_service_that_is_lost_again_and_again_ends_the_changeover_with_its_error(
+    node: Node, services: FakeServices, journal: Journal
+) -> None:
+    services.fail[Stage.SYNC] = PeerUnavailable("socket closed")
+    with pytest.raises(PeerUnavailable, match="socket closed"):
         await acquire(node, Phase.ROLLOUT)
-    assert refused.value.reason == "ENGINE_POISONED"
+    assert [one.status for one in journal.changeovers(limit=9)] == [Status.FAILED] * 5
     assert node.state().phase is Phase.TRAIN
+
+
+async def test_corrupt_weights_are_not_served_and_rollout_is_synced_anew_once_it_is_back(
+    node: Node, services: FakeServices
+) -> None:
+    services.fail_once[Stage.SYNC] = WeightsCorrupt("lm_head.weight differs on rank 0")
+    services.poisons = {Stage.SYNC}
+    acquiring = asyncio.create_task(acquire(node, Phase.ROLLOUT))
+    while "waiting for rollout to come back" not in node.state().last_error:
+        await asyncio.sleep(0)
+    state = node.state()
+    assert (state.phase, state.policy_version, services.served) == (Phase.TRAIN, None, None)
+    assert "lm_head.weight differs on rank 0; rollout is unusable until it is started anew: planted" in state.last_error
+    services.kill(Service.ROLLOUT)
+    services.start(Service.ROLLOUT)
+    await acquiring
+    assert (node.state().phase, services.served, node.state().last_error) == (Phase.ROLLOUT, 0, "")
+
+
+async def test_poisoned_rollout_that_nobody_starts_anew_is_an_error_and_the_trainer_can_go_on(
+    node: Node, services: FakeServices
+) -> None:
+    services.poison = "planted"
+    with pytest.raises(EnginePoisoned, match=r"not been started anew in 0\.3 s: planted"):
+        await acquire(node, Phase.ROLLOUT)
+    await acquire(node, Phase.TRAIN)
+    assert node.state().phase is Phase.TRAIN
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+@pytest.mark.parametrize("stage", [*TO_ROLLOUT, *TO_TRAIN])
+@pytest.mark.parametrize("service", list(Service))
+async def test_service_that_dies_in_a_stage_is_waited_for_and_the_phase_reached(
+    service: Service, stage: Stage, comes_back: bool, node: Node, services: FakeServices, journal: Journal
+) -> None:
+    if stage in TO_TRAIN:
+        await acquire(node, Phase.ROLLOUT)
+    target = Phase.TRAIN if stage in TO_TRAIN else Phase.ROLLOUT
+    hold = Hold(services, stage)
+    acquiring = asyncio.create_task(acquire(node, target))
+    await hold.reached.wait()
+    services.before_stage = lambda _: asyncio.sleep(0)
+    services.kill(service)
+    hold.release.set()
+    if comes_back:
+        await asyncio.sleep(0.02)
+        services.start(service)
+        await acquiring
+        assert node.state().phase is target
+        assert services.served == (0 if target is Phase.ROLLOUT else None)
+    else:
+        await asyncio.wait([acquiring])
+        if acquiring.exception() is None:  # the other one was enough
+            assert node.state().phase is target
+        else:
+            assert isinstance(acquiring.exception(), PeerUnavailable)
+            assert service in str(acquiring.exception())
+    assert journal.unresolved() == []
+
+
+async def test_trainer_that_was_started_anew_while_rollout_serves_is_loaded_at_the_next_changeover(
+    node: Node, services: FakeServices
+) -> None:
+    await acquire(node, Phase.ROLLOUT)
+    services.restart(Service.TRAINER, "")
+    told = await acquire(node, Phase.ROLLOUT)
+    assert [event.status for event in told] == [Status.HELD]
+    await acquire(node, Phase.TRAIN)
+    assert services.asked[-4:] == [("run", stage) for stage in TO_TRAIN]
 
 
 @pytest.mark.parametrize("stuck", [Stage.RESUME_WEIGHTS, Stage.OFFLOAD, Stage.LOAD_WEIGHTS])
@@ -299,8 +378,7 @@ async def test_watchers_see_every_event_with_the_state_after_it(node: Node) -> N
 
 async def test_node_in_the_middle_of_nowhere_says_so_and_refuses(node: Node, services: FakeServices) -> None:
     await acquire(node, Phase.ROLLOUT)
-    trainer = next(service for service in services.stage if service.value == "trainer")
-    services.stage[trainer] = None
+    services.stage[Service.TRAINER] = Stage.LOAD_TRAINER
     with pytest.raises(StageOrder, match="start the node anew"):
         await acquire(node, Phase.TRAIN)
     assert (node.state().phase, node.state().at) == (None, None)
@@ -331,5 +409,5 @@ async def test_coordinator_that_died_in_a_stage_finds_the_node_and_brings_it_to_
     assert second.state().phase is (Phase.ROLLOUT if stage is Stage.DRAIN and not was_done else Phase.TRAIN)
     assert journal.unresolved() == []
     assert all(epoch == 2 for epoch, _ in services.commands[services.asked.index(("run", stage)) + 1 + was_done :])
-    with pytest.raises(Interrupted):
-        await events(second.acquire(target, "cut off"))
+    await events(second.acquire(target, "cut off"))
+    assert second.state().phase is target

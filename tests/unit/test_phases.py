@@ -16,6 +16,7 @@ from tasuki.coordinator.phases import (
     Stage,
     advance,
     leads_to,
+    lost_weights,
     next_stage,
     path,
     phase_of,
@@ -98,7 +99,15 @@ def test_freshly_started_services_stand_at_train() -> None:
 
 
 def test_services_that_do_not_fit_together_stand_nowhere() -> None:
-    assert standing(trainer=None, rollout=Stage.RESUME_KV) is None
+    assert standing(trainer=Stage.LOAD_TRAINER, rollout=Stage.RESUME_KV) is None
+
+
+@pytest.mark.parametrize("rollout", [rule.stage for rule in RING if rule.service is Service.ROLLOUT])
+def test_trainer_that_was_started_anew_leaves_the_node_where_rollout_is(rollout: Stage) -> None:
+    is_asleep = rollout is Stage.PAUSE_WEIGHTS
+    assert standing(trainer=None, rollout=rollout) is (Stage.LOAD_TRAINER if is_asleep else rollout)
+    assert lost_weights(trainer=None, rollout=rollout) is (rollout in (Stage.RESUME_WEIGHTS, Stage.SYNC))
+    assert not lost_weights(trainer=Stage.LOAD_WEIGHTS, rollout=rollout)
 
 
 TRAINER = {

@@ -83,7 +83,7 @@ async def said(is_serving: bool) -> None: ...
 
 
 def service() -> Rollout:
-    return Rollout(IdleEngine(), EasySync(), NoMemory(), seed=0, on_serving=said)
+    return Rollout(IdleEngine(), EasySync(), NoMemory(), seed=0, on_serving=said, on_poison=lambda: None)
 
 
 async def move(rollout: Rollout, stage: Stage, *, version: int = 0) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -32,10 +33,11 @@ from tasuki.client.types import (
     Watched,
 )
 from tasuki.v1 import coordinator_pb2, rollout_pb2, trainer_pb2, types_pb2
-from tasuki.wire.errors import Asleep, Draining, InternalError, InvalidArgument, WrongPhase, from_rpc_error
+from tasuki.wire.errors import Asleep, Draining, InternalError, InvalidArgument, PeerUnavailable, WrongPhase, from_rpc_error
 
 _Answer = TypeVar("_Answer")
 _PAGE_SIZE = 200
+_MAX_LOSSES = 4
 
 
 class AsyncClient:
@@ -45,11 +47,20 @@ class AsyncClient:
     forward_backward before it.
     """
 
-    def __init__(self, target: str | None = None, *, state_dir: Path | str | None = None, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        target: str | None = None,
+        *,
+        state_dir: Path | str | None = None,
+        timeout_s: float = 600.0,
+        recovery_timeout_s: float = 600.0,
+    ) -> None:
         """target: of the coordinator, e.g. "unix:/run/tasuki/coordinator.sock" or "127.0.0.1:50050"; or the node's state folder.
 
-        timeout_s: deadline of each verb that generates, trains, saves or changes the phase.
+        timeout_s: deadline of each verb that generates, trains, saves or changes the phase. recovery_timeout_s: how long a verb waits
+        for a service that was there and is being started anew.
         """
+        self._recovery_timeout_s = recovery_timeout_s
         self._target = resolve_target(target, state_dir)
         self._timeout_s = timeout_s
         self._opened: Connection | None = None
@@ -71,9 +82,21 @@ class AsyncClient:
     async def generate(
         self, prompts: Sequence[TokenIds], sampling_params: SamplingParams | None = None, *, num_samples: int = 1
     ) -> list[Sample]:
-        """`num_samples` completions of each prompt: those of the first prompt first, in the order of sample_index."""
-        samples = [sample async for sample in self.generate_stream(prompts, sampling_params, num_samples=num_samples)]
-        return sorted(samples, key=lambda sample: (sample.prompt_index, sample.sample_index))
+        """`num_samples` completions of each prompt: those of the first prompt first, in the order of sample_index.
+
+        All of them are made anew when rollout is lost in the middle.
+        """
+        for number in range(_MAX_LOSSES + 1):
+            try:
+                stream = self.generate_stream(prompts, sampling_params, num_samples=num_samples)
+                samples = [sample async for sample in stream]
+                return sorted(samples, key=lambda sample: (sample.prompt_index, sample.sample_index))
+            except PeerUnavailable as error:
+                if "peer" in error.metadata or number == _MAX_LOSSES:
+                    raise
+                # The coordinator waits for rollout to come back.
+                await self.acquire(Phase.ROLLOUT)
+        raise AssertionError("the last loss is raised")
 
     async def generate_stream(
         self, prompts: Sequence[TokenIds], sampling_params: SamplingParams | None = None, *, num_samples: int = 1
@@ -221,7 +244,8 @@ class AsyncClient:
 
     async def trainer_state(self) -> TrainerState:
         stub = await self._connection.trainer()
-        state = await _read(stub.GetTrainerState(trainer_pb2.GetTrainerStateRequest(), timeout=READ_TIMEOUT_S))
+        request = trainer_pb2.GetTrainerStateRequest()
+        state = await self._connection.read(lambda: stub.GetTrainerState(request, timeout=READ_TIMEOUT_S))
         return TrainerState(
             policy_version=state.policy_version,
             has_gradients=state.has_gradients,
@@ -234,7 +258,8 @@ class AsyncClient:
 
     async def rollout_state(self) -> RolloutState:
         stub = await self._connection.rollout()
-        state = await _read(stub.GetRolloutState(rollout_pb2.GetRolloutStateRequest(), timeout=READ_TIMEOUT_S))
+        request = rollout_pb2.GetRolloutStateRequest()
+        state = await self._connection.read(lambda: stub.GetRolloutState(request, timeout=READ_TIMEOUT_S))
         return RolloutState(
             policy_version=state.policy_version if state.HasField("policy_version") else None,
             is_poisoned=state.is_poisoned,
@@ -266,17 +291,20 @@ class AsyncClient:
             request = coordinator_pb2.ListChangeoversRequest(
                 page_size=min(limit - len(found), _PAGE_SIZE), page_token=page_token
             )
-            page = await _read(self._connection.coordinator.ListChangeovers(request, timeout=READ_TIMEOUT_S))
+            page = await self._connection.read(functools.partial(self._list, request))
             found += [encode.changeover_from_proto(changeover) for changeover in page.changeovers]
             page_token = page.next_page_token
             if not page_token:
                 break
         return found
 
+    async def _list(self, request: coordinator_pb2.ListChangeoversRequest) -> coordinator_pb2.ListChangeoversResponse:
+        return await self._connection.coordinator.ListChangeovers(request, timeout=READ_TIMEOUT_S)
+
     @property
     def _connection(self) -> Connection:
         if self._opened is None:
-            self._opened = Connection(self._target)
+            self._opened = Connection(self._target, recovery_timeout_s=self._recovery_timeout_s)
         return self._opened
 
     async def _hold(self, phase: Phase) -> None:
@@ -305,10 +333,3 @@ def _training_chunks(samples: Sequence[TrainingSample]) -> list[trainer_pb2.Trai
 def _absolute(path: Path | str) -> str:
     """The services have working folders of their own."""
     return str(Path(path).absolute())
-
-
-async def _read(call: Awaitable[_Answer]) -> _Answer:
-    try:
-        return await call
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from error

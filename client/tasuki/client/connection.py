@@ -20,7 +20,7 @@ from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
 from tasuki.wire.address import unix_target
 from tasuki.wire.channel import open_channel
-from tasuki.wire.errors import DeadlineExceeded, InvalidArgument, PeerUnavailable, StaleEpoch, from_rpc_error
+from tasuki.wire.errors import DeadlineExceeded, InvalidArgument, PeerUnavailable, StaleEpoch, TasukiError, from_rpc_error
 
 if TYPE_CHECKING:
     from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 READ_TIMEOUT_S = 10.0
 _MAX_REPEATS = 2
 _REPEAT_AFTER_S = 0.2
+_LONGEST_PAUSE_S = 2.0
 _Answer = TypeVar("_Answer")
 
 
@@ -43,8 +44,10 @@ def resolve_target(target: str | None, state_dir: Path | str | None) -> str:
 class Connection:
     """Made and used inside one event loop."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, *, recovery_timeout_s: float) -> None:
+        """recovery_timeout_s: how long a service that was there may be away before a call fails; it may have been started anew."""
         self._target = target
+        self._recovery_timeout_s = recovery_timeout_s
         self._coordinator_channel = open_channel(target)
         self.coordinator: CoordinatorServiceAsyncStub = CoordinatorServiceStub(self._coordinator_channel)
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -55,17 +58,27 @@ class Connection:
 
     async def refresh(self) -> NodeState:
         """Asks the coordinator where the node stands and where its services are."""
+
+        async def ask() -> coordinator_pb2.GetStateResponse:
+            return await self.coordinator.GetState(coordinator_pb2.GetStateRequest(), timeout=READ_TIMEOUT_S)
+
         try:
-            response = await self.coordinator.GetState(coordinator_pb2.GetStateRequest(), timeout=READ_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            failure = from_rpc_error(error)
-            if isinstance(failure, PeerUnavailable):
-                raise PeerUnavailable(
-                    f"no coordinator answers at {self._target}; is the node up?", peer=self._target
-                ) from error
-            raise failure from error
+            response = await self.read(ask)
+        except PeerUnavailable as error:
+            raise PeerUnavailable(f"no coordinator answers at {self._target}; is the node up?", peer=self._target) from error
         self.take(response.state)
         return state_from_proto(response.state)
+
+    async def read(self, ask: Callable[[], Awaitable[_Answer]]) -> _Answer:
+        """Asks something that is harmless to repeat; waits for a service that is being started anew."""
+        loss = _Loss(self._recovery_timeout_s if self.epoch else 0.0)
+        while True:
+            try:
+                return await ask()
+            except grpc.aio.AioRpcError as error:
+                failure = from_rpc_error(error)
+                if not await self._outlasts(failure, loss):
+                    raise failure from error
 
     def take(self, state: coordinator_pb2.NodeState) -> None:
         """Remembers what a message of the coordinator says of the node."""
@@ -89,24 +102,34 @@ class Connection:
         out, or when it was refused for an old epoch.
         """
         request_id, ends = uuid.uuid4().hex, time.monotonic() + timeout_s
-        num_repeats, is_refreshed = 0, False
+        num_repeats, loss = 0, _Loss(self._recovery_timeout_s)
         if not self.epoch:
             await self.refresh()
         while True:
-            command = types_pb2.CommandId(epoch=self.epoch, request_id=request_id)
+            epoch = self.epoch
+            command = types_pb2.CommandId(epoch=epoch, request_id=request_id)
             try:
                 # After its deadline the work goes on: a short repeat may still find the answer.
                 return await give(command, max(ends - time.monotonic(), READ_TIMEOUT_S if num_repeats else timeout_s))
             except grpc.aio.AioRpcError as error:
                 failure = from_rpc_error(error)
-                if isinstance(failure, StaleEpoch) and not is_refreshed:
-                    is_refreshed = True
-                    await self.refresh()
-                elif isinstance(failure, PeerUnavailable | DeadlineExceeded) and num_repeats < _MAX_REPEATS:
+                if isinstance(failure, DeadlineExceeded) and num_repeats < _MAX_REPEATS:
                     num_repeats += 1
-                    await asyncio.sleep(_REPEAT_AFTER_S * num_repeats)
-                else:
+                elif isinstance(failure, StaleEpoch) and (await self.refresh()).epoch > epoch:
+                    continue
+                elif not await self._outlasts(failure, loss):
                     raise failure from error
+
+    async def _outlasts(self, failure: TasukiError, loss: _Loss) -> bool:
+        """Waits a moment when `failure` is that of a service which may come back; else False."""
+        # What the coordinator says of a peer is an answer, and not its own absence.
+        if not isinstance(failure, PeerUnavailable) or "peer" in failure.metadata or self._node_is_gone():
+            return False
+        return await loss.wait()
+
+    def _node_is_gone(self) -> bool:
+        """A node takes the folder of its sockets along when it stops."""
+        return self._target.startswith("unix:") and not Path(self._target.removeprefix("unix:")).parent.exists()
 
     async def close(self) -> None:
         for channel in (self._coordinator_channel, *self._channels.values()):
@@ -116,3 +139,22 @@ class Connection:
         if target not in self._channels:
             self._channels[target] = open_channel(target)
         return self._channels[target]
+
+
+class _Loss:
+    """The time that a call has been without its service."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._started: float | None = None
+        self._pause_s = _REPEAT_AFTER_S
+
+    async def wait(self) -> bool:
+        """Waits a moment, longer each time. False when it has taken too long."""
+        now = time.monotonic()
+        self._started = now if self._started is None else self._started
+        if now - self._started >= self._timeout_s:
+            return False
+        await asyncio.sleep(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        return True

@@ -38,8 +38,15 @@ _Answer = TypeVar("_Answer")
 class Client:
     """One node, driven by verbs; AsyncClient says what each of them promises. Close it, or use it in a `with` block."""
 
-    def __init__(self, target: str | None = None, *, state_dir: Path | str | None = None, timeout_s: float = 600.0) -> None:
-        self._client = AsyncClient(target, state_dir=state_dir, timeout_s=timeout_s)
+    def __init__(
+        self,
+        target: str | None = None,
+        *,
+        state_dir: Path | str | None = None,
+        timeout_s: float = 600.0,
+        recovery_timeout_s: float = 600.0,
+    ) -> None:
+        self._client = AsyncClient(target, state_dir=state_dir, timeout_s=timeout_s, recovery_timeout_s=recovery_timeout_s)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tasuki-client", daemon=True)
         self._thread.start()

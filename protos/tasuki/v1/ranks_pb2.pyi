@@ -566,3 +566,84 @@ class PieceChecksum(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PieceChecksum: _TypeAlias = PieceChecksum  # noqa: Y015
+
+@_typing.final
+class TrainingRecord(_message.Message):
+    """One command in the trainer's log, see services/tasuki/trainer/training_log.py. Not sent anywhere."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    RECIPE_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    FORWARD_BACKWARD_FIELD_NUMBER: _builtins.int
+    OPTIM_STEP_FIELD_NUMBER: _builtins.int
+    DISCARD_GRADIENTS_FIELD_NUMBER: _builtins.int
+    SAVE_ANSWER_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Identity and content digest of the command, by which a caller that asks again gets the first answer."""
+    digest: _builtins.bytes
+    recipe: _builtins.str
+    """What the numbers depend on beside the commands: the model and the settings."""
+    @_builtins.property
+    def checkpoint(self) -> _trainer_pb2.LoadCheckpointRequest:
+        """A checkpoint that holds everything before it; only as the first record."""
+
+    @_builtins.property
+    def forward_backward(self) -> Global___LoggedForwardBackward: ...
+    @_builtins.property
+    def optim_step(self) -> _trainer_pb2.OptimStepRequest: ...
+    @_builtins.property
+    def discard_gradients(self) -> _trainer_pb2.DiscardGradientsRequest: ...
+    @_builtins.property
+    def save_answer(self) -> _trainer_pb2.SaveCheckpointResponse:
+        """With `checkpoint`: set when it was saved, not loaded, by the command."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        digest: _builtins.bytes = ...,
+        recipe: _builtins.str = ...,
+        checkpoint: _trainer_pb2.LoadCheckpointRequest | None = ...,
+        forward_backward: Global___LoggedForwardBackward | None = ...,
+        optim_step: _trainer_pb2.OptimStepRequest | None = ...,
+        discard_gradients: _trainer_pb2.DiscardGradientsRequest | None = ...,
+        save_answer: _trainer_pb2.SaveCheckpointResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "command", b"command", "discard_gradients", b"discard_gradients", "forward_backward", b"forward_backward", "optim_step", b"optim_step", "save_answer", b"save_answer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "command", b"command", "digest", b"digest", "discard_gradients", b"discard_gradients", "forward_backward", b"forward_backward", "optim_step", b"optim_step", "recipe", b"recipe", "request_id", b"request_id", "save_answer", b"save_answer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["checkpoint", "forward_backward", "optim_step", "discard_gradients"]  # noqa: Y015
+    _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
+
+Global___TrainingRecord: _TypeAlias = TrainingRecord  # noqa: Y015
+
+@_typing.final
+class LoggedForwardBackward(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOSS_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def loss(self) -> _trainer_pb2.LossConfig:
+        """Every field set."""
+
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TrainingSample]: ...
+    def __init__(
+        self,
+        *,
+        loss: _trainer_pb2.LossConfig | None = ...,
+        samples: _abc.Iterable[_types_pb2.TrainingSample] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss", "samples", b"samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoggedForwardBackward: _TypeAlias = LoggedForwardBackward  # noqa: Y015

@@ -168,6 +168,12 @@ class PathExists(TasukiError):
     code, reason = grpc.StatusCode.ALREADY_EXISTS, "PATH_EXISTS"
 
 
+class DiskFull(TasukiError):
+    """A file cannot be written; what asked for it was not carried out. metadata: `path`."""
+
+    code, reason = grpc.StatusCode.RESOURCE_EXHAUSTED, "DISK_FULL"
+
+
 class PathNotFound(TasukiError):
     """metadata: `path`."""
 

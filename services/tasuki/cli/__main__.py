@@ -144,9 +144,15 @@ def _supervise(arguments: argparse.Namespace) -> int:
     from tasuki.cli.supervisor import supervise
 
     configure_logging("supervisor")
-    services = node_services(load_config(config_path(arguments.state_dir)))
-    lock = StateLock(arguments.lock_fd)
-    return supervise(arguments.state_dir, services, lock=lock, starter_fd=arguments.starter_fd, environment=dict(os.environ))
+    config = load_config(config_path(arguments.state_dir))
+    return supervise(
+        arguments.state_dir,
+        node_services(config),
+        lock=StateLock(arguments.lock_fd),
+        starter_fd=arguments.starter_fd,
+        environment=dict(os.environ),
+        restart=config.restart,
+    )
 
 
 def _running_config(arguments: argparse.Namespace) -> NodeConfig:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tasuki.config.places import exit_path, log_path
@@ -11,7 +15,7 @@ from tasuki.wire.errors import NodeDown
 
 
 def read_ending(state_dir: Path) -> dict[str, Any]:
-    """What `supervisor.write_exit` wrote; empty when no node has ended there since the last start."""
+    """What `write_exit` wrote; empty when no node has ended there since the last start."""
     path = exit_path(state_dir)
     return json.loads(path.read_text()) if path.exists() else {}
 
@@ -23,7 +27,39 @@ def no_node(state_dir: Path) -> NodeDown:
     cause = ""
     if first:
         how = ", ".join(f"{name} {value}" for name, value in ending["services"][first].items())
-        cause = f": the last one ended at {ending['time']} because {first} ended by itself ({how}), see {log_path(state_dir, first)}"
+        cause = f": the last one ended at {ending['time']} because {ending['reason']} ({how}), see {log_path(state_dir, first)}"
     elif "killed" in ending.get("reason", ""):
         cause = f": the last one ended at {ending['time']} because {ending['reason']}"
     return NodeDown(f"no node runs on {state_dir}{cause}; start one with: tasuki up CONFIG", state_dir=state_dir)
+
+
+def write_exit(
+    state_dir: Path,
+    *,
+    reason: str,
+    first: str | None,
+    exit_codes: Mapping[str, int] = MappingProxyType({}),
+    restarts: Mapping[str, int] = MappingProxyType({}),
+) -> None:
+    """Leaves word of how the node ended. `first`: the service that ended by itself; exit codes as in `reap`. restarts: how
+    often each service was started anew.
+
+    Of a service that ended when it was told to, an exit code says nothing: torchrun's is then 1.
+    """
+    told = {
+        "reason": reason,
+        "first": first,
+        "restarts": dict(restarts),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "services": {
+            name: {"signal": signal.Signals(-code).name}
+            if code < 0
+            else {"exit_code": code}
+            if name == first
+            else {"stopped": True}
+            for name, code in exit_codes.items()
+        },
+    }
+    partial = exit_path(state_dir).with_suffix(".part")
+    partial.write_text(json.dumps(told, indent=2) + "\n")
+    partial.rename(exit_path(state_dir))

@@ -20,7 +20,7 @@ from tasuki.cli.last_words import last_words
 from tasuki.cli.model_folder import check_model_folder
 from tasuki.cli.services import ServiceCommand, node_services
 from tasuki.config.lock import NODE_LOCK, StateLock, holder
-from tasuki.config.places import config_path, exit_path, journal_path, log_path, node_targets
+from tasuki.config.places import config_path, exit_path, journal_path, log_path, node_targets, training_log_path
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
 from tasuki.v1 import coordinator_pb2, types_pb2
@@ -88,6 +88,7 @@ def start_node(config: NodeConfig, *, tell: Tell = to_stderr) -> StartedNode:
     try:
         save_config(config, config_path(config.state_dir))
         exit_path(config.state_dir).unlink(missing_ok=True)
+        _begin_anew(config.state_dir)
         process = _spawn_supervisor(config, lock_fd=lock.fd, read_fd=read_fd)
     finally:
         lock.close()
@@ -99,6 +100,13 @@ def start_node(config: NodeConfig, *, tell: Tell = to_stderr) -> StartedNode:
         node.stop()
         raise
     return node
+
+
+def _begin_anew(state_dir: Path) -> None:
+    """A node starts from its model: what the last trainer on the folder had done is set aside."""
+    log = training_log_path(state_dir)
+    if log.exists():
+        log.rename(log.with_suffix(".log.old"))
 
 
 def _check_state_folder(state_dir: Path) -> None:

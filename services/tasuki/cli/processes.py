@@ -14,6 +14,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _SHM = Path("/dev/shm")  # noqa: S108 - looked into, never written to
 _POLL_S = 0.02
+SERVICE_VARIABLE = "TASUKI_SERVICE"
+"""In the environment of every process of a service: its name. A process that has lost its parent is still known by it."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -56,6 +58,31 @@ def end_descendants(*, grace_s: float, kill_s: float, watch: Callable[[dict[int,
                 os.kill(pid, signal.SIGKILL)
         time.sleep(_POLL_S)
         watch(reap())
+
+
+def kill_service(name: str, *, kill_s: float, watch: Callable[[dict[int, int]], None]) -> int:
+    """Kills every process below this one that belongs to the service, and returns when they are gone, or after `kill_s`.
+
+    `watch` gets what `reap` returns. Returns how many there were.
+    """
+    killed: set[int] = set()
+    deadline = time.monotonic() + kill_s
+    while (left := [pid for pid in descendants(os.getpid()) if _belongs_to(pid, name)]) and time.monotonic() < deadline:
+        killed.update(left)
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_POLL_S)
+        watch(reap())
+    return len(killed)
+
+
+def _belongs_to(pid: int, service: str) -> bool:
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it has just ended
+        return False
+    return f"{SERVICE_VARIABLE}={service}".encode() in environment
 
 
 def reap() -> dict[int, int]:

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 
 from rich.console import Console
@@ -14,6 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tasuki.client.async_client import AsyncClient
 from tasuki.client.step import Step
 from tasuki.wire.errors import TasukiError
+
+_WATCH_AGAIN_S = 0.5
 
 
 class TrainProgress:
@@ -99,9 +102,10 @@ class _StageFollower(threading.Thread):
 
     async def _follow(self) -> None:
         async with AsyncClient(self._target) as client:
-            try:
-                async for watched in client.watch():
-                    state = watched.state
-                    self._show(f"{state.phase}" if state.phase else f"{state.stage} done, {state.next_stage} next")
-            except TasukiError:
-                return  # the node ended; the training loop says why
+            while True:
+                # A coordinator that is gone may come back; whether it does, the training loop says.
+                with suppress(TasukiError):
+                    async for watched in client.watch():
+                        state = watched.state
+                        self._show(f"{state.phase}" if state.phase else f"{state.stage} done, {state.next_stage} next")
+                await asyncio.sleep(_WATCH_AGAIN_S)

@@ -1,4 +1,4 @@
-"""The process above a node's services: starts them, stops all when one ends, and leaves nothing behind.
+"""The process above a node's services: starts them, starts one that ends or hangs anew, and leaves nothing behind.
 
 Two processes, so that neither can be killed without the other cleaning up: the guard, which adopts whatever is orphaned, and below it
 the supervisor proper, whose death signal is the guard's end.
@@ -6,43 +6,43 @@ the supervisor proper, whose death signal is the guard's end.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 
-from tasuki.cli.processes import (
-    adopt_orphans,
-    descendants,
-    die_with_parent,
-    end_descendants,
-    reap,
-    shared_memory,
-    shared_memory_of,
-)
+from tasuki.cli.ending import write_exit
+from tasuki.cli.leftovers import Leftovers
+from tasuki.cli.processes import SERVICE_VARIABLE, adopt_orphans, die_with_parent, end_descendants, kill_service, reap
+from tasuki.cli.restarts import Restarts
 from tasuki.cli.services import ServiceCommand, listens
+from tasuki.cli.stalls import StallWatch, dump_stacks
 from tasuki.config.lock import StateLock
-from tasuki.config.places import exit_path, log_path, socket_dir
+from tasuki.config.places import log_path, restart_request_path
+from tasuki.config.schema import RestartConfig
 
 _log = logging.getLogger("tasuki.supervisor")
 _GRACE_S = 5.0
 _KILL_S = 3.0
 _TICK_S = 0.1
-_LOOK_EVERY_S = 10.0
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def supervise(
-    state_dir: Path, services: Sequence[ServiceCommand], *, lock: StateLock, starter_fd: int, environment: Mapping[str, str]
+    state_dir: Path,
+    services: Sequence[ServiceCommand],
+    *,
+    lock: StateLock,
+    starter_fd: int,
+    environment: Mapping[str, str],
+    restart: RestartConfig,
 ) -> int:
-    """Runs the services until one ends, somebody asks for a stop, or the starter goes away without having let the node go.
+    """Runs the services, and starts one that ends anew, until one has ended too often, somebody asks for a stop, or the starter goes
+    away without having let the node go.
 
     starter_fd: read end of a pipe; a byte lets the node live on without its starter, the end of the file alone stops it.
     """
@@ -58,7 +58,7 @@ def supervise(
     die_with_parent(guard_pid, signal.SIGTERM)
     adopt_orphans()
     lock.sign(os.getpid())
-    return Supervisor(state_dir, services, leftovers, starter_fd=starter_fd, environment=environment).run()
+    return Supervisor(state_dir, services, leftovers, starter_fd=starter_fd, environment=environment, restart=restart).run()
 
 
 class Supervisor:
@@ -72,39 +72,45 @@ class Supervisor:
         *,
         starter_fd: int,
         environment: Mapping[str, str],
+        restart: RestartConfig,
     ) -> None:
         self._state_dir = state_dir
         self._leftovers = leftovers
         self._environment = environment
         self._starter_fd: int | None = starter_fd
         os.set_blocking(starter_fd, False)
-        self._waiting = list(services)
+        self._services = {service.name: service for service in services}
+        self._waiting = dict.fromkeys(self._services, 0.0)
+        """Services to be started -> not before."""
         self._pids: dict[int, ServiceCommand] = {}
+        self._served: set[str] = set()
         self._exit_codes: dict[str, int] = {}
+        self._restarts = Restarts(max_restarts=restart.max_restarts, window_s=restart.window_s)
+        self._stalls = StallWatch(state_dir, stall_s=restart.stall_s, progress_s=restart.progress_s)
 
     def run(self) -> int:
-        """0 when it was asked to stop, 1 when a service ended by itself."""
-        reason = ""
+        """0 when it was asked to stop, 1 when a service ended by itself once too often."""
+        reason, first = "", None
         while not reason:
             self._start_what_can()
             self._leftovers.glance()
-            reason = self._wait()
+            reason, first = self._wait()
         _log.info("event=stop reason=%s", reason)
         self._leftovers.look()
-        first = next(iter(self._exit_codes), None)
         for pid in self._pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
         end_descendants(grace_s=_GRACE_S, kill_s=_KILL_S, watch=self._watch_end)
-        write_exit(self._state_dir, reason=reason, first=first, exit_codes=self._exit_codes)
+        write_exit(self._state_dir, reason=reason, first=first, exit_codes=self._exit_codes, restarts=self._restarts.counts)
         self._leftovers.remove()
         return 1 if first else 0
 
     def _start_what_can(self) -> None:
-        targets = {service.name: service.target for service in (*self._pids.values(), *self._waiting)}
-        for service in list(self._waiting):
-            if service.after is None or listens(targets[service.after]):
-                self._waiting.remove(service)
+        now = time.monotonic()
+        for name, not_before in list(self._waiting.items()):
+            service = self._services[name]
+            if now >= not_before and (service.after is None or listens(self._services[service.after].target)):
+                del self._waiting[name]
                 self._start(service)
 
     def _start(self, service: ServiceCommand) -> None:
@@ -117,7 +123,7 @@ class Supervisor:
         with _fresh_log(log_path(self._state_dir, service.name)).open("wb") as log:
             process = subprocess.Popen(
                 service.argv,
-                env={**self._environment, **service.environment},
+                env={**self._environment, **service.environment, SERVICE_VARIABLE: service.name},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -128,15 +134,56 @@ class Supervisor:
         self._pids[process.pid] = service
         _log.info("event=started service=%s pid=%d", service.name, process.pid)
 
-    def _wait(self) -> str:
-        """Waits a moment. Returns why the node must stop, or nothing."""
+    def _wait(self) -> tuple[str, str | None]:
+        """Waits a moment, and sees to what has happened. Returns why the node must stop, or nothing, and the service that is to blame."""
         asked = signal.sigtimedwait(_STOP_SIGNALS, _TICK_S)
         if asked is not None:
-            return f"asked by {signal.Signals(asked.si_signo).name}"
+            return f"asked by {signal.Signals(asked.si_signo).name}", None
         if self._starter_is_gone():
-            return "the process that started the node ended"
-        self._note(reap())
-        return f"{next(iter(self._exit_codes))} ended by itself" if self._exit_codes else ""
+            return "the process that started the node ended", None
+        self._see_who_serves()
+        for name in self._ended():
+            why = self._start_anew(name)
+            if why:
+                return why, name
+        return "", None
+
+    def _see_who_serves(self) -> None:
+        for service in self._pids.values():
+            if service.name not in self._served and listens(service.target):
+                self._served.add(service.name)
+
+    def _ended(self) -> list[str]:
+        """Services that have ended by themselves, or were killed here because they hang or somebody asked for it."""
+        ended = self._note(reap())
+        if (stall := self._stalls.look(now=time.monotonic())) is not None and stall.service not in ended:
+            stacks = dump_stacks(self._state_dir, stall)
+            _log.error("event=stalled process=%s pid=%d cause=%s stacks=%s", stall.process, stall.pid, stall.cause, stacks)
+            ended.append(stall.service)
+        for name in self._services:
+            request = restart_request_path(self._state_dir, name)
+            if request.exists() and name not in ended:
+                _log.error("event=restart_asked service=%s cause=%s", name, request.read_text())
+                ended.append(name)
+            request.unlink(missing_ok=True)
+        return ended
+
+    def _start_anew(self, name: str) -> str:
+        """Kills what is left of the service and has it started again. Returns why it must not be, or nothing."""
+        if name not in self._served:
+            return f"{name} ended by itself before it served"
+        pause_s = self._restarts.next_pause(name, now=time.monotonic())
+        if pause_s is None:
+            return f"{name} ended by itself once more than restart.max_restarts allows"
+        self._leftovers.look()
+        num_killed = kill_service(name, kill_s=_KILL_S, watch=self._watch_end)
+        self._stalls.forget(name)
+        self._pids = {pid: service for pid, service in self._pids.items() if service.name != name}
+        self._waiting[name] = time.monotonic() + pause_s
+        _log.warning(
+            "event=restart service=%s number=%d killed=%d pause_s=%.1f", name, self._restarts.counts[name], num_killed, pause_s
+        )
+        return ""
 
     def _starter_is_gone(self) -> bool:
         if self._starter_fd is None:
@@ -153,41 +200,16 @@ class Supervisor:
         self._leftovers.glance()
         self._note(ended)
 
-    def _note(self, ended: Mapping[int, int]) -> None:
+    def _note(self, ended: Mapping[int, int]) -> list[str]:
+        """Remembers the exit codes of services, and names them."""
+        names: list[str] = []
         for pid, code in ended.items():
             service = self._pids.pop(pid, None)
             if service is not None:
                 self._exit_codes[service.name] = code
+                names.append(service.name)
                 _log.info("event=ended service=%s pid=%d exit_code=%d", service.name, pid, code)
-
-
-class Leftovers:
-    """What a killed process cannot remove itself: the run folder with its sockets, and files of its in /dev/shm."""
-
-    def __init__(self, state_dir: Path) -> None:
-        self._state_dir = state_dir
-        self._others = shared_memory()
-        self._seen = self._others
-        self._ours: set[Path] = set()
-        self._next_look = 0.0
-
-    def glance(self) -> None:
-        """Looks when there is something new in /dev/shm, and now and then; cheap otherwise."""
-        present = shared_memory()
-        if present - self._seen or time.monotonic() >= self._next_look:
-            self.look()
-            self._seen = present
-            self._next_look = time.monotonic() + _LOOK_EVERY_S
-
-    def look(self) -> None:
-        """Notes which shared memory the processes below this one use: when they have ended, nobody can tell."""
-        self._ours |= shared_memory_of(descendants(os.getpid())) - self._others
-
-    def remove(self) -> None:
-        """Once none of them is left."""
-        for path in self._ours:
-            path.unlink(missing_ok=True)
-        shutil.rmtree(socket_dir(self._state_dir), ignore_errors=True)
+        return names
 
 
 def _guard(state_dir: Path, supervisor_pid: int, leftovers: Leftovers) -> int:
@@ -203,32 +225,9 @@ def _guard(state_dir: Path, supervisor_pid: int, leftovers: Leftovers) -> int:
         _log.warning("event=supervisor_killed signal=%d", -code)
         leftovers.look()
         end_descendants(grace_s=_GRACE_S, kill_s=_KILL_S, watch=lambda _: leftovers.glance())
-        write_exit(state_dir, reason=f"the supervisor was killed by {signal.Signals(-code).name}", first=None, exit_codes={})
+        write_exit(state_dir, reason=f"the supervisor was killed by {signal.Signals(-code).name}", first=None)
         leftovers.remove()
     return code
-
-
-def write_exit(state_dir: Path, *, reason: str, first: str | None, exit_codes: Mapping[str, int]) -> None:
-    """Leaves word of how the node ended. `first`: the service that ended by itself; exit codes as in `reap`.
-
-    Of a service that ended when it was told to, an exit code says nothing: torchrun's is then 1.
-    """
-    told = {
-        "reason": reason,
-        "first": first,
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "services": {
-            name: {"signal": signal.Signals(-code).name}
-            if code < 0
-            else {"exit_code": code}
-            if name == first
-            else {"stopped": True}
-            for name, code in exit_codes.items()
-        },
-    }
-    partial = exit_path(state_dir).with_suffix(".part")
-    partial.write_text(json.dumps(told, indent=2) + "\n")
-    partial.rename(exit_path(state_dir))
 
 
 def _fresh_log(path: Path) -> Path:

@@ -39,12 +39,34 @@ def node_targets(config: NodeConfig) -> dict[str, str]:
     return {name: grpc_target(config.state_dir, service=name, listen=listen) for name, listen in listens.items()}
 
 
+def pulse_dir(state_dir: Path) -> Path:
+    """Where the processes of a running node show that they live; made when missing."""
+    place = socket_dir(state_dir) / "pulse"
+    place.mkdir(mode=0o700, exist_ok=True)
+    return place
+
+
+def restart_request_path(state_dir: Path, service: str) -> Path:
+    """A file that asks the supervisor to kill the service and start it anew; its text is the cause."""
+    return socket_dir(state_dir) / f"restart-{service}"
+
+
+def stall_dir(state_dir: Path) -> Path:
+    """Stacks of processes that hung, one file for each."""
+    return state_dir / "stalls"
+
+
 def log_path(state_dir: Path, service: str) -> Path:
     return state_dir / "logs" / f"{service}.log"
 
 
 def journal_path(state_dir: Path) -> Path:
     return state_dir / "journal.sqlite"
+
+
+def training_log_path(state_dir: Path) -> Path:
+    """What the trainer has done since its last checkpoint."""
+    return state_dir / "training.log"
 
 
 def config_path(state_dir: Path) -> Path:

@@ -45,6 +45,8 @@ class CoordinatorConfig(Schema):
     """Deadline of one stage."""
     drain_grace_s: float = Field(default=30.0, ge=0)
     """How long running requests may go on in DRAIN before they are cut."""
+    recovery_timeout_s: PositiveFloat = 1200.0
+    """How long a changeover waits for a service that is gone to come back."""
 
 
 class TrainerConfig(Schema):
@@ -135,6 +137,24 @@ class TrainConfig(Schema):
     seed: int = 0
 
 
+class RestartConfig(Schema):
+    """What becomes of a service that ends or hangs."""
+
+    max_restarts: int = Field(default=5, ge=0)
+    """Starts of one service anew within `window_s`; when it ends once more the node stops. 0: it stops at the first end."""
+    window_s: PositiveFloat = 600.0
+    stall_s: PositiveFloat = 30.0
+    """A process whose heartbeat stands still for so long is killed and started anew, its stacks in `state_dir`/stalls."""
+    progress_s: PositiveFloat = 300.0
+    """The same for the progress of a command that a rank carries out: a micro-batch, a copy of weights, a file."""
+
+    @model_validator(mode="after")
+    def _stalls_are_found_before_progress_is_missed(self) -> RestartConfig:
+        if self.progress_s < self.stall_s:
+            raise ValueError(f"progress_s = {self.progress_s:g} must not be below stall_s = {self.stall_s:g}")
+        return self
+
+
 class NodeConfig(Schema):
     """One GPU node: its services, and optionally what to train on it."""
 
@@ -145,4 +165,15 @@ class NodeConfig(Schema):
     coordinator: CoordinatorConfig = CoordinatorConfig()
     trainer: TrainerConfig = TrainerConfig()
     rollout: RolloutConfig = RolloutConfig()
+    restart: RestartConfig = RestartConfig()
     train: TrainConfig | None = None
+    unsafe: bool = False
+    """Whether `failpoints` may be set."""
+    failpoints: tuple[str, ...] = ()
+    """Faults for tests of recovery, such as "rollout@SYNC=kill"; see docs/recovery.md."""
+
+    @model_validator(mode="after")
+    def _failpoints_are_unsafe(self) -> NodeConfig:
+        if self.failpoints and not self.unsafe:
+            raise ValueError("failpoints break a node on purpose; they need unsafe = true")
+        return self

@@ -13,12 +13,15 @@ import uvloop
 
 from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock
-from tasuki.config.places import journal_path, node_targets, socket_dir
+from tasuki.config.places import journal_path, node_targets, restart_request_path, socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.peers import GrpcPeers
+from tasuki.coordinator.phases import Service
 from tasuki.coordinator.servicer import CoordinatorServicer
+from tasuki.rpc.failpoints import Failpoints
+from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.server import RpcServer
 from tasuki.v1 import coordinator_pb2_grpc
@@ -50,7 +53,7 @@ async def _serve(config: NodeConfig) -> None:
     socket_dir(config.state_dir)
     targets = node_targets(config)
     boot_id = uuid.uuid4().hex
-    journal = Journal(journal_path(config.state_dir))
+    journal = Journal(journal_path(config.state_dir), failpoints=Failpoints.of(config, "coordinator"))
     epoch = journal.begin_epoch(boot_id)
     _log.info("event=epoch epoch=%d boot_id=%s", epoch, boot_id)
     peers = GrpcPeers(
@@ -59,7 +62,19 @@ async def _serve(config: NodeConfig) -> None:
         stage_timeout_s=config.coordinator.stage_timeout_s,
         drain_grace_s=config.coordinator.drain_grace_s,
     )
-    node = Node(journal, peers, boot_id=boot_id, trainer_target=targets["trainer"], rollout_target=targets["rollout"])
+
+    def restart(service: Service, cause: str) -> None:
+        restart_request_path(config.state_dir, service).write_text(cause)
+
+    node = Node(
+        journal,
+        peers,
+        boot_id=boot_id,
+        trainer_target=targets["trainer"],
+        rollout_target=targets["rollout"],
+        restart=restart,
+        recovery_timeout_s=config.coordinator.recovery_timeout_s,
+    )
     server = RpcServer(service="coordinator", target=targets["coordinator"])
     server.add(
         coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server,
@@ -67,6 +82,8 @@ async def _serve(config: NodeConfig) -> None:
         "tasuki.v1.CoordinatorService",
     )
     await server.start()
+    heartbeat = Heartbeat(config.state_dir, "coordinator")
+    heartbeat.beat_in_loop()
     stop = asyncio.Event()
     recovery = asyncio.create_task(node.recover())
     ending = asyncio.create_task(_end_watches(stop, node))
@@ -78,6 +95,7 @@ async def _serve(config: NodeConfig) -> None:
         await node.stop()
         await peers.close()
         journal.close()
+        heartbeat.close()
 
 
 async def _end_watches(stop: asyncio.Event, node: Node) -> None:

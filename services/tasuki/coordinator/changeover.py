@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.peers import Observed, Peers
-from tasuki.coordinator.phases import Phase, Stage, advance, path, since_phase, turns_back, undo_path
+from tasuki.coordinator.phases import RULES, Phase, Service, Stage, advance, path, since_phase, turns_back, undo_path
 from tasuki.coordinator.records import Intent, Outcome, StageEvent, Status
 from tasuki.wire.errors import DeadlineExceeded, InternalError, PeerUnavailable, StageOrder, TasukiError
 
@@ -19,31 +19,38 @@ _OUTCOME_UNKNOWN = (DeadlineExceeded, InternalError, PeerUnavailable)
 
 Tell = Callable[[StageEvent, Stage], None]
 """Takes what happened, and where the node stands after it."""
+Restart = Callable[[Service, str], None]
+"""Has a service that hangs killed and started anew; takes the cause."""
 
 
 class Changeover:
     """Runs the stages of one hand-over. `at` is where the node stands."""
 
-    def __init__(self, changeover_id: str, *, seen: Observed, journal: Journal, peers: Peers, tell: Tell) -> None:
+    def __init__(
+        self, changeover_id: str, *, seen: Observed, journal: Journal, peers: Peers, tell: Tell, restart: Restart
+    ) -> None:
         self.id = changeover_id
         self.started = time.perf_counter()
-        self._journal, self._peers, self._tell = journal, peers, tell
+        self._journal, self._peers, self._tell, self._restart = journal, peers, tell, restart
         self.stands(seen)
 
     def stands(self, seen: Observed) -> None:
         """Takes what the services say as the truth. Raises StageOrder when they do not fit together."""
         self.at = seen.place()
+        self._is_on_the_way_back = seen.is_on_the_way_back
         self._boots = {"trainer_boot_id": seen.trainer_boot_id, "rollout_boot_id": seen.rollout_boot_id}
 
     async def bring_to(self, target: Phase) -> None:
         """Brings the node to `target`. When a stage fails, the finished ones are taken back and the stage's error is raised."""
-        if turns_back(self.at, target):
+        if self._is_on_the_way_back or turns_back(self.at, target):
             await self._take_back(since_phase(self.at))
         for stage in path(self.at, target):
             finished = since_phase(self.at)
             try:
                 await self.run(stage)
             except TasukiError as error:
+                if isinstance(error, DeadlineExceeded):
+                    self._restart(RULES[stage].service, f"{stage} did not end in time: {error.message}")
                 suspect = (stage,) if isinstance(error, _OUTCOME_UNKNOWN) else ()
                 await self._take_back_after(error, (*finished, *suspect))
                 raise

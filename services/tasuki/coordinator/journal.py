@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tasuki.coordinator.phases import Phase, Stage
 from tasuki.coordinator.records import ChangeoverRecord, Intent, Outcome, StageEvent, Status
+from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
 from tasuki.wire.errors import TasukiError
 
 _SCHEMA = """
@@ -70,7 +71,8 @@ _MAX_NUMBER = 2**63 - 1
 class Journal:
     """One node's journal. The caller holds the state folder's lock, so there is one writer."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, failpoints: Failpoints = NO_FAILPOINTS) -> None:
+        self._failpoints = failpoints
         self._db = sqlite3.connect(path, isolation_level=None)
         self._db.row_factory = sqlite3.Row
         self._db.execute("PRAGMA journal_mode = WAL")
@@ -115,6 +117,7 @@ class Journal:
 
     def intend(self, stage: Stage, changeover_id: str, *, is_undo: bool, trainer_boot_id: str, rollout_boot_id: str) -> Intent:
         """Writes a stage down before it is sent, and numbers it."""
+        self._failpoints.hit(f"{stage}.intend")
         self._sequence += 1
         request_id = f"{changeover_id}-{self.epoch}-{self._sequence}"
         now = time.time()
@@ -133,6 +136,7 @@ class Journal:
                 now,
             ),
         )
+        self._failpoints.hit(f"{stage}.intended")
         return Intent(int(row.lastrowid or 0), changeover_id, stage, is_undo, self.epoch, self._sequence, request_id, now)
 
     def done(self, intent: Intent, outcome: Outcome, *, seconds: float) -> StageEvent:
@@ -253,6 +257,7 @@ class Journal:
         seconds: float,
         error: TasukiError | None = None,
     ) -> StageEvent:
+        self._failpoints.hit(f"{intent.stage}.note")
         event = StageEvent(
             changeover_id=intent.changeover_id,
             stage=intent.stage,
@@ -277,6 +282,7 @@ class Journal:
                 event.error_message,
             ),
         )
+        self._failpoints.hit(f"{intent.stage}.noted")
         return event
 
 

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from tasuki.coordinator.changeover import Changeover
+from tasuki.coordinator.changeover import Changeover, Restart
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.operation import Operation, Told, replayed
 from tasuki.coordinator.peers import Observed, Peers
@@ -18,28 +18,47 @@ from tasuki.coordinator.records import NodeState, Outcome, StageEvent, Status
 from tasuki.wire.errors import (
     ChangeoverRunning,
     DeadlineExceeded,
+    EnginePoisoned,
+    InternalError,
     Interrupted,
     InvalidArgument,
     PeerUnavailable,
     StageOrder,
     TasukiError,
+    WeightsCorrupt,
 )
 
 _log = logging.getLogger("tasuki.coordinator")
 _KEPT_OPERATIONS = 256
 _WATCHER_BACKLOG = 1024
 _LOOK_EVERY_S = 0.2
+_MAX_TRIES = 5
+# After these a service is gone, or has to go. The changeover is closed as failed and another one begun when all services are there
+# again; an error that changed nothing, such as a lack of memory, is the caller's.
+_LOSSES = (DeadlineExceeded, EnginePoisoned, InternalError, PeerUnavailable, WeightsCorrupt)
 
 
 class Node:
     """Runs one operation at a time. Made inside the event loop, after the journal's epoch began."""
 
-    def __init__(self, journal: Journal, peers: Peers, *, boot_id: str, trainer_target: str, rollout_target: str) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        peers: Peers,
+        *,
+        boot_id: str,
+        trainer_target: str,
+        rollout_target: str,
+        restart: Restart,
+        recovery_timeout_s: float,
+    ) -> None:
+        """recovery_timeout_s: how long a changeover waits for a service that is gone to come back."""
         self._journal, self._peers = journal, peers
+        self._restart, self._recovery_timeout_s = restart, recovery_timeout_s
         self._boot_id, self._trainer_target, self._rollout_target = boot_id, trainer_target, rollout_target
         self._at: Stage | None = None
         self._policy_version: int | None = None
-        self._poison = ""
+        self._poison = self._waiting = ""
         self._running: Operation | None = None
         self._turn = asyncio.Lock()
         self._open: Changeover | None = None
@@ -49,7 +68,7 @@ class Node:
         self._last_error = _close_interrupted(journal)
 
     def state(self) -> NodeState:
-        poison = f"rollout is unusable until the node is started anew: {self._poison}" if self._poison else ""
+        poison = f"rollout is unusable until it is started anew: {self._poison}" if self._poison else ""
         return NodeState(
             at=self._at,
             epoch=self._journal.epoch,
@@ -59,7 +78,7 @@ class Node:
             trainer_target=self._trainer_target,
             rollout_target=self._rollout_target,
             num_changeovers=self._num_done,
-            last_error="; ".join(part for part in (self._last_error, poison) if part),
+            last_error="; ".join(part for part in (self._last_error, poison, self._waiting) if part),
         )
 
     def acquire(self, phase: Phase, request_id: str) -> Operation:
@@ -88,16 +107,16 @@ class Node:
 
     async def recover(self) -> None:
         """Asks the services, once they answer, where the node stands; from the middle of the ring it is brought to TRAIN."""
-        while self._at is None and self._running is None:
-            with suppress(PeerUnavailable, DeadlineExceeded, StageOrder):
+        while self._at is None:
+            with suppress(PeerUnavailable, StageOrder):
                 async with self._turn:
                     await self._look()
+                    if self._at is not None and phase_of(self._at) is None:
+                        _log.warning("event=recover at=%s", self._at)
+                        with suppress(TasukiError):  # journalled, and told by the state
+                            await self._bring_to(Phase.TRAIN, f"recovery-{self._journal.epoch}")
+                        return
             await asyncio.sleep(_LOOK_EVERY_S if self._at is None else 0)
-        if self._running is None and self._at is not None and phase_of(self._at) is None:
-            _log.warning("event=recover at=%s", self._at)
-            with suppress(TasukiError):  # journalled, and told by the state
-                async for _ in self.acquire(Phase.TRAIN, f"recovery-{self._journal.epoch}").follow():
-                    pass
 
     def end_watches(self) -> None:
         """Lets every watcher go, so that a server can stop."""
@@ -110,7 +129,9 @@ class Node:
 
     def _operation(self, request_id: str, subject: str, work: Callable[[], Awaitable[None]]) -> Operation:
         known = self._operations.get(request_id)
-        if known is None and (written := self._journal.find(request_id)) is not None:
+        written = None if known is not None else self._journal.find(request_id)
+        # One that an earlier coordinator left in the middle is not answered by its interruption: it is carried out now.
+        if written is not None and written.error_reason != Interrupted.reason:
             known = replayed(written, self.state())
         if known is not None:
             if known.subject != subject:
@@ -140,12 +161,24 @@ class Node:
         return operation
 
     async def _bring_to(self, phase: Phase, request_id: str) -> None:
-        seen, at = await self._look()
-        if phase_of(at) is phase:
-            self._tell(StageEvent("", None, Status.HELD, time=time.time()), at)
-            return
-        if self._open is not None:
-            self._close(self._open, Interrupted(f"left at {at} when phase {phase} was asked for"))
+        """Tries again, as another changeover, when a service is lost on the way and has come back."""
+        for number in range(1, _MAX_TRIES + 1):
+            seen, at = await self._look_when_able(phase)
+            if phase_of(at) is phase and not seen.is_on_the_way_back:
+                self._tell(StageEvent("", None, Status.HELD, time=time.time()), at)
+                return
+            if self._open is not None:
+                self._close(self._open, Interrupted(f"left at {at} when phase {phase} was asked for"))
+            try:
+                await self._try(phase, self._unused(request_id), seen)
+            except _LOSSES as error:
+                if number == _MAX_TRIES:
+                    raise
+                _log.warning("event=try_again phase=%s number=%d reason=%s", phase, number + 1, error.reason)
+            else:
+                return
+
+    async def _try(self, phase: Phase, request_id: str, seen: Observed) -> None:
         changeover = self._begin(request_id, seen, target=phase)
         try:
             await changeover.bring_to(phase)
@@ -158,19 +191,49 @@ class Node:
         self._at = changeover.at
         self._close(changeover)
 
+    async def _look_when_able(self, phase: Phase) -> tuple[Observed, Stage]:
+        """Waits for a service without which there is no way to `phase`. Raises PeerUnavailable when it does not come back in time."""
+        ends = time.monotonic() + self._recovery_timeout_s
+        while True:
+            seen = await self._peers.observe()
+            lacking = seen.lacks(phase)
+            self._waiting = "" if lacking is None else f"waiting for {lacking} to come back"
+            if lacking is None:
+                return seen, self._take(seen)
+            self._poison = seen.poison
+            if time.monotonic() > ends:
+                if seen.poison:
+                    raise EnginePoisoned(f"rollout has not been started anew in {self._recovery_timeout_s:g} s: {seen.poison}")
+                text = f"{lacking} did not come back in {self._recovery_timeout_s:g} s"
+                raise PeerUnavailable(text, peer=lacking)
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    def _unused(self, request_id: str) -> str:
+        """`request_id`, or with a number behind it when the journal has it: the same request, tried again."""
+        number, unused = 1, request_id
+        while self._journal.find(unused) is not None:
+            number += 1
+            unused = f"{request_id}~{number}"
+        return unused
+
     async def _run_by_hand(self, stage: Stage, request_id: str) -> None:
         """One stage, taken back by nobody. The stages from one phase to the next are journalled as one changeover."""
         seen, at = await self._look()
         advance(at, stage)
-        changeover = self._open or self._begin(request_id, seen, target=leads_to(at))
+        changeover = self._open or self._begin(self._unused(request_id), seen, target=leads_to(at))
         changeover.stands(seen)
         await changeover.run(stage)
         if phase_of(stage) is not None:
             self._close(changeover)
 
     async def _look(self) -> tuple[Observed, Stage]:
-        """Asks the services where the node stands. Raises StageOrder when they do not fit together."""
+        """Asks the services where the node stands. Raises PeerUnavailable, or StageOrder when they do not fit together."""
         seen = await self._peers.observe()
+        seen.require_all()
+        return seen, self._take(seen)
+
+    def _take(self, seen: Observed) -> Stage:
+        """Takes what the services say as the truth. Raises StageOrder when they do not fit together."""
         self._poison = seen.poison
         if seen.served_version is not None:
             self._policy_version = seen.served_version
@@ -182,11 +245,13 @@ class Node:
             self._at, self._last_error = None, f"{error.reason}: {error.message}"
             raise
         _settle(self._journal, self._at)
-        return seen, self._at
+        return self._at
 
     def _begin(self, request_id: str, seen: Observed, *, target: Phase) -> Changeover:
         changeover_id = self._journal.begin_changeover(request_id, origin=seen.place(), target=target)
-        self._open = Changeover(changeover_id, seen=seen, journal=self._journal, peers=self._peers, tell=self._tell)
+        self._open = Changeover(
+            changeover_id, seen=seen, journal=self._journal, peers=self._peers, tell=self._tell, restart=self._restart
+        )
         return self._open
 
     def _close(self, changeover: Changeover, error: TasukiError | None = None) -> None:

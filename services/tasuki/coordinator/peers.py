@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -10,14 +12,14 @@ import grpc
 import grpc.aio
 
 from tasuki.coordinator.encode import stage_from_proto, stage_to_proto
-from tasuki.coordinator.phases import RULES, Service, Stage, standing
+from tasuki.coordinator.phases import RULES, Phase, Service, Stage, lost_weights, standing
 from tasuki.coordinator.records import Intent, Outcome
 from tasuki.v1 import memory_pb2, rollout_pb2, trainer_pb2, types_pb2, weights_pb2
 from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
 from tasuki.wire.channel import open_channel
-from tasuki.wire.errors import PeerUnavailable, StageOrder, from_rpc_error
+from tasuki.wire.errors import DeadlineExceeded, PeerUnavailable, StageOrder, from_rpc_error
 
 _Tags = tuple[types_pb2.MemoryTag.ValueType, ...]
 _KV: _Tags = (types_pb2.MEMORY_TAG_KV_CACHE,)
@@ -47,6 +49,31 @@ class Observed:
     rollout_stage: Stage | None
     served_version: int | None = None
     poison: str = ""
+    absent: tuple[Service, ...] = ()
+    """Services that do not answer. They count as freshly started, which they will be."""
+
+    def require_all(self) -> None:
+        """Raises PeerUnavailable naming a service that does not answer."""
+        for service in self.absent:
+            raise PeerUnavailable(f"{service} does not answer", peer=service)
+
+    @property
+    def is_on_the_way_back(self) -> bool:
+        """Whether the way forwards is closed: what was published is gone."""
+        return lost_weights(trainer=self.trainer_stage, rollout=self.rollout_stage)
+
+    def lacks(self, phase: Phase) -> Service | None:
+        """The service without which no step towards `phase` can be made; it has to come back first.
+
+        An engine takes its memory while the trainer is away, so the trainer does not return before it. A trainer that is gone is not
+        waited for while rollout is awake: it may need rollout's memory to start.
+        """
+        if Service.ROLLOUT in self.absent and (phase is Phase.ROLLOUT or self.trainer_stage is Stage.OFFLOAD):
+            return Service.ROLLOUT
+        is_asleep = self.rollout_stage in (None, Stage.PAUSE_WEIGHTS)
+        if Service.TRAINER in self.absent and (phase is Phase.ROLLOUT or is_asleep):
+            return Service.TRAINER
+        return Service.ROLLOUT if self.poison and phase is Phase.ROLLOUT else None
 
     def place(self) -> Stage:
         """Where the node stands. Raises StageOrder when the two services do not fit together."""
@@ -62,7 +89,7 @@ class Peers(Protocol):
     """What a changeover asks of trainer and rollout. Every call raises TasukiError."""
 
     async def observe(self) -> Observed:
-        """Both services' states. Raises PeerUnavailable naming the one that does not answer."""
+        """Both services' states, as far as they answer."""
         ...
 
     async def run(self, intent: Intent, *, published: bytes) -> Outcome:
@@ -90,11 +117,7 @@ class GrpcPeers:
             await channel.close(None)
 
     async def observe(self) -> Observed:
-        request = trainer_pb2.GetTrainerStateRequest()
-        trainer = await _answer(Service.TRAINER, self._trainer.GetTrainerState(request, timeout=_READ_TIMEOUT_S))
-        rollout = await _answer(
-            Service.ROLLOUT, self._rollout.GetRolloutState(rollout_pb2.GetRolloutStateRequest(), timeout=_READ_TIMEOUT_S)
-        )
+        trainer, rollout = await asyncio.gather(self._trainer_state(), self._rollout_state())
         return Observed(
             trainer_boot_id=trainer.boot_id,
             rollout_boot_id=rollout.boot_id,
@@ -102,7 +125,24 @@ class GrpcPeers:
             rollout_stage=stage_from_proto(rollout.stage),
             served_version=rollout.policy_version if rollout.HasField("policy_version") else None,
             poison=(rollout.poison_reason or "unknown cause") if rollout.is_poisoned else "",
+            absent=tuple(
+                service for service, state in ((Service.TRAINER, trainer), (Service.ROLLOUT, rollout)) if not state.boot_id
+            ),
         )
+
+    async def _trainer_state(self) -> trainer_pb2.GetTrainerStateResponse:
+        """Empty when the trainer does not answer."""
+        call = self._trainer.GetTrainerState(trainer_pb2.GetTrainerStateRequest(), timeout=_READ_TIMEOUT_S)
+        with suppress(PeerUnavailable, DeadlineExceeded):
+            return await _answer(Service.TRAINER, call)
+        return trainer_pb2.GetTrainerStateResponse()
+
+    async def _rollout_state(self) -> rollout_pb2.GetRolloutStateResponse:
+        """Empty when rollout does not answer."""
+        call = self._rollout.GetRolloutState(rollout_pb2.GetRolloutStateRequest(), timeout=_READ_TIMEOUT_S)
+        with suppress(PeerUnavailable, DeadlineExceeded):
+            return await _answer(Service.ROLLOUT, call)
+        return rollout_pb2.GetRolloutStateResponse()
 
     async def run(self, intent: Intent, *, published: bytes) -> Outcome:
         command = _command(intent)
@@ -166,4 +206,6 @@ async def _answer(service: Service, call: Awaitable[_Answer]) -> _Answer:
         error = from_rpc_error(rpc_error)
         if isinstance(error, PeerUnavailable):
             raise PeerUnavailable(f"{service} does not answer: {error.message}", peer=service) from rpc_error
+        if isinstance(error, DeadlineExceeded):
+            raise DeadlineExceeded(f"{service} did not answer in time: {error.message}", peer=service) from rpc_error
         raise error from rpc_error

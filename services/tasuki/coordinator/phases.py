@@ -144,10 +144,18 @@ def turns_back(at: Stage, to: Phase) -> bool:
 def standing(*, trainer: Stage | None, rollout: Stage | None) -> Stage | None:
     """Where the node stands, from the last stage that each service says it completed (None: freshly started).
 
-    None when the two do not fit together, which takes a service that was restarted alone.
+    A rollout that was started anew is asleep, which fits wherever the trainer is. A trainer that was started anew is loaded, and the
+    node stands where rollout is: it goes on to LOAD_TRAINER, or back (`lost_weights`). None when the two do not fit together.
     """
+    if trainer is None and rollout is not None and rollout is not Stage.PAUSE_WEIGHTS:
+        return rollout
     seen = {Service.TRAINER: trainer or Stage.LOAD_TRAINER, Service.ROLLOUT: rollout or Stage.PAUSE_WEIGHTS}
     return _STANDING.get((seen[Service.TRAINER], seen[Service.ROLLOUT]))
+
+
+def lost_weights(*, trainer: Stage | None, rollout: Stage | None) -> bool:
+    """Whether rollout is to receive weights that a trainer published which has been started anew since: the only way is back."""
+    return trainer is None and rollout in (Stage.RESUME_WEIGHTS, Stage.SYNC)
 
 
 def _last_of(service: Service, at: Stage) -> Stage:

@@ -55,7 +55,7 @@ def _serve(config: NodeConfig, starting: Starting) -> int:
         os.environ.update(engine_environment(config, model, temp_dir=temp_dir))
         ranks = RankProcesses()
         try:
-            ranks.start(config.rollout.tp_size)
+            ranks.start(config)
             from tasuki.rollout.serve import serve
 
             return serve(config, model, ranks, starting)

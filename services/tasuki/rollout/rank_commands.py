@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.rank_memory import RankMemory
 from tasuki.rollout.receive import Received, WeightReceiver
 from tasuki.rollout.record import EngineModel
+from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
+from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.usage import TAGS, usage_response
 from tasuki.v1 import memory_pb2, ranks_pb2, types_pb2
 from tasuki.wire.errors import Busy, TasukiError
@@ -30,11 +33,21 @@ _log = logging.getLogger(__name__)
 class EngineRank:
     """What one engine rank does when it is told to.
 
-    scheduler: SGLang's, or None for a model without an engine around it.
+    scheduler: SGLang's, or None for a model without an engine around it. heartbeat: shows when a command runs.
     """
 
-    def __init__(self, model: EngineModel, allocator: NativeAllocator, *, tp_rank: int, scheduler: Any = None) -> None:
+    def __init__(
+        self,
+        model: EngineModel,
+        allocator: NativeAllocator,
+        *,
+        tp_rank: int,
+        scheduler: Any = None,
+        heartbeat: Heartbeat | None = None,
+        failpoints: Failpoints = NO_FAILPOINTS,
+    ) -> None:
         self.tp_rank = tp_rank
+        self._heartbeat, self._failpoints = heartbeat, failpoints
         self.receiver = WeightReceiver(model)
         self._allocator, self._scheduler = allocator, scheduler
         slot_table = None if scheduler is None else scheduler.req_to_token_pool.req_to_token
@@ -42,9 +55,15 @@ class EngineRank:
 
     def run(self, command: ranks_pb2.EngineRankCommand) -> ranks_pb2.EngineRankResult:
         """Errors travel in the answer: an exception would end the scheduler and with it the whole engine."""
+        with self._heartbeat.working() if self._heartbeat is not None else nullcontext():
+            return self._run(command)
+
+    def _run(self, command: ranks_pb2.EngineRankCommand) -> ranks_pb2.EngineRankResult:
         result = ranks_pb2.EngineRankResult(call=command.call, tp_rank=self.tp_rank)
+        name = command.WhichOneof("command")
         try:
-            match command.WhichOneof("command"):
+            self._failpoints.hit(str(name))
+            match name:
                 case "receive":
                     timeout_s = command.receive.import_timeout_ms / 1000
                     received = self.receiver.receive(command.receive.weights, import_timeout_s=timeout_s)
@@ -58,6 +77,7 @@ class EngineRank:
                     result.get_usage.CopyFrom(self._usage())
                 case other:
                     raise AssertionError(f"no command {other}")
+            self._failpoints.hit(f"{name}.done")
         except TasukiError as error:
             result.error.CopyFrom(ranks_pb2.RankError(reason=error.reason, message=error.message, metadata=error.metadata))
         except Exception as error:  # noqa: BLE001 - the boundary to SGLang, see above

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any, TypedDict
 
+from tasuki.config.schema import NodeConfig
 from tasuki.wire.errors import InternalError
 
 _POLL_S = 0.2
@@ -34,13 +35,13 @@ class RankProcesses:
         self.processes: list[SpawnProcess] = []
         self._pipes: list[Connection] = []
 
-    def start(self, tp_size: int) -> None:
+    def start(self, config: NodeConfig) -> None:
         context = multiprocessing.get_context("spawn")
         # Nothing is ever sent: its end here closes when this process dies, however it dies.
         end_of_front, self._lifeline = context.Pipe(duplex=False)
-        for tp_rank in range(tp_size):
+        for tp_rank in range(config.rollout.tp_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_run_rank, args=(theirs, end_of_front), name=f"engine-rank-{tp_rank}")
+            process = context.Process(target=_run_rank, args=(theirs, end_of_front, config), name=f"engine-rank-{tp_rank}")
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -89,13 +90,13 @@ class RankProcesses:
         )
 
 
-def _run_rank(pipe: Connection, end_of_front: Connection) -> None:
+def _run_rank(pipe: Connection, end_of_front: Connection, config: NodeConfig) -> None:
     # Ctrl-C reaches the whole group; the front ends its ranks in its own order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_die_with_front, args=(end_of_front,), daemon=True).start()
     from tasuki.rollout.scheduler import run_scheduler
 
-    run_scheduler(*pipe.recv(), pipe)  # pyright: ignore[reportCallIssue]  `launch` says what comes through the pipe
+    run_scheduler(config, *pipe.recv(), pipe)  # pyright: ignore[reportCallIssue]  `launch` says what comes through the pipe
 
 
 def _die_with_front(end_of_front: Connection) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import math
 import random
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
@@ -49,7 +51,8 @@ class Drained:
 class Rollout:
     """One engine, its weights' version, its memory, and where the service stands in the ring of stages.
 
-    seed: of the seeds of samples whose request gives none. on_serving: called whenever generation opens or closes.
+    seed: of the seeds of samples whose request gives none. on_serving: called whenever generation opens or closes. on_poison: called
+    when the engine's memory can no longer be trusted.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Rollout:
         *,
         seed: int,
         on_serving: Callable[[bool], Awaitable[None]],
+        on_poison: Callable[[], None],
     ) -> None:
         self.boot_id = uuid.uuid4().hex
         self.engine = engine
@@ -67,8 +71,10 @@ class Rollout:
         self.poison_reason: str | None = None
         self.memory = memory
         self._sync = sync
-        self._on_serving = on_serving
-        self._seeds = random.Random(seed)  # noqa: S311 - to be repeatable, not secret
+        self._on_serving, self._on_poison = on_serving, on_poison
+        self._seed = seed
+        self._num_asked: Counter[str] = Counter()
+        """How often each request has come since the version was committed."""
         self._held_version: int | None = None
         self._highest_served: int | None = None
         self._is_open = False
@@ -105,6 +111,7 @@ class Rollout:
         self.stage = stage
         if is_serving(stage):
             self._highest_served = self._held_version
+            self._num_asked.clear()
             await self._open()
         _log.info("event=stage stage=%s mapped_bytes=%d policy_version=%s", stage, mapped, self._held_version)
         return mapped
@@ -183,9 +190,10 @@ class Rollout:
         assert version is not None
 
         # SGLang aborts by prefix: the dot keeps sample 1 from taking sample 10 with it.
+        seeds = self._seeds(request)
         places = [(prompt, sample) for prompt in range(len(request.prompts)) for sample in range(request.num_samples)]
         requests = [
-            EngineRequest(f"{call}-{prompt}-{sample}.", request.prompts[prompt], self._sampling(request, prompt, sample))
+            EngineRequest(f"{call}-{prompt}-{sample}.", request.prompts[prompt], self._sampling(request, prompt, sample, seeds))
             for prompt, sample in places
         ]
         async with aclosing(self.engine.generate(requests)) as completions:
@@ -197,10 +205,23 @@ class Rollout:
                     )
                 yield [Sample(*places[index], completion, version) for index, completion in ended]
 
-    def _sampling(self, request: GenerationRequest, prompt_index: int, sample_index: int) -> dict[str, object]:
+    def _seeds(self, request: GenerationRequest) -> random.Random:
+        """Of the samples of a request that names no seed.
+
+        They depend on the version and on what is asked, so that an engine that was started anew makes what the lost one would have
+        made, and on how often it was asked, so that asking twice gives two answers.
+        """
+        asked = hashlib.sha256(repr((request.prompts, request.num_samples, request.sampling)).encode()).hexdigest()
+        self._num_asked[asked] += 1
+        # To be repeatable, not secret.
+        return random.Random(f"{self._seed}/{self._held_version}/{asked}/{self._num_asked[asked]}")  # noqa: S311
+
+    def _sampling(
+        self, request: GenerationRequest, prompt_index: int, sample_index: int, seeds: random.Random
+    ) -> dict[str, object]:
         sampling = sampling_of(request, prompt_index, sample_index, self.engine.model)
         if self.engine.model.is_seeded:
-            sampling.setdefault("sampling_seed", self._seeds.getrandbits(_SEED_BITS))
+            sampling.setdefault("sampling_seed", seeds.getrandbits(_SEED_BITS))
         return sampling
 
     def _check_open(self) -> None:
@@ -231,4 +252,5 @@ class Rollout:
             self.poison_reason = f"{stage} failed: {type(error).__name__}: {error}"
             self._held_version = None
             _log.error("event=poisoned reason=%s", self.poison_reason)
+            self._on_poison()
             raise

@@ -13,6 +13,7 @@ from sglang.srt.layers.attention import attention_registry
 from sglang.srt.managers import scheduler as sglang_scheduler
 from sglang.srt.server_args import PortArgs, ServerArgs, get_global_server_args
 
+from tasuki.config.schema import NodeConfig
 from tasuki.rollout.cpu_attention import BatchedAttention
 from tasuki.rollout.rank_commands import EngineRank, register_rank
 from tasuki.rollout.rank_memory import rank_allocator
@@ -20,6 +21,8 @@ from tasuki.rollout.ranks import RankReport
 from tasuki.rollout.record import EngineModel
 from tasuki.rollout.saver import install_saver
 from tasuki.rollout.seeded import multinomial_with_seed
+from tasuki.rpc.failpoints import Failpoints
+from tasuki.rpc.heartbeat import Heartbeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,7 @@ class StopTokens:
 
 
 def run_scheduler(
+    config: NodeConfig,
     server_args: ServerArgs,
     port_args: PortArgs,
     gpu_id: int,
@@ -76,7 +80,13 @@ def run_scheduler(
             if self.server_args.device == "cpu":
                 _sample_by_seeds()
             model = cast(EngineModel, self.tp_worker.model_runner.model)
-            register_rank(EngineRank(model, allocator, tp_rank=tp_rank, scheduler=self))
+            name = f"scheduler{tp_rank}"
+            heartbeat = Heartbeat(config.state_dir, name)
+            heartbeat.beat_in_thread()
+            failpoints = Failpoints.of(config, name)
+            register_rank(
+                EngineRank(model, allocator, tp_rank=tp_rank, scheduler=self, heartbeat=heartbeat, failpoints=failpoints)
+            )
             # SGLang collects garbage whenever it flushes its cache; without this that walks every object made so far, half a second long.
             gc.collect()
             gc.freeze()

@@ -20,11 +20,14 @@ from tasuki.rollout.servicer import RolloutServicer
 from tasuki.rollout.starting import Starting
 from tasuki.rollout.sync import WeightSync
 from tasuki.rpc.commands import CommandGate
+from tasuki.rpc.failpoints import Failpoints
+from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.server import RpcServer
 from tasuki.v1 import memory_pb2_grpc, rollout_pb2_grpc
 
 _SERVICE = "tasuki.v1.RolloutService"
+_POISON_GRACE_S = 0.2
 _log = logging.getLogger(__name__)
 
 
@@ -37,7 +40,7 @@ async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, st
     stop, died = asyncio.Event(), asyncio.Event()
 
     def on_death() -> None:
-        _log.error("event=engine_died action=stop")
+        _log.error("event=engine_lost action=stop")
         died.set()
         stop.set()
 
@@ -49,23 +52,32 @@ async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, st
     configure_logging("rollout")  # SGLang has put its own in the place of ours
     calls = RankCalls(engine, socket_dir=socket_dir)
     sync = WeightSync(calls, socket_dir=socket_dir)
+    heartbeat = Heartbeat(config.state_dir, "rollout")
+
+    def on_poison() -> None:
+        # The answer goes out first; then the engine dies with this process, and a supervisor starts both anew.
+        asyncio.get_running_loop().call_later(_POISON_GRACE_S, on_death)
+
     try:
         rollout = Rollout(
             engine,
             sync,
             EngineMemory(calls),
             seed=config.rollout.seed,
+            on_poison=on_poison,
             on_serving=lambda is_serving: server.set_serving(f"{_SERVICE}/Generate", is_serving),
         )
-        gate = CommandGate()
+        gate = CommandGate(Failpoints.of(config, "rollout"))
         server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, RolloutServicer(rollout, gate), _SERVICE)
         server.add(
             memory_pb2_grpc.add_MemoryServiceServicer_to_server, RolloutMemoryServicer(rollout, gate), "tasuki.v1.MemoryService"
         )
         await rollout.fall_asleep(timeout_s=config.rollout.start_timeout_s)
         await server.start()
+        heartbeat.beat_in_loop()
         await server.run(stop)
     finally:
+        heartbeat.close()
         sync.close()
         calls.close()
         engine.stop()

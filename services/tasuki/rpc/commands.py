@@ -11,12 +11,15 @@ from typing import Any, Protocol, TypeVar, cast
 import grpc
 from google.protobuf.message import Message
 
-from tasuki.v1.types_pb2 import CommandId
+from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
+from tasuki.v1.memory_pb2 import PauseRequest, ResumeRequest
+from tasuki.v1.types_pb2 import CommandId, Stage
 from tasuki.wire.errors import InvalidArgument, StaleEpoch, StaleSequence, TasukiError
 
 _Answer = TypeVar("_Answer")
 _KEPT_ANSWERS = 1024
 _MAX_REQUEST_ID = 128
+_STAGES = {"PublishWeights": "LOAD_WEIGHTS", "ReceiveWeights": "SYNC", "Drain": "DRAIN"}
 _REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
 """Codes of the errors after which nothing has changed."""
 
@@ -36,10 +39,12 @@ class CommandGate:
     A command outlives its caller: a cancelled or timed-out call leaves it running, and the same request_id finds it again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, failpoints: Failpoints = NO_FAILPOINTS) -> None:
+        """failpoints: each command comes to one with its stage's or its own name before it is carried out, and ".done" after."""
+        self._failpoints = failpoints
         self.epoch = 0
         self.sequence = 0
-        self._answers: OrderedDict[str, tuple[bytes, asyncio.Task[Any]]] = OrderedDict()
+        self._answers: OrderedDict[str, tuple[bytes, asyncio.Future[Any]]] = OrderedDict()
         self._lock = asyncio.Lock()
 
     async def stage(self, request: Commanded, action: Callable[[], Awaitable[_Answer]]) -> _Answer:
@@ -85,6 +90,17 @@ class CommandGate:
 
         return await self._run(request, fence, action)
 
+    def restore(self, request_id: str, *, content: bytes, answer: Message | TasukiError) -> None:
+        """Gives `answer` to whoever repeats a command that an earlier life of the service carried out. content: its `digest`."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if isinstance(answer, TasukiError):
+            future.set_exception(answer)
+            future.exception()  # read here, so that asyncio does not report it as lost
+        else:
+            future.set_result(answer)
+        self._answers[request_id] = content, future
+        self._forget_old()
+
     async def idle(self) -> None:
         """Returns when no command runs."""
         async with self._lock:
@@ -99,14 +115,14 @@ class CommandGate:
             )
 
     async def _run(self, request: Commanded, fence: Callable[[], None], action: Callable[[], Awaitable[_Answer]]) -> _Answer:
-        request_id, content = request.command.request_id, _digest(request)
+        request_id, content = request.command.request_id, digest(request)
         if not 0 < len(request_id) <= _MAX_REQUEST_ID:
             raise InvalidArgument(
                 "command.request_id", f"give one of 1 to {_MAX_REQUEST_ID} characters, unique for each intent"
             )
         if request_id not in self._answers:
             fence()
-            task = asyncio.get_running_loop().create_task(self._one_at_a_time(action))
+            task = asyncio.get_running_loop().create_task(self._one_at_a_time(action, _name(request)))
             self._answers[request_id] = content, task
             self._forget_old()
         first, task = self._answers[request_id]
@@ -114,9 +130,12 @@ class CommandGate:
             raise InvalidArgument("command.request_id", f"{request_id} was used for another request; choose a new one")
         return cast(_Answer, await asyncio.shield(task))
 
-    async def _one_at_a_time(self, action: Callable[[], Awaitable[_Answer]]) -> _Answer:
+    async def _one_at_a_time(self, action: Callable[[], Awaitable[_Answer]], name: str) -> _Answer:
         async with self._lock:
-            return await action()
+            self._failpoints.hit(name)
+            answer = await action()
+            self._failpoints.hit(f"{name}.done")
+            return answer
 
     def _forget_old(self) -> None:
         for request_id in list(self._answers)[: max(0, len(self._answers) - _KEPT_ANSWERS)]:
@@ -125,7 +144,15 @@ class CommandGate:
                 self._answers.pop(request_id)[1].exception()
 
 
-def _digest(request: Commanded) -> bytes:
+def _name(request: Commanded) -> str:
+    """The stage that a command carries out, e.g. "SYNC", or its own name, e.g. "OptimStep"."""
+    if isinstance(request, PauseRequest | ResumeRequest) and request.stage in Stage.values():
+        return Stage.Name(request.stage).removeprefix("STAGE_")
+    name = type(request).__name__.removesuffix("Request").removesuffix("Header")
+    return _STAGES.get(name, name)
+
+
+def digest(request: Commanded) -> bytes:
     """Of message type and content without the CommandId, whose epoch may have changed since the first try."""
     body = type(request)()
     cast(Message, body).CopyFrom(cast(Message, request))

@@ -21,8 +21,11 @@ import uvloop
 
 from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock
-from tasuki.config.places import grpc_target, socket_dir
+from tasuki.config.places import grpc_target, socket_dir, training_log_path
 from tasuki.config.schema import NodeConfig
+from tasuki.rpc.commands import CommandGate
+from tasuki.rpc.failpoints import Failpoints
+from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.server import RpcServer
 from tasuki.trainer.memory_servicer import MemoryServicer
@@ -30,8 +33,11 @@ from tasuki.trainer.mesh import start_mesh
 from tasuki.trainer.rank_commands import RankCommands
 from tasuki.trainer.rank_loop import Handlers, RankLoop
 from tasuki.trainer.ranks import Ranks, ranks_address
+from tasuki.trainer.restore import restore
 from tasuki.trainer.servicer import TrainerServicer
 from tasuki.trainer.state import TrainerState
+from tasuki.trainer.training import Training
+from tasuki.trainer.training_log import TrainingLog
 from tasuki.trainer.worker import Worker
 from tasuki.v1.memory_pb2_grpc import add_MemoryServiceServicer_to_server
 from tasuki.v1.ranks_pb2 import RankReady
@@ -100,18 +106,25 @@ def _run_rank(config: NodeConfig, *, launch: Launch) -> bool:
             config.device, local_rank=launch.local_rank, num_threads=trainer.num_threads, timeout_s=trainer.collective_timeout_s
         )
         cleanup.callback(dist.destroy_process_group)
-        worker = Worker(config, mesh=mesh)
+        worker = Worker(config, mesh=mesh, progressed=heartbeat.progressed)
         cleanup.callback(worker.close)
         if launch.rank != 0:
             # From here on the front says when to stop, after the call that runs; a signal to all ranks at once is for the front.
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)
+        heartbeat.beat_in_thread()
         commands = RankCommands(worker)
         return commands.ready(), commands.handlers()
 
     with ExitStack() as cleanup:
         address = ranks_address(socket_dir(config.state_dir))
-        return RankLoop(rank=launch.rank, address=address, launcher_fd=launch.launcher_fd).run(start)
+        heartbeat = Heartbeat(config.state_dir, f"trainer{launch.rank}")
+        cleanup.callback(heartbeat.close)
+        failpoints = Failpoints.of(config, f"trainer{launch.rank}")
+        loop = RankLoop(
+            rank=launch.rank, address=address, launcher_fd=launch.launcher_fd, heartbeat=heartbeat, failpoints=failpoints
+        )
+        return loop.run(start)
 
 
 async def _serve(config: NodeConfig, *, launch: Launch) -> int:
@@ -127,22 +140,32 @@ async def _serve(config: NodeConfig, *, launch: Launch) -> int:
     )
     own_rank = threading.Thread(target=_run_rank, args=(config,), kwargs={"launch": launch}, name="rank-0", daemon=True)
     own_rank.start()
+    cleanup = ExitStack()
     try:
         ready = await _ready_or_stopped(ranks, stop)
         if ready is None:
             return 1
-        state = TrainerState(policy_version=ready.policy_version)
+        failpoints = Failpoints.of(config, "trainer")
+        state = TrainerState(policy_version=ready.policy_version, gate=CommandGate(failpoints))
         server = RpcServer(service="trainer", target=grpc_target(config.state_dir, service="trainer", listen=trainer.listen))
-        servicer = TrainerServicer(ranks, state=state, ready=ready, config=config)
+        training = Training(ranks, state=state, ready=ready, config=config)
+        log = TrainingLog(training_log_path(config.state_dir), failpoints=failpoints)
+        cleanup.callback(log.close)
+        await restore(training, log, config=config)
+        servicer = TrainerServicer(training, log=log, ready=ready, config=config)
         server.add(add_TrainerServiceServicer_to_server, servicer, "tasuki.v1.TrainerService")
         server.add(add_MemoryServiceServicer_to_server, MemoryServicer(ranks, state=state), "tasuki.v1.MemoryService")
         await server.start()
+        heartbeat = Heartbeat(config.state_dir, "trainer")
+        cleanup.callback(heartbeat.close)
+        heartbeat.beat_in_loop()
         broken = loop.create_task(_stop_when_broken(ranks, stop))
         await server.run(stop, grace_s=_GRACE_S)
         broken.cancel()
         return 1 if ranks.broken.is_set() else 0
     finally:
         await ranks.close()
+        cleanup.close()
         loop.remove_reader(launch.launcher_fd)
         await asyncio.to_thread(own_rank.join, _GRACE_S)
 

@@ -9,6 +9,8 @@ from collections.abc import Callable
 import zmq
 from google.protobuf.message import Message
 
+from tasuki.rpc.failpoints import Failpoints
+from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.trainer.ranks import rank_identity
 from tasuki.v1.ranks_pb2 import RankError, RankReady, TrainerRankCommand, TrainerRankResult
 from tasuki.wire.errors import TasukiError
@@ -25,9 +27,10 @@ Handlers = dict[str, Callable[..., Message]]
 class RankLoop:
     """Serves the front until it stops, or is gone."""
 
-    def __init__(self, *, rank: int, address: str, launcher_fd: int) -> None:
-        """launcher_fd: pidfd of the process that launched the ranks; its end ends the loop."""
+    def __init__(self, *, rank: int, address: str, launcher_fd: int, heartbeat: Heartbeat, failpoints: Failpoints) -> None:
+        """launcher_fd: pidfd of the process that launched the ranks; its end ends the loop. heartbeat: shows when a command runs."""
         self._rank = rank
+        self._heartbeat, self._failpoints = heartbeat, failpoints
         self._launcher_fd = launcher_fd
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -70,7 +73,10 @@ class RankLoop:
         assert name is not None, "the front always sets a command"
         result = TrainerRankResult(call=command.call, rank=self._rank)
         try:
-            getattr(result, name).CopyFrom(handlers[name](getattr(command, name)))
+            with self._heartbeat.working():
+                self._failpoints.hit(name)
+                getattr(result, name).CopyFrom(handlers[name](getattr(command, name)))
+                self._failpoints.hit(f"{name}.done")
         except Exception as error:  # noqa: BLE001 - as above
             result.error.CopyFrom(_rank_error(error))
         return result

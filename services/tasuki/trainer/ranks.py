@@ -18,6 +18,7 @@ _log = logging.getLogger("tasuki.trainer")
 # Beyond the collectives' own time-out, for answers to arrive.
 _ANSWER_MARGIN_S = 10.0
 _LINGER_MS = 1000
+_DEATH_NOTICE_S = 0.5
 
 
 def ranks_address(socket_dir: Path) -> str:
@@ -118,6 +119,11 @@ class Ranks:
         if self._cause is not None:
             raise self._cause
         answers = [self._answers[rank] for rank in range(self.num_ranks)]
+        if any(answer.HasField("error") and not answer.error.reason for answer in answers):
+            # A rank whose peer was killed mostly fails in their collective before the kernel tells us of the death.
+            await asyncio.sleep(_DEATH_NOTICE_S)
+            if self._cause is not None:
+                raise self._cause
         self._raise_errors(answers)
         return answers
 

@@ -7,88 +7,48 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from tasuki.config.schema import NodeConfig
-from tasuki.trainer import batch, requests, stages
+from tasuki.rpc.commands import Commanded, digest
+from tasuki.trainer import requests, stages
 from tasuki.trainer.memory_servicer import TAGS
-from tasuki.trainer.ranks import Ranks
-from tasuki.trainer.state import TrainerState
+from tasuki.trainer.restore import recipe
+from tasuki.trainer.training import Training
+from tasuki.trainer.training_log import TrainingLog
 from tasuki.v1 import ranks_pb2, trainer_pb2, weights_pb2
-from tasuki.v1.trainer_pb2 import TrainingSamples
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceServicer
-from tasuki.v1.types_pb2 import STAGE_LOAD_WEIGHTS, TrainingSample
+from tasuki.v1.types_pb2 import STAGE_LOAD_WEIGHTS
 from tasuki.wire.channel import MAX_CHUNK_BYTES
-from tasuki.wire.errors import GradientsNotFinite, GradientsPending, NoGradients
+from tasuki.wire.errors import GradientsPending
 
 
 class TrainerServicer(TrainerServiceServicer):
     """One coroutine for each RPC."""
 
-    def __init__(self, ranks: Ranks, *, state: TrainerState, ready: ranks_pb2.RankReady, config: NodeConfig) -> None:
-        self._ranks, self._state, self._ready, self._config = ranks, state, ready, config
-        self._limits = batch.BatchLimits(
-            vocab_size=ready.vocab_size,
-            context_length=ready.context_length,
-            micro_batch_tokens=config.trainer.micro_batch_tokens,
-        )
+    def __init__(self, training: Training, *, log: TrainingLog, ready: ranks_pb2.RankReady, config: NodeConfig) -> None:
+        self._training, self._log = training, log
+        self._ranks, self._state = training.ranks, training.state
+        self._ready, self._config = ready, config
 
     async def ForwardBackward(
         self, request_iterator: AsyncIterator[trainer_pb2.ForwardBackwardRequest], context: Any
     ) -> trainer_pb2.ForwardBackwardResponse:
         header, samples = await requests.read_forward_backward(request_iterator)
-        return await self._state.gate.once(header, lambda: self._forward_backward(header.loss, samples))
 
-    async def _forward_backward(
-        self, loss: trainer_pb2.LossConfig, samples: Sequence[TrainingSample]
-    ) -> trainer_pb2.ForwardBackwardResponse:
-        started = time.perf_counter()
-        async with self._state.training():
-            loss = requests.loss_with_defaults(loss)
-            batch.check_sequences(samples, limits=self._limits)
-            batch.check_loss_fields(samples, kl_coef=loss.kl_coef)
-            num_loss_tokens = batch.count_loss_tokens(samples)
-            num_gap_tokens = batch.count_gap_tokens(samples, policy_version=self._state.policy_version)
-            plan = self._plan(samples)
-            commands = [
-                ranks_pb2.RankForwardBackward(
-                    loss=loss,
-                    micro_batches=_pick(samples, micro_batches),
-                    num_loss_tokens=num_loss_tokens,
-                    num_gap_tokens=num_gap_tokens,
-                )
-                for micro_batches in plan
-            ]
-            answers = await self._ranks.call_each(
-                [ranks_pb2.TrainerRankCommand(forward_backward=command) for command in commands]
-            )
-            self._state.has_gradients = True
-        parts = [answer.forward_backward for answer in answers]
-        return trainer_pb2.ForwardBackwardResponse(
-            loss=sum(part.loss for part in parts),
-            num_samples=len(samples),
-            num_tokens=num_loss_tokens,
-            clip_fraction=sum(part.clip_fraction for part in parts),
-            ref_kl=sum(part.ref_kl for part in parts),
-            max_log_prob_gap=max(part.max_log_prob_gap for part in parts),
-            mean_log_prob_gap=sum(part.mean_log_prob_gap for part in parts),
-            num_gap_tokens=num_gap_tokens,
-            entropy=sum(part.entropy for part in parts),
-            num_micro_batches=sum(bool(micro_batch) for micro_batches in plan for micro_batch in micro_batches),
-            seconds=time.perf_counter() - started,
-        )
+        async def forward_backward() -> trainer_pb2.ForwardBackwardResponse:
+            async with self._state.training():
+                loss = requests.loss_with_defaults(header.loss)
+                self._training.check_loss_samples(samples, kl_coef=loss.kl_coef)
+                logged = ranks_pb2.LoggedForwardBackward(loss=loss, samples=samples)
+                async with self._log.command(self._record(header, forward_backward=logged)):
+                    return await self._training.forward_backward(loss, samples)
+
+        return await self._state.gate.once(header, forward_backward)
 
     async def OptimStep(self, request: trainer_pb2.OptimStepRequest, context: Any) -> trainer_pb2.OptimStepResponse:
         async def step() -> trainer_pb2.OptimStepResponse:
             async with self._state.training():
                 requests.check_learning_rate(request)
-                if not self._state.has_gradients:
-                    raise NoGradients("there are no gradients: call ForwardBackward first")
-                try:
-                    answers = await self._ranks.call(ranks_pb2.TrainerRankCommand(optim_step=request))
-                except GradientsNotFinite:
-                    self._state.has_gradients = False
-                    raise
-                self._state.has_gradients = False
-                self._state.policy_version = answers[0].optim_step.policy_version
-                return answers[0].optim_step
+                async with self._log.command(self._record(request, optim_step=request)):
+                    return await self._training.optim_step(request)
 
         return await self._state.gate.once(request, step)
 
@@ -96,10 +56,8 @@ class TrainerServicer(TrainerServiceServicer):
         self, request: trainer_pb2.DiscardGradientsRequest, context: Any
     ) -> trainer_pb2.DiscardGradientsResponse:
         async def discard() -> trainer_pb2.DiscardGradientsResponse:
-            async with self._state.training():
-                await self._ranks.call(ranks_pb2.TrainerRankCommand(discard_gradients=request))
-                self._state.has_gradients = False
-                return trainer_pb2.DiscardGradientsResponse()
+            async with self._state.training(), self._log.command(self._record(request, discard_gradients=request)):
+                return await self._training.discard_gradients(request)
 
         return await self._state.gate.once(request, discard)
 
@@ -109,22 +67,9 @@ class TrainerServicer(TrainerServiceServicer):
         header, samples = await requests.read_compute_log_probs(request_iterator)
         policy, temperature = requests.checked_log_probs_header(header)
         async with self._state.training():
-            batch.check_sequences(samples, limits=self._limits)
-            plan = self._plan(samples)
-            commands = [
-                ranks_pb2.RankComputeLogProbs(
-                    policy=policy, temperature=temperature, micro_batches=_pick(samples, micro_batches)
-                )
-                for micro_batches in plan
-            ]
-            answers = await self._ranks.call_each(
-                [ranks_pb2.TrainerRankCommand(compute_log_probs=command) for command in commands]
-            )
-        scored: dict[int, trainer_pb2.TokenLogProbs] = {}
-        for micro_batches, answer in zip(plan, answers, strict=True):
-            indices = [index for micro_batch in micro_batches for index in micro_batch]
-            scored.update(zip(indices, answer.compute_log_probs.samples, strict=True))
-        for chunk in _chunks([scored[index] for index in range(len(samples))]):
+            self._training.check_sequences(samples)
+            scored = await self._training.compute_log_probs(samples, policy=policy, temperature=temperature)
+        for chunk in _chunks(scored):
             yield trainer_pb2.ComputeLogProbsResponse(samples=chunk)
 
     async def PublishWeights(
@@ -171,7 +116,10 @@ class TrainerServicer(TrainerServiceServicer):
             requests.check_path(request.path)
             async with self._state.training():
                 answers = await self._ranks.call(ranks_pb2.TrainerRankCommand(save_checkpoint=request))
-                return answers[0].save_checkpoint
+                saved = answers[0].save_checkpoint
+                checkpoint = trainer_pb2.LoadCheckpointRequest(path=request.path)
+                await self._log.saved(self._record(request, checkpoint=checkpoint, save_answer=saved))
+                return saved
 
         return await self._state.gate.once(request, save)
 
@@ -181,10 +129,9 @@ class TrainerServicer(TrainerServiceServicer):
         async def load() -> trainer_pb2.LoadCheckpointResponse:
             requests.check_path(request.path)
             async with self._state.training():
-                answers = await self._ranks.call(ranks_pb2.TrainerRankCommand(load_checkpoint=request))
-                self._state.has_gradients = False
-                self._state.policy_version = answers[0].load_checkpoint.policy_version
-                return answers[0].load_checkpoint
+                loaded = await self._training.load_checkpoint(request)
+                await self._log.loaded(self._record(request, checkpoint=request))
+                return loaded
 
         return await self._state.gate.once(request, load)
 
@@ -217,13 +164,11 @@ class TrainerServicer(TrainerServiceServicer):
             model_path=str(self._config.model.path),
         )
 
-    def _plan(self, samples: Sequence[TrainingSample]) -> batch.MicroBatchPlan:
-        lengths = [batch.sample_length(sample) for sample in samples]
-        return batch.plan_micro_batches(lengths, num_ranks=self._ranks.num_ranks, max_tokens=self._limits.micro_batch_tokens)
-
-
-def _pick(samples: Sequence[TrainingSample], micro_batches: Sequence[Sequence[int]]) -> list[TrainingSamples]:
-    return [TrainingSamples(samples=[samples[index] for index in indices]) for indices in micro_batches]
+    def _record(self, request: Commanded, **content: Any) -> ranks_pb2.TrainingRecord:
+        """A command as the log has it."""
+        return ranks_pb2.TrainingRecord(
+            request_id=request.command.request_id, digest=digest(request), recipe=recipe(self._config), **content
+        )
 
 
 def _chunks(scored: Sequence[trainer_pb2.TokenLogProbs]) -> Iterator[list[trainer_pb2.TokenLogProbs]]:

@@ -23,8 +23,8 @@ class TrainerState:
     published_version: int | None = None
     has_gradients: bool = False
     paused_tags: set[int] = field(default_factory=set)
-    boot_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     gate: CommandGate = field(default_factory=CommandGate)
+    boot_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @asynccontextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -70,9 +70,13 @@ class PublishReport:
 class Worker:
     """One rank's share of the training state."""
 
-    def __init__(self, node: NodeConfig, *, mesh: DeviceMesh) -> None:
-        """Loads the start weights. Raises what model.read_model_config and shards.load_shards raise."""
+    def __init__(self, node: NodeConfig, *, mesh: DeviceMesh, progressed: Callable[[], None] = lambda: None) -> None:
+        """Loads the start weights. Raises what model.read_model_config and shards.load_shards raise.
+
+        progressed: called after each micro-batch.
+        """
         config = node.trainer
+        self._progressed = progressed
         self.node, self.config, self.mesh, self.device = node, config, mesh, mesh_device(mesh)
         self.model_config = read_model_config(node.model.path)
         self.policy_version = 0
@@ -123,6 +127,7 @@ class Worker:
             entropy = torch.dot(entropy_T, batch.loss_mask_T)
             sums += torch.stack((part.loss.detach(), part.num_clipped, part.ref_kl, entropy, gap_T.sum()))
             max_gap = torch.maximum(max_gap, gap_T.max()) if len(gap_T) else max_gap
+            self._progressed()
         self.has_gradients = True
         loss_sum, num_clipped, ref_kl, entropy_sum, gap_sum = sums.tolist()
         return LossReport(
@@ -215,6 +220,7 @@ class Worker:
         for batch in batches:
             log_probs_T, _ = self._score(policy, batch, temperature=temperature)
             scored.extend(sample.tolist() for sample in log_probs_T.split(list(batch.num_completion_tokens)))
+            self._progressed()
         # Without a backward pass FSDP2 leaves the root's parameters gathered, in place of their shards.
         cast(FSDPModule, policy).reshard()
         return scored

@@ -1,0 +1,42 @@
+"""What a killed process cannot remove itself."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+from tasuki.cli.processes import descendants, shared_memory, shared_memory_of
+from tasuki.config.places import socket_dir
+
+_LOOK_EVERY_S = 10.0
+
+
+class Leftovers:
+    """The run folder with its sockets, and files in /dev/shm of the processes below this one."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self._state_dir = state_dir
+        self._others = shared_memory()
+        self._seen = self._others
+        self._ours: set[Path] = set()
+        self._next_look = 0.0
+
+    def glance(self) -> None:
+        """Looks when there is something new in /dev/shm, and now and then; cheap otherwise."""
+        present = shared_memory()
+        if present - self._seen or time.monotonic() >= self._next_look:
+            self.look()
+            self._seen = present
+            self._next_look = time.monotonic() + _LOOK_EVERY_S
+
+    def look(self) -> None:
+        """Notes which shared memory the processes below this one use: when they have ended, nobody can tell."""
+        self._ours |= shared_memory_of(descendants(os.getpid())) - self._others
+
+    def remove(self) -> None:
+        """Once none of them is left."""
+        for path in self._ours:
+            path.unlink(missing_ok=True)
+        shutil.rmtree(socket_dir(self._state_dir), ignore_errors=True)

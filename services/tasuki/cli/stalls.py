@@ -1,0 +1,111 @@
+"""Finds the processes of a node that hang: by their pulse, not by the clock of what they do."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tasuki.config.places import pulse_dir, stall_dir
+from tasuki.rpc.heartbeat import Pulse, read_pulse
+
+_log = logging.getLogger("tasuki.supervisor")
+_LOOK_EVERY_S = 0.5
+# A supervisor that was itself stopped for so long has seen nobody's pulse.
+_GAP_S = 5.0
+_DUMP_TIMEOUT_S = 10.0
+_NAME = re.compile(r"(?P<service>[a-z]+)\d*-(?P<pid>\d+)")
+_SERVICE_OF = {"scheduler": "rollout"}
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A process that hangs. `service`: what has to be started anew for it."""
+
+    service: str
+    process: str
+    pid: int
+    cause: str
+
+
+@dataclass(slots=True)
+class _Watched:
+    pulse: Pulse
+    beat_time: float
+    progress_time: float
+
+
+class StallWatch:
+    """Looks at the pulses of one node. stall_s: for a pulse, and for the progress of what runs, to stand still."""
+
+    def __init__(self, state_dir: Path, *, stall_s: float, progress_s: float) -> None:
+        self._state_dir, self._stall_s, self._progress_s = state_dir, stall_s, progress_s
+        self._seen: dict[Path, _Watched] = {}
+        self._looked = 0.0
+
+    def look(self, *, now: float) -> Stall | None:
+        """The first process found hanging; looks twice a second at most."""
+        if now - self._looked < _LOOK_EVERY_S:
+            return None
+        if now - self._looked > _GAP_S:
+            self._seen.clear()
+        self._looked = now
+        return next(self._stalls(now), None)
+
+    def forget(self, service: str) -> None:
+        """The service's processes are gone."""
+        for path in self._paths():
+            if _service_of(path) == service:
+                path.unlink(missing_ok=True)
+                self._seen.pop(path, None)
+
+    def _stalls(self, now: float) -> Iterator[Stall]:
+        for path in self._paths():
+            pulse = read_pulse(path)
+            if pulse is None:
+                continue
+            seen = self._seen.setdefault(path, _Watched(pulse, now, now))
+            if pulse.beats != seen.pulse.beats:
+                seen.beat_time = now
+            if pulse.progress != seen.pulse.progress or not pulse.is_working:
+                seen.progress_time = now
+            seen.pulse = pulse
+            process, pid = path.name.rpartition("-")[::2]
+            if now - seen.beat_time > self._stall_s:
+                yield Stall(_service_of(path), process, int(pid), f"no heartbeat for {now - seen.beat_time:.1f} s")
+            elif now - seen.progress_time > self._progress_s:
+                yield Stall(_service_of(path), process, int(pid), f"no progress for {now - seen.progress_time:.1f} s")
+
+    def _paths(self) -> list[Path]:
+        return sorted(path for path in pulse_dir(self._state_dir).iterdir() if _NAME.fullmatch(path.name))
+
+
+def _service_of(path: Path) -> str:
+    parts = _NAME.fullmatch(path.name)
+    assert parts is not None
+    return _SERVICE_OF.get(parts["service"], parts["service"])
+
+
+def dump_stacks(state_dir: Path, stall: Stall) -> Path:
+    """Writes what every thread of the process was doing, by py-spy; when that fails, why."""
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
+    path = stall_dir(state_dir) / f"{stamp}-{stall.process}-{stall.pid}.txt"
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    py_spy = Path(sys.executable).with_name("py-spy")
+    started = time.monotonic()
+    try:
+        # It reads a stopped process without waiting for it to stop.
+        argv = [py_spy, "dump", "--nonblocking", "--pid", str(stall.pid)]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=_DUMP_TIMEOUT_S, check=False)
+        text = done.stdout + done.stderr
+    except (OSError, subprocess.TimeoutExpired) as error:
+        text = f"no stacks: {error}\n"
+    path.write_text(f"{stall.process}, pid {stall.pid}: {stall.cause}\n\n{text}")
+    _log.warning("event=stacks_dumped path=%s seconds=%.2f", path, time.monotonic() - started)
+    return path

@@ -1,0 +1,107 @@
+"""Faults on request, compiled in: what a test of recovery needs, and what nothing else may switch on (`unsafe = true`)."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from tasuki.config.places import socket_dir
+from tasuki.config.schema import NodeConfig
+from tasuki.wire.errors import InvalidArgument
+
+_SPEC = re.compile(r"(?P<process>[a-z]+\d*)@(?P<point>[A-Za-z_.]+)(?::(?P<nth>[1-9]\d*))?=(?P<action>[a-z]+)")
+
+
+class Action(StrEnum):
+    """What happens to the process that comes to a failpoint."""
+
+    KILL = "kill"
+    """SIGKILL."""
+    STOP = "stop"
+    """SIGSTOP: the process is there and does nothing any more, as one that hangs in the kernel."""
+    HANG = "hang"
+    """The thread that came there waits for ever; the others go on."""
+    FULL = "full"
+    """An OSError, as of a disk without room."""
+    CORRUPT = "corrupt"
+    """`hit` returns True, and its caller damages what it has made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failpoint:
+    """`process` comes to `point` for the `nth` time: `action`, once in the life of the node."""
+
+    process: str
+    point: str
+    nth: int
+    action: Action
+    marker: Path
+
+
+def parse_failpoint(spec: str, *, folder: Path) -> Failpoint:
+    """Reads "rollout@SYNC=kill" or "coordinator@SYNC.intended:3=stop". Raises InvalidArgument."""
+    parts = _SPEC.fullmatch(spec)
+    if parts is None or parts["action"] not in list(Action):
+        raise InvalidArgument("failpoints", f"{spec!r} is not PROCESS@POINT[:NTH]=ACTION with an action of {', '.join(Action)}")
+    marker = folder / f"fired-{parts['process']}-{parts['point']}-{parts['nth'] or 1}"
+    return Failpoint(parts["process"], parts["point"], int(parts["nth"] or 1), Action(parts["action"]), marker)
+
+
+class Failpoints:
+    """The failpoints of one process; none in a node that was not made for tests."""
+
+    def __init__(self, process: str, specs: Sequence[str] = (), *, folder: Path = Path()) -> None:
+        """process: e.g. "coordinator", "trainer1" for rank 1, "rollout", "scheduler0". folder: remembers what has fired."""
+        found = [parse_failpoint(spec, folder=folder) for spec in specs]
+        self._points = [one for one in found if one.process == process]
+        self._hits: Counter[str] = Counter()
+
+    @classmethod
+    def of(cls, config: NodeConfig, process: str) -> Failpoints:
+        return cls(process, config.failpoints, folder=socket_dir(config.state_dir) if config.failpoints else Path())
+
+    def hit(self, point: str) -> bool:
+        """Comes to `point`. False, unless what the caller makes is to be damaged."""
+        if not self._points:
+            return False
+        self._hits[point] += 1
+        for one in self._points:
+            if one.point == point and one.nth == self._hits[point] and _is_first(one.marker):
+                return _act(one.action)
+        return False
+
+
+NO_FAILPOINTS = Failpoints("")
+
+
+def _is_first(marker: Path) -> bool:
+    """Whether nobody was here before: a process that was started anew must not die of the same failpoint again."""
+    try:
+        marker.touch(mode=0o600, exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _act(action: Action) -> bool:
+    match action:
+        case Action.KILL:
+            os.kill(os.getpid(), signal.SIGKILL)
+        case Action.STOP:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case Action.HANG:
+            while True:
+                time.sleep(3600.0)
+        case Action.FULL:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        case Action.CORRUPT:
+            return True
+    return False

@@ -1,0 +1,109 @@
+"""A process's pulse, in a file that the supervisor reads: whether it lives, and whether what it does goes on.
+
+16 bytes, shared by mmap: how often the pulse beat, and how far the work is (odd while something runs, so that a supervisor knows
+when to expect progress).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasuki.config.places import pulse_dir
+
+BEAT_EVERY_S = 0.25
+_COUNTERS = struct.Struct("<QQ")
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """One reading."""
+
+    beats: int
+    progress: int
+
+    @property
+    def is_working(self) -> bool:
+        return self.progress % 2 == 1
+
+
+def read_pulse(path: Path) -> Pulse | None:
+    """None while the file is not whole, or gone."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    return Pulse(*_COUNTERS.unpack(content)) if len(content) == _COUNTERS.size else None
+
+
+class Heartbeat:
+    """This process's pulse, until `close`. It begins to beat with `beat_in_thread` or `beat_in_loop`."""
+
+    def __init__(self, state_dir: Path, process: str) -> None:
+        """process: e.g. "coordinator", "trainer1" for a rank, "scheduler0"; what comes before the digits is not another's."""
+        self._path = pulse_dir(state_dir) / f"{process}-{os.getpid()}"
+        self._path.write_bytes(_COUNTERS.pack(0, 0))
+        with self._path.open("r+b") as file:
+            self._shared = mmap.mmap(file.fileno(), _COUNTERS.size)
+        self._beats = self._progress = 0
+        self._write = threading.Lock()
+        self._end = threading.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._thread: threading.Thread | None = None
+
+    def beat_in_thread(self) -> None:
+        """Shows that the process is scheduled, whatever its main thread does."""
+        self._thread = threading.Thread(target=self._beat_until_end, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def beat_in_loop(self) -> None:
+        """Shows that the event loop turns."""
+        self._task = asyncio.get_running_loop().create_task(self._beat_for_ever())
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Something runs that must progress. Not nested."""
+        self._move_on(1)
+        try:
+            yield
+        finally:
+            self._move_on(1)
+
+    def progressed(self) -> None:
+        """What runs has come further."""
+        self._move_on(2)
+
+    def close(self) -> None:
+        """No pulse is expected any more."""
+        self._end.set()
+        if self._task is not None:
+            self._task.cancel()
+        if self._thread is not None:
+            self._thread.join()
+        self._path.unlink(missing_ok=True)
+
+    def _beat_until_end(self) -> None:
+        while not self._end.wait(BEAT_EVERY_S):
+            self._beat()
+
+    async def _beat_for_ever(self) -> None:
+        while True:
+            self._beat()
+            await asyncio.sleep(BEAT_EVERY_S)
+
+    def _beat(self) -> None:
+        with self._write:
+            self._beats += 1
+            _COUNTERS.pack_into(self._shared, 0, self._beats, self._progress)
+
+    def _move_on(self, steps: int) -> None:
+        with self._write:
+            self._progress += steps
+            _COUNTERS.pack_into(self._shared, 0, self._beats, self._progress)

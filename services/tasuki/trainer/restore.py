@@ -1,0 +1,71 @@
+"""Brings a trainer that was started anew to where the one before it was: the last checkpoint, and what was trained since."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from google.protobuf.message import Message
+
+from tasuki.config.schema import NodeConfig
+from tasuki.trainer.training import Training
+from tasuki.trainer.training_log import TrainingLog
+from tasuki.v1.ranks_pb2 import TrainingRecord
+from tasuki.wire.errors import InvalidArgument, TasukiError
+
+_log = logging.getLogger("tasuki.trainer")
+# What does not change the numbers that come out.
+_NEUTRAL = {"listen", "metrics_port", "num_ranks", "num_threads", "collective_timeout_s"}
+
+
+def recipe(config: NodeConfig) -> str:
+    """What the numbers in a log depend on beside its commands."""
+    return f"{config.model.path.resolve()} {config.trainer.model_dump_json(exclude=_NEUTRAL)}"
+
+
+async def restore(training: Training, log: TrainingLog, *, config: NodeConfig) -> None:
+    """Carries the log's commands out again, and has their answers ready for callers that ask again.
+
+    Raises InvalidArgument when the log was made with another model or other settings, and what loading the checkpoint raises.
+    """
+    started = time.perf_counter()
+    num_commands = 0
+    for record in log.records():
+        num_commands += 1
+        if record.recipe != recipe(config):
+            raise InvalidArgument(
+                "state_dir", "its training.log is of another model or other [trainer] settings; start without --resume"
+            )
+        answer: Message | TasukiError
+        try:
+            async with training.state.training():
+                answer = await _carry_out(training, record)
+        except TasukiError as error:
+            if record.WhichOneof("command") == "checkpoint":
+                raise
+            answer = error
+        if record.request_id:
+            training.state.gate.restore(record.request_id, content=record.digest, answer=answer)
+    if num_commands:
+        _log.info(
+            "event=restored num_commands=%d policy_version=%d has_gradients=%s seconds=%.2f",
+            num_commands,
+            training.state.policy_version,
+            training.state.has_gradients,
+            time.perf_counter() - started,
+        )
+
+
+async def _carry_out(training: Training, record: TrainingRecord) -> Message:
+    match record.WhichOneof("command"):
+        case "checkpoint":
+            loaded = await training.load_checkpoint(record.checkpoint)
+            return record.save_answer if record.HasField("save_answer") else loaded
+        case "forward_backward":
+            return await training.forward_backward(record.forward_backward.loss, record.forward_backward.samples)
+        case "optim_step":
+            return await training.optim_step(record.optim_step)
+        case "discard_gradients":
+            return await training.discard_gradients(record.discard_gradients)
+        case other:
+            raise AssertionError(f"no command {other}")
