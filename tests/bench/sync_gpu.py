@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,10 +30,11 @@ from tasuki.transport.imported_weights import import_weights
 from tasuki.transport.plan import Slice
 from tasuki.transport.verify import ReceivedPiece, check_received
 from tasuki.v1 import weights_pb2
+from tests.bench.sync_ranks import REPOSITORY, Ranks, answer, published_weights
 from tests.bench.sync_shapes import QWEN, QwenModel, random_shards
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_ROUNDS = 20
+MODULE = "tests.bench.sync_gpu"
 IMPORT_TIMEOUT_S = 20.0
 MIB = 1 << 20
 
@@ -145,43 +145,10 @@ def best_ms(call: Callable[[], object]) -> float:
     return min(times)
 
 
-def answer(**facts: Any) -> None:
-    if "handle" in facts:
-        facts["handle"] = facts["handle"].SerializeToString().hex()
-    print(json.dumps(facts), flush=True)
-
-
-class Ranks:
-    """Processes that answer each line they get with one."""
-
-    def __init__(self, commands: Sequence[Sequence[str]]) -> None:
-        start = [sys.executable, "-m", "tests.bench.sync_gpu"]
-        self._ranks = [
-            subprocess.Popen([*start, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
-            for command in commands
-        ]
-
-    def ask(self, line: str) -> list[dict[str, Any]]:
-        for rank in self._ranks:
-            assert rank.stdin is not None
-            rank.stdin.write(line + "\n")
-            rank.stdin.flush()
-        return [json.loads(rank.stdout.readline()) for rank in self._ranks if rank.stdout is not None]
-
-    def close(self) -> None:
-        for rank in self._ranks:
-            rank.communicate()
-
-
-def published_weights(answers: Sequence[dict[str, Any]], version: int) -> weights_pb2.PublishedWeights:
-    handles = [weights_pb2.WeightHandle.FromString(bytes.fromhex(one["handle"])) for one in answers]
-    return weights_pb2.PublishedWeights(policy_version=version, boot_id="bench", handles=handles)
-
-
 def run_case(model: str, num_ranks: int, tp_size: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        trainers = Ranks([["--trainer", str(rank), str(num_ranks), model, folder] for rank in range(num_ranks)])
-        engines = Ranks([["--engine", str(rank), str(tp_size), model] for rank in range(tp_size)])
+        trainers = Ranks(MODULE, [["--trainer", str(rank), str(num_ranks), model, folder] for rank in range(num_ranks)])
+        engines = Ranks(MODULE, [["--engine", str(rank), str(tp_size), model] for rank in range(tp_size)])
         rounds = [_round(trainers, engines, version) for version in range(NUM_ROUNDS + 1)]
         floors = {name: engines.ask(name) for name in ("within", "plain_copies", "kernel")}
         if num_ranks > 1:
