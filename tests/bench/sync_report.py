@@ -89,15 +89,17 @@ def _draw_case(panel: Axes, case: dict[str, Any]) -> None:
     names = list(case["ways"])
     medians = [median_ms(case, name) for name in names]
     ends = [p99([one["total_ms"] for one in case["ways"][name]["rounds"]]) for name in names]
-    bars = panel.barh(names, medians, color=["#1b6ca8" if name == OURS else "#b8bcc2" for name in names], height=0.7)
-    panel.scatter(ends, names, marker="|", s=60, color="#444444", zorder=3, label="p99")
-    panel.bar_label(bars, [f"{value:.1f}" for value in medians], label_type="center", fontsize=8)
-    panel.axvline(case["floor_ms"], color="#c0392b", linewidth=1, label=f"floor {case['floor_ms']:.1f}")
+    panel.barh(names, medians, color=["#1b6ca8" if name == OURS else "#b8bcc2" for name in names], height=0.7)
+    panel.scatter(ends, names, marker="|", s=60, color="#444444", zorder=3)
+    for name, median, end in zip(names, medians, ends, strict=True):
+        panel.annotate(f"{median:.1f}", (max(median, end), name), (6, 0), textcoords="offset points", va="center", fontsize=8)
+    panel.axvline(case["floor_ms"], color="#c0392b", linewidth=1)
+    panel.set_xlim(0, 1.12 * max(*medians, *ends))
     panel.invert_yaxis()
     panel.set_title(title(case), fontsize=9, loc="left")
+    panel.set_title(f"bar: median, tick: p99, red: floor, {case['floor_ms']:.1f}", fontsize=7, loc="right")
     panel.tick_params(labelsize=8)
     panel.spines[["top", "right"]].set_visible(False)
-    panel.legend(fontsize=7, frameon=False, loc="lower right")
 
 
 def _num_rounds(result: dict[str, Any]) -> int:
