@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,12 @@ class PeerTrainer:
         """New values, published for our own sync."""
         for shard in self._shards:
             shard.local.mul_(CHANGE)
-        self._export.publish(int(version))
         torch.cuda.synchronize()
-        return {"handle": self._export.handle(), "uuid": device_uuid(self._device), "gpu": torch.cuda.get_device_name()}
+        start = time.perf_counter()
+        self._export.publish(int(version))
+        publish_ms = 1e3 * (time.perf_counter() - start)
+        gpu = {"uuid": device_uuid(self._device), "gpu": torch.cuda.get_device_name()}
+        return {"handle": self._export.handle(), "publish_ms": publish_ms, **gpu}
 
     def bucket(self, num_bytes: str, index: str) -> dict[str, Any]:
         """Whole tensors of at most `num_bytes` (or one that is larger) in one new tensor, with its handle."""

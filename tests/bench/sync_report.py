@@ -1,4 +1,4 @@
-"""The table and the chart of sync_peers.json: `python -m tests.bench.sync_report runs/bench/sync_peers.json` draws them again."""
+"""The table and the chart of sync_peers.json: `python -m tests.bench.sync_report FILE... --out FOLDER` makes them of several runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def markdown(result: dict[str, Any]) -> str:
         "",
     ]
     for case in result["cases"]:
-        lines += [f"{title(case)}: {case['copied_bytes'] / 1e9:.1f} GB, floor {case['floor_ms']:.2f} ms", ""]
+        size, floor = f"{case['copied_bytes'] / 1e9:.1f} GB", f"floor {case['floor_ms']:.2f} ms"
+        lines += [f"{title(case)}: {size}, {floor}, published before in {case['publish_ms']:.1f} ms", ""]
         lines += ["| " + " | ".join(HEADINGS) + " |", "|---|" + "--:|" * (len(HEADINGS) - 1)]
         lines += ["| " + " | ".join(_row(case, name)) + " |" for name in case["ways"]]
         lines.append("")
@@ -108,9 +109,12 @@ def _num_rounds(result: dict[str, Any]) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("json", type=Path)
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    print(write_report(json.loads(args.json.read_text()), args.json.parent))
+    results = [json.loads(file.read_text()) for file in args.files]
+    args.out.mkdir(parents=True, exist_ok=True)
+    print(write_report({"gpu": results[0]["gpu"], "cases": [case for result in results for case in result["cases"]]}, args.out))
 
 
 if __name__ == "__main__":
