@@ -15,12 +15,13 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 from tasuki.v1 import weights_pb2
-from tests.bench.sync_gpu import NUM_ROUNDS, REPOSITORY, Ranks, published_weights
+from tests.bench.sync_gpu import MODULE, NUM_ROUNDS
+from tests.bench.sync_ranks import REPOSITORY, Ranks, published_weights
 from tests.bench.sync_shapes import QWEN, QwenShape
 
 SETTINGS: dict[str, Any] = {
@@ -63,7 +64,10 @@ def write_config(model: str, folder: Path) -> Path:
     return folder
 
 
-def start_engine(arguments: dict[str, Any], *, tp_size: int) -> Any:
+def start_engine(
+    arguments: dict[str, Any], *, tp_size: int, scheduler: Callable[..., None] | None = None, loaders: Sequence[str] = ()
+) -> Any:
+    """scheduler: runs in every rank in the place of the service's own; loaders: more names that SGLang may call as weight loaders."""
     from contextlib import nullcontext
 
     from sglang.srt.entrypoints.engine import Engine
@@ -78,7 +82,7 @@ def start_engine(arguments: dict[str, Any], *, tp_size: int) -> Any:
         configure_subprocess = staticmethod(nullcontext)
 
     class ArenaEngine(Engine):
-        run_scheduler_process_func = staticmethod(run_scheduler)
+        run_scheduler_process_func = staticmethod(run_scheduler if scheduler is None else scheduler)
         num_ranks = tp_size
 
         async def run_on_ranks(self, command: bytes) -> None:
@@ -90,7 +94,7 @@ def start_engine(arguments: dict[str, Any], *, tp_size: int) -> Any:
             assert success, message
 
     TorchMemorySaverAdapter.create = staticmethod(lambda enable: NoSaver())
-    return ArenaEngine(**arguments, tp_size=tp_size, custom_weight_loader=[COMMAND_LOADER])
+    return ArenaEngine(**arguments, tp_size=tp_size, custom_weight_loader=[COMMAND_LOADER, *loaders])
 
 
 def run(model: str, num_ranks: int, tp_size: int, folder: Path) -> dict[str, Any]:
@@ -107,7 +111,7 @@ def run(model: str, num_ranks: int, tp_size: int, folder: Path) -> dict[str, Any
         return WeightSync(RankCalls(engine, socket_dir=folder), socket_dir=folder)
 
     sync = wait_for(make_sync())
-    trainers = Ranks([["--trainer", str(rank), str(num_ranks), model, str(folder)] for rank in range(num_ranks)])
+    trainers = Ranks(MODULE, [["--trainer", str(rank), str(num_ranks), model, str(folder)] for rank in range(num_ranks)])
 
     async def one_sync(weights: weights_pb2.PublishedWeights) -> Any:
         return await sync.run(weights, await sync.prepare(weights), timeout_s=120)

@@ -1,12 +1,13 @@
 """A sync of weights on GPUs, without an engine: `python -m tests.bench.sync_gpu [--cases 7b:1:1 7b:4:4] [--out FOLDER]`.
 
-A case is model : trainer ranks : tensor-parallel ranks. Each rank is a process; the trainer's ranks sit on the first GPUs, one each, and
-so do the engine's. Trainer ranks hold fp32 masters and publish them as bfloat16 in an arena; engine ranks receive them with
-WeightReceiver into parameters of SGLang's shapes, through a plan that is recorded from a loader. The clock starts before the command is
-sent to the ranks: "sync" ends when the last rank has waited for its copies, "verified" when the parent has compared all checksums with the
-published ones. Every round has new weights; the first one, with import, recording and compilation, is told apart. The floor is what the
-same bytes take at the rates that this run measured by plain copies: within a GPU, and from the other GPUs while all ranks read. "plain
-copies" are the plan's copies made by torch, one after the other. Writes sync_gpu.json, prints a table.
+A case is model : trainer ranks : tensor-parallel ranks, or, with several engines, model : trainer ranks : tensor-parallel ranks x engines,
+as in 7b:4:1x4. Each rank is a process; the trainer's ranks sit on the first GPUs, one each, and so do the engines'. Trainer ranks hold
+fp32 masters and publish them as bfloat16 in an arena; engine ranks receive them with WeightReceiver into parameters of SGLang's shapes,
+through a plan that is recorded from a loader. The clock starts before the command is sent to the ranks: "sync" ends when the last rank has
+waited for its copies, "verified" when the parent has compared all checksums with the published ones. Every round has new weights; the
+first one, with import, recording and compilation, is told apart. The floor is what the same bytes take at the rates that this run measured
+by plain copies: within a GPU, and from the other GPUs while all ranks read. "plain copies" are the plan's copies made by torch, one after
+the other. Writes sync_gpu.json, prints a table.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,10 +31,11 @@ from tasuki.transport.imported_weights import import_weights
 from tasuki.transport.plan import Slice
 from tasuki.transport.verify import ReceivedPiece, check_received
 from tasuki.v1 import weights_pb2
+from tests.bench.sync_ranks import REPOSITORY, Ranks, answer, published_weights
 from tests.bench.sync_shapes import QWEN, QwenModel, random_shards
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_ROUNDS = 20
+MODULE = "tests.bench.sync_gpu"
 IMPORT_TIMEOUT_S = 20.0
 MIB = 1 << 20
 
@@ -57,11 +58,11 @@ def trainer_rank(rank: int, num_ranks: int, model: str, folder: Path) -> None:
     export.close()
 
 
-def engine_rank(tp_rank: int, tp_size: int, model: str) -> None:
-    """Receives what each line names, or measures the ways to copy the same bytes."""
-    device = torch.device("cuda", tp_rank)
+def engine_rank(index: int, tp_size: int, model: str) -> None:
+    """Receives what each line names, or measures the ways to copy the same bytes. index: of the GPU; engines follow each other."""
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
-    parameters = QwenModel(QWEN[model], tp_rank=tp_rank, tp_size=tp_size, dtype=torch.bfloat16, device=device)
+    parameters = QwenModel(QWEN[model], tp_rank=index % tp_size, tp_size=tp_size, dtype=torch.bfloat16, device=device)
     receiver = WeightReceiver(parameters)
     for line in sys.stdin:
         command, _, rest = line.strip().partition(" ")
@@ -145,44 +146,11 @@ def best_ms(call: Callable[[], object]) -> float:
     return min(times)
 
 
-def answer(**facts: Any) -> None:
-    if "handle" in facts:
-        facts["handle"] = facts["handle"].SerializeToString().hex()
-    print(json.dumps(facts), flush=True)
-
-
-class Ranks:
-    """Processes that answer each line they get with one."""
-
-    def __init__(self, commands: Sequence[Sequence[str]]) -> None:
-        start = [sys.executable, "-m", "tests.bench.sync_gpu"]
-        self._ranks = [
-            subprocess.Popen([*start, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
-            for command in commands
-        ]
-
-    def ask(self, line: str) -> list[dict[str, Any]]:
-        for rank in self._ranks:
-            assert rank.stdin is not None
-            rank.stdin.write(line + "\n")
-            rank.stdin.flush()
-        return [json.loads(rank.stdout.readline()) for rank in self._ranks if rank.stdout is not None]
-
-    def close(self) -> None:
-        for rank in self._ranks:
-            rank.communicate()
-
-
-def published_weights(answers: Sequence[dict[str, Any]], version: int) -> weights_pb2.PublishedWeights:
-    handles = [weights_pb2.WeightHandle.FromString(bytes.fromhex(one["handle"])) for one in answers]
-    return weights_pb2.PublishedWeights(policy_version=version, boot_id="bench", handles=handles)
-
-
-def run_case(model: str, num_ranks: int, tp_size: int) -> dict[str, Any]:
+def run_case(model: str, num_ranks: int, tp_size: int, num_engines: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        trainers = Ranks([["--trainer", str(rank), str(num_ranks), model, folder] for rank in range(num_ranks)])
-        engines = Ranks([["--engine", str(rank), str(tp_size), model] for rank in range(tp_size)])
-        rounds = [_round(trainers, engines, version) for version in range(NUM_ROUNDS + 1)]
+        trainers = Ranks(MODULE, [["--trainer", str(rank), str(num_ranks), model, folder] for rank in range(num_ranks)])
+        engines = Ranks(MODULE, [["--engine", str(rank), str(tp_size), model] for rank in range(tp_size * num_engines)])
+        rounds = [_round(trainers, engines, version, tp_size=tp_size) for version in range(NUM_ROUNDS + 1)]
         floors = {name: engines.ask(name) for name in ("within", "plain_copies", "kernel")}
         if num_ranks > 1:
             floors["across"] = engines.ask("across")
@@ -192,30 +160,22 @@ def run_case(model: str, num_ranks: int, tp_size: int) -> dict[str, Any]:
         "model": model,
         "num_ranks": num_ranks,
         "tp_size": tp_size,
+        "num_engines": num_engines,
         "first": rounds[0],
         "rounds": rounds[1:],
         "floors": floors,
     }
 
 
-def _round(trainers: Ranks, engines: Ranks, version: int) -> dict[str, Any]:
+def _round(trainers: Ranks, engines: Ranks, version: int, *, tp_size: int) -> dict[str, Any]:
     published = trainers.ask(str(version))
     weights = published_weights(published, version)
     line = f"receive {weights.SerializeToString().hex()}"
     start = time.monotonic()
     received = engines.ask(line)
     answered = time.monotonic()
-    pieces = [
-        ReceivedPiece(rank, name, Slice(offset, tuple(shape), tuple(strides)), value)
-        for rank, one in enumerate(received)
-        for name, offset, shape, strides, value in one.pop("checksums")
-    ]
-    imported = import_weights(weights, timeout_s=IMPORT_TIMEOUT_S)
-    compare = time.monotonic()
-    check_received(pieces, imported)
-    imported.check_version(version)
-    compared_s = time.monotonic() - compare
-    imported.close()
+    # Each engine's front would compare its own.
+    compared_s = max(_compare(received[first : first + tp_size], weights) for first in range(0, len(received), tp_size))
     slowest = {name: 1e3 * max(one["timings"][name] for one in received) for name in received[0]["timings"]}
     return {
         "sync_ms": 1e3 * (max(one["synced_at"] for one in received) - start),
@@ -227,6 +187,22 @@ def _round(trainers: Ranks, engines: Ranks, version: int) -> dict[str, Any]:
         **{name: max(one[name] for one in received) for name in ("extra_mib", "lost_mib", "cpu_ms")},
         "arena_mib": max(one["arena_mib"] for one in published),
     }
+
+
+def _compare(received: Sequence[dict[str, Any]], weights: weights_pb2.PublishedWeights) -> float:
+    """Seconds to see that the ranks of one engine hold what was published. Raises WeightsCorrupt."""
+    pieces = [
+        ReceivedPiece(tp_rank, name, Slice(offset, tuple(shape), tuple(strides)), value)
+        for tp_rank, one in enumerate(received)
+        for name, offset, shape, strides, value in one.pop("checksums")
+    ]
+    imported = import_weights(weights, timeout_s=IMPORT_TIMEOUT_S)
+    start = time.monotonic()
+    check_received(pieces, imported)
+    imported.check_version(weights.policy_version)
+    compared_s = time.monotonic() - start
+    imported.close()
+    return compared_s
 
 
 def floor_ms(case: dict[str, Any]) -> float:
@@ -253,10 +229,10 @@ def table(case: dict[str, Any]) -> str:
     )
     sync = statistics.median(one["sync_ms"] for one in rounds)
     lines = [
-        f"{case['model']}, {case['num_ranks']} trainer ranks -> TP {case['tp_size']}, {len(rounds)} rounds",
+        f"{case['model']}, {case['num_ranks']} trainer ranks -> {case['num_engines']} x TP {case['tp_size']}, {len(rounds)} rounds",
         f"  sync      {spread([one['sync_ms'] for one in rounds])}; first {case['first']['sync_ms']:.0f} ms",
         f"  floor     {floor_ms(case):.2f} ms ({100 * floor_ms(case) / sync:.0f} %), "
-        f"{rounds[0]['copied_bytes'] / case['tp_size'] / sync / 1e6:.0f} GB/s a rank",
+        f"{rounds[0]['copied_bytes'] / case['tp_size'] / case['num_engines'] / sync / 1e6:.0f} GB/s a rank",
         f"  verified  {spread([one['verified_ms'] for one in rounds])}",
         f"  publish   {spread([one['publish_ms'] for one in rounds])}; first {case['first']['publish_ms']:.0f} ms",
         *(f"  part {name}: {spread([one['parts_ms'][name] for one in rounds])}" for name in rounds[0]["parts_ms"]),
@@ -286,8 +262,9 @@ def main() -> None:
         return engine_rank(int(rank), int(tp_size), model)
     cases: list[dict[str, Any]] = []
     for text in args.cases:
-        model, num_ranks, tp_size = text.split(":")
-        cases.append(run_case(model, int(num_ranks), int(tp_size)))
+        model, num_ranks, layout = text.split(":")
+        tp_size, _, num_engines = layout.partition("x")
+        cases.append(run_case(model, int(num_ranks), int(tp_size), int(num_engines or 1)))
         print(table(cases[-1]), flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "sync_gpu.json").write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "cases": cases}, indent=1))

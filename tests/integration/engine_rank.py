@@ -46,7 +46,7 @@ _NOTHING = Outcome([], [], 0, False, [], (), 0, 0)
 
 
 class EngineRanks:
-    """Two processes that form one TP group of two, or, the first alone, of one."""
+    """Processes that form one TP group, or, on a CPU, the first alone one of its own."""
 
     def __init__(self, pipes: list[Connection]) -> None:
         self._pipes = pipes
@@ -96,12 +96,14 @@ def pieces_of(outcomes: list[Outcome]) -> list[ReceivedPiece]:
 
 
 @contextmanager
-def engine_ranks() -> Iterator[EngineRanks]:
+def engine_ranks(num_ranks: int = 2, *, device: str = "cpu") -> Iterator[EngineRanks]:
+    """device: "cpu", or "cuda" for one GPU a rank."""
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
-    for _ in range(2):
+    for index in range(num_ranks):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_run_rank, args=(theirs,), daemon=True)
+        rank_device = "cpu" if device == "cpu" else f"{device}:{index}"
+        process = context.Process(target=_run_rank, args=(theirs, rank_device), daemon=True)
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -120,18 +122,19 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _run_rank(pipe: Connection) -> None:
-    os.environ |= {
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "SGLANG_NCCL_SO_PATH": "/nonexistent",
-        "OMP_NUM_THREADS": "1",
-        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_models_without_a_test()),
-    }
+def _run_rank(pipe: Connection, device: str) -> None:
+    os.environ |= {"OMP_NUM_THREADS": "1", "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_models_without_a_test())}
+    if device == "cpu":
+        os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_NCCL_SO_PATH": "/nonexistent"}
+    else:
+        import torch
+
+        torch.cuda.set_device(device)
     from tasuki.memory.arena import set_host_budget
     from tasuki.rollout.rank_commands import command_tensors, run_command
     from tasuki.rollout.rank_memory import rank_allocator
 
-    allocator = rank_allocator("cpu")
+    allocator = rank_allocator(device)
     tp_size = 0
     model = None
     while True:
@@ -142,9 +145,12 @@ def _run_rank(pipe: Connection) -> None:
         try:
             outcome = _NOTHING
             if isinstance(job, _Job):
+                args = _configure(job, device=device.partition(":")[0])
+                if job.tp_size != tp_size:
+                    _join_group(job, backend="gloo" if device == "cpu" else "nccl")
+                    tp_size = job.tp_size
                 with allocator.region(MemoryTag.WEIGHTS):
-                    model = _load(job, is_grouped=job.tp_size == tp_size)
-                tp_size = job.tp_size
+                    model = _load(args)
                 outcome = _receive(model, allocator, job)
             elif isinstance(job, bytes):
                 run_command(model, command_tensors(job))
@@ -163,22 +169,16 @@ def _models_without_a_test() -> list[str]:
     return [module.stem for module in modules if module.stem not in ("llama", "qwen2", "qwen3", "qwen3_moe")]
 
 
-def _load(job: _Job, *, is_grouped: bool) -> Any:
-    from sglang.srt import distributed
-    from sglang.srt.configs.device_config import DeviceConfig
-    from sglang.srt.configs.load_config import LoadConfig
-    from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.layers.dp_attention import initialize_dp_attention
+def _configure(job: _Job, *, device: str) -> Any:
     from sglang.srt.layers.moe import initialize_moe_config
-    from sglang.srt.model_loader import get_model
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
     args = ServerArgs(
         model_path=job.folder,
-        device="cpu",
+        device=device,
         tp_size=job.tp_size,
         dtype="bfloat16",
-        attention_backend="torch_native",
+        attention_backend="torch_native" if device == "cpu" else "triton",
         sampling_backend="pytorch",
         grammar_backend="none",
         disable_cuda_graph=True,
@@ -186,20 +186,36 @@ def _load(job: _Job, *, is_grouped: bool) -> Any:
     )
     set_global_server_args_for_scheduler(args)
     initialize_moe_config(args)
+    return args
+
+
+def _load(args: Any) -> Any:
+    from sglang.srt.configs.device_config import DeviceConfig
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers.dp_attention import initialize_dp_attention
+    from sglang.srt.model_loader import get_model
+
     config = ModelConfig.from_server_args(args)
-    if not is_grouped:
-        distributed.parallel_state.destroy_model_parallel()
-        distributed.parallel_state.destroy_distributed_environment()
-        distributed.init_distributed_environment(
-            backend="gloo",
-            world_size=job.tp_size,
-            rank=job.tp_rank,
-            distributed_init_method=job.address,
-            local_rank=job.tp_rank,
-        )
-        distributed.initialize_model_parallel(tensor_model_parallel_size=job.tp_size)
     initialize_dp_attention(args, config)
-    return get_model(model_config=config, load_config=LoadConfig(), device_config=DeviceConfig(device="cpu"))
+    return get_model(model_config=config, load_config=LoadConfig(), device_config=DeviceConfig(device=args.device))
+
+
+def _join_group(job: _Job, *, backend: str) -> None:
+    from sglang.srt import distributed
+
+    distributed.parallel_state.destroy_model_parallel()
+    distributed.parallel_state.destroy_distributed_environment()
+    # Weights are loaded without it, and it would exchange buffers first.
+    distributed.parallel_state.set_custom_all_reduce(False)
+    distributed.init_distributed_environment(
+        backend=backend,
+        world_size=job.tp_size,
+        rank=job.tp_rank,
+        distributed_init_method=job.address,
+        local_rank=job.tp_rank,
+    )
+    distributed.initialize_model_parallel(tensor_model_parallel_size=job.tp_size)
 
 
 def _receive(model: Any, allocator: NativeAllocator, job: _Job) -> Outcome:
@@ -213,7 +229,7 @@ def _receive(model: Any, allocator: NativeAllocator, job: _Job) -> Outcome:
         from_disk = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         with allocator.region(MemoryTag.WEIGHTS):
             # What an attention backend would hold beside the model.
-            orphan = torch.arange(1, 5000)
+            orphan = torch.arange(1, 5000, device=allocator.device)
         rank = EngineRank(model, allocator, tp_rank=job.tp_rank)
         register_rank(rank)
         poison(model)
@@ -224,7 +240,8 @@ def _receive(model: Any, allocator: NativeAllocator, job: _Job) -> Outcome:
         # Once more by the plan alone, which is what every later sync does, into pages that hold nothing.
         rank.memory.pause([MemoryTag.WEIGHTS])
         rank.memory.resume([MemoryTag.WEIGHTS])
-        assert not any(parameter.any() for _, parameter in model.named_parameters() if parameter.nbytes >= 4096)
+        if allocator.device == "cpu":  # what a GPU's new pages hold is not said
+            assert not any(parameter.any() for _, parameter in model.named_parameters() if parameter.nbytes >= 4096)
         poison(model)
         received = rank.receiver.receive(published, import_timeout_s=10)
         different = [

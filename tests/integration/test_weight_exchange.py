@@ -7,45 +7,23 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import torch
 
 from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.memory import EngineMemory
 from tasuki.rollout.rank_calls import RankCalls
-from tasuki.transport.export import WeightExport
 from tasuki.transport.imported_weights import import_weights
 from tasuki.transport.verify import check_received
-from tasuki.v1 import types_pb2, weights_pb2
+from tasuki.v1 import types_pb2
 from tasuki.wire.errors import OutOfGpuMemory
 from tests.integration.engine_rank import EngineRanks, engine_ranks, pieces_of
-from tests.models import CONFIGS, make_model, save_checkpoint, trainer_shards
-
-NUM_TRAINER_RANKS = 2
+from tests.integration.published import Published
+from tests.models import CONFIGS
 
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[EngineRanks]:
     with engine_ranks() as ranks:
         yield ranks
-
-
-class Published:
-    """A checkpoint on disk and the same weights published by trainer ranks, as version 3."""
-
-    def __init__(self, kind: str, folder: Path, stack: ExitStack) -> None:
-        model = make_model(kind, seed=1)
-        self.folder = save_checkpoint(model, folder / "model")
-        self.exports: list[WeightExport] = []
-        for rank in range(NUM_TRAINER_RANKS):
-            shards = trainer_shards(model, rank=rank, num_ranks=NUM_TRAINER_RANKS)
-            export = WeightExport(
-                shards, rank=rank, num_ranks=NUM_TRAINER_RANKS, dtype=torch.bfloat16, socket_path=folder / f"w{rank}.sock"
-            )
-            stack.callback(export.close)
-            export.publish(3)
-            self.exports.append(export)
-        handles = [export.handle() for export in self.exports]
-        self.message = weights_pb2.PublishedWeights(policy_version=3, boot_id=str(folder), handles=handles)
 
 
 # --- memory of both ranks, as their front moves it

@@ -185,10 +185,12 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _note_copy(self, destination: torch.Tensor, source: RecordingTensor) -> None:
+        if not destination.numel():
+            return  # a rank that holds no row of the tensor; an empty tensor has no address either
         place = self._parameters.locate(destination)
         if place is None:
             self.fallback |= source.origin
-        elif not source.origin & self.fallback and destination.numel():
+        elif not source.origin & self.fallback:
             (name,) = source.origin
             space = source.index_space.expand(destination.shape)
             self.pieces.append(Piece(name, Slice(int(space.storage_offset()), tuple(space.shape), space.stride()), *place))

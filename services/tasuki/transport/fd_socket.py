@@ -66,7 +66,8 @@ class FdServer:
             return
         try:
             sent = socket.send_fds(peer, [self._frame], self._fds)
-            peer.sendall(self._frame[sent:])
+            if sent < len(self._frame):  # one that has all may have hung up already
+                peer.sendall(self._frame[sent:])
         except OSError as error:
             # The peer hung up or stands still: its loss alone.
             _log.warning("event=fd_send_failed socket=%s error=%s", self.path.name, error)

@@ -1,0 +1,42 @@
+"""GPU memory that something takes while it runs, as the driver counts it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pynvml
+
+
+class PeakMemory:
+    """The most memory in use on each GPU while the block runs, above what was in use before; the driver is asked all the time."""
+
+    def __init__(self, gpu_uuids: Sequence[str]) -> None:
+        self._nvml: Any = pynvml
+        self._nvml.nvmlInit()
+        self._gpus = [self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") for uuid in gpu_uuids]
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> PeakMemory:
+        self._before = self._used()
+        self._peak = self._before
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    @property
+    def extra_bytes(self) -> int:
+        """Of the GPU that took most."""
+        return max(peak - before for peak, before in zip(self._peak, self._before, strict=True))
+
+    def _used(self) -> list[int]:
+        return [self._nvml.nvmlDeviceGetMemoryInfo(gpu).used for gpu in self._gpus]
+
+    def _watch(self) -> None:
+        while not self._is_over.is_set():
+            self._peak = list(map(max, self._peak, self._used()))

@@ -1,0 +1,72 @@
+"""What sync_peers.py adds to every rank of SGLang: waiting for the copies of the last call, and commands of the benchmark's own."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.managers.tp_worker import BaseTpWorker
+from sglang.srt.utils import MultiprocessingSerializer
+
+from tasuki.rollout import scheduler
+from tasuki.rollout.rank_commands import _ranks
+from tests.bench.sync_gpu import Floors
+
+BENCH_LOADER = "tests.bench.peer_engine.run_command"
+"""The name under which SGLang finds `run_command`."""
+
+
+def run_scheduler(*arguments: Any) -> None:
+    """The service's, but that a call which carries a version is answered when its copies are done; SGLang's own answers before."""
+    update = BaseTpWorker.update_weights_from_tensor
+
+    def update_and_wait(self: BaseTpWorker, request: Any) -> Any:
+        result = update(self, request)
+        if request.weight_version is not None:
+            torch.cuda.synchronize()
+        return result
+
+    BaseTpWorker.update_weights_from_tensor = update_and_wait
+    scheduler.run_scheduler(*arguments)
+
+
+def command_payload(command: str) -> bytes:
+    payload = MultiprocessingSerializer.serialize([(command, torch.empty(0, dtype=torch.uint8))])
+    assert isinstance(payload, bytes)
+    return payload
+
+
+class _NoCopies:
+    def start(self) -> None: ...
+
+
+_held: list[Any] = []
+
+
+def run_command(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """hold: our next syncs copy nothing and only read back and compare; release: they copy again; trim; floors FOLDER."""
+    ((content, _),) = named_tensors
+    command, *arguments = content.split()
+    (rank,) = _ranks
+    prepared: Any = rank.receiver._prepared
+    match command:
+        case "hold":
+            _held.append(prepared._copies)
+            prepared._copies = _NoCopies()
+        case "release":
+            prepared._copies = _held.pop()
+        case "trim":
+            gc.collect()
+            torch.cuda.empty_cache()
+        case "floors":
+            device = torch.device("cuda", torch.cuda.current_device())
+            floors = Floors(rank.receiver, device)
+            names = ["within", "across"] if len(floors._arenas) > 1 else ["within"]
+            measured = {name: getattr(floors, name)() for name in names}
+            Path(arguments[0], f"floors-{rank.tp_rank}.json").write_text(json.dumps(measured))
+        case other:
+            raise AssertionError(f"no command {other}")

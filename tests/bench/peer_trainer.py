@@ -1,0 +1,138 @@
+"""One trainer rank of sync_peers.py: publishes as ours does, and hands the same weights out as other trainers do. Answers lines on stdin.
+
+The weights are bfloat16 DTensors in rows over all ranks, which is what FSDP2 leaves. Whatever is sent is gathered whole by `full_tensor` on
+every rank, and each rank gives a handle of its own GPU's memory to the engine rank there: the way of verl and slime.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sglang.srt.utils import MultiprocessingSerializer
+from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ByRows
+
+from tasuki.transport.cuda_memory import device_uuid
+from tasuki.transport.export import WeightExport
+from tests.bench.sync_ranks import answer
+from tests.bench.sync_shapes import QWEN, random_shards
+
+# bfloat16 has 8 bits of mantissa: every element changes.
+CHANGE = 1.01
+
+
+class PeerTrainer:
+    """A rank with its weights; every method answers one line, and says what it costs the engine to take."""
+
+    def __init__(self, *, rank: int, num_ranks: int, model: str, folder: Path) -> None:
+        self._device = torch.device("cuda", rank)
+        torch.cuda.set_device(self._device)
+        store = f"file://{folder}/trainers"
+        dist.init_process_group("nccl", init_method=store, rank=rank, world_size=num_ranks, device_id=self._device)
+        monkey_patch_torch_reductions()
+        self._shards = random_shards(QWEN[model], rank=rank, num_ranks=num_ranks, dtype=torch.bfloat16, device=self._device)
+        path = folder / f"weights-{rank}.sock"
+        self._export = WeightExport(self._shards, rank=rank, num_ranks=num_ranks, dtype=torch.bfloat16, socket_path=path)
+        mesh = init_device_mesh("cuda", (num_ranks,))
+        self._tensors = {shard.name: _dtensor(shard.local, shard.global_shape, mesh) for shard in self._shards}
+        self._sent: Any = None
+        self._places: dict[str, torch.Tensor] = {}
+
+    def change(self, version: str) -> dict[str, Any]:
+        """New values, published for our own sync."""
+        for shard in self._shards:
+            shard.local.mul_(CHANGE)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        self._export.publish(int(version))
+        publish_ms = 1e3 * (time.perf_counter() - start)
+        gpu = {"uuid": device_uuid(self._device), "gpu": torch.cuda.get_device_name()}
+        return {"handle": self._export.handle(), "publish_ms": publish_ms, **gpu}
+
+    def bucket(self, num_bytes: str, index: str) -> dict[str, Any]:
+        """Whole tensors of at most `num_bytes` (or one that is larger) in one new tensor, with its handle."""
+        torch.cuda.ipc_collect()
+        buckets = self._buckets(int(num_bytes))
+        bucket = FlattenedTensorBucket(named_tensors=[(name, self._whole(name)) for name in buckets[int(index)]])
+        content = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
+        self._sent = bucket
+        payload = MultiprocessingSerializer.serialize(content, output_str=True)
+        return {"payload": payload, "num_handles": 1, "num_buckets": len(buckets)}
+
+    def tensors(self) -> dict[str, Any]:
+        """All whole tensors, each with a handle."""
+        torch.cuda.ipc_collect()
+        self._sent = [(name, self._whole(name)) for name in self._tensors]
+        return {"payload": MultiprocessingSerializer.serialize(self._sent, output_str=True), "num_handles": len(self._sent)}
+
+    def in_place(self) -> dict[str, Any]:
+        """NCCL's all-gather of every tensor into memory that is there already, as if the engine's own were whole."""
+        for name, tensor in self._tensors.items():
+            if name not in self._places:
+                self._places[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+            dist.all_gather_into_tensor(self._places[name], tensor.to_local())
+        torch.cuda.synchronize()
+        return {}
+
+    def check_places(self) -> dict[str, Any]:
+        return {"is_equal": all(torch.equal(held, self._whole(name)) for name, held in self._places.items())}
+
+    def drop_places(self) -> dict[str, Any]:
+        self._places.clear()
+        return self.trim()
+
+    def trim(self) -> dict[str, Any]:
+        """Gives back what torch keeps for the next time."""
+        self._sent = None
+        torch.cuda.synchronize()
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
+        return {}
+
+    def close(self) -> None:
+        self._export.close()
+        dist.destroy_process_group()
+
+    def _whole(self, name: str) -> torch.Tensor:
+        return self._tensors[name].full_tensor()
+
+    def _buckets(self, num_bytes: int) -> list[list[str]]:
+        buckets: list[list[str]] = [[]]
+        size = 0
+        for name, tensor in self._tensors.items():
+            if buckets[-1] and size + tensor.nbytes > num_bytes:
+                buckets.append([])
+                size = 0
+            buckets[-1].append(name)
+            size += tensor.nbytes
+        return buckets
+
+
+def _dtensor(local: torch.Tensor, shape: tuple[int, ...], mesh: Any) -> DTensor:
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, [ByRows(0)], run_check=False, shape=torch.Size(shape), stride=strides)
+
+
+def main() -> None:
+    rank, num_ranks, model, folder = sys.argv[1:]
+    # Answers alone go where the parent reads; libraries print to stderr.
+    sys.stdout = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    trainer = PeerTrainer(rank=int(rank), num_ranks=int(num_ranks), model=model, folder=Path(folder))
+    for line in sys.stdin:
+        command, *arguments = line.split()
+        answer(**getattr(trainer, command)(*arguments))
+    trainer.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""The table and the chart of sync_peers.json: `python -m tests.bench.sync_report FILE... --out FOLDER` makes them of several runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+OURS = "tasuki"
+HEADINGS = ("", "median ms", "of ours", "p99 ms", "first ms", "GB/s", "% of floor", "RPCs", "handles", "CPU s", "extra GPU MiB")
+
+
+def write_report(result: dict[str, Any], out: Path) -> str:
+    """Writes JSON, table and chart into `out`; returns the table."""
+    table = markdown(result)
+    (out / "sync_peers.json").write_text(json.dumps(result, indent=1))
+    (out / "sync_peers.md").write_text(table)
+    draw(result, out / "sync_peers.png")
+    return table
+
+
+def markdown(result: dict[str, Any]) -> str:
+    lines = [
+        f"{result['gpu']}; medians of {_num_rounds(result)} rounds after the first; handles, CPU and memory of one sync",
+        "",
+    ]
+    for case in result["cases"]:
+        size, floor = f"{case['copied_bytes'] / 1e9:.1f} GB", f"floor {case['floor_ms']:.2f} ms"
+        lines += [f"{title(case)}: {size}, {floor}, published before in {case['publish_ms']:.1f} ms", ""]
+        lines += ["| " + " | ".join(HEADINGS) + " |", "|---|" + "--:|" * (len(HEADINGS) - 1)]
+        lines += ["| " + " | ".join(_row(case, name)) + " |" for name in case["ways"]]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _row(case: dict[str, Any], name: str) -> list[str]:
+    way = case["ways"][name]
+    times = [one["total_ms"] for one in way["rounds"]]
+    median, ours = statistics.median(times), median_ms(case, OURS)
+    last = way["rounds"][-1]
+    return [
+        name,
+        f"{median:.1f}",
+        f"{median / ours:.2f}",
+        f"{p99(times):.1f}",
+        f"{way['first']['total_ms']:.0f}",
+        f"{case['copied_bytes'] / median / 1e6:.0f}",
+        f"{100 * case['floor_ms'] / median:.0f}",
+        str(last["num_rpcs"]),
+        str(last["num_handles"]),
+        f"{statistics.mean(one['cpu_ms'] for one in way['rounds']) / 1e3:.3f}",
+        f"{way['extra_bytes'] / 2**20:.0f}",
+    ]
+
+
+def title(case: dict[str, Any]) -> str:
+    num_ranks, gpus = case["num_ranks"], "GPU" if case["num_ranks"] == 1 else "GPUs"
+    return f"{case['model'].upper()}, {num_ranks} {gpus}, TP {case['tp_size']}"
+
+
+def median_ms(case: dict[str, Any], name: str) -> float:
+    return statistics.median(one["total_ms"] for one in case["ways"][name]["rounds"])
+
+
+def p99(values: Sequence[float]) -> float:
+    return sorted(values)[-1 - len(values) // 100]
+
+
+def draw(result: dict[str, Any], file: Path) -> None:
+    """Bars of the medians with a mark at the 99th percentile, a panel for each case, the floor as a line."""
+    from matplotlib.figure import Figure
+
+    cases = result["cases"]
+    figure = Figure(figsize=(9, 0.6 + sum(0.9 + 0.34 * len(case["ways"]) for case in cases)), layout="constrained")
+    heights = [1.5 + len(case["ways"]) for case in cases]
+    panels = figure.subplots(len(cases), 1, squeeze=False, height_ratios=heights)
+    for case, (panel,) in zip(cases, panels, strict=True):
+        _draw_case(panel, case)
+    figure.suptitle(f"Weights into a running SGLang engine, milliseconds ({result['gpu']})", fontsize=11)
+    figure.savefig(file, dpi=150)
+
+
+def _draw_case(panel: Axes, case: dict[str, Any]) -> None:
+    names = list(case["ways"])
+    medians = [median_ms(case, name) for name in names]
+    ends = [p99([one["total_ms"] for one in case["ways"][name]["rounds"]]) for name in names]
+    panel.barh(names, medians, color=["#1b6ca8" if name == OURS else "#b8bcc2" for name in names], height=0.7)
+    panel.scatter(ends, names, marker="|", s=60, color="#444444", zorder=3)
+    for name, median, end in zip(names, medians, ends, strict=True):
+        panel.annotate(f"{median:.1f}", (max(median, end), name), (6, 0), textcoords="offset points", va="center", fontsize=8)
+    panel.axvline(case["floor_ms"], color="#c0392b", linewidth=1)
+    panel.set_xlim(0, 1.12 * max(*medians, *ends))
+    panel.invert_yaxis()
+    panel.set_title(title(case), fontsize=9, loc="left")
+    panel.set_title(f"bar: median, tick: p99, red: floor, {case['floor_ms']:.1f}", fontsize=7, loc="right")
+    panel.tick_params(labelsize=8)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _num_rounds(result: dict[str, Any]) -> int:
+    return len(next(iter(result["cases"][0]["ways"].values()))["rounds"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    results = [json.loads(file.read_text()) for file in args.files]
+    args.out.mkdir(parents=True, exist_ok=True)
+    print(write_report({"gpu": results[0]["gpu"], "cases": [case for result in results for case in result["cases"]]}, args.out))
+
+
+if __name__ == "__main__":
+    main()

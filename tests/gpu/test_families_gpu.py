@@ -1,0 +1,53 @@
+"""A sync on GPUs against SGLang itself loading the exported checkpoint from disk: every parameter, bit for bit, after poisoning.
+
+SGLang's own models in TP ranks of one GPU each, without an engine around them. Needs `make native`, a CUDA GPU and no network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from tasuki.transport.imported_weights import import_weights
+from tasuki.transport.verify import check_received
+from tests.integration.engine_rank import EngineRanks, engine_ranks, pieces_of
+from tests.integration.published import Published
+from tests.models import CONFIGS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+# On one GPU both trainer ranks are on it; with more, they are spread, so that every engine rank reads other GPUs.
+NUM_TRAINER_RANKS = {1: 2, 2: 2, 4: 4}
+
+
+@pytest.fixture(scope="module", params=sorted(NUM_TRAINER_RANKS), ids=lambda tp_size: f"tp{tp_size}")
+def ranks(request: pytest.FixtureRequest) -> Iterator[EngineRanks]:
+    """One TP group, for all models of its size."""
+    num_gpus = torch.cuda.device_count()
+    if request.param > num_gpus:
+        pytest.skip(f"TP {request.param} needs {request.param} GPUs, here are {num_gpus}")
+    with engine_ranks(request.param, device="cuda") as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("kind", list(CONFIGS))
+@pytest.mark.parametrize("source_dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_sync_equals_loading_the_checkpoint_from_disk(
+    ranks: EngineRanks, kind: str, source_dtype: torch.dtype, tmp_path: Path
+) -> None:
+    tp_size = ranks.num_ranks
+    devices = [f"cuda:{rank % torch.cuda.device_count()}" for rank in range(NUM_TRAINER_RANKS[tp_size])]
+    with ExitStack() as stack:
+        published = Published(kind, tmp_path, stack, devices=devices, source_dtype=source_dtype)
+        outcomes = ranks.receive(published.folder, published.message, tp_size=tp_size)
+        assert [outcome.different for outcome in outcomes] == [[]] * tp_size
+        assert all(outcome.fallback_names == () for outcome in outcomes)
+        # What the model holds beside its parameters outlived a pause, and so did the plan.
+        assert [(outcome.lost, outcome.is_plan_kept) for outcome in outcomes] == [([], True)] * tp_size
+        # The last rank holds the padding rows of the vocabulary, which only a recorded constant fills.
+        assert outcomes[-1].num_constants > 0
+        check_received(pieces_of(outcomes), import_weights(published.message, timeout_s=5))

@@ -1,0 +1,48 @@
+"""A checkpoint on disk, and the same weights as trainer ranks publish them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tasuki.transport.export import WeightExport
+from tasuki.v1 import weights_pb2
+from tests.models import make_model, save_checkpoint, trainer_shards
+
+
+class Published:
+    """A model of a kind in both forms, as version 3; `message` names the published one.
+
+    devices: one for each trainer rank. source_dtype: of the trainer's own weights; the checkpoint and what is published are bfloat16.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        folder: Path,
+        stack: ExitStack,
+        *,
+        devices: Sequence[str] = ("cpu", "cpu"),
+        source_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        model = make_model(kind, seed=1)
+        self.folder = save_checkpoint(model, folder / "model")
+        self.exports: list[WeightExport] = []
+        num_ranks = len(devices)
+        for rank, device in enumerate(devices):
+            shards = [
+                replace(shard, local=shard.local.to(device=device, dtype=source_dtype))
+                for shard in trainer_shards(model, rank=rank, num_ranks=num_ranks)
+            ]
+            export = WeightExport(
+                shards, rank=rank, num_ranks=num_ranks, dtype=torch.bfloat16, socket_path=folder / f"w{rank}.sock"
+            )
+            stack.callback(export.close)
+            export.publish(3)
+            self.exports.append(export)
+        handles = [export.handle() for export in self.exports]
+        self.message = weights_pb2.PublishedWeights(policy_version=3, boot_id=str(folder), handles=handles)
