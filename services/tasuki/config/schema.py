@@ -96,6 +96,10 @@ class RolloutConfig(Schema):
     max_running_requests: PositiveInt | None = None
     radix_cache: bool = True
     """Whether samples share the KV of a common prefix (SGLang's radix cache). With prompts of a few tokens it costs more than it saves."""
+    attention_backend: Literal["fa3", "flashinfer", "triton"] | None = None
+    """SGLang's attention kernels on a GPU; by default those that it chooses for the card."""
+    sampling_backend: Literal["flashinfer", "pytorch"] | None = None
+    """SGLang's sampling kernels on a GPU; by default its own choice."""
     start_timeout_s: PositiveFloat = 600.0
     num_threads: PositiveInt = 1
     """Torch threads for each engine rank on a CPU."""

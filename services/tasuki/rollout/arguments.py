@@ -33,6 +33,8 @@ def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
         "custom_weight_loader": [COMMAND_LOADER],
         # The saver is ours, see saver.py.
         "enable_memory_saver": True,
+        # SGLang captures prefill only in a way that it refuses beside a memory saver.
+        "disable_prefill_cuda_graph": True,
         # An idle scheduler would otherwise turn in a loop and take a whole core.
         "sleep_on_idle": True,
         "grammar_backend": "none",
@@ -42,6 +44,10 @@ def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
         arguments["max_total_tokens"] = rollout.max_total_tokens + _CONTEXT_SLACK
     if rollout.max_running_requests is not None:
         arguments["max_running_requests"] = rollout.max_running_requests
+    if rollout.attention_backend is not None:
+        arguments["attention_backend"] = rollout.attention_backend
+    if rollout.sampling_backend is not None:
+        arguments["sampling_backend"] = rollout.sampling_backend
     if config.device == "cpu":
         arguments |= {
             "attention_backend": "torch_native",

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import zmq
 
+from tasuki.config.schema import NodeConfig
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.device_usage import device_usage
 from tasuki.memory.tags import MemoryTag
@@ -33,25 +34,24 @@ _log = logging.getLogger(__name__)
 class EngineRank:
     """What one engine rank does when it is told to.
 
-    scheduler: SGLang's, or None for a model without an engine around it. heartbeat: shows when a command runs.
+    scheduler: SGLang's, or None for a model without an engine around it.
     """
 
-    def __init__(
-        self,
-        model: EngineModel,
-        allocator: NativeAllocator,
-        *,
-        tp_rank: int,
-        scheduler: Any = None,
-        heartbeat: Heartbeat | None = None,
-        failpoints: Failpoints = NO_FAILPOINTS,
-    ) -> None:
+    def __init__(self, model: EngineModel, allocator: NativeAllocator, *, tp_rank: int, scheduler: Any = None) -> None:
         self.tp_rank = tp_rank
-        self._heartbeat, self._failpoints = heartbeat, failpoints
         self.receiver = WeightReceiver(model)
         self._allocator, self._scheduler = allocator, scheduler
+        self._heartbeat: Heartbeat | None = None
+        self._failpoints = NO_FAILPOINTS
         slot_table = None if scheduler is None else scheduler.req_to_token_pool.req_to_token
         self.memory = RankMemory(allocator, model, slot_table=slot_table)
+
+    def join_node(self, config: NodeConfig) -> None:
+        """From here on the node's supervisor sees whether this process lives."""
+        name = f"scheduler{self.tp_rank}"
+        self._failpoints = Failpoints.of(config, name)
+        self._heartbeat = Heartbeat(config.state_dir, name)
+        self._heartbeat.beat_in_thread()
 
     def run(self, command: ranks_pb2.EngineRankCommand) -> ranks_pb2.EngineRankResult:
         """Errors travel in the answer: an exception would end the scheduler and with it the whole engine."""

@@ -96,7 +96,7 @@ def _run_rank(pipe: Connection, end_of_front: Connection, config: NodeConfig) ->
     threading.Thread(target=_die_with_front, args=(end_of_front,), daemon=True).start()
     from tasuki.rollout.scheduler import run_scheduler
 
-    run_scheduler(config, *pipe.recv(), pipe)  # pyright: ignore[reportCallIssue]  `launch` says what comes through the pipe
+    run_scheduler(*pipe.recv(), pipe, config)  # pyright: ignore[reportCallIssue]  `launch` says what comes through the pipe
 
 
 def _die_with_front(end_of_front: Connection) -> None:

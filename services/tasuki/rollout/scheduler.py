@@ -21,8 +21,6 @@ from tasuki.rollout.ranks import RankReport
 from tasuki.rollout.record import EngineModel
 from tasuki.rollout.saver import install_saver
 from tasuki.rollout.seeded import multinomial_with_seed
-from tasuki.rpc.failpoints import Failpoints
-from tasuki.rpc.heartbeat import Heartbeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,6 @@ class StopTokens:
 
 
 def run_scheduler(
-    config: NodeConfig,
     server_args: ServerArgs,
     port_args: PortArgs,
     gpu_id: int,
@@ -53,8 +50,9 @@ def run_scheduler(
     pp_rank: int,
     dp_rank: int | None,
     pipe_writer: Connection,
+    config: NodeConfig | None = None,
 ) -> None:
-    """SGLang's `run_scheduler_process` with a scheduler that reports."""
+    """SGLang's `run_scheduler_process` with a scheduler that reports. config: the node's, None for an engine that is part of none."""
 
     if server_args.device == "cuda":
         torch.cuda.set_device(gpu_id)
@@ -80,13 +78,10 @@ def run_scheduler(
             if self.server_args.device == "cpu":
                 _sample_by_seeds()
             model = cast(EngineModel, self.tp_worker.model_runner.model)
-            name = f"scheduler{tp_rank}"
-            heartbeat = Heartbeat(config.state_dir, name)
-            heartbeat.beat_in_thread()
-            failpoints = Failpoints.of(config, name)
-            register_rank(
-                EngineRank(model, allocator, tp_rank=tp_rank, scheduler=self, heartbeat=heartbeat, failpoints=failpoints)
-            )
+            rank = EngineRank(model, allocator, tp_rank=tp_rank, scheduler=self)
+            if config is not None:
+                rank.join_node(config)
+            register_rank(rank)
             # SGLang collects garbage whenever it flushes its cache; without this that walks every object made so far, half a second long.
             gc.collect()
             gc.freeze()
