@@ -154,7 +154,8 @@ def _experts(config: Mapping[str, Any], *, num_layers: int) -> dict[str, Any]:
     listed = config.get("mlp_only_layers") or []
     dense = {layer for layer in range(num_layers) if layer in listed or (layer + 1) % step}
     return {
-        "num_experts": _size(config, "num_experts"),
+        # transformers 5 writes the second name.
+        "num_experts": _size(config, "num_local_experts" if "num_local_experts" in config else "num_experts"),
         "experts_per_token": _size(config, "num_experts_per_tok"),
         "expert_size": _size(config, "moe_intermediate_size"),
         "dense_layers": frozenset(dense),

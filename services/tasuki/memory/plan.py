@@ -200,8 +200,8 @@ def _stage(layout: Layout, stage: PlanStage, *, trainer: Bytes, engine: Bytes, w
 
 
 _RISING = (PlanStage.LOAD_WEIGHTS, PlanStage.RESUME_WEIGHTS, PlanStage.SYNC)
-_SERVING = (PlanStage.RESUME_KV, PlanStage.ROLLOUT, PlanStage.DRAIN)
-_WITHOUT_TRAINER = (PlanStage.OFFLOAD, *_SERVING, PlanStage.PAUSE_KV, PlanStage.PAUSE_WEIGHTS)
+SERVING = (PlanStage.RESUME_KV, PlanStage.ROLLOUT, PlanStage.DRAIN)
+_WITHOUT_TRAINER = (PlanStage.OFFLOAD, *SERVING, PlanStage.PAUSE_KV, PlanStage.PAUSE_WEIGHTS)
 
 
 def _present(layout: Layout, stage: PlanStage) -> tuple[set[Part], set[Part]]:
@@ -230,7 +230,7 @@ def _asleep(layout: Layout, stage: PlanStage) -> set[Part]:
     if layout.strategy is Strategy.RESIDENT:
         return set()
     has_weights = stage not in (PlanStage.TRAIN, PlanStage.LOAD_WEIGHTS, PlanStage.PAUSE_WEIGHTS, PlanStage.LOAD_TRAINER)
-    has_cache = stage in _SERVING
+    has_cache = stage in SERVING
     if layout.strategy is Strategy.ONE_STAGE:
         has_cache = has_weights and stage is not PlanStage.PAUSE_KV
     away = (set() if has_weights else {Part.ROLLOUT_WEIGHTS}) | (set() if has_cache else {Part.KV_CACHE})

@@ -68,9 +68,9 @@ def kept_per_token(model: ModelShape, layer: int, *, compute_bytes: int = 2, lor
     if model.has_qk_norm:
         attention += (query + kv) * (4 + compute_bytes) + 4 * (model.num_heads + model.num_kv_heads)
     if model.is_sparse(layer):
-        # For each chosen expert: the token, gate and up, what they make, and the result; and the router's float32 scores.
-        width = 2 * hidden + 4 * model.expert_size
-        mlp = model.experts_per_token * width * compute_bytes + 2 * 4 * model.num_experts
+        # For each chosen expert: the token, gate and up, what they make, the result and its weight; four indices and a mask to sort them.
+        width = 2 * hidden + 4 * model.expert_size + 1
+        mlp = model.experts_per_token * (width * compute_bytes + 4 * 8 + 1) + 4 * model.num_experts
     else:
         mlp = 4 * model.intermediate_size * compute_bytes
     adapters = 0 if lora_rank is None else 7 * lora_rank * compute_bytes
