@@ -89,7 +89,9 @@ def climb(planned: Plan) -> tuple[Rung, ...]:
 
 def _next_rung(planned: Plan) -> Rung | None:
     """The first change of the ladder that makes it fit, else the first that lowers what is short; what a node has goes before the rest."""
-    rungs = [Rung(change.setting, change.old, change.new, change.is_available, plan(change.layout)) for change in _changes(planned)]
+    rungs = [
+        Rung(change.setting, change.old, change.new, change.is_available, plan(change.layout)) for change in _changes(planned)
+    ]
     for is_enough in (lambda rung: rung.plan.fits, lambda rung: _shortage(rung.plan) < _shortage(planned)):
         for is_available in (True, False):
             for rung in rungs:
@@ -137,9 +139,13 @@ def _for_training(layout: Layout) -> Iterator[_Change]:
     if not layout.reshards_after_forward:
         yield _Change("reshard after forward", "no", "yes", replace(layout, reshards_after_forward=True))
     if layout.accumulates and layout.lora_rank is None:
-        yield _Change("gradients", "whole until the last micro-batch", "sharded after each", replace(layout, accumulates=False), False)
+        yield _Change(
+            "gradients", "whole until the last micro-batch", "sharded after each", replace(layout, accumulates=False), False
+        )
     if layout.num_ranks < layout.num_gpus:
-        yield _Change("trainer.num_ranks", str(layout.num_ranks), str(layout.num_gpus), replace(layout, num_ranks=layout.num_gpus))
+        yield _Change(
+            "trainer.num_ranks", str(layout.num_ranks), str(layout.num_gpus), replace(layout, num_ranks=layout.num_gpus)
+        )
     if layout.lora_rank is None:
         yield _Change("LoRA", "none", f"rank {_LORA_RANK}", replace(layout, lora_rank=_LORA_RANK), False)
 

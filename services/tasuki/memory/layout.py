@@ -128,12 +128,16 @@ class Layout:
         if not 0 < self.kv_ratio < 1:
             raise InvalidArgument("kv_ratio", f"must lie between 0 and 1, not {self.kv_ratio}")
         if self.model.num_heads % self.tp_size:
-            raise InvalidArgument("tp_size", f"{self.model.num_heads} attention heads cannot be split over {self.tp_size} ranks")
+            raise InvalidArgument(
+                "tp_size", f"{self.model.num_heads} attention heads cannot be split over {self.tp_size} ranks"
+            )
         if self.num_ranks > self.num_gpus:
             raise InvalidArgument("num_ranks", f"{self.num_ranks} ranks need as many GPUs; there are {self.num_gpus}")
         if self.tp_size * self.num_engines > self.num_gpus:
             needed = self.tp_size * self.num_engines
-            raise InvalidArgument("tp_size", f"{self.num_engines} engines of TP {self.tp_size} need {needed} GPUs, not {self.num_gpus}")
+            raise InvalidArgument(
+                "tp_size", f"{self.num_engines} engines of TP {self.tp_size} need {needed} GPUs, not {self.num_gpus}"
+            )
         wrong = (self.sleeping | self.leaves_early) - frozenset(TAGS)
         if wrong:
             raise InvalidArgument("sleeping", f"{', '.join(sorted(wrong))} cannot leave; what can is {', '.join(TAGS)}")

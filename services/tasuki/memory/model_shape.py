@@ -118,7 +118,9 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else "none"
     if architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise UnsupportedModel(f"architectures: the planner does not know {architecture}; it knows {known}", architecture=architecture)
+        raise UnsupportedModel(
+            f"architectures: the planner does not know {architecture}; it knows {known}", architecture=architecture
+        )
     hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
     num_layers = _size(config, "num_hidden_layers")
     head_dim = _size(config, "head_dim") if config.get("head_dim") is not None else hidden // heads

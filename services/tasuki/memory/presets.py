@@ -52,7 +52,13 @@ PRESETS = {
         "qwen2.5-7b",
         8,
         48 * GB,
-        {"kv_ratio": 0.3, "tp_size": 4, "has_cuda_graphs": False, "micro_batch_tokens": 4096, "leaves_early": frozenset(TAGS[1:3])},
+        {
+            "kv_ratio": 0.3,
+            "tp_size": 4,
+            "has_cuda_graphs": False,
+            "micro_batch_tokens": 4096,
+            "leaves_early": frozenset(TAGS[1:3]),
+        },
     ),
     "balanced": Preset(
         "7B on GPUs of 80 GB: KV ratio 0.5, the trainer stays",
