@@ -34,6 +34,9 @@ _COLORS = {
 }
 
 
+_PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}
+
+
 def draw_plan(planned: Plan, file: Path) -> None:
     """Writes `file`. Raises InvalidArgument for a suffix that matplotlib does not know, or without matplotlib."""
     try:
@@ -84,6 +87,8 @@ def _bars(axes: Axes, columns: Sequence[Mapping[Part, int]], *, limit: int, used
             fontsize=8,
             color="#cb181d" if is_over else "black",
             fontweight="bold" if is_over else "normal",
+            bbox=_PAPER,
+            zorder=5,
         )
     top = max(totals) / GB
     # A limit far above the bars would press them flat.
@@ -91,11 +96,10 @@ def _bars(axes: Axes, columns: Sequence[Mapping[Part, int]], *, limit: int, used
         axes.axhline(limit / GB, color="#cb181d", linestyle="--", linewidth=1.2)
         axes.annotate(
             f"{gb(limit)} GB",
-            (1, limit / GB),
+            (0, limit / GB),
             xycoords=("axes fraction", "data"),
-            xytext=(-4, 3),
+            xytext=(4, 3),
             textcoords="offset points",
-            ha="right",
             fontsize=8,
             color="#cb181d",
         )

@@ -200,7 +200,7 @@ def _for_cache(planned: Plan) -> Iterator[_Change]:
 
 
 def _fewer_tokens(layout: Layout) -> Iterator[_Change]:
-    """Halves, down to what a sample needs. A sample that is longer than the budget would be refused, so the context bounds it where it is set."""
+    """Halves, down to the longest sequence where one is set: a sample above the budget is refused."""
     tokens, least = layout.micro_batch_tokens, layout.context_length or _MIN_TOKENS
     while (tokens := tokens // 2) >= least:
         changed = replace(layout, micro_batch_tokens=tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 _MIB = 2**20
-# torch/csrc (c10/cuda/CUDACachingAllocator): small tensors share segments of 2 MiB, larger ones those of 20 MiB, the largest have their own.
+# c10/cuda/CUDACachingAllocator: small tensors share segments of 2 MiB, larger ones of 20 MiB, the largest have their own.
 _BLOCK = 512
 _SMALL, _SMALL_SEGMENT = _MIB, 2 * _MIB
 _LARGE, _LARGE_SEGMENT, _SEGMENT_STEP = 10 * _MIB, 20 * _MIB, 2 * _MIB

@@ -62,7 +62,11 @@ class Checkpointing(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads:
-    """Bytes of a process that no setting decides. GPU figures are of one H200, driver 580, CUDA 13, torch 2.11, SGLang 0.5.15 (docs/memory.md)."""
+    """Bytes of a process that no setting decides.
+
+    Their sums are what sleeping services still held on one H200 (docs/memory.md: 1.8 GB the trainer, 1.36 GiB the engine); how they are
+    divided, CUDA graphs, NCCL above one rank and host processes are estimates.
+    """
 
     trainer_context: int = 1_300 * 10**6
     rollout_context: int = 1_180 * 10**6
