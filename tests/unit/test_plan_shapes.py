@@ -128,7 +128,7 @@ def test_shards_are_padded_to_the_largest_on_every_rank():
     ],
 )
 def test_arenas_round_up_to_chunks(tensors: list[int], num_bytes: int):
-    assert arena_bytes(tensors) == num_bytes
+    assert arena_bytes(tuple(tensors)) == num_bytes
 
 
 def test_an_export_arena_has_chunks_of_equal_size():

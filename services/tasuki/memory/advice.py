@@ -112,6 +112,8 @@ class _Change:
 def _changes(planned: Plan) -> Iterator[_Change]:
     """The ladder for the place where it is short, least costly first; then those for the other places, which share its memory."""
     layout, peak = planned.layout, planned.gpu_peak.stage
+    if planned.stage(PlanStage.TRAIN).gpu_bytes + layout.overheads.margin > layout.gpu_bytes:
+        peak = PlanStage.TRAIN
     if layout.strategy is not Strategy.STAGED and not planned.fits_gpu:
         yield _Change("strategy", layout.strategy, Strategy.STAGED, replace(layout, strategy=Strategy.STAGED))
     if not planned.fits_gpu:
@@ -166,6 +168,8 @@ def _for_rollout(layout: Layout) -> Iterator[_Change]:
 
 
 def _for_changeover(layout: Layout) -> Iterator[_Change]:
+    if not layout.empties_cache:
+        yield _Change("torch's cache", "kept until OFFLOAD", "given back before", replace(layout, empties_cache=True), False)
     early = frozenset({Part.GRADIENTS, Part.OPTIMIZER}) & layout.sleeping
     if layout.strategy is Strategy.STAGED and not early <= layout.leaves_early:
         changed = replace(layout, leaves_early=layout.leaves_early | early)

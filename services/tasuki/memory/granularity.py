@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 _MIB = 2**20
@@ -17,7 +18,8 @@ def rounded_up(num_bytes: int, step: int) -> int:
     return -(-num_bytes // step) * step
 
 
-def arena_bytes(tensors: Iterable[int]) -> int:
+@functools.lru_cache(maxsize=256)  # a search plans the same tensors a hundred times
+def arena_bytes(tensors: tuple[int, ...]) -> int:
     """Physical bytes of an arena on a GPU after tensors of these bytes were made in it, in this order, and kept."""
     end = chunks = 0
     for segment in _segments(tensors):

@@ -112,6 +112,8 @@ class Layout:
     strategy: Strategy = Strategy.STAGED
     sleeping: frozenset[Part] = frozenset(TAGS)
     """Tags that leave while the other service has the GPU."""
+    empties_cache: bool = False
+    """Whether the trainer gives back what torch caches before the engine wakes; else at OFFLOAD."""
     leaves_early: frozenset[Part] = frozenset()
     """Trainer's tags that leave already before the weights are published."""
     sync_bucket_bytes: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Mapping
@@ -77,9 +78,9 @@ class ModelShape:
         shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": table, "norm.weight": (self.hidden_size,)}
         return shapes if self.is_tied else shapes | {"lm_head.weight": table}
 
-    def units(self) -> list[Shapes]:
+    def units(self) -> tuple[Shapes, ...]:
         """The root first, then the layers in their order: all parameters, each once."""
-        return [self.root(), *(self.layer(index) for index in range(self.num_layers))]
+        return _units(self)
 
     def count_by_kind(self) -> dict[str, int]:
         """Parameters in embedding, vocabulary projection, attention, MLP, experts, router and norms; kinds without any are left out."""
@@ -93,6 +94,11 @@ class ModelShape:
     @property
     def num_parameters(self) -> int:
         return sum(self.count_by_kind().values())
+
+
+@functools.lru_cache(maxsize=16)
+def _units(model: ModelShape) -> tuple[Shapes, ...]:
+    return (model.root(), *(model.layer(index) for index in range(model.num_layers)))
 
 
 def read_model_shape(path: Path) -> ModelShape:

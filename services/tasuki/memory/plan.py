@@ -215,8 +215,8 @@ def _present(layout: Layout, stage: PlanStage) -> tuple[set[Part], set[Part]]:
         trainer -= layout.sleeping if layout.strategy is not Strategy.RESIDENT else set()
     elif stage in _RISING:
         trainer -= layout.leaves_early
-        # Blocks of the last step stay cached until the trainer pauses.
-        trainer |= {Part.TORCH_CACHE}
+        if not layout.empties_cache:
+            trainer |= {Part.TORCH_CACHE}
     if is_alone:
         trainer.discard(Part.EXPORT)
     engine -= _asleep(layout, stage)

@@ -196,7 +196,7 @@ def _linear_layers(layer: Shapes) -> Iterator[tuple[int, int]]:
 
 
 def _tag_bytes(tensors: list[int], layout: Layout) -> int:
-    return sum(tensors) if layout.device == "cpu" else arena_bytes(tensors)
+    return sum(tensors) if layout.device == "cpu" else arena_bytes(tuple(tensors))
 
 
 def _numel(shapes: Shapes) -> int:
