@@ -147,6 +147,7 @@ def test_with_room_enough_nothing_has_to_leave():
 def test_the_largest_kv_ratio_fits_and_the_next_does_not():
     layout = h200s("qwen2.5-7b", num_engines=8)
     ratio = largest_kv_ratio(layout)
+    assert ratio is not None
     assert plan(replace(layout, kv_ratio=ratio)).fits
     assert not plan(replace(layout, kv_ratio=round(ratio + 0.01, 2))).fits
 
@@ -236,14 +237,8 @@ def write_model(folder: Path, **changes: Any) -> Path:
 
 
 def test_a_node_on_a_cpu_takes_its_memory_from_the_host(tmp_path: Path):
-    node = NodeConfig.model_validate(
-        {
-            "state_dir": tmp_path,
-            "model": {"path": write_model(tmp_path)},
-            "trainer": {"num_ranks": 2},
-            "rollout": {"max_total_tokens": 1000},
-        }
-    )
+    tables = {"trainer": {"num_ranks": 2}, "rollout": {"max_total_tokens": 1000}, "model": {"path": write_model(tmp_path)}}
+    node = NodeConfig.model_validate({"state_dir": tmp_path, **tables})
     planned = plan_node(node, gpu_bytes=1, host_bytes=24 * GB)
     assert planned.fits
     one_rank = planned.stage(PlanStage.LOAD_TRAINER).gpus[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -94,7 +95,7 @@ def _of_model(shape: ModelShape | None, wishes: Wishes) -> Layout:
     if shape is None:
         assert preset is not None
         shape = MODELS[preset.model]
-    num_gpus = wishes.num_gpus or (preset.num_gpus if preset else 1)
+    num_gpus = wishes.num_gpus if wishes.num_gpus is not None else preset.num_gpus if preset else 1
     settings: dict[str, Any] = {"checkpointing": Checkpointing.FULL}
     if preset is not None:
         # Where these settings come from gradients are sharded after every micro-batch, and torch's cache is emptied after a step.
@@ -116,8 +117,14 @@ def _gpu_bytes(wishes: Wishes, *, default: float | None) -> int:
     size = default if wishes.gpu_gb is None else wishes.gpu_gb
     if size is None:
         raise InvalidArgument("gpu-gb", "say how much memory a GPU has, such as --gpu-gb 141")
-    return int(size * GB)
+    return _bytes("gpu-gb", size)
 
 
 def _host_bytes(wishes: Wishes) -> int:
-    return int((DEFAULT_HOST_GB if wishes.host_gb is None else wishes.host_gb) * GB)
+    return _bytes("host-gb", DEFAULT_HOST_GB if wishes.host_gb is None else wishes.host_gb)
+
+
+def _bytes(flag: str, size: float) -> int:
+    if not (math.isfinite(size) and size * GB >= 1):
+        raise InvalidArgument(flag, f"must be a size above 0 in GB, not {size:g}")
+    return int(size * GB)

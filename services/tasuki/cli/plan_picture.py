@@ -13,6 +13,7 @@ from tasuki.wire.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.patches import Patch
 
 # Trainer in blues, rollout in oranges, what comes and goes within a step in greens, the rest in grays.
 _COLORS = {
@@ -109,7 +110,7 @@ def _bars(axes: Axes, columns: Sequence[Mapping[Part, int]], *, limit: int, used
     axes.set_axisbelow(True)
 
 
-def _patch(color: str) -> object:
+def _patch(color: str) -> Patch:
     from matplotlib.patches import Patch
 
     return Patch(color=color)

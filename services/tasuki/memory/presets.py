@@ -11,6 +11,7 @@ from tasuki.wire.errors import InvalidArgument
 
 
 def _qwen2_5(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **rest: Any) -> ModelShape:
+    sizes: dict[str, Any] = {"head_dim": 128, "vocab_size": 152_064, **rest}
     return ModelShape(
         architecture="Qwen2ForCausalLM",
         hidden_size=hidden,
@@ -19,7 +20,8 @@ def _qwen2_5(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: 
         num_heads=heads,
         num_kv_heads=kv_heads,
         has_qkv_bias=True,
-        **({"head_dim": 128, "vocab_size": 152_064, "context_length": 32_768} | rest),
+        context_length=32_768,
+        **sizes,
     )
 
 
