@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from itertools import chain
 
 from tasuki.memory.granularity import arena_bytes, export_bytes
-from tasuki.memory.layout import MIB, Checkpointing, Layout, Part
+from tasuki.memory.layout import Checkpointing, Layout, Part
 from tasuki.memory.model_shape import ModelShape, Shapes
 
 Bytes = dict[Part, int]
 _MASTER = 4
 _ALIGNMENT = 256
-# algorithms/log_probs.py works on blocks of 2^24 float32 values: the scaled copy, and two temporaries.
-_LOGIT_BLOCKS = 3 * 64 * MIB
+# algorithms/log_probs.py works on blocks of this many float32 values.
+_BLOCK_VALUES = 1 << 24
 
 
 def trainer_tags(layout: Layout) -> Bytes:
@@ -85,13 +85,16 @@ def offloaded_bytes(layout: Layout) -> int:
 
 
 def _at_loss(layout: Layout) -> Bytes:
-    """The loss's backward: logits and their gradient, while nothing of the activations has gone."""
-    logits = _logit_places(layout) * layout.model.vocab_size * layout.compute_bytes
+    """The loss: logits, and in backward their gradient, while nothing of the activations has gone."""
+    values = _logit_places(layout) * layout.model.vocab_size
+    logits, block = values * layout.compute_bytes, min(values, _BLOCK_VALUES)
+    # Forward: the scaled copy and two temporaries. Backward: the gradient of a block, in float32 and in compute dtype.
+    forward, backward = logits + 3 * _MASTER * block, 2 * logits + (_MASTER + layout.compute_bytes) * block
     return {
         Part.LAYERS: _gathered(layout, layers=1),
         Part.WHOLE_GRADIENTS: _whole_gradients(layout),
         Part.ACTIVATIONS: _kept(layout) + _last_norm(layout),
-        Part.LOGITS: 2 * logits + _LOGIT_BLOCKS,
+        Part.LOGITS: max(forward, backward),
     }
 
 
@@ -101,9 +104,9 @@ def _at_layer(layout: Layout) -> Bytes:
     widest = max(range(model.num_layers), key=lambda index: _numel(model.layer(index)))
     layer = _numel(model.layer(widest))
     recomputed = 0 if layout.checkpointing is Checkpointing.NONE else _layer_activations(layout, widest)
-    # In backward of the MLP: gradients of its product and of both factors; and that of the hidden states, twice.
-    width = 3 * (model.experts_per_token * model.expert_size if model.is_sparse(widest) else model.intermediate_size)
-    flowing = layout.micro_batch_tokens * (width + 2 * model.hidden_size) * compute
+    # In backward of the MLP's product, which has gone itself: its gradient and those of both factors, and that of the hidden states.
+    width = 2 * (model.experts_per_token * model.expert_size if model.is_sparse(widest) else model.intermediate_size)
+    flowing = layout.micro_batch_tokens * (width + model.hidden_size) * compute
     gradients = 0
     if layout.lora_rank is None:
         # Of the layer and, until the step's end, of the vocabulary projection; the former again in float32 on their way to the owners.
