@@ -35,9 +35,8 @@ def layout_of(size: str, *, gpu_bytes: int, device: str) -> Layout:
     """What `measure` runs. Half of every sample are completion tokens; one micro-batch a call, so no gradients stay whole."""
     shape = MODELS[size]
     if device == "cpu":
-        shape = replace(
-            shape, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=512
-        )
+        tiny = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 4, "head_dim": 16, "vocab_size": 512}
+        shape = replace(shape, **tiny)
     num_tokens = 64 if device == "cpu" else NUM_TOKENS
     return Layout(
         model=shape, num_gpus=1, gpu_bytes=gpu_bytes, host_bytes=2000 * GB, num_ranks=1, device="cpu" if device == "cpu" else "cuda",
@@ -80,34 +79,40 @@ def measure(folder: Path, layout: Layout, device: str) -> dict[str, Any]:
         prompt_token_ids=tokens[: half + 1],
         completion_token_ids=tokens[half + 1 :],
         rollout_log_probs=[-11.0] * half,
-        advantages=[1.0],
+        advantages=[1.0] * half,
     )
-    sample.advantages[:] = [1.0] * half
     batch = loss_batch([sample], policy_version=0, device=worker.device)
     for _ in range(NUM_STEPS):
         worker.forward_backward([batch], loss=PolicyLossConfig(), num_loss_tokens=half, num_gap_tokens=half)
         worker.optim_step(learning_rate=1e-6)
-    measured: dict[str, Any] = {"tags": {usage.tag: usage.total_bytes for usage in worker.memory.usage()}}
-    if device == "cpu":
-        return measured | {"stages": {}}
-    held = sum(measured["tags"].values())
-    blocks = sum(sum(size for _, size in worker.memory._allocator.blocks(tag)) for tag in TAGS)
+    tags = {usage.tag: usage.total_bytes for usage in worker.memory.usage()}
     # The tags' blocks are torch's too; what a step adds to them lies in torch's own pool.
-    measured["step_bytes"] = torch.cuda.max_memory_allocated() - blocks
-    stages = {PlanStage.TRAIN: {"allocated": held + measured["step_bytes"], "driver": used_bytes()}}
-    (folder / "state").mkdir()
+    stages = {
+        PlanStage.TRAIN: {"allocated": sum(tags.values()) + step_bytes(worker.memory, device), "driver": used_bytes(device)}
+    }
     worker.publish_weights()
-    stages[PlanStage.LOAD_WEIGHTS] = {"driver": used_bytes()}
+    stages[PlanStage.LOAD_WEIGHTS] = {"driver": used_bytes(device)}
     worker.memory.pause(TAGS)
-    stages[PlanStage.OFFLOAD] = {"driver": used_bytes()}
+    stages[PlanStage.OFFLOAD] = {"driver": used_bytes(device)}
     worker.memory.resume(TAGS)
     worker.memory.wait_for_optimizer()
-    stages[PlanStage.LOAD_TRAINER] = {"driver": used_bytes()}
-    return measured | {"stages": stages}
+    stages[PlanStage.LOAD_TRAINER] = {"driver": used_bytes(device)}
+    worker.close()
+    return {"tags": tags, "stages": stages if device == "cuda" else {}}
 
 
-def used_bytes() -> int:
-    """All that is taken of the device, by whomever."""
+def step_bytes(memory: Any, device: str) -> int:
+    """The most that a step took beside the tags; 0 on a CPU."""
+    if device == "cpu":
+        return 0
+    blocks = sum(size for tag in memory._allocator.tags for _, size in memory._allocator.blocks(tag))
+    return torch.cuda.max_memory_allocated() - blocks
+
+
+def used_bytes(device: str) -> int:
+    """All that is taken of the device, by whomever; 0 on a CPU."""
+    if device == "cpu":
+        return 0
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     return total - free
@@ -115,21 +120,18 @@ def used_bytes() -> int:
 
 def compare(size: str, layout: Layout, measured: dict[str, Any]) -> list[str]:
     """Lines of the table; `measured` gets the predictions and errors. The engine has no process here, so its context does not count."""
-    planned, overheads, lines = plan(layout), layout.overheads, []
-    tags = dict(zip(TRAINER_TAGS, ("weights", "gradients", "optimizer"), strict=True))
-    for part, tag in tags.items():
+    planned, lines = plan(layout), []
+    contexts = layout.overheads.trainer_context + layout.overheads.nccl
+    for part, tag in zip(TRAINER_TAGS, ("weights", "gradients", "optimizer"), strict=True):
         predicted = planned.stage(PlanStage.LOAD_TRAINER).gpus[0][part]
         lines.append(row(size, f"tag {tag}", "arena", predicted, measured["tags"][tag]))
     for stage, kinds in measured["stages"].items():
-        parts = dict(planned.stage(PlanStage(stage)).gpus[0])
-        contexts = overheads.trainer_context + overheads.nccl
-        own = sum(parts.get(part, 0) for part in Part if part not in (Part.CONTEXTS, Part.ROLLOUT_WEIGHTS))
-        # No weights are published before the first LOAD_WEIGHTS.
-        own -= parts.get(Part.EXPORT, 0) if stage == PlanStage.TRAIN else 0
+        parts = planned.stage(PlanStage(stage)).gpus[0]
+        # Nothing is published before the first LOAD_WEIGHTS.
+        absent = {Part.CONTEXTS, Part.ROLLOUT_WEIGHTS, *([Part.EXPORT] if stage == PlanStage.TRAIN else [])}
+        own = sum(num_bytes for part, num_bytes in parts.items() if part not in absent)
         for kind, num_bytes in kinds.items():
             predicted = own + (contexts if kind == "driver" else 0)
-            if kind == "driver" and stage == PlanStage.LOAD_TRAINER:
-                predicted = own + contexts
             lines.append(row(size, stage, kind, predicted, num_bytes))
             measured.setdefault("errors", {})[f"{stage} {kind}"] = predicted / num_bytes - 1
     return lines

@@ -13,7 +13,7 @@ from tasuki.memory.granularity import arena_bytes, export_bytes
 from tasuki.memory.layout import GB, MIB, Layout, Part
 from tasuki.memory.model_shape import ModelShape, shape_of
 from tasuki.memory.presets import MODELS
-from tasuki.memory.trainer_bytes import kept_per_token, trainer_tags
+from tasuki.memory.trainer_bytes import kept_per_token, shards, trainer_tags
 
 TINY: dict[str, Any] = {
     "hidden_size": 64,
@@ -108,12 +108,12 @@ def test_tags_of_a_trainer_are_those_that_were_measured():
 
 
 def test_shards_are_padded_to_the_largest_on_every_rank():
-    shape = shape_of(TINY | {"architectures": ["LlamaForCausalLM"]})
-    layout = Layout(model=shape, num_gpus=7, gpu_bytes=GB, host_bytes=GB, device="cpu", num_ranks=7)
+    shape = MODELS["qwen2.5-7b"]
+    ranks = {count: Layout(model=shape, num_gpus=count, gpu_bytes=GB, host_bytes=GB, num_ranks=count) for count in (1, 7)}
     tensors = [torch.empty(size, device="meta") for unit in shape.units() for size in unit.values()]
     largest = sum(torch.chunk(tensor, 7)[0].numel() for tensor in tensors)
-    assert trainer_tags(layout)[Part.GRADIENTS] == 4 * largest
-    assert 7 * largest > shape.num_parameters
+    assert sum(math.prod(shard) for shard in shards(ranks[7])) == largest > shape.num_parameters / 7
+    assert sum(math.prod(shard) for shard in shards(ranks[1])) == shape.num_parameters
 
 
 @pytest.mark.parametrize(
@@ -129,6 +129,12 @@ def test_shards_are_padded_to_the_largest_on_every_rank():
 )
 def test_arenas_round_up_to_chunks(tensors: list[int], num_bytes: int):
     assert arena_bytes(tuple(tensors)) == num_bytes
+
+
+def test_arenas_on_a_cpu_have_smaller_chunks_and_no_small_tensors():
+    assert arena_bytes((2047, 100), device="cpu") == 0
+    assert arena_bytes((2048, 100), device="cpu") == 2 * MIB
+    assert arena_bytes((64 * MIB, 2048), device="cpu") == 72 * MIB
 
 
 def test_an_export_arena_has_chunks_of_equal_size():

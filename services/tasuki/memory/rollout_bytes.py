@@ -34,7 +34,7 @@ def engine_weights(layout: Layout) -> int:
     tensors = [numel * layout.engine_bytes for unit in whole.units() for numel in _rank_tensors(unit, layout.tp_size)]
     # The rotary tables, in float32.
     tensors.append(model.context_length * model.head_dim * 4)
-    return sum(tensors) if layout.device == "cpu" else arena_bytes(tuple(tensors))
+    return arena_bytes(tuple(tensors), device=layout.device)
 
 
 def kv_bytes_per_token(layout: Layout) -> int:

@@ -20,10 +20,10 @@ _BLOCK_VALUES = 1 << 24
 def trainer_tags(layout: Layout) -> Bytes:
     """Weights, gradients and optimizer state of rank 0, which no rank exceeds."""
     trained = [math.prod(shape) * _MASTER for shape in _trained_shards(layout)]
-    weights, frozen = list(trained), [math.prod(shape) * layout.compute_bytes for shape in _shards(layout)]
+    weights, frozen = list(trained), [math.prod(shape) * layout.compute_bytes for shape in shards(layout)]
     if layout.lora_rank is not None:
         weights = frozen + weights
-    elif layout.model.is_tied:
+    elif layout.model.is_tied and layout.device == "cuda":
         # `to_empty` makes a tied tensor once for each of its names; torch keeps the first one's memory in the tag's pool.
         weights.append(weights[0])
     if layout.has_reference and layout.lora_rank is None:
@@ -91,7 +91,7 @@ def _at_loss(layout: Layout) -> Bytes:
     # Forward: the scaled copy and two temporaries. Backward: the gradient of a block, in float32 and in compute dtype.
     forward, backward = logits + 3 * _MASTER * block, 2 * logits + (_MASTER + layout.compute_bytes) * block
     return {
-        Part.LAYERS: _gathered(layout, layers=1),
+        Part.LAYERS: _gathered(layout, layers=0 if layout.num_ranks == 1 else 1),
         Part.WHOLE_GRADIENTS: _whole_gradients(layout),
         Part.ACTIVATIONS: _kept(layout) + _last_norm(layout),
         Part.LOGITS: max(forward, backward),
@@ -111,9 +111,10 @@ def _at_layer(layout: Layout) -> Bytes:
     if layout.lora_rank is None:
         # Of the layer and, until the step's end, of the vocabulary projection; the former again in float32 on their way to the owners.
         vocabulary = model.vocab_size * model.hidden_size
-        gradients = (layer + vocabulary) * compute + (layer * _MASTER if not layout.accumulates else 0)
+        gradients = (layer + vocabulary) * compute + (0 if layout.accumulates else layer * _sent_bytes(layout))
     return {
-        Part.LAYERS: _gathered(layout, layers=3) + gradients,
+        # This one, and for several ranks the next one's as it arrives and as it is copied out.
+        Part.LAYERS: _gathered(layout, layers=1 if layout.num_ranks == 1 else 3) + gradients,
         Part.WHOLE_GRADIENTS: _whole_gradients(layout),
         Part.ACTIVATIONS: _kept(layout) + recomputed + flowing,
     }
@@ -122,10 +123,13 @@ def _at_layer(layout: Layout) -> Bytes:
 def _at_root(layout: Layout) -> Bytes:
     """The end of backward: the root's gradients on their way to their owners."""
     root = _numel(layout.model.root())
-    # A single rank divides a copy of what it would send.
-    copies = 3 if layout.num_ranks == 1 else 1
-    gradients = 0 if layout.lora_rank is not None else root * (layout.compute_bytes + copies * _MASTER)
-    return {Part.LAYERS: _gathered(layout, layers=1) + gradients, Part.WHOLE_GRADIENTS: _whole_gradients(layout)}
+    gradients = 0 if layout.lora_rank is not None else root * max(layout.compute_bytes + _MASTER, _sent_bytes(layout))
+    return {Part.LAYERS: _gathered(layout, layers=0) + gradients, Part.WHOLE_GRADIENTS: _whole_gradients(layout)}
+
+
+def _sent_bytes(layout: Layout) -> int:
+    """Of one element of a gradient on its way to its owner, in float32; a single rank copies it to itself, divided."""
+    return _MASTER * (3 if layout.num_ranks == 1 else 1)
 
 
 def _gathered(layout: Layout, *, layers: int) -> int:
@@ -171,7 +175,7 @@ def _logit_places(layout: Layout) -> int:
     return layout.micro_batch_tokens if layout.logit_tokens is None else min(layout.logit_tokens, layout.micro_batch_tokens)
 
 
-def _shards(layout: Layout) -> Iterator[tuple[int, ...]]:
+def shards(layout: Layout) -> Iterator[tuple[int, ...]]:
     """Rank 0's part of every parameter, in the order in which they are made. FSDP2 cuts dim 0 and pads every rank's part alike."""
     root, *layers = layout.model.units()
     embedding, *others = root.values()
@@ -181,7 +185,7 @@ def _shards(layout: Layout) -> Iterator[tuple[int, ...]]:
 
 def _trained_shards(layout: Layout) -> Iterator[tuple[int, ...]]:
     if layout.lora_rank is None:
-        yield from _shards(layout)
+        yield from shards(layout)
         return
     for layer in map(layout.model.layer, range(layout.model.num_layers)):
         for rows, columns in _linear_layers(layer):
@@ -199,7 +203,7 @@ def _linear_layers(layer: Shapes) -> Iterator[tuple[int, int]]:
 
 
 def _tag_bytes(tensors: list[int], layout: Layout) -> int:
-    return sum(tensors) if layout.device == "cpu" else arena_bytes(tuple(tensors))
+    return arena_bytes(tuple(tensors), device=layout.device)
 
 
 def _numel(shapes: Shapes) -> int:
