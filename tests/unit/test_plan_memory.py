@@ -132,6 +132,14 @@ def test_what_a_stage_needs_is_what_it_adds():
     assert needed_bytes(planned, PlanStage.DRAIN).gpu_bytes == 0
 
 
+def test_only_the_first_publish_needs_room_for_the_export_arena():
+    planned = plan(h200s("qwen2.5-7b"))
+    assert needed_bytes(planned, PlanStage.LOAD_WEIGHTS).gpu_bytes == 0
+    first = needed_bytes(planned, PlanStage.LOAD_WEIGHTS, has_published=False)
+    assert [set(parts) for parts in first.gpus] == [{Part.EXPORT}] * 8
+    assert first.gpu_bytes == pytest.approx(2 * MODELS["qwen2.5-7b"].num_parameters / 8, rel=0.01)
+
+
 def test_the_least_that_must_leave_is_enough_and_none_of_it_may_stay():
     layout = h200s("qwen2.5-32b", tp_size=8, kv_ratio=0.8, micro_batch_tokens=16_384)
     least = smallest_sleeping(layout)

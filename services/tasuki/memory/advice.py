@@ -137,9 +137,9 @@ def _for_training(layout: Layout) -> Iterator[_Change]:
     yield from _fewer_tokens(layout)
     away = layout.sleeping | {Part.ROLLOUT_WEIGHTS, Part.KV_CACHE}
     if layout.sleeping != away:
-        yield _Change("sleeping", _names(layout.sleeping), _names(away), replace(layout, sleeping=away))
+        yield _Change("sleeping", _names(layout.sleeping), _names(away), replace(layout, sleeping=away), False)
     if not layout.reshards_after_forward:
-        yield _Change("reshard after forward", "no", "yes", replace(layout, reshards_after_forward=True))
+        yield _Change("reshard after forward", "no", "yes", replace(layout, reshards_after_forward=True), False)
     if layout.accumulates and layout.lora_rank is None:
         yield _Change(
             "gradients", "whole until the last micro-batch", "sharded after each", replace(layout, accumulates=False), False
@@ -163,7 +163,7 @@ def _for_rollout(layout: Layout) -> Iterator[_Change]:
         yield _Change("rollout.max_running_requests", str(layout.max_running_requests), str(fewer), changed)
     away = layout.sleeping | set(TRAINER_TAGS)
     if layout.sleeping != away:
-        yield _Change("sleeping", _names(layout.sleeping), _names(away), replace(layout, sleeping=away))
+        yield _Change("sleeping", _names(layout.sleeping), _names(away), replace(layout, sleeping=away), False)
     yield from _wider_engines(layout)
 
 
@@ -183,7 +183,7 @@ def _for_host(layout: Layout) -> Iterator[_Change]:
         if part in layout.sleeping:
             stays = layout.sleeping - {part}
             changed = replace(layout, sleeping=stays, leaves_early=layout.leaves_early - {part})
-            yield _Change("sleeping", _names(layout.sleeping), _names(stays), changed)
+            yield _Change("sleeping", _names(layout.sleeping), _names(stays), changed, False)
     if layout.checkpointing is Checkpointing.OFFLOADED:
         yield _Change("activations", "in host memory", "on the GPU", replace(layout, checkpointing=Checkpointing.FULL), False)
     if layout.device == "cpu":

@@ -123,16 +123,20 @@ def plan(layout: Layout) -> Plan:
     return Plan(layout=layout, stages=stages, kv_pool=pool)
 
 
-def needed_bytes(plan: Plan, stage: PlanStage) -> Need:
+def needed_bytes(plan: Plan, stage: PlanStage, *, has_published: bool = True) -> Need:
     """What `stage` takes beyond the one before it, on each GPU and on the host: it must be free when the stage starts.
 
     LOAD_TRAINER counts the working memory of the step that follows, and RESUME_KV that of a full batch: nobody asks again before them.
+    has_published: whether the trainer has its export arena already, which it keeps from its first LOAD_WEIGHTS on.
     """
     reached = {PlanStage.LOAD_TRAINER: PlanStage.TRAIN, PlanStage.RESUME_KV: PlanStage.ROLLOUT}.get(stage, stage)
     order = list(PlanStage)
     before, after = plan.stage(order[order.index(stage) - 1]), plan.stage(reached)
-    gpus = tuple(_growth(old, new) for old, new in zip(before.gpus, after.gpus, strict=True))
-    return Need(gpus=gpus, host_bytes=max(0, after.host_bytes - before.host_bytes))
+    gpus = [_growth(old, new) for old, new in zip(before.gpus, after.gpus, strict=True)]
+    if stage is PlanStage.LOAD_WEIGHTS and not has_published:
+        for grown, parts in zip(gpus, after.gpus, strict=True):
+            grown |= {part: size for part, size in parts.items() if part is Part.EXPORT}
+    return Need(gpus=tuple(gpus), host_bytes=max(0, after.host_bytes - before.host_bytes))
 
 
 def plan_node(
@@ -281,5 +285,6 @@ def _is_captured(layout: Layout) -> bool:
 
 
 def _growth(before: Mapping[Part, int], after: Mapping[Part, int]) -> Bytes:
-    grown = {part: after[part] - before.get(part, 0) for part in after}
+    # What torch caches was the step's: it is there already.
+    grown = {part: after[part] - before.get(part, 0) for part in after if part is not Part.TORCH_CACHE}
     return {part: size for part, size in grown.items() if size > 0}
