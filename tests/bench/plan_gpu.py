@@ -1,9 +1,9 @@
-"""The planner against a GPU: `python tests/bench/plan_gpu.py [--out FOLDER] [--sizes qwen2.5-0.5b ...]`.
+"""The planner against GPUs: `python tests/bench/plan_gpu.py [--out FOLDER] [--sizes qwen2.5-0.5b ...] [--ranks N]`.
 
-One FSDP2 rank for each size, in a process of its own: random weights, float32 masters, AdamW, bfloat16 compute, full checkpointing, two
-ForwardBackwards of one micro-batch and OptimStep, then a publish and a pause of all tags. For each stage: predicted bytes, what torch's
-allocator held at most (training) and what the driver says is taken, and the error. Writes plan_gpu.json and prints a table. With --tiny it
-runs on a CPU, to try it out; there nothing is measured.
+N FSDP2 ranks for each size, on as many GPUs; a size that the planner says does not fit is left out (7B takes two GPUs of 141 GB). Random
+weights, float32 masters, AdamW, bfloat16 compute, full checkpointing; three times ForwardBackward of one micro-batch and OptimStep, then a
+publish, and a pause and resume of all tags. For each stage on rank 0: predicted bytes, what torch's allocator held at most (training) or what
+the driver says is taken, and the error. Writes plan_gpu.json and prints a table. With --tiny it runs on a CPU, to try it out: tags only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -31,7 +31,7 @@ SIZES = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b")
 NUM_TOKENS, NUM_STEPS = 8192, 3
 
 
-def layout_of(size: str, *, gpu_bytes: int, device: str) -> Layout:
+def layout_of(size: str, *, gpu_bytes: int, device: Literal["cpu", "cuda"], num_ranks: int) -> Layout:
     """What `measure` runs. Half of every sample are completion tokens; one micro-batch a call, so no gradients stay whole."""
     shape = MODELS[size]
     if device == "cpu":
@@ -39,7 +39,7 @@ def layout_of(size: str, *, gpu_bytes: int, device: str) -> Layout:
         shape = replace(shape, **tiny)
     num_tokens = 64 if device == "cpu" else NUM_TOKENS
     return Layout(
-        model=shape, num_gpus=1, gpu_bytes=gpu_bytes, host_bytes=2000 * GB, num_ranks=1, device="cpu" if device == "cpu" else "cuda",
+        model=shape, num_gpus=num_ranks, gpu_bytes=gpu_bytes, host_bytes=2000 * GB, num_ranks=num_ranks, device=device,
         micro_batch_tokens=num_tokens, logit_tokens=num_tokens // 2, checkpointing=Checkpointing.FULL, accumulates=False,
     )  # fmt: skip
 
@@ -67,8 +67,7 @@ def measure(folder: Path, layout: Layout, device: str) -> dict[str, Any]:
     from tasuki.trainer.worker import PolicyLossConfig, Worker
     from tasuki.v1.types_pb2 import TrainingSample
 
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29513"}
-    mesh = start_mesh(device, local_rank=0, num_threads=1, timeout_s=60)
+    mesh = start_mesh(device, local_rank=int(os.environ["LOCAL_RANK"]), num_threads=1, timeout_s=60)
     trainer = {"gradient_checkpointing": True, "micro_batch_tokens": layout.micro_batch_tokens}
     node = {"state_dir": folder / "state", "device": device, "model": {"path": folder}, "trainer": trainer}
     worker = Worker(NodeConfig.model_validate(node), mesh=mesh)
@@ -141,42 +140,90 @@ def row(size: str, stage: str, kind: str, predicted: int, measured: int) -> str:
     return f"{size:13s} {stage:14s} {kind:10s} {predicted / GB:9.3f} {measured / GB:9.3f} {100 * (predicted / measured - 1):+7.1f} %"
 
 
-def run_part(size: str, device: str, gpu_bytes: int) -> dict[str, Any]:
-    """In a process of its own, so that nothing else is on the device."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--part", size, "--device", device, "--gpu-bytes", str(gpu_bytes)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    answers = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if done.returncode != 0 or not answers:
-        raise SystemExit(f"{size} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+def run_part(size: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What rank 0 measured. Every rank in a process of its own, so that nothing else is on its device; the model is made before."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable,
+            str(Path(__file__).resolve()),
+            "--part",
+            size,
+            "--ranks",
+            str(arguments.ranks),
+            "--folder",
+            folder,
+        ]
+        command += ["--tiny"] if arguments.tiny else []
+        makes = subprocess.run([*command, "--make"], capture_output=True, text=True, check=False)
+        if makes.returncode != 0:
+            raise SystemExit(f"{size} was not made:\n{makes.stderr[-4000:]}")
+        everywhere = os.environ | {"WORLD_SIZE": str(arguments.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29513"}
+        ranks = [
+            subprocess.Popen(
+                command,
+                env=everywhere | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(arguments.ranks)
+        ]
+        printed = [rank.communicate()[0] for rank in ranks]
+    answers = [line for line in printed[0].splitlines() if line.startswith("RESULT ")]
+    if any(rank.returncode for rank in ranks) or not answers:
+        raise SystemExit(f"{size} failed:\n" + "\n".join(each[-4000:] for each in printed))
     return json.loads(answers[-1].removeprefix("RESULT "))
+
+
+def gpu() -> tuple[str, int]:
+    """Name and bytes of the first GPU, without a CUDA context of this process, which would take some of them."""
+    import pynvml
+
+    nvml: Any = pynvml
+    nvml.nvmlInit()
+    handle = nvml.nvmlDeviceGetHandleByIndex(0)
+    return nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetMemoryInfo(handle).total
+
+
+def work(arguments: argparse.Namespace, layout: Layout, device: str) -> None:
+    """One process: makes the model, or is a rank."""
+    if arguments.make:
+        make_model(arguments.folder, layout, device)
+    else:
+        print("RESULT " + json.dumps(measure(arguments.folder, layout, device)), flush=True)
+    os._exit(0)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--tiny", action="store_true", help="tiny models on a CPU")
     parser.add_argument("--part", choices=SIZES)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--gpu-bytes", type=int)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--make", action="store_true")
     arguments = parser.parse_args()
-    device = "cpu" if arguments.tiny else arguments.device
+    device = "cpu" if arguments.tiny else "cuda"
+    gpu_name, gpu_bytes = ("none", GB) if arguments.tiny else gpu()
+    layouts = {size: layout_of(size, gpu_bytes=gpu_bytes, device=device, num_ranks=arguments.ranks) for size in SIZES}
     if arguments.part is not None:
-        layout = layout_of(arguments.part, gpu_bytes=arguments.gpu_bytes, device=device)
-        with tempfile.TemporaryDirectory() as folder:
-            make_model(Path(folder), layout, device)
-            if device == "cuda":
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-            print("RESULT " + json.dumps(measure(Path(folder), layout, device)), flush=True)
-        os._exit(0)
-    gpu_bytes = torch.cuda.mem_get_info()[1] if device == "cuda" else GB
-    results, lines = {}, [f"{'model':13s} {'stage':14s} {'what':10s} {'predicted':>9s} {'measured':>9s}   error (GB)"]
+        work(arguments, layouts[arguments.part], device)
+    results: dict[str, Any] = {}
+    lines = [f"{'model':13s} {'stage':14s} {'what':10s} {'predicted':>9s} {'measured':>9s}   error (GB)"]
     for size in arguments.sizes:
-        results[size] = run_part(size, device, gpu_bytes)
-        lines += compare(size, layout_of(size, gpu_bytes=gpu_bytes, device=device), results[size])
+        peak = plan(layouts[size]).stage(PlanStage.TRAIN).gpu_bytes
+        if device == "cuda" and peak > gpu_bytes:
+            lines.append(f"{size:13s} left out: predicted {peak / GB:.1f} GB on {gpu_bytes / GB:.1f}; give it more --ranks")
+            continue
+        results[size] = run_part(size, arguments)
+        lines += compare(size, layouts[size], results[size])
     arguments.out.mkdir(parents=True, exist_ok=True)
-    machine = {"gpu": torch.cuda.get_device_name() if device == "cuda" else "none", "torch": torch.__version__}
+    machine = {
+        "gpu": "none" if arguments.tiny else torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "ranks": arguments.ranks,
+    }
     (arguments.out / "plan_gpu.json").write_text(json.dumps({"machine": machine, **results}, indent=1) + "\n")
     print("\n".join(lines))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -183,8 +184,7 @@ def test_a_host_that_is_too_small_is_told_what_to_keep_on_the_gpu():
 
 
 def test_whole_gradients_are_counted_while_micro_batches_add_up():
-    parts = training_peak(h200s("qwen2.5-7b", accumulates=True))
-    assert parts[Part.WHOLE_GRADIENTS] == 4 * MODELS["qwen2.5-7b"].num_parameters
+    assert training_peak(h200s("qwen2.5-7b", accumulates=True))[Part.WHOLE_GRADIENTS] == 4 * MODELS["qwen2.5-7b"].num_parameters
 
 
 def test_adapters_train_a_model_whose_parameters_would_not_fit():
@@ -237,10 +237,9 @@ def test_letting_more_leave_never_takes_more_in_the_trainers_phase(sleeping: fro
 
 
 def write_model(folder: Path, **changes: Any) -> Path:
-    import json
-
-    table = {key: value for key, value in (TINY | changes).items() if value is not None}
-    (folder / "config.json").write_text(json.dumps(table))
+    (folder / "config.json").write_text(
+        json.dumps({key: value for key, value in (TINY | changes).items() if value is not None})
+    )
     return folder
 
 
