@@ -3,7 +3,7 @@
 N FSDP2 ranks for each size, on as many GPUs; a size that the planner says does not fit is left out (7B takes two GPUs of 141 GB). Random
 weights, float32 masters, AdamW, bfloat16 compute, full checkpointing; three times ForwardBackward of one micro-batch and OptimStep, then a
 publish, and a pause and resume of all tags. For each stage on rank 0: predicted bytes, what torch's allocator held at most (in training) or
-what the driver says is taken, and the error. Writes plan_gpu.json and prints a table. With --tiny it runs on a CPU, to try it out: tags only.
+what the driver says is taken, and the error. Writes plan_gpu.json and prints a table. With --tiny it runs on a CPU: tags only.
 """
 
 from __future__ import annotations

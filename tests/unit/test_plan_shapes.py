@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
+from tasuki.config.schema import NodeConfig
 from tasuki.memory.granularity import arena_bytes, export_bytes
 from tasuki.memory.layout import GB, MIB, Layout, Part
 from tasuki.memory.model_shape import ModelShape, shape_of
+from tasuki.memory.plan import node_layout
 from tasuki.memory.presets import MODELS
+from tasuki.memory.rollout_bytes import kv_bytes_per_token, kv_pool
 from tasuki.memory.trainer_bytes import kept_per_token, shards, trainer_tags
+from tasuki.rollout.arguments import engine_arguments
+from tasuki.rollout.model import ModelFacts
 
 TINY: dict[str, Any] = {
     "hidden_size": 64,
@@ -141,3 +147,14 @@ def test_an_export_arena_has_chunks_of_equal_size():
     assert export_bytes(0) == 0
     assert export_bytes(3 * 2**30) == 3 * 2**30
     assert export_bytes(2**30 + 1) == 2 * math.ceil((2**29 + 0.5) / (2 * MIB)) * 2 * MIB
+
+
+@pytest.mark.parametrize("max_total_tokens", [None, 5000])
+def test_a_cache_on_a_cpu_has_the_tokens_that_the_engine_is_asked_for(max_total_tokens: int | None, tmp_path: Path):
+    shape = MODELS["qwen2.5-0.5b"]
+    settings = {"max_total_tokens": max_total_tokens, "context_length": 4096}
+    node = NodeConfig.model_validate({"state_dir": tmp_path, "model": {"path": tmp_path}, "rollout": settings})
+    facts = ModelFacts(path="", architecture="", vocab_size=shape.vocab_size, context_length=4096, has_eos=True, is_seeded=True)
+    layout = node_layout(node, shape, gpu_bytes=GB, host_bytes=24 * GB)
+    asked = engine_arguments(node, facts)["max_total_tokens"]
+    assert kv_pool(layout, taken_bytes=0).num_bytes == asked * kv_bytes_per_token(layout)
