@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from tasuki.cli.plan_arguments import add_plan_arguments
 from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock
 from tasuki.config.places import config_path
@@ -70,6 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     train = _command(commands, "train", _train, "train as the [train] table of CONFIG says; starts the node when none runs")
     train.add_argument("config", type=Path, metavar="CONFIG")
     _add_overrides(train)
+    plan = _command(commands, "plan", _plan, "predict the memory of a node, stage by stage, and say what to change")
+    add_plan_arguments(plan)
     supervise = commands.add_parser("supervise")  # started by `up` and `train`, not by hand
     supervise.add_argument("state_dir", type=Path)
     supervise.add_argument("lock_fd", type=int)
@@ -137,6 +140,12 @@ def _train(arguments: argparse.Namespace) -> int:
 
     config_dir = arguments.config.resolve().parent
     return run(load_config(arguments.config, overrides=arguments.overrides), config_dir=config_dir)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from tasuki.cli.plan import run
+
+    return run(arguments)
 
 
 def _supervise(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,130 @@
+"""`tasuki plan`: predicts the memory of a node before it is started, and says what to change when it does not fit."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from tasuki.cli.plan_arguments import DEFAULT_HOST_GB
+from tasuki.cli.plan_view import as_table, show
+from tasuki.config.load import load_config
+from tasuki.memory.advice import advise
+from tasuki.memory.layout import GB, Checkpointing, Layout, Strategy
+from tasuki.memory.model_shape import ModelShape, read_model_shape
+from tasuki.memory.plan import node_layout, plan
+from tasuki.memory.presets import MODELS, find_preset
+from tasuki.wire.errors import InvalidArgument
+
+DOES_NOT_FIT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the command line gives beside CONFIG; None where it says nothing."""
+
+    preset: str | None = None
+    num_gpus: int | None = None
+    gpu_gb: float | None = None
+    host_gb: float | None = None
+    strategy: str | None = None
+    settings: Mapping[str, Any] | None = None
+    """Fields of Layout for a model without a node's TOML."""
+    overrides: Sequence[str] = ()
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns 0 when it fits, 1 when it does not."""
+    names = ("tp_size", "micro_batch_tokens", "kv_ratio", "context_length", "checkpointing", "lora_rank")
+    settings = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    wishes = Wishes(
+        preset=arguments.preset,
+        num_gpus=arguments.num_gpus,
+        gpu_gb=arguments.gpu_gb,
+        host_gb=arguments.host_gb,
+        strategy=arguments.strategy,
+        settings=settings,
+        overrides=arguments.overrides,
+    )
+    planned = plan(layout_of(arguments.config, wishes))
+    advice = advise(planned)
+    if arguments.plot is not None:
+        from tasuki.cli.plan_picture import draw_plan
+
+        draw_plan(planned, arguments.plot)
+    if arguments.json:
+        sys.stdout.write(json.dumps(as_table(planned, advice), indent=2) + "\n")
+    else:
+        show(planned, advice, console=Console())
+    return 0 if planned.fits else DOES_NOT_FIT
+
+
+def layout_of(config: Path | None, wishes: Wishes) -> Layout:
+    """Raises InvalidArgument naming what is missing or wrong, and what reading a configuration or a model raises."""
+    if config is not None and config.suffix == ".toml":
+        layout = _of_node(config, wishes)
+    elif config is None and wishes.preset is None:
+        raise InvalidArgument("CONFIG", "give a node's TOML, a model folder, a config.json, or --preset")
+    else:
+        layout = _of_model(None if config is None else read_model_shape(config), wishes)
+    return layout if wishes.strategy is None else replace(layout, strategy=Strategy(wishes.strategy))
+
+
+def _of_node(config: Path, wishes: Wishes) -> Layout:
+    if wishes.settings or wishes.preset:
+        flags = ", ".join([*(wishes.settings or {}), *(["preset"] if wishes.preset else [])])
+        raise InvalidArgument("CONFIG", f"a node's TOML says {flags} itself: use --set A.B=VALUE")
+    node = load_config(config, overrides=wishes.overrides)
+    # On a CPU the figure is not used.
+    gpu_bytes = _gpu_bytes(wishes, default=1.0 if node.device == "cpu" else None)
+    shape = read_model_shape(node.model.path)
+    return node_layout(node, shape, gpu_bytes=gpu_bytes, host_bytes=_host_bytes(wishes), num_gpus=wishes.num_gpus)
+
+
+def _of_model(shape: ModelShape | None, wishes: Wishes) -> Layout:
+    preset = None if wishes.preset is None else find_preset(wishes.preset)
+    if wishes.overrides:
+        raise InvalidArgument("set", "overrides keys of a node's TOML; a model has none")
+    if shape is None:
+        assert preset is not None
+        shape = MODELS[preset.model]
+    num_gpus = wishes.num_gpus if wishes.num_gpus is not None else preset.num_gpus if preset else 1
+    settings: dict[str, Any] = {"checkpointing": Checkpointing.FULL}
+    if preset is not None:
+        # Where these settings come from gradients are sharded after every micro-batch, and torch's cache is emptied after a step.
+        settings |= {"accumulates": False, "empties_cache": True, **preset.settings}
+    settings |= wishes.settings or {}
+    settings["checkpointing"] = Checkpointing(settings["checkpointing"])
+    settings.setdefault("num_engines", max(1, num_gpus // max(1, settings.get("tp_size", 1))))
+    return Layout(
+        model=shape,
+        num_gpus=num_gpus,
+        num_ranks=num_gpus,
+        gpu_bytes=_gpu_bytes(wishes, default=preset.gpu_bytes / GB if preset else None),
+        host_bytes=_host_bytes(wishes),
+        **settings,
+    )
+
+
+def _gpu_bytes(wishes: Wishes, *, default: float | None) -> int:
+    size = default if wishes.gpu_gb is None else wishes.gpu_gb
+    if size is None:
+        raise InvalidArgument("gpu-gb", "say how much memory a GPU has, such as --gpu-gb 141")
+    return _bytes("gpu-gb", size)
+
+
+def _host_bytes(wishes: Wishes) -> int:
+    return _bytes("host-gb", DEFAULT_HOST_GB if wishes.host_gb is None else wishes.host_gb)
+
+
+def _bytes(flag: str, size: float) -> int:
+    if not (math.isfinite(size) and size * GB >= 1):
+        raise InvalidArgument(flag, f"must be a size above 0 in GB, not {size:g}")
+    return int(size * GB)

@@ -1,0 +1,34 @@
+"""The command line of `tasuki plan`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from tasuki.memory.layout import Checkpointing, Strategy
+from tasuki.memory.presets import PRESETS
+
+DEFAULT_HOST_GB = 2000.0
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="a node's TOML, a model folder or a config.json")
+    parser.add_argument("--preset", metavar="NAME", help=f"start from one of {', '.join(PRESETS)}")
+    parser.add_argument("--gpus", type=int, dest="num_gpus", metavar="N", help="GPUs of the node")
+    parser.add_argument("--gpu-gb", type=float, metavar="GB", help="memory of one GPU, in 10^9 bytes")
+    parser.add_argument("--host-gb", type=float, metavar="GB", help=f"memory of the host (default: {DEFAULT_HOST_GB:g})")
+    parser.add_argument(
+        "--strategy", choices=[*Strategy], help="v0 both resident, v1 relaunch, v2 one stage, v3 staged (default)"
+    )
+    model = parser.add_argument_group("for a model or a preset; a node's TOML says these itself (--set A.B=VALUE)")
+    model.add_argument("--tp", type=int, dest="tp_size", metavar="N", help="GPUs of one engine; there are GPUs / N engines")
+    model.add_argument("--tokens", type=int, dest="micro_batch_tokens", metavar="N", help="tokens of a micro-batch")
+    model.add_argument("--kv-ratio", type=float, metavar="R")
+    model.add_argument("--context", type=int, dest="context_length", metavar="N", help="longest sequence")
+    model.add_argument("--checkpointing", choices=[*Checkpointing])
+    model.add_argument("--lora-rank", type=int, metavar="N")
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="A.B=VALUE", help="overrides one key of a TOML"
+    )
+    parser.add_argument("--json", action="store_true", help="everything as one JSON object")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the stages as stacked bars")

@@ -1,0 +1,172 @@
+"""A plan as people read it: tables of the stages, and the answers in sentences; and as programs do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tasuki.memory.advice import Advice
+from tasuki.memory.layout import GB, TAGS, Layout, Part
+from tasuki.memory.plan import Plan, StagePlan
+
+COLUMNS: dict[str, tuple[Part, ...]] = {
+    "trainer": (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.EXPORT),
+    "step": (Part.LAYERS, Part.WHOLE_GRADIENTS, Part.ACTIVATIONS, Part.LOGITS, Part.OPTIMIZER_STEP, Part.TORCH_CACHE),
+    "rollout": (Part.ROLLOUT_WEIGHTS,),
+    "KV": (Part.KV_CACHE, Part.CUDA_GRAPH, Part.ENGINE_STEP),
+    "other": (Part.CONTEXTS,),
+}
+
+
+def show(planned: Plan, advice: Advice, *, console: Console) -> None:
+    """Tables of the stages, one for each kind of GPU, and the answers."""
+    layout = planned.layout
+    console.print(headline(layout), highlight=False)
+    kinds = ", ".join(f"{kind} {gb(count)}" for kind, count in layout.model.count_by_kind().items())
+    console.print(f"{gb(layout.model.num_parameters)} billion parameters: {kinds}", highlight=False, style="dim")
+    for gpus, index in groups(planned):
+        console.print(_stage_table(planned, gpus, index))
+    for line in answers(planned, advice):
+        console.print(line, highlight=False)
+
+
+def answers(planned: Plan, advice: Advice) -> list[str]:
+    """What fits, what peaks, what must leave, and what to change."""
+    layout, peak, host = planned.layout, planned.gpu_peak, planned.host_peak
+    fullest = max(peak.gpus, key=lambda parts: sum(parts.values()))
+    parts = ", ".join(f"{part} {gb(size)}" for part, size in sorted(fullest.items(), key=lambda item: -item[1]))
+    lines = ["It fits." if planned.fits else f"It does NOT fit: {'; '.join(_reasons(planned))}."]
+    if layout.device == "cuda":
+        lines.append(f"GPU peak: {peak.stage}, {gb(peak.gpu_bytes)} of {gb(layout.gpu_bytes)} GB: {parts}.")
+    lines.append(f"Host peak: {host.stage}, {gb(host.host_bytes)} of {gb(layout.host_bytes)} GB.")
+    lines.append(
+        f"KV cache: {planned.kv_pool.num_tokens:,} tokens for each engine, {gb(planned.kv_pool.num_bytes)} GB on a GPU."
+    )
+    if layout.device == "cuda":
+        lines.append(f"Least that must leave: {_least(advice)}.")
+        ratio = "none fits" if advice.max_kv_ratio is None else f"{advice.max_kv_ratio:g}"
+        lines.append(f"Largest KV ratio: {ratio} (now {layout.kv_ratio:g}).")
+    for number, rung in enumerate(advice.ladder, start=1):
+        note = "" if rung.is_available else " (no setting of a node yet)"
+        after = (
+            f"{rung.plan.gpu_peak.stage} {gb(rung.plan.gpu_peak.gpu_bytes)} GB, {'fits' if rung.plan.fits else 'not enough'}"
+        )
+        lines.append(f"{'Change' if number == 1 else '  then'} {rung.setting}: {rung.old} -> {rung.new}{note}: {after}.")
+    if not planned.fits and not advice.solves:
+        lines.append("No change that the planner knows makes it fit: take more or larger GPUs, or a smaller model.")
+    return lines
+
+
+def as_table(planned: Plan, advice: Advice) -> dict[str, Any]:
+    """Everything, in bytes."""
+    layout = planned.layout
+    return {
+        "fits": planned.fits,
+        "problems": _reasons(planned),
+        "strategy": layout.strategy,
+        "gpu_bytes": layout.gpu_bytes,
+        "host_bytes": layout.host_bytes,
+        "parameters": layout.model.count_by_kind(),
+        "gpu_peak": {"stage": planned.gpu_peak.stage, "bytes": planned.gpu_peak.gpu_bytes},
+        "host_peak": {"stage": planned.host_peak.stage, "bytes": planned.host_peak.host_bytes},
+        "kv_cache": {"tokens": planned.kv_pool.num_tokens, "bytes": planned.kv_pool.num_bytes},
+        "stages": [
+            {"stage": each.stage, "gpus": [dict(parts) for parts in each.gpus], "host": dict(each.host)}
+            for each in planned.stages
+        ],
+        "must_leave": None if advice.must_leave is None else [tag for tag in TAGS if tag in advice.must_leave],
+        "max_kv_ratio": advice.max_kv_ratio,
+        "ladder": [
+            {
+                "setting": rung.setting,
+                "old": rung.old,
+                "new": rung.new,
+                "is_available": rung.is_available,
+                "gpu_peak_bytes": rung.plan.gpu_peak.gpu_bytes,
+                "fits": rung.plan.fits,
+            }
+            for rung in advice.ladder
+        ],
+    }
+
+
+def groups(planned: Plan) -> list[tuple[str, int]]:
+    """GPUs that are alike in every stage: their name, such as "GPUs 0-3", and the number of the first."""
+    found: dict[str, list[int]] = {}
+    for index in range(planned.layout.num_gpus):
+        alike = repr([stage.gpus[index] for stage in planned.stages])
+        found.setdefault(alike, []).append(index)
+    named: list[tuple[str, int]] = []
+    for indices in found.values():
+        first, last = indices[0], indices[-1]
+        noun = "rank" if planned.layout.device == "cpu" else "GPU"
+        named.append((f"{noun} {first}" if first == last else f"{noun}s {first}-{last}", first))
+    return named
+
+
+def headline(layout: Layout) -> str:
+    """The settings that matter, in one line."""
+    where = "CPU" if layout.device == "cpu" else f"{layout.num_gpus} GPUs of {gb(layout.gpu_bytes)} GB"
+    engines = f"{layout.num_engines} x TP {layout.tp_size}"
+    how = f"LoRA rank {layout.lora_rank}" if layout.lora_rank is not None else "all parameters"
+    return (
+        f"{layout.model.architecture} on {where}, strategy {layout.strategy}: {layout.num_ranks} FSDP ranks, {how}, "
+        f"{layout.micro_batch_tokens:,} tokens, checkpointing {layout.checkpointing}; engines {engines}, KV ratio {layout.kv_ratio:g}"
+    )
+
+
+def gb(num_bytes: int) -> str:
+    return f"{num_bytes / GB:,.1f}" if num_bytes >= GB / 20 else f"{num_bytes / GB:.3f}"
+
+
+def _stage_table(planned: Plan, name: str, index: int) -> Table:
+    layout = planned.layout
+    table = Table(title=f"{name}, GB", title_justify="left", box=None, padding=(0, 1), pad_edge=False)
+    is_gpu = layout.device == "cuda"
+    for heading in ("stage", *COLUMNS, "total", *(["free"] if is_gpu else []), "host"):
+        table.add_column(heading, justify="left" if heading == "stage" else "right", no_wrap=True)
+    for stage in planned.stages:
+        table.add_row(*_row(stage, layout, index), style=_style(stage, planned, index))
+    return table
+
+
+def _row(stage: StagePlan, layout: Layout, index: int) -> list[str]:
+    parts = stage.gpus[index]
+    total = sum(parts.values())
+    sums = [sum(parts.get(part, 0) for part in column) for column in COLUMNS.values()]
+    free = [gb(layout.gpu_bytes - total) if total <= layout.gpu_bytes else f"-{gb(total - layout.gpu_bytes)}"]
+    sizes = [gb(size) if size else "" for size in sums]
+    return [stage.stage, *sizes, gb(total), *(free if layout.device == "cuda" else []), gb(stage.host_bytes)]
+
+
+def _style(stage: StagePlan, planned: Plan, index: int) -> str:
+    """Red where it does not fit, bold where the GPU is fullest."""
+    layout = planned.layout
+    total = sum(stage.gpus[index].values())
+    is_over = layout.device == "cuda" and total + layout.overheads.margin > layout.gpu_bytes
+    return "red" if is_over else "bold" if stage is planned.gpu_peak else ""
+
+
+def _reasons(planned: Plan) -> list[str]:
+    """Why it does not fit."""
+    layout = planned.layout
+    margin = layout.overheads.margin
+    reasons: list[str] = []
+    if not planned.fits_gpu:
+        over = planned.gpu_peak.gpu_bytes + margin - layout.gpu_bytes
+        reasons.append(f"a GPU lacks {gb(over)} GB in {planned.gpu_peak.stage}")
+    if not planned.fits_host:
+        over = planned.host_peak.host_bytes + margin - layout.host_bytes
+        reasons.append(f"the host lacks {gb(over)} GB in {planned.host_peak.stage}")
+    if not planned.has_room_for_a_sequence:
+        tokens, longest = planned.kv_pool.num_tokens, layout.longest_sequence
+        reasons.append(f"the KV cache holds {tokens:,} tokens and a sequence may have {longest:,}")
+    return reasons
+
+
+def _least(advice: Advice) -> str:
+    if advice.must_leave is None:
+        return "no choice of tags is enough"
+    return ", ".join(tag for tag in TAGS if tag in advice.must_leave) or "nothing, both services may stay"

@@ -1,0 +1,241 @@
+"""What follows from a plan: the least that must leave, the largest KV cache, and which setting to change when it does not fit.
+
+Every answer is found by planning anew with the change, never by a rule of thumb.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from tasuki.memory.layout import TAGS, Checkpointing, Layout, Part, Strategy
+from tasuki.memory.plan import SERVING, TRAINER_TAGS, Plan, PlanStage, plan
+
+_RATIO_STEPS = 100
+_MIN_TOKENS = 1024
+_LORA_RANK = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One setting changed, on top of those before it, and what the plan then says."""
+
+    setting: str
+    """The node's key, or what would have to be given where it has none yet."""
+    old: str
+    new: str
+    is_available: bool
+    """Whether a node can be told so today."""
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """The answers to one plan."""
+
+    must_leave: frozenset[Part] | None
+    """The tags with the fewest bytes whose leaving is enough; None when no choice is."""
+    max_kv_ratio: float | None
+    """Largest ratio, in hundredths, with which everything fits; None when none does."""
+    ladder: tuple[Rung, ...]
+    """Changes that help, in the order to try them, up to the one with which it fits; empty when it fits already."""
+
+    @property
+    def solves(self) -> bool:
+        return bool(self.ladder) and self.ladder[-1].plan.fits
+
+
+def advise(planned: Plan) -> Advice:
+    layout = planned.layout
+    return Advice(
+        must_leave=smallest_sleeping(layout),
+        max_kv_ratio=largest_kv_ratio(layout),
+        ladder=() if planned.fits else climb(planned),
+    )
+
+
+def smallest_sleeping(layout: Layout) -> frozenset[Part] | None:
+    """Of all choices of tags with which it fits, the one that moves the fewest bytes on the GPU that moves most."""
+    if layout.strategy is Strategy.RESIDENT or layout.device == "cpu":
+        return frozenset() if plan(layout).fits else None
+    best: tuple[int, frozenset[Part]] | None = None
+    for size in range(len(TAGS) + 1):
+        for chosen in combinations(TAGS, size):
+            sleeping = frozenset(chosen)
+            tried = plan(replace(layout, sleeping=sleeping, leaves_early=layout.leaves_early & sleeping))
+            moved = _moved_bytes(tried)
+            if tried.fits and (best is None or moved < best[0]):
+                best = moved, sleeping
+    return None if best is None else best[1]
+
+
+def largest_kv_ratio(layout: Layout) -> float | None:
+    for hundredths in range(_RATIO_STEPS - 1, 0, -1):
+        ratio = hundredths / _RATIO_STEPS
+        if plan(replace(layout, kv_ratio=ratio)).fits:
+            return ratio
+    return None
+
+
+def climb(planned: Plan) -> tuple[Rung, ...]:
+    """Makes changes for what is short, one on top of the other, keeps those that help, and ends when everything fits."""
+    rungs: list[Rung] = []
+    while not planned.fits and (rung := _next_rung(planned)) is not None:
+        rungs.append(rung)
+        planned = rung.plan
+    return tuple(rungs)
+
+
+def _next_rung(planned: Plan) -> Rung | None:
+    """The first change of the ladder that makes it fit, else the first that lowers what is short; what a node has goes before the rest."""
+    rungs = [
+        Rung(change.setting, change.old, change.new, change.is_available, plan(change.layout)) for change in _changes(planned)
+    ]
+    for is_enough in (lambda rung: rung.plan.fits, lambda rung: _shortage(rung.plan) < _shortage(planned)):
+        for is_available in (True, False):
+            for rung in rungs:
+                if rung.is_available is is_available and is_enough(rung):
+                    return rung
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    setting: str
+    old: str
+    new: str
+    layout: Layout
+    is_available: bool = True
+
+
+def _changes(planned: Plan) -> Iterator[_Change]:
+    """The ladder for the place where it is short, least costly first; then those for the other places, which share its memory."""
+    layout, peak = planned.layout, planned.gpu_peak.stage
+    if planned.stage(PlanStage.TRAIN).gpu_bytes + layout.overheads.margin > layout.gpu_bytes:
+        peak = PlanStage.TRAIN
+    if layout.strategy is not Strategy.STAGED and not planned.fits_gpu:
+        yield _Change("strategy", layout.strategy, Strategy.STAGED, replace(layout, strategy=Strategy.STAGED))
+    if not planned.fits_gpu:
+        ladders = [_for_rollout, _for_training, _for_changeover]
+        first = _for_training if peak is PlanStage.TRAIN else _for_rollout if peak in SERVING else _for_changeover
+        for ladder in sorted(ladders, key=lambda ladder: ladder is not first):
+            yield from ladder(layout)
+    if not planned.fits_host:
+        yield from _for_host(layout)
+    if not planned.has_room_for_a_sequence:
+        yield from _for_cache(planned)
+
+
+def _for_training(layout: Layout) -> Iterator[_Change]:
+    if layout.checkpointing is Checkpointing.NONE:
+        changed = replace(layout, checkpointing=Checkpointing.FULL)
+        yield _Change("trainer.gradient_checkpointing", "false", "true", changed)
+    if layout.checkpointing is not Checkpointing.OFFLOADED:
+        changed = replace(layout, checkpointing=Checkpointing.OFFLOADED)
+        yield _Change("activations", "on the GPU", "in host memory", changed, False)
+    yield from _fewer_tokens(layout)
+    away = layout.sleeping | {Part.ROLLOUT_WEIGHTS, Part.KV_CACHE}
+    if layout.sleeping != away:
+        yield _Change("sleeping", _names(layout.sleeping), _names(away), replace(layout, sleeping=away), False)
+    if not layout.reshards_after_forward:
+        yield _Change("reshard after forward", "no", "yes", replace(layout, reshards_after_forward=True), False)
+    if layout.accumulates and layout.lora_rank is None:
+        yield _Change(
+            "gradients", "whole until the last micro-batch", "sharded after each", replace(layout, accumulates=False), False
+        )
+    if layout.num_ranks < layout.num_gpus:
+        yield _Change(
+            "trainer.num_ranks", str(layout.num_ranks), str(layout.num_gpus), replace(layout, num_ranks=layout.num_gpus)
+        )
+    if layout.lora_rank is None:
+        yield _Change("LoRA", "none", f"rank {_LORA_RANK}", replace(layout, lora_rank=_LORA_RANK), False)
+
+
+def _for_rollout(layout: Layout) -> Iterator[_Change]:
+    if (ratio := largest_kv_ratio(layout)) is not None and ratio < layout.kv_ratio:
+        yield _Change("rollout.kv_ratio", f"{layout.kv_ratio:g}", f"{ratio:g}", replace(layout, kv_ratio=ratio))
+    if layout.has_cuda_graphs and layout.device == "cuda":
+        yield _Change("CUDA graphs", "yes", "no", replace(layout, has_cuda_graphs=False), False)
+    if layout.max_running_requests > 1:
+        fewer = max(1, layout.max_running_requests // 4)
+        changed = replace(layout, max_running_requests=fewer)
+        yield _Change("rollout.max_running_requests", str(layout.max_running_requests), str(fewer), changed)
+    away = layout.sleeping | set(TRAINER_TAGS)
+    if layout.sleeping != away:
+        yield _Change("sleeping", _names(layout.sleeping), _names(away), replace(layout, sleeping=away), False)
+    yield from _wider_engines(layout)
+
+
+def _for_changeover(layout: Layout) -> Iterator[_Change]:
+    if not layout.empties_cache:
+        yield _Change("torch's cache", "kept until OFFLOAD", "given back before", replace(layout, empties_cache=True), False)
+    early = frozenset({Part.GRADIENTS, Part.OPTIMIZER}) & layout.sleeping
+    if layout.strategy is Strategy.STAGED and not early <= layout.leaves_early:
+        changed = replace(layout, leaves_early=layout.leaves_early | early)
+        yield _Change("leave before LOAD_WEIGHTS", _names(layout.leaves_early), _names(changed.leaves_early), changed, False)
+    yield from _fewer_tokens(layout)
+    yield from _wider_engines(layout)
+
+
+def _for_host(layout: Layout) -> Iterator[_Change]:
+    for part in (Part.OPTIMIZER, Part.TRAINER_WEIGHTS):
+        if part in layout.sleeping:
+            stays = layout.sleeping - {part}
+            changed = replace(layout, sleeping=stays, leaves_early=layout.leaves_early - {part})
+            yield _Change("sleeping", _names(layout.sleeping), _names(stays), changed, False)
+    if layout.checkpointing is Checkpointing.OFFLOADED:
+        yield _Change("activations", "in host memory", "on the GPU", replace(layout, checkpointing=Checkpointing.FULL), False)
+    if layout.device == "cpu":
+        yield from _for_training(layout)
+
+
+def _for_cache(planned: Plan) -> Iterator[_Change]:
+    layout, num_tokens = planned.layout, planned.kv_pool.num_tokens
+    if num_tokens >= _MIN_TOKENS:
+        changed = replace(layout, context_length=num_tokens)
+        yield _Change("rollout.context_length", str(layout.longest_sequence), str(num_tokens), changed)
+    if (ratio := largest_kv_ratio(layout)) is not None and ratio > layout.kv_ratio:
+        yield _Change("rollout.kv_ratio", f"{layout.kv_ratio:g}", f"{ratio:g}", replace(layout, kv_ratio=ratio))
+    yield from _wider_engines(layout)
+    if layout.max_total_tokens is not None:
+        changed = replace(layout, max_total_tokens=layout.longest_sequence)
+        yield _Change("rollout.max_total_tokens", str(layout.max_total_tokens), str(layout.longest_sequence), changed)
+
+
+def _fewer_tokens(layout: Layout) -> Iterator[_Change]:
+    """Halves, down to the longest sequence where one is set: a sample above the budget is refused."""
+    tokens, least = layout.micro_batch_tokens, layout.context_length or _MIN_TOKENS
+    while (tokens := tokens // 2) >= least:
+        changed = replace(layout, micro_batch_tokens=tokens)
+        yield _Change("trainer.micro_batch_tokens", str(layout.micro_batch_tokens), str(tokens), changed)
+
+
+def _wider_engines(layout: Layout) -> Iterator[_Change]:
+    wider = layout.tp_size * 2
+    if wider <= layout.num_gpus and layout.model.num_heads % wider == 0:
+        changed = replace(layout, tp_size=wider, num_engines=max(1, layout.num_engine_ranks // wider))
+        yield _Change("rollout.tp_size", str(layout.tp_size), str(wider), changed)
+
+
+def _shortage(planned: Plan) -> int:
+    """Bytes and tokens that are lacking; 0 when it fits."""
+    layout = planned.layout
+    gpu = 0 if planned.fits_gpu else planned.gpu_peak.gpu_bytes + layout.overheads.margin - layout.gpu_bytes
+    host = 0 if planned.fits_host else planned.host_peak.host_bytes + layout.overheads.margin - layout.host_bytes
+    return gpu + host + max(0, layout.longest_sequence - planned.kv_pool.num_tokens)
+
+
+def _moved_bytes(planned: Plan) -> int:
+    """What leaves a GPU over a whole round."""
+    sleeping = planned.layout.sleeping | ({Part.CUDA_GRAPH} if Part.KV_CACHE in planned.layout.sleeping else set())
+    trained, served = planned.stage(PlanStage.TRAIN), planned.stage(PlanStage.ROLLOUT)
+    moved: list[int] = []
+    for one, other in zip(trained.gpus, served.gpus, strict=True):
+        moved.append(sum(size for part, size in one.items() if part in sleeping and part in TRAINER_TAGS))
+        moved[-1] += sum(size for part, size in other.items() if part in sleeping and part not in TRAINER_TAGS)
+    return max(moved)
+
+
+def _names(parts: frozenset[Part]) -> str:
+    return ", ".join(part for part in TAGS if part in parts) or "nothing"

@@ -1,0 +1,165 @@
+"""What a plan starts from: a model, GPUs, and every setting of trainer and rollout that decides bytes. Defaults are what we run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Literal
+
+from tasuki.memory.model_shape import ModelShape
+from tasuki.wire.errors import InvalidArgument
+
+GB = 10**9
+MIB = 2**20
+
+
+class Part(StrEnum):
+    """What memory is taken by. The first five are tags, which can leave a GPU and come back."""
+
+    TRAINER_WEIGHTS = "trainer weights"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    ROLLOUT_WEIGHTS = "rollout weights"
+    KV_CACHE = "kv_cache"
+    CUDA_GRAPH = "cuda_graph"
+    EXPORT = "export arena"
+    LAYERS = "gathered layers"
+    WHOLE_GRADIENTS = "whole gradients"
+    ACTIVATIONS = "activations"
+    LOGITS = "logits"
+    OPTIMIZER_STEP = "optimizer step"
+    ENGINE_STEP = "engine's batch"
+    TORCH_CACHE = "torch's cache"
+    CONTEXTS = "contexts, NCCL"
+
+
+TAGS = (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.ROLLOUT_WEIGHTS, Part.KV_CACHE)
+"""What may be told to leave. CUDA graphs go with the KV cache."""
+
+
+class Strategy(StrEnum):
+    """How trainer and rollout share a GPU."""
+
+    RESIDENT = "v0"
+    """Both keep everything."""
+    RELAUNCH = "v1"
+    """The trainer leaves, weights go to disk, and an engine starts anew from there."""
+    ONE_STAGE = "v2"
+    """The engine sleeps, and wakes weights and KV cache at once, before the trainer leaves."""
+    STAGED = "v3"
+    """Weights wake first; the KV cache wakes when the trainer has left. Ours."""
+
+
+class Checkpointing(StrEnum):
+    """What of the activations is kept for backward."""
+
+    NONE = "none"
+    FULL = "full"
+    """The input of each layer; a layer's activations are computed anew."""
+    OFFLOADED = "offloaded"
+    """As full, with the inputs in host memory, two at a time on the GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overheads:
+    """Bytes of a process that no setting decides.
+
+    Their sums are what sleeping services still held on one H200 (docs/memory.md: 1.8 GB the trainer, 1.36 GiB the engine); how they are
+    divided, CUDA graphs, NCCL above one rank and host processes are estimates.
+    """
+
+    trainer_context: int = 1_300 * 10**6
+    rollout_context: int = 1_180 * 10**6
+    rollout_cached: int = 280 * 10**6
+    """Blocks that torch caches in the engine, asleep or not."""
+    nccl: int = 500 * 10**6
+    """Buffers of one communicator, of a trainer rank or of an engine rank above TP 1."""
+    cuda_graph: int = 600 * 10**6
+    margin: int = 512 * MIB
+    """What must stay free."""
+    host_process: int = 3 * GB
+    """Resident memory of a rank's process: Python, torch, CUDA."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """One node as the planner sees it. Raises InvalidArgument naming the field that makes no sense."""
+
+    model: ModelShape
+    num_gpus: int
+    gpu_bytes: int
+    host_bytes: int
+    device: Literal["cpu", "cuda"] = "cuda"
+    """On "cpu" the ranks' memory is the host's, and `gpu_bytes` is not used."""
+    num_ranks: int
+    """FSDP2 ranks, on the first GPUs."""
+    tp_size: int = 1
+    num_engines: int = 1
+    """Engines of `tp_size` GPUs each, on the first GPUs."""
+    compute_bytes: int = 2
+    """Of one element in forward and backward; 2 is bfloat16."""
+    engine_bytes: int = 2
+    micro_batch_tokens: int = 8192
+    logit_tokens: int | None = None
+    """Places of a micro-batch whose logits are computed: those of completion tokens. By default all, an upper bound."""
+    accumulates: bool = True
+    """Whether a step may have several micro-batches; their gradients are then summed whole, in float32, before they are sharded."""
+    checkpointing: Checkpointing = Checkpointing.NONE
+    reshards_after_forward: bool = True
+    has_reference: bool = False
+    lora_rank: int | None = None
+    """Rank of adapters at every linear layer; the base is then frozen, in compute dtype, and stays in the engine."""
+    strategy: Strategy = Strategy.STAGED
+    sleeping: frozenset[Part] = frozenset(TAGS)
+    """Tags that leave while the other service has the GPU."""
+    empties_cache: bool = False
+    """Whether the trainer gives back what torch caches before the engine wakes; else at OFFLOAD."""
+    leaves_early: frozenset[Part] = frozenset()
+    """Trainer's tags that leave already before the weights are published."""
+    sync_bucket_bytes: int | None = None
+    """Weights pass in buckets of this size; by default through an arena that holds the whole shard."""
+    kv_ratio: float = 0.85
+    max_total_tokens: int | None = None
+    context_length: int | None = None
+    """Longest sequence that rollout serves; by default the model's own."""
+    has_cuda_graphs: bool = True
+    max_running_requests: int = 256
+    overheads: Overheads = field(default_factory=Overheads)
+
+    def __post_init__(self) -> None:
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidArgument(name, f"must be at least 1, not {value}")
+        if not 0 < self.kv_ratio < 1:
+            raise InvalidArgument("kv_ratio", f"must lie between 0 and 1, not {self.kv_ratio}")
+        if self.model.num_heads % self.tp_size:
+            raise InvalidArgument(
+                "tp_size", f"{self.model.num_heads} attention heads cannot be split over {self.tp_size} ranks"
+            )
+        if self.num_ranks > self.num_gpus:
+            raise InvalidArgument("num_ranks", f"{self.num_ranks} ranks need as many GPUs; there are {self.num_gpus}")
+        if self.tp_size * self.num_engines > self.num_gpus:
+            needed = self.tp_size * self.num_engines
+            raise InvalidArgument(
+                "tp_size", f"{self.num_engines} engines of TP {self.tp_size} need {needed} GPUs, not {self.num_gpus}"
+            )
+        wrong = (self.sleeping | self.leaves_early) - frozenset(TAGS)
+        if wrong:
+            raise InvalidArgument("sleeping", f"{', '.join(sorted(wrong))} cannot leave; what can is {', '.join(TAGS)}")
+
+    @property
+    def longest_sequence(self) -> int:
+        return self.context_length or self.model.context_length
+
+    @property
+    def num_engine_ranks(self) -> int:
+        return self.tp_size * self.num_engines
+
+
+_POSITIVE = (
+    "num_gpus", "gpu_bytes", "host_bytes", "num_ranks", "tp_size", "num_engines", "compute_bytes", "engine_bytes",
+    "micro_batch_tokens", "logit_tokens", "lora_rank", "sync_bucket_bytes", "max_total_tokens", "context_length",
+    "max_running_requests",
+)  # fmt: skip
+assert set(_POSITIVE) <= {each.name for each in fields(Layout)}

@@ -1,0 +1,290 @@
+"""The planner: bytes of every part on every GPU and on the host, in every stage of the ring. Arithmetic only: no GPU, no torch.
+
+`plan(layout)` predicts, `needed_bytes` is what admission compares with free memory; memory/advice.py draws the conclusions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tasuki.config.schema import NodeConfig
+from tasuki.memory.layout import Checkpointing, Layout, Overheads, Part, Strategy
+from tasuki.memory.model_shape import ModelShape, read_model_shape
+from tasuki.memory.rollout_bytes import KvPool, engine_step, engine_weights, kv_pool
+from tasuki.memory.trainer_bytes import Bytes, export_arena, offloaded_bytes, trainer_tags, training_peak
+
+_ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
+TRAINER_TAGS = (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER)
+# Gradients are dropped and come back as zeros.
+_COPIED = (Part.TRAINER_WEIGHTS, Part.OPTIMIZER)
+
+
+class PlanStage(StrEnum):
+    """The stages of the ring by their names, and the two phases at their fullest: a training step and a full batch."""
+
+    TRAIN = "TRAIN"
+    LOAD_WEIGHTS = "LOAD_WEIGHTS"
+    RESUME_WEIGHTS = "RESUME_WEIGHTS"
+    SYNC = "SYNC"
+    OFFLOAD = "OFFLOAD"
+    RESUME_KV = "RESUME_KV"
+    ROLLOUT = "ROLLOUT"
+    DRAIN = "DRAIN"
+    PAUSE_KV = "PAUSE_KV"
+    PAUSE_WEIGHTS = "PAUSE_WEIGHTS"
+    LOAD_TRAINER = "LOAD_TRAINER"
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """Bytes at the fullest moment of one stage."""
+
+    stage: PlanStage
+    gpus: tuple[Mapping[Part, int], ...]
+    """For each GPU."""
+    host: Mapping[Part, int]
+    """By what the copies are of; CONTEXTS are the processes."""
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Of the fullest GPU."""
+        return max(sum(parts.values()) for parts in self.gpus)
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The prediction for a layout."""
+
+    layout: Layout
+    stages: tuple[StagePlan, ...]
+    kv_pool: KvPool
+
+    def stage(self, stage: PlanStage) -> StagePlan:
+        return next(each for each in self.stages if each.stage is stage)
+
+    @property
+    def gpu_peak(self) -> StagePlan:
+        return max(self.stages, key=lambda stage: stage.gpu_bytes)
+
+    @property
+    def host_peak(self) -> StagePlan:
+        return max(self.stages, key=lambda stage: stage.host_bytes)
+
+    @property
+    def fits_gpu(self) -> bool:
+        layout = self.layout
+        return layout.device == "cpu" or self.gpu_peak.gpu_bytes + layout.overheads.margin <= layout.gpu_bytes
+
+    @property
+    def fits_host(self) -> bool:
+        return self.host_peak.host_bytes + self.layout.overheads.margin <= self.layout.host_bytes
+
+    @property
+    def has_room_for_a_sequence(self) -> bool:
+        """Whether the KV cache holds one sequence of full length, without which rollout does not start."""
+        return self.kv_pool.num_tokens >= self.layout.longest_sequence
+
+    @property
+    def fits(self) -> bool:
+        return self.fits_gpu and self.fits_host and self.has_room_for_a_sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a stage takes anew."""
+
+    gpus: tuple[Mapping[Part, int], ...]
+    host_bytes: int
+
+    @property
+    def gpu_bytes(self) -> int:
+        """On the GPU that takes most."""
+        return max(sum(parts.values()) for parts in self.gpus)
+
+
+def plan(layout: Layout) -> Plan:
+    """Predicts every stage of `layout`."""
+    pool = kv_pool(layout, taken_bytes=_taken_at_start(layout))
+    trainer: Bytes = trainer_tags(layout) | {Part.EXPORT: export_arena(layout)}
+    engine: Bytes = {
+        Part.ROLLOUT_WEIGHTS: engine_weights(layout),
+        Part.KV_CACHE: pool.num_bytes,
+        Part.CUDA_GRAPH: layout.overheads.cuda_graph if _is_captured(layout) else 0,
+        Part.ENGINE_STEP: engine_step(layout),
+    }
+    work = training_peak(layout)
+    stages = tuple(_stage(layout, stage, trainer=trainer, engine=engine, work=work) for stage in PlanStage)
+    return Plan(layout=layout, stages=stages, kv_pool=pool)
+
+
+def needed_bytes(plan: Plan, stage: PlanStage, *, has_published: bool = True) -> Need:
+    """What `stage` takes beyond the one before it, on each GPU and on the host: it must be free when the stage starts.
+
+    LOAD_TRAINER counts the working memory of the step that follows, and RESUME_KV that of a full batch: nobody asks again before them.
+    has_published: whether the trainer has its export arena already, which it keeps from its first LOAD_WEIGHTS on.
+    """
+    reached = {PlanStage.LOAD_TRAINER: PlanStage.TRAIN, PlanStage.RESUME_KV: PlanStage.ROLLOUT}.get(stage, stage)
+    order = list(PlanStage)
+    before, after = plan.stage(order[order.index(stage) - 1]), plan.stage(reached)
+    gpus = [_growth(old, new) for old, new in zip(before.gpus, after.gpus, strict=True)]
+    if stage is PlanStage.LOAD_WEIGHTS and not has_published:
+        for grown, parts in zip(gpus, after.gpus, strict=True):
+            grown |= {part: size for part, size in parts.items() if part is Part.EXPORT}
+    return Need(gpus=tuple(gpus), host_bytes=max(0, after.host_bytes - before.host_bytes))
+
+
+def plan_node(
+    config: NodeConfig, *, gpu_bytes: int, host_bytes: int, num_gpus: int | None = None, overheads: Overheads | None = None
+) -> Plan:
+    """The plan of a node as its configuration stands. Raises what read_model_shape and Layout raise."""
+    shape = read_model_shape(config.model.path)
+    return plan(node_layout(config, shape, gpu_bytes=gpu_bytes, host_bytes=host_bytes, num_gpus=num_gpus, overheads=overheads))
+
+
+def node_layout(
+    config: NodeConfig,
+    model: ModelShape,
+    *,
+    gpu_bytes: int,
+    host_bytes: int,
+    num_gpus: int | None = None,
+    overheads: Overheads | None = None,
+) -> Layout:
+    """num_gpus: by default as many as the larger service has ranks."""
+    trainer, rollout = config.trainer, config.rollout
+    is_full = trainer.gradient_checkpointing
+    return Layout(
+        model=model,
+        num_gpus=max(trainer.num_ranks, rollout.tp_size) if num_gpus is None else num_gpus,
+        gpu_bytes=gpu_bytes,
+        host_bytes=host_bytes,
+        device=config.device,
+        num_ranks=trainer.num_ranks,
+        tp_size=rollout.tp_size,
+        compute_bytes=_ELEMENT_BYTES[trainer.compute_dtype],
+        engine_bytes=_ELEMENT_BYTES[rollout.dtype],
+        micro_batch_tokens=trainer.micro_batch_tokens,
+        checkpointing=Checkpointing.FULL if is_full else Checkpointing.NONE,
+        has_reference=config.train is not None and config.train.kl_coef > 0,
+        kv_ratio=rollout.kv_ratio,
+        max_total_tokens=rollout.max_total_tokens,
+        context_length=rollout.context_length,
+        max_running_requests=rollout.max_running_requests or Layout.__dataclass_fields__["max_running_requests"].default,
+        overheads=overheads or Overheads(),
+    )
+
+
+def _stage(layout: Layout, stage: PlanStage, *, trainer: Bytes, engine: Bytes, work: Bytes) -> StagePlan:
+    has_trainer, has_engine = _present(layout, stage)
+    of_trainer = {part: size for part, size in trainer.items() if part in has_trainer}
+    if stage is PlanStage.TRAIN:
+        of_trainer |= work
+    elif Part.TORCH_CACHE in has_trainer:
+        of_trainer[Part.TORCH_CACHE] = sum(work.values())
+    of_engine = {part: size for part, size in engine.items() if part in has_engine}
+    is_gpu = layout.device == "cuda"
+    gpus: list[Bytes] = []
+    for index in range(layout.num_gpus):
+        parts: Bytes = {}
+        if index < layout.num_ranks:
+            parts |= of_trainer
+        if index < layout.num_engine_ranks:
+            parts |= of_engine
+        if is_gpu:
+            has_process = not (layout.strategy is Strategy.RELAUNCH and Part.ROLLOUT_WEIGHTS not in has_engine)
+            parts[Part.CONTEXTS] = _contexts(layout, index, has_engine=has_process)
+        gpus.append({part: size for part, size in parts.items() if size})
+    return StagePlan(stage, tuple(gpus), _host(layout, stage, trainer=trainer, gpus=gpus))
+
+
+_RISING = (PlanStage.LOAD_WEIGHTS, PlanStage.RESUME_WEIGHTS, PlanStage.SYNC)
+SERVING = (PlanStage.RESUME_KV, PlanStage.ROLLOUT, PlanStage.DRAIN)
+_WITHOUT_TRAINER = (PlanStage.OFFLOAD, *SERVING, PlanStage.PAUSE_KV, PlanStage.PAUSE_WEIGHTS)
+
+
+def _present(layout: Layout, stage: PlanStage) -> tuple[set[Part], set[Part]]:
+    """Parts of trainer and engine that are on a GPU in `stage`."""
+    trainer = {*TRAINER_TAGS, Part.EXPORT}
+    engine = {Part.ROLLOUT_WEIGHTS, Part.KV_CACHE, Part.CUDA_GRAPH}
+    if layout.sync_bucket_bytes is not None and stage is not PlanStage.SYNC:
+        trainer.discard(Part.EXPORT)
+    is_alone = layout.strategy is Strategy.RELAUNCH
+    if stage in _WITHOUT_TRAINER or (is_alone and stage in _RISING[1:]):
+        trainer -= layout.sleeping if layout.strategy is not Strategy.RESIDENT else set()
+    elif stage in _RISING:
+        trainer -= layout.leaves_early
+        if not layout.empties_cache:
+            trainer |= {Part.TORCH_CACHE}
+    if is_alone:
+        trainer.discard(Part.EXPORT)
+    engine -= _asleep(layout, stage)
+    if stage in (PlanStage.ROLLOUT, PlanStage.DRAIN):
+        engine.add(Part.ENGINE_STEP)
+    return trainer, engine
+
+
+def _asleep(layout: Layout, stage: PlanStage) -> set[Part]:
+    """The engine's tags that are not there."""
+    if layout.strategy is Strategy.RESIDENT:
+        return set()
+    has_weights = stage not in (PlanStage.TRAIN, PlanStage.LOAD_WEIGHTS, PlanStage.PAUSE_WEIGHTS, PlanStage.LOAD_TRAINER)
+    has_cache = stage in SERVING
+    if layout.strategy is Strategy.ONE_STAGE:
+        has_cache = has_weights and stage is not PlanStage.PAUSE_KV
+    away = (set() if has_weights else {Part.ROLLOUT_WEIGHTS}) | (set() if has_cache else {Part.KV_CACHE})
+    if layout.strategy is not Strategy.RELAUNCH:
+        # The engine keeps its base weights under adapters.
+        away &= layout.sleeping - ({Part.ROLLOUT_WEIGHTS} if layout.lora_rank is not None else set())
+    return away | ({Part.CUDA_GRAPH} if Part.KV_CACHE in away else set())
+
+
+def _host(layout: Layout, stage: PlanStage, *, trainer: Bytes, gpus: list[Bytes]) -> Bytes:
+    host = {Part.CONTEXTS: layout.overheads.host_process * (layout.num_ranks + layout.num_engine_ranks + 1)}
+    if layout.strategy is not Strategy.RESIDENT:
+        # Pinned once, at the first pause, and kept.
+        leaving = layout.sleeping | layout.leaves_early
+        host |= {part: trainer[part] * layout.num_ranks for part in _COPIED if part in leaving}
+    if layout.strategy is Strategy.RELAUNCH and stage is PlanStage.LOAD_WEIGHTS:
+        # The checkpoint on its way to a disk.
+        host[Part.EXPORT] = layout.model.num_parameters * layout.engine_bytes
+    if stage is PlanStage.TRAIN:
+        host[Part.ACTIVATIONS] = offloaded_bytes(layout) * layout.num_ranks
+    if layout.device == "cpu":
+        for parts in gpus:
+            for part, size in parts.items():
+                host[part] = host.get(part, 0) + size
+    return {part: size for part, size in host.items() if size}
+
+
+def _contexts(layout: Layout, index: int, *, has_engine: bool) -> int:
+    overheads, total = layout.overheads, 0
+    if index < layout.num_ranks:
+        total += overheads.trainer_context + overheads.nccl
+    if index < layout.num_engine_ranks and has_engine:
+        total += overheads.rollout_context + overheads.rollout_cached + (overheads.nccl if layout.tp_size > 1 else 0)
+    return total
+
+
+def _taken_at_start(layout: Layout) -> int:
+    """On a GPU when the engine sizes its cache: contexts, and the trainer's tags that never leave."""
+    if layout.device == "cpu":
+        return 0
+    tags = trainer_tags(layout)
+    stays = sum(size for part, size in tags.items() if part not in layout.sleeping)
+    return _contexts(layout, 0, has_engine=True) - layout.overheads.rollout_cached + stays
+
+
+def _is_captured(layout: Layout) -> bool:
+    return layout.has_cuda_graphs and layout.device == "cuda"
+
+
+def _growth(before: Mapping[Part, int], after: Mapping[Part, int]) -> Bytes:
+    # What torch caches was the step's: it is there already.
+    grown = {part: after[part] - before.get(part, 0) for part in after if part is not Part.TORCH_CACHE}
+    return {part: size for part, size in grown.items() if size > 0}

@@ -1,0 +1,90 @@
+"""Bytes of one engine rank: weights split over TP, and what SGLang's memory fraction leaves for the KV cache."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from tasuki.memory.granularity import arena_bytes
+from tasuki.memory.layout import MIB, Layout
+from tasuki.memory.model_shape import Shapes
+
+# SGLang pads the vocabulary to a multiple of this, for each rank of TP.
+_VOCABULARY_STEP = 64
+# SGLang's chunked prefill on a GPU with much memory; rollout/arguments.py has what a CPU gets.
+_PREFILL_TOKENS = 8192
+_CPU_TOTAL_TOKENS = 32_768
+_CONTEXT_SLACK = 8
+
+
+@dataclass(frozen=True, slots=True)
+class KvPool:
+    """The KV cache of one engine rank."""
+
+    num_tokens: int
+    num_bytes: int
+
+
+def engine_weights(layout: Layout) -> int:
+    """Parameters of one rank in the engine's dtype, with the arena's rounding."""
+    model = layout.model
+    # A key-value head that cannot be split is held by several ranks.
+    repeats = max(1, layout.tp_size // model.num_kv_heads)
+    whole = replace(model, num_kv_heads=model.num_kv_heads * repeats)
+    tensors = [numel * layout.engine_bytes for unit in whole.units() for numel in _rank_tensors(unit, layout.tp_size)]
+    # The rotary tables, in float32.
+    tensors.append(model.context_length * model.head_dim * 4)
+    return arena_bytes(tuple(tensors), device=layout.device)
+
+
+def kv_bytes_per_token(layout: Layout) -> int:
+    """Keys and values of one token in all layers of one rank."""
+    heads = max(1, layout.model.num_kv_heads // layout.tp_size)
+    return 2 * layout.model.num_layers * heads * layout.model.head_dim * layout.engine_bytes
+
+
+def kv_pool(layout: Layout, *, taken_bytes: int) -> KvPool:
+    """What SGLang makes at its start: kv_ratio of what is free then, less the weights; not more than max_total_tokens.
+
+    taken_bytes: by others and by contexts on the GPU at that time.
+    """
+    each = kv_bytes_per_token(layout)
+    most = layout.max_total_tokens
+    if layout.device == "cpu":
+        most = max(_CPU_TOTAL_TOKENS, layout.longest_sequence) if most is None else most
+        return KvPool(most, (most + _CONTEXT_SLACK) * each)
+    pool = int((layout.gpu_bytes - taken_bytes) * layout.kv_ratio) - engine_weights(layout)
+    num_tokens = max(0, pool) // each
+    if most is not None:
+        num_tokens = min(num_tokens, most)
+    return KvPool(num_tokens, num_tokens * each)
+
+
+def engine_step(layout: Layout) -> int:
+    """Working memory of a full prefill and of sampling, from what the fraction leaves. An estimate, not a count."""
+    if layout.device == "cpu":
+        return 0
+    model = layout.model
+    width = 4 * model.hidden_size + 3 * -(-max(model.intermediate_size, model.query_size) // layout.tp_size)
+    # Logits in float32 and two copies of them.
+    sampling = layout.max_running_requests * model.vocab_size * 4 * 3
+    return _PREFILL_TOKENS * width * layout.engine_bytes + sampling + 128 * MIB
+
+
+def _rank_tensors(unit: Shapes, tp_size: int) -> list[int]:
+    """Elements of the parameters that a rank holds of one unit: SGLang joins q, k and v, and gate and up."""
+    joined: dict[str, int] = {}
+    for name, shape in unit.items():
+        for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
+            name = name.replace(part, "qkv_proj" if part in ("q_proj", "k_proj", "v_proj") else "gate_up_proj")
+        joined[name] = joined.get(name, 0) + _rank_numel(name, shape, tp_size)
+    return list(joined.values())
+
+
+def _rank_numel(name: str, shape: tuple[int, ...], tp_size: int) -> int:
+    whole = math.prod(shape)
+    if name in ("embed_tokens.weight", "lm_head.weight"):
+        rows = -(-shape[0] // _VOCABULARY_STEP) * _VOCABULARY_STEP
+        return -(-rows // tp_size) * shape[1]
+    replicated = "norm" in name or name == "mlp.gate.weight" or name.endswith(("o_proj.bias", "down_proj.bias"))
+    return whole if replicated else -(-whole // tp_size)

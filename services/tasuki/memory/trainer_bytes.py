@@ -1,0 +1,210 @@
+"""Bytes of one FSDP2 rank: what it keeps, and the most that a step takes on top. See trainer/{model,memory,worker}.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import chain
+
+from tasuki.memory.granularity import arena_bytes, export_bytes
+from tasuki.memory.layout import Checkpointing, Layout, Part
+from tasuki.memory.model_shape import ModelShape, Shapes
+
+Bytes = dict[Part, int]
+_MASTER = 4
+_ALIGNMENT = 256
+# algorithms/log_probs.py works on blocks of this many float32 values.
+_BLOCK_VALUES = 1 << 24
+
+
+def trainer_tags(layout: Layout) -> Bytes:
+    """Weights, gradients and optimizer state of rank 0, which no rank exceeds."""
+    trained = [math.prod(shape) * _MASTER for shape in _trained_shards(layout)]
+    weights, frozen = list(trained), [math.prod(shape) * layout.compute_bytes for shape in shards(layout)]
+    if layout.lora_rank is not None:
+        weights = frozen + weights
+    elif layout.model.is_tied and layout.device == "cuda":
+        # `to_empty` makes a tied tensor once for each of its names; torch keeps the first one's memory in the tag's pool.
+        weights.append(weights[0])
+    if layout.has_reference and layout.lora_rank is None:
+        weights += frozen
+    return {
+        Part.TRAINER_WEIGHTS: _tag_bytes(weights, layout),
+        Part.GRADIENTS: _tag_bytes(trained, layout),
+        Part.OPTIMIZER: _tag_bytes([size for size in trained for _ in range(2)], layout),
+    }
+
+
+def export_arena(layout: Layout) -> int:
+    """Published weights of rank 0, or the bucket that they pass through."""
+    if layout.sync_bucket_bytes is not None:
+        return layout.sync_bucket_bytes
+    tensors = (math.prod(shape) * layout.engine_bytes for shape in _trained_shards(layout))
+    num_bytes = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in tensors)
+    return num_bytes if layout.device == "cpu" else export_bytes(num_bytes)
+
+
+def training_peak(layout: Layout) -> Bytes:
+    """Working memory at the moment of a step that needs the most, beside the tags."""
+    return max(step_moments(layout).values(), key=lambda parts: sum(parts.values()))
+
+
+def step_moments(layout: Layout) -> dict[str, Bytes]:
+    """Working memory at the moments of ForwardBackward and OptimStep that can be the highest."""
+    trained = sum(math.prod(shape) for shape in _trained_shards(layout))
+    step = {Part.OPTIMIZER_STEP: trained * _MASTER}  # the square roots of AdamW's second moments, of all tensors at once
+    return {"loss": _at_loss(layout), "layer": _at_layer(layout), "root": _at_root(layout), "optimizer": step}
+
+
+def kept_per_token(model: ModelShape, layer: int, *, compute_bytes: int = 2, lora_rank: int | None = None) -> int:
+    """Bytes that autograd keeps of one token in one layer of transformers' implementation, with flash attention.
+
+    Each norm: its input in float32, one float32, and the two factors of its last product, the second being its result; rotated queries,
+    keys, values and the attention's output, one float32 for each head; four tensors of the MLP's width.
+    """
+    hidden, query, kv = model.hidden_size, model.query_size, model.kv_size
+    norms = 2 * (hidden * (4 + 2 * compute_bytes) + 4)
+    attention = (2 * query + 2 * kv) * compute_bytes + 4 * model.num_heads
+    if model.has_qk_norm:
+        attention += (query + kv) * (4 + compute_bytes) + 4 * (model.num_heads + model.num_kv_heads)
+    if model.is_sparse(layer):
+        # For each chosen expert: the token, gate and up, what they make, the result and its weight; four indices and a mask to sort them.
+        width = 2 * hidden + 4 * model.expert_size + 1
+        mlp = model.experts_per_token * (width * compute_bytes + 4 * 8 + 1) + 4 * model.num_experts
+    else:
+        mlp = 4 * model.intermediate_size * compute_bytes
+    adapters = 0 if lora_rank is None else 7 * lora_rank * compute_bytes
+    return norms + attention + mlp + adapters
+
+
+def offloaded_bytes(layout: Layout) -> int:
+    """Host memory of one rank for activations."""
+    if layout.checkpointing is not Checkpointing.OFFLOADED:
+        return 0
+    return layout.model.num_layers * _layer_input(layout)
+
+
+def _at_loss(layout: Layout) -> Bytes:
+    """The loss: logits, and in backward their gradient, while nothing of the activations has gone."""
+    values = _logit_places(layout) * layout.model.vocab_size
+    logits, block = values * layout.compute_bytes, min(values, _BLOCK_VALUES)
+    # Forward: the scaled copy and two temporaries. Backward: the gradient of a block, in float32 and in compute dtype.
+    forward, backward = logits + 3 * _MASTER * block, 2 * logits + (_MASTER + layout.compute_bytes) * block
+    return {
+        Part.LAYERS: _gathered(layout, layers=0 if layout.num_ranks == 1 else 1),
+        Part.WHOLE_GRADIENTS: _whole_gradients(layout),
+        Part.ACTIVATIONS: _kept(layout) + _last_norm(layout),
+        Part.LOGITS: max(forward, backward),
+    }
+
+
+def _at_layer(layout: Layout) -> Bytes:
+    """Backward of the last layer, whose activations are there, with the next one's parameters on their way."""
+    model, compute = layout.model, layout.compute_bytes
+    widest = max(range(model.num_layers), key=lambda index: _numel(model.layer(index)))
+    layer = _numel(model.layer(widest))
+    recomputed = 0 if layout.checkpointing is Checkpointing.NONE else _layer_activations(layout, widest)
+    # In backward of the MLP's product, which has gone itself: its gradient and those of both factors, and that of the hidden states.
+    width = 2 * (model.experts_per_token * model.expert_size if model.is_sparse(widest) else model.intermediate_size)
+    flowing = layout.micro_batch_tokens * (width + model.hidden_size) * compute
+    gradients = 0
+    if layout.lora_rank is None:
+        # Of the layer and, until the step's end, of the vocabulary projection; the former again in float32 on their way to the owners.
+        vocabulary = model.vocab_size * model.hidden_size
+        gradients = (layer + vocabulary) * compute + (0 if layout.accumulates else layer * _sent_bytes(layout))
+    return {
+        # This one, and for several ranks the next one's as it arrives and as it is copied out.
+        Part.LAYERS: _gathered(layout, layers=1 if layout.num_ranks == 1 else 3) + gradients,
+        Part.WHOLE_GRADIENTS: _whole_gradients(layout),
+        Part.ACTIVATIONS: _kept(layout) + recomputed + flowing,
+    }
+
+
+def _at_root(layout: Layout) -> Bytes:
+    """The end of backward: the root's gradients on their way to their owners."""
+    root = _numel(layout.model.root())
+    gradients = 0 if layout.lora_rank is not None else root * max(layout.compute_bytes + _MASTER, _sent_bytes(layout))
+    return {Part.LAYERS: _gathered(layout, layers=0) + gradients, Part.WHOLE_GRADIENTS: _whole_gradients(layout)}
+
+
+def _sent_bytes(layout: Layout) -> int:
+    """Of one element of a gradient on its way to its owner, in float32; a single rank copies it to itself, divided."""
+    return _MASTER * (3 if layout.num_ranks == 1 else 1)
+
+
+def _gathered(layout: Layout, *, layers: int) -> int:
+    """The root's parameters and those of so many layers, whole, in compute dtype; at most as many as the model has."""
+    model = layout.model
+    units = sorted((_numel(model.layer(index)) for index in range(model.num_layers)), reverse=True)
+    in_flight = units[:layers] if layout.reshards_after_forward else [*units, *units[:1]]
+    return (_numel(model.root()) + sum(in_flight)) * layout.compute_bytes
+
+
+def _whole_gradients(layout: Layout) -> int:
+    if not layout.accumulates or layout.lora_rank is not None:
+        return 0
+    return layout.model.num_parameters * _MASTER
+
+
+def _kept(layout: Layout) -> int:
+    """What forward left of all layers."""
+    model = layout.model
+    if layout.checkpointing is Checkpointing.NONE:
+        return sum(_layer_activations(layout, index) for index in range(model.num_layers))
+    num_kept = model.num_layers if layout.checkpointing is Checkpointing.FULL else min(2, model.num_layers)
+    return num_kept * _layer_input(layout)
+
+
+def _layer_input(layout: Layout) -> int:
+    return layout.micro_batch_tokens * layout.model.hidden_size * layout.compute_bytes
+
+
+def _layer_activations(layout: Layout, index: int) -> int:
+    each = kept_per_token(layout.model, index, compute_bytes=layout.compute_bytes, lora_rank=layout.lora_rank)
+    return layout.micro_batch_tokens * each
+
+
+def _last_norm(layout: Layout) -> int:
+    """The norm before the logits, and the places that are taken of its result."""
+    hidden, compute = layout.model.hidden_size, layout.compute_bytes
+    places = _logit_places(layout) * hidden * compute
+    return layout.micro_batch_tokens * (hidden * (4 + 2 * compute) + 4) + places
+
+
+def _logit_places(layout: Layout) -> int:
+    return layout.micro_batch_tokens if layout.logit_tokens is None else min(layout.logit_tokens, layout.micro_batch_tokens)
+
+
+def shards(layout: Layout) -> Iterator[tuple[int, ...]]:
+    """Rank 0's part of every parameter, in the order in which they are made. FSDP2 cuts dim 0 and pads every rank's part alike."""
+    root, *layers = layout.model.units()
+    embedding, *others = root.values()
+    for shape in chain([embedding], *(layer.values() for layer in layers), others):
+        yield (-(-shape[0] // layout.num_ranks), *shape[1:])
+
+
+def _trained_shards(layout: Layout) -> Iterator[tuple[int, ...]]:
+    if layout.lora_rank is None:
+        yield from shards(layout)
+        return
+    for layer in map(layout.model.layer, range(layout.model.num_layers)):
+        for rows, columns in _linear_layers(layer):
+            yield (-(-layout.lora_rank // layout.num_ranks), columns)
+            yield (-(-rows // layout.num_ranks), layout.lora_rank)
+
+
+def _linear_layers(layer: Shapes) -> Iterator[tuple[int, int]]:
+    """Rows and columns of what gets an adapter: every matrix but the router, each expert's apart."""
+    for name, shape in layer.items():
+        if len(shape) == 3:
+            yield from [(shape[1], shape[2])] * shape[0]
+        elif len(shape) == 2 and name != "mlp.gate.weight":
+            yield (shape[0], shape[1])
+
+
+def _tag_bytes(tensors: list[int], layout: Layout) -> int:
+    return arena_bytes(tuple(tensors), device=layout.device)
+
+
+def _numel(shapes: Shapes) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())

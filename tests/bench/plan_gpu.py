@@ -1,0 +1,232 @@
+"""The planner against GPUs: `python tests/bench/plan_gpu.py [--out FOLDER] [--sizes qwen2.5-0.5b ...] [--ranks N]`.
+
+N FSDP2 ranks for each size, on as many GPUs; a size that the planner says does not fit is left out (7B takes two GPUs of 141 GB). Random
+weights, float32 masters, AdamW, bfloat16 compute, full checkpointing; three times ForwardBackward of one micro-batch and OptimStep, then a
+publish, and a pause and resume of all tags. For each stage on rank 0: predicted bytes, what torch's allocator held at most (in training) or
+what the driver says is taken, and the error. Writes plan_gpu.json and prints a table. With --tiny it runs on a CPU: tags only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(REPOSITORY / "protos"), str(REPOSITORY / "services")]
+
+from tasuki.memory.layout import GB, Checkpointing, Layout, Part  # noqa: E402
+from tasuki.memory.plan import TRAINER_TAGS, PlanStage, plan  # noqa: E402
+from tasuki.memory.presets import MODELS  # noqa: E402
+
+SIZES = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b")
+NUM_TOKENS, NUM_STEPS = 8192, 3
+
+
+def layout_of(size: str, *, gpu_bytes: int, device: Literal["cpu", "cuda"], num_ranks: int) -> Layout:
+    """What `measure` runs. Half of every sample are completion tokens; one micro-batch a call, so no gradients stay whole."""
+    shape = MODELS[size]
+    if device == "cpu":
+        tiny = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 4, "head_dim": 16, "vocab_size": 512}
+        shape = replace(shape, **tiny)
+    num_tokens = 64 if device == "cpu" else NUM_TOKENS
+    return Layout(
+        model=shape, num_gpus=num_ranks, gpu_bytes=gpu_bytes, host_bytes=2000 * GB, num_ranks=num_ranks, device=device,
+        micro_batch_tokens=num_tokens, logit_tokens=num_tokens // 2, checkpointing=Checkpointing.FULL, accumulates=False,
+    )  # fmt: skip
+
+
+def make_model(folder: Path, layout: Layout, device: str) -> None:
+    """A Hugging Face folder with random weights, in bfloat16."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    shape = layout.model
+    config = Qwen2Config(
+        hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size, num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads, num_key_value_heads=shape.num_kv_heads, vocab_size=shape.vocab_size,
+        max_position_embeddings=shape.context_length, tie_word_embeddings=shape.is_tied, dtype=torch.bfloat16,
+    )  # fmt: skip
+    with torch.device(device):
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+
+
+def measure(folder: Path, layout: Layout, device: str) -> dict[str, Any]:
+    """Bytes by stage and kind, and the tags' bytes."""
+    from tasuki.config.schema import NodeConfig
+    from tasuki.trainer.memory import TAGS
+    from tasuki.trainer.mesh import start_mesh
+    from tasuki.trainer.micro_batch import loss_batch
+    from tasuki.trainer.worker import PolicyLossConfig, Worker
+    from tasuki.v1.types_pb2 import TrainingSample
+
+    mesh = start_mesh(device, local_rank=int(os.environ["LOCAL_RANK"]), num_threads=1, timeout_s=60)
+    trainer = {"gradient_checkpointing": True, "micro_batch_tokens": layout.micro_batch_tokens}
+    node = {"state_dir": folder / "state", "device": device, "model": {"path": folder}, "trainer": trainer}
+    worker = Worker(NodeConfig.model_validate(node), mesh=mesh)
+    # A sample is one token longer than what it puts into the model, since nothing is predicted from its last one.
+    half = layout.micro_batch_tokens // 2
+    tokens = torch.randint(layout.model.vocab_size, (2 * half + 1,)).tolist()
+    sample = TrainingSample(
+        prompt_token_ids=tokens[: half + 1],
+        completion_token_ids=tokens[half + 1 :],
+        rollout_log_probs=[-11.0] * half,
+        advantages=[1.0] * half,
+    )
+    batch = loss_batch([sample], policy_version=0, device=worker.device)
+    for _ in range(NUM_STEPS):
+        worker.forward_backward([batch], loss=PolicyLossConfig(), num_loss_tokens=half, num_gap_tokens=half)
+        worker.optim_step(learning_rate=1e-6)
+    tags = {usage.tag: usage.total_bytes for usage in worker.memory.usage()}
+    # The tags' blocks are torch's too; what a step adds to them lies in torch's own pool.
+    stages = {
+        PlanStage.TRAIN: {"allocated": sum(tags.values()) + step_bytes(worker.memory, device), "driver": used_bytes(device)}
+    }
+    worker.publish_weights()
+    stages[PlanStage.LOAD_WEIGHTS] = {"driver": used_bytes(device)}
+    worker.memory.pause(TAGS)
+    stages[PlanStage.OFFLOAD] = {"driver": used_bytes(device)}
+    worker.memory.resume(TAGS)
+    worker.memory.wait_for_optimizer()
+    stages[PlanStage.LOAD_TRAINER] = {"driver": used_bytes(device)}
+    worker.close()
+    return {"tags": tags, "stages": stages if device == "cuda" else {}}
+
+
+def step_bytes(memory: Any, device: str) -> int:
+    """The most that a step took beside the tags; 0 on a CPU."""
+    if device == "cpu":
+        return 0
+    blocks = sum(size for tag in memory._allocator.tags for _, size in memory._allocator.blocks(tag))
+    return torch.cuda.max_memory_allocated() - blocks
+
+
+def used_bytes(device: str) -> int:
+    """All that is taken of the device, by whomever; 0 on a CPU."""
+    if device == "cpu":
+        return 0
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def compare(size: str, layout: Layout, measured: dict[str, Any]) -> list[str]:
+    """Lines of the table; `measured` gets the predictions and errors. The engine has no process here, so its context does not count."""
+    planned, lines = plan(layout), []
+    contexts = layout.overheads.trainer_context + layout.overheads.nccl
+    for part, tag in zip(TRAINER_TAGS, ("weights", "gradients", "optimizer"), strict=True):
+        predicted = planned.stage(PlanStage.LOAD_TRAINER).gpus[0][part]
+        lines.append(row(size, f"tag {tag}", "arena", predicted, measured["tags"][tag]))
+    for stage, kinds in measured["stages"].items():
+        parts = planned.stage(PlanStage(stage)).gpus[0]
+        # Nothing is published before the first LOAD_WEIGHTS.
+        absent = {Part.CONTEXTS, Part.ROLLOUT_WEIGHTS, *([Part.EXPORT] if stage == PlanStage.TRAIN else [])}
+        own = sum(num_bytes for part, num_bytes in parts.items() if part not in absent)
+        for kind, num_bytes in kinds.items():
+            predicted = own + (contexts if kind == "driver" else 0)
+            lines.append(row(size, stage, kind, predicted, num_bytes))
+            measured.setdefault("errors", {})[f"{stage} {kind}"] = predicted / num_bytes - 1
+    return lines
+
+
+def row(size: str, stage: str, kind: str, predicted: int, measured: int) -> str:
+    return f"{size:13s} {stage:14s} {kind:10s} {predicted / GB:9.3f} {measured / GB:9.3f} {100 * (predicted / measured - 1):+7.1f} %"
+
+
+def run_part(size: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What rank 0 measured. Every rank in a process of its own, so that nothing else is on its device; the model is made before."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable,
+            str(Path(__file__).resolve()),
+            "--part",
+            size,
+            "--ranks",
+            str(arguments.ranks),
+            "--folder",
+            folder,
+        ]
+        command += ["--tiny"] if arguments.tiny else []
+        makes = subprocess.run([*command, "--make"], capture_output=True, text=True, check=False)
+        if makes.returncode != 0:
+            raise SystemExit(f"{size} was not made:\n{makes.stderr[-4000:]}")
+        everywhere = os.environ | {"WORLD_SIZE": str(arguments.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29513"}
+        ranks = [
+            subprocess.Popen(
+                command,
+                env=everywhere | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(arguments.ranks)
+        ]
+        printed = [rank.communicate()[0] for rank in ranks]
+    answers = [line for line in printed[0].splitlines() if line.startswith("RESULT ")]
+    if any(rank.returncode for rank in ranks) or not answers:
+        raise SystemExit(f"{size} failed:\n" + "\n".join(each[-4000:] for each in printed))
+    return json.loads(answers[-1].removeprefix("RESULT "))
+
+
+def gpu() -> tuple[str, int]:
+    """Name and bytes of the first GPU, without a CUDA context of this process, which would take some of them."""
+    import pynvml
+
+    nvml: Any = pynvml
+    nvml.nvmlInit()
+    handle = nvml.nvmlDeviceGetHandleByIndex(0)
+    return nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetMemoryInfo(handle).total
+
+
+def work(arguments: argparse.Namespace, layout: Layout, device: str) -> None:
+    """One process: makes the model, or is a rank."""
+    if arguments.make:
+        make_model(arguments.folder, layout, device)
+    else:
+        print("RESULT " + json.dumps(measure(arguments.folder, layout, device)), flush=True)
+    os._exit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--tiny", action="store_true", help="tiny models on a CPU")
+    parser.add_argument("--part", choices=SIZES)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--make", action="store_true")
+    arguments = parser.parse_args()
+    device = "cpu" if arguments.tiny else "cuda"
+    gpu_name, gpu_bytes = ("none", GB) if arguments.tiny else gpu()
+    layouts = {size: layout_of(size, gpu_bytes=gpu_bytes, device=device, num_ranks=arguments.ranks) for size in SIZES}
+    if arguments.part is not None:
+        work(arguments, layouts[arguments.part], device)
+    results: dict[str, Any] = {}
+    lines = [f"{'model':13s} {'stage':14s} {'what':10s} {'predicted':>9s} {'measured':>9s}   error (GB)"]
+    for size in arguments.sizes:
+        peak = plan(layouts[size]).stage(PlanStage.TRAIN).gpu_bytes
+        if device == "cuda" and peak > gpu_bytes:
+            lines.append(f"{size:13s} left out: predicted {peak / GB:.1f} GB on {gpu_bytes / GB:.1f}; give it more --ranks")
+            continue
+        results[size] = run_part(size, arguments)
+        lines += compare(size, layouts[size], results[size])
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    machine = {
+        "gpu": gpu_name,
+        "torch": torch.__version__,
+        "ranks": arguments.ranks,
+    }
+    (arguments.out / "plan_gpu.json").write_text(json.dumps({"machine": machine, **results}, indent=1) + "\n")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""`tasuki plan`: its input, its answers, its picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tasuki.cli.__main__ import main
+from tasuki.memory.plan import PlanStage
+from tasuki.memory.presets import PRESETS
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 300,
+    "max_position_embeddings": 256,
+}
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
+    file = tmp_path / "node.toml"
+    file.write_text(
+        'state_dir = "node"\ndevice = "cuda"\n[model]\npath = "model"\n[trainer]\nnum_ranks = 2\n[rollout]\ntp_size = 1\n'
+    )
+    return file
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_prints_every_stage_and_the_answers(name: str, capsys: pytest.CaptureFixture[str]):
+    fits = name != "70b+"
+    assert main(["plan", "--preset", name]) == (0 if fits else 1)
+    printed = capsys.readouterr().out
+    assert all(stage in printed for stage in PlanStage)
+    assert ("It fits." in printed) is fits
+    for answer in ("GPU peak: ", "Host peak: ", "Least that must leave: ", "Largest KV ratio: "):
+        assert answer in printed
+    assert ("Change LoRA" in printed) is not fits
+
+
+def test_a_nodes_configuration_is_planned_as_it_stands(node: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = ["plan", str(node), "--gpu-gb", "80", "--host-gb", "100", "--set", "rollout.kv_ratio=0.5", "--json"]
+    assert main(arguments) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["fits"] and planned["gpu_bytes"] == 80 * 10**9
+    assert [stage["stage"] for stage in planned["stages"]] == list(PlanStage)
+    served = next(stage for stage in planned["stages"] if stage["stage"] == "ROLLOUT")
+    with_engine, without = served["gpus"]
+    assert with_engine["kv_cache"] == planned["kv_cache"]["bytes"] and "kv_cache" not in without
+    # 0.5 of what contexts leave, weights included.
+    assert 38e9 < planned["kv_cache"]["bytes"] < 40e9
+
+
+def test_gpus_that_differ_get_a_table_each(node: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", str(node), "--gpu-gb", "80"]) == 0
+    printed = capsys.readouterr().out
+    assert "GPU 0, GB" in printed and "GPU 1, GB" in printed
+
+
+@pytest.mark.parametrize("as_folder", [True, False])
+def test_a_model_alone_is_planned_by_flags(node: Path, as_folder: bool, capsys: pytest.CaptureFixture[str]):
+    model = node.parent / "model" if as_folder else node.parent / "model" / "config.json"
+    flags = ["--gpus", "4", "--gpu-gb", "24", "--tp", "2", "--tokens", "2048", "--kv-ratio", "0.6", "--json"]
+    assert main(["plan", str(model), *flags]) == 0
+    assert len(json.loads(capsys.readouterr().out)["stages"][0]["gpus"]) == 4
+
+
+def test_what_does_not_fit_exits_1_with_a_change_that_fits(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "--preset", "balanced", "--kv-ratio", "0.98", "--json"]) == 1
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["problems"] == [planned["problems"][0]] and "lacks" in planned["problems"][0]
+    last = planned["ladder"][-1]
+    assert last["fits"] and last["setting"] == "rollout.kv_ratio" and float(last["new"]) == planned["max_kv_ratio"]
+
+
+def test_the_picture_is_a_png(node: Path, tmp_path: Path):
+    file = tmp_path / "plan.png"
+    assert main(["plan", str(node), "--gpu-gb", "80", "--plot", str(file)]) == 0
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "CONFIG"),
+        (["--preset", "huge"], "preset"),
+        (["{model}"], "gpu-gb"),
+        (["{node}"], "gpu-gb"),
+        (["{node}", "--gpu-gb", "80", "--tp", "2"], "tp_size"),
+        (["{node}", "--gpu-gb", "80", "--preset", "balanced"], "preset"),
+        (["{node}", "--gpu-gb", "80", "--set", "rollout.speed=2"], "rollout.speed"),
+        (["{model}", "--gpu-gb", "80", "--set", "rollout.kv_ratio=0.5"], "set"),
+        (["{model}", "--gpu-gb", "80", "--gpus", "0"], "num_gpus"),
+        (["{model}", "--gpu-gb", "80", "--tp", "0"], "tp_size"),
+        (["{model}", "--gpu-gb", "-1"], "gpu-gb"),
+        (["{model}", "--gpu-gb", "nan"], "gpu-gb"),
+        (["{model}", "--gpu-gb", "80", "--host-gb", "inf"], "host-gb"),
+        (["{model}", "--gpu-gb", "80", "--kv-ratio", "1.5"], "kv_ratio"),
+        (["{model}", "--gpu-gb", "80", "--plot", "plan.unknown"], "plot"),
+        (["nowhere.toml"], "nowhere.toml"),
+        (["nowhere", "--gpu-gb", "80"], "nowhere"),
+    ],
+)
+def test_what_is_wrong_is_named_in_one_line(
+    node: Path,
+    arguments: list[str],
+    named: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+):
+    monkeypatch.chdir(tmp_path)
+    places = {"node": str(node), "model": str(node.parent / "model")}
+    assert main(["plan", *(argument.format(**places) for argument in arguments)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("tasuki: error ") and named in said and said.count("\n") == 1

@@ -1,0 +1,160 @@
+"""The planner's counts against what torch and transformers really make."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+from tasuki.config.schema import NodeConfig
+from tasuki.memory.granularity import arena_bytes, export_bytes
+from tasuki.memory.layout import GB, MIB, Layout, Part
+from tasuki.memory.model_shape import ModelShape, shape_of
+from tasuki.memory.plan import node_layout
+from tasuki.memory.presets import MODELS
+from tasuki.memory.rollout_bytes import kv_bytes_per_token, kv_pool
+from tasuki.memory.trainer_bytes import kept_per_token, shards, trainer_tags
+from tasuki.rollout.arguments import engine_arguments
+from tasuki.rollout.model import ModelFacts
+
+TINY: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "max_position_embeddings": 256,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16}
+CONFIGS = {
+    "llama": LlamaConfig(**TINY),
+    "llama with biases": LlamaConfig(**TINY, attention_bias=True, mlp_bias=True),
+    "qwen2": Qwen2Config(**TINY),
+    "qwen2, tied": Qwen2Config(**TINY, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**TINY, head_dim=32),
+    "qwen3 with biases": Qwen3Config(**TINY, head_dim=32, attention_bias=True),
+    "qwen3-moe": Qwen3MoeConfig(**TINY, **EXPERTS),
+    "qwen3-moe, some dense": Qwen3MoeConfig(**TINY, **EXPERTS, mlp_only_layers=[1]),
+}
+
+
+def model_of(config: PreTrainedConfig, *, device: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
+
+
+def shape_from(config: PreTrainedConfig, model: Any) -> ModelShape:
+    return shape_of(config.to_dict() | {"architectures": [type(model).__name__]})
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_parameter_of_a_model_is_counted_once(name: str):
+    model = model_of(CONFIGS[name], device="meta")
+    shape = shape_from(CONFIGS[name], model)
+    root, *layers = shape.units()
+    ours = dict(root) | {f"layers.{index}.{key}": value for index, layer in enumerate(layers) for key, value in layer.items()}
+    assert ours == {key.removeprefix("model."): tuple(value.shape) for key, value in model.named_parameters()}
+    assert shape.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("name", "num_parameters"), [("qwen2.5-0.5b", 494_032_768), ("qwen2.5-7b", 7_615_616_512)])
+def test_published_shapes_have_as_many_parameters_as_transformers_makes_of_them(name: str, num_parameters: int):
+    shape = MODELS[name]
+    config = Qwen2Config(
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        vocab_size=shape.vocab_size,
+        max_position_embeddings=shape.context_length,
+        tie_word_embeddings=shape.is_tied,
+    )
+    model = model_of(config, device="meta")
+    assert sum(parameter.numel() for parameter in model.parameters()) == shape.num_parameters == num_parameters
+    assert shape_from(config, model) == shape
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_layer_keeps_as_many_bytes_for_backward_as_predicted(name: str, dtype: torch.dtype):
+    num_tokens = 96
+    model = model_of(CONFIGS[name], device="cpu", dtype=dtype)
+    layer = model.model.layers[0]
+    hidden = torch.randn(1, num_tokens, TINY["hidden_size"], dtype=dtype, requires_grad=True)
+    rotary = model.model.rotary_emb(hidden, torch.arange(num_tokens)[None])
+    shared = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *rotary)}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in shared:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = layer(hidden, attention_mask=None, position_embeddings=rotary)
+    shape = shape_from(CONFIGS[name], model)
+    # The number of tokens of each expert, which does not grow with the tokens.
+    once = 4 * shape.num_experts
+    assert sum(kept.values()) == num_tokens * kept_per_token(shape, 0, compute_bytes=dtype.itemsize) + once
+    assert output is not None
+
+
+def test_tags_of_a_trainer_are_those_that_were_measured():
+    # docs/memory.md, one rank with the shapes of Qwen2.5-1.5B on an H200.
+    layout = Layout(model=MODELS["qwen2.5-1.5b"], num_gpus=1, gpu_bytes=150 * GB, host_bytes=200 * GB, num_ranks=1)
+    tags = {part: round(size / GB, 1) for part, size in trainer_tags(layout).items()}
+    assert tags == {Part.TRAINER_WEIGHTS: pytest.approx(7.3, abs=0.11), Part.GRADIENTS: 6.4, Part.OPTIMIZER: 12.7}
+
+
+def test_shards_are_padded_to_the_largest_on_every_rank():
+    shape = MODELS["qwen2.5-7b"]
+    ranks = {count: Layout(model=shape, num_gpus=count, gpu_bytes=GB, host_bytes=GB, num_ranks=count) for count in (1, 7)}
+    tensors = [torch.empty(size, device="meta") for unit in shape.units() for size in unit.values()]
+    largest = sum(torch.chunk(tensor, 7)[0].numel() for tensor in tensors)
+    assert sum(math.prod(shard) for shard in shards(ranks[7])) == largest > shape.num_parameters / 7
+    assert sum(math.prod(shard) for shard in shards(ranks[1])) == shape.num_parameters
+
+
+@pytest.mark.parametrize(
+    ("tensors", "num_bytes"),
+    [
+        ([], 0),
+        ([1], 64 * MIB),
+        ([63 * MIB, 512], 128 * MIB),
+        ([2**30], 2**30),
+        # The second of 1 GiB and a bit starts in a chunk that is made an eighth larger than what is there.
+        ([2**30, 2 * MIB], 2**30 + 128 * MIB),
+    ],
+)
+def test_arenas_round_up_to_chunks(tensors: list[int], num_bytes: int):
+    assert arena_bytes(tuple(tensors)) == num_bytes
+
+
+def test_arenas_on_a_cpu_have_smaller_chunks_and_no_small_tensors():
+    assert arena_bytes((2047, 100), device="cpu") == 0
+    assert arena_bytes((2048, 100), device="cpu") == 2 * MIB
+    assert arena_bytes((64 * MIB, 2048), device="cpu") == 72 * MIB
+
+
+def test_an_export_arena_has_chunks_of_equal_size():
+    assert export_bytes(0) == 0
+    assert export_bytes(3 * 2**30) == 3 * 2**30
+    assert export_bytes(2**30 + 1) == 2 * math.ceil((2**29 + 0.5) / (2 * MIB)) * 2 * MIB
+
+
+@pytest.mark.parametrize("max_total_tokens", [None, 5000])
+def test_a_cache_on_a_cpu_has_the_tokens_that_the_engine_is_asked_for(max_total_tokens: int | None, tmp_path: Path):
+    shape = MODELS["qwen2.5-0.5b"]
+    settings = {"max_total_tokens": max_total_tokens, "context_length": 4096}
+    node = NodeConfig.model_validate({"state_dir": tmp_path, "model": {"path": tmp_path}, "rollout": settings})
+    facts = ModelFacts(path="", architecture="", vocab_size=shape.vocab_size, context_length=4096, has_eos=True, is_seeded=True)
+    layout = node_layout(node, shape, gpu_bytes=GB, host_bytes=24 * GB)
+    asked = engine_arguments(node, facts)["max_total_tokens"]
+    assert kv_pool(layout, taken_bytes=0).num_bytes == asked * kv_bytes_per_token(layout)

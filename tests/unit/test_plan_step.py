@@ -1,0 +1,79 @@
+"""The planner's working memory of a step against the tensors that our policy really holds at its fullest moment."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from tasuki.memory.layout import GB, Checkpointing, Layout, Part
+from tasuki.memory.model_shape import shape_of
+from tasuki.memory.trainer_bytes import step_moments
+from tasuki.trainer.model import Policy
+
+NUM_TOKENS = 2003  # a size that no parameter has
+
+
+class LiveTokens(TorchDispatchMode):
+    """The most bytes that lived at one time in storages with a size for every token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self._now = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, torch.Tensor) and {NUM_TOKENS, NUM_TOKENS - 1} & set(tensor.shape):
+                self._add(tensor.untyped_storage())
+        return results
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, num_bytes = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self._now += num_bytes
+        self.peak = max(self.peak, self._now)
+        weakref.finalize(storage, self._remove, key, num_bytes)
+
+    def _remove(self, key: int, num_bytes: int) -> None:
+        self._seen.discard(key)
+        self._now -= num_bytes
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "vocab_size", "moment"), [("full", 64, "layer"), ("full", 8000, "loss"), ("none", 64, "layer")]
+)
+def test_activations_and_logits_peak_as_predicted(checkpointing: str, vocab_size: int, moment: str):
+    table = {
+        "hidden_size": 128,
+        "intermediate_size": 640,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = Qwen2Config(**table, vocab_size=vocab_size, max_position_embeddings=4096)
+    causal_lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    if checkpointing == "full":
+        causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = Policy(causal_lm).train()
+    places = torch.arange(NUM_TOKENS - 1)
+    with LiveTokens() as live:
+        token_ids = torch.randint(vocab_size, (1, NUM_TOKENS))
+        log_probs, _ = policy(token_ids, places, token_ids[0, 1:], 1.0)
+        log_probs.sum().backward()
+    layout = Layout(
+        model=shape_of(config.to_dict() | {"architectures": ["Qwen2ForCausalLM"]}),
+        num_gpus=1, gpu_bytes=GB, host_bytes=GB, num_ranks=1,
+        micro_batch_tokens=NUM_TOKENS, logit_tokens=NUM_TOKENS - 1, checkpointing=Checkpointing(checkpointing),
+    )  # fmt: skip
+    moments = {name: parts.get(Part.ACTIVATIONS, 0) + parts.get(Part.LOGITS, 0) for name, parts in step_moments(layout).items()}
+    assert max(moments, key=lambda name: moments[name]) == moment
+    assert moments[moment] == pytest.approx(live.peak, rel=0.02)
