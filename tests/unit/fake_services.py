@@ -20,6 +20,7 @@ _ROLLOUT |= {(Stage.PAUSE_KV, Stage.PAUSE_WEIGHTS)}
 _UNDO: dict[Stage, tuple[set[Stage | None], Stage]] = {
     Stage.LOAD_WEIGHTS: ({Stage.LOAD_WEIGHTS, Stage.LOAD_TRAINER, None}, Stage.LOAD_TRAINER),
     Stage.OFFLOAD: ({Stage.OFFLOAD}, Stage.LOAD_TRAINER),
+    Stage.LOAD_TRAINER: ({Stage.LOAD_TRAINER, None}, Stage.OFFLOAD),
     Stage.RESUME_WEIGHTS: ({Stage.RESUME_WEIGHTS, Stage.SYNC, Stage.PAUSE_KV}, Stage.PAUSE_WEIGHTS),
     Stage.RESUME_KV: ({Stage.RESUME_KV}, Stage.PAUSE_KV),
     Stage.DRAIN: ({Stage.DRAIN, Stage.PAUSE_KV}, Stage.RESUME_KV),

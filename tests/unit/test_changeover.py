@@ -248,6 +248,28 @@ async def test_service_that_dies_in_a_stage_is_waited_for_and_the_phase_reached(
     assert journal.unresolved() == []
 
 
+@pytest.mark.parametrize("at", [Stage.LOAD_TRAINER, Stage.LOAD_WEIGHTS])
+async def test_trainer_leaves_the_gpus_before_an_engine_is_started_anew(at: Stage, node: Node, services: FakeServices) -> None:
+    if at is Stage.LOAD_WEIGHTS:
+        await events(node.run_stage(Stage.LOAD_WEIGHTS, "hand"))
+    services.kill(Service.ROLLOUT)
+    acquiring = asyncio.create_task(acquire(node, Phase.ROLLOUT))
+    while services.stage[Service.TRAINER] is not Stage.OFFLOAD:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.02)
+    assert not acquiring.done()
+    services.start(Service.ROLLOUT)
+    await acquiring
+    assert (node.state().phase, services.served) == (Phase.ROLLOUT, 0)
+
+
+async def test_training_goes_on_while_rollout_is_away(node: Node, services: FakeServices) -> None:
+    services.kill(Service.ROLLOUT)
+    told = await acquire(node, Phase.TRAIN)
+    assert [event.status for event in told] == [Status.HELD]
+    assert services.asked == []
+
+
 async def test_trainer_that_was_started_anew_while_rollout_serves_is_loaded_at_the_next_changeover(
     node: Node, services: FakeServices
 ) -> None:

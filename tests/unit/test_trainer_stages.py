@@ -14,6 +14,8 @@ ACCEPTED = {
     (STAGE_UNSPECIFIED, STAGE_LOAD_TRAINER),  # started anew in the middle of a changeover
     (STAGE_LOAD_TRAINER, STAGE_LOAD_WEIGHTS),
     (STAGE_LOAD_WEIGHTS, STAGE_OFFLOAD),
+    (STAGE_UNSPECIFIED, STAGE_OFFLOAD),  # to make room for an engine that starts
+    (STAGE_LOAD_TRAINER, STAGE_OFFLOAD),
     (STAGE_OFFLOAD, STAGE_LOAD_TRAINER),
 }
 

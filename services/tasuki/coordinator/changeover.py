@@ -55,6 +55,10 @@ class Changeover:
                 await self._take_back_after(error, (*finished, *suspect))
                 raise
 
+    async def make_room(self) -> None:
+        """Has the trainer leave the GPUs, so that an engine can start there: takes LOAD_TRAINER back. Raises GradientsPending."""
+        await self._take_back((Stage.LOAD_TRAINER, *since_phase(self.at)))
+
     async def run(self, stage: Stage) -> None:
         """Carries one stage out. Raises its error, and StageOrder when another stage must come first."""
         after = advance(self.at, stage)

@@ -163,6 +163,7 @@ class Node:
     async def _bring_to(self, phase: Phase, request_id: str) -> None:
         """Tries again, as another changeover, when a service is lost on the way and has come back."""
         for number in range(1, _MAX_TRIES + 1):
+            await self._make_room(phase, request_id)
             seen, at = await self._look_when_able(phase)
             if phase_of(at) is phase and not seen.is_on_the_way_back:
                 self._tell(StageEvent("", None, Status.HELD, time=time.time()), at)
@@ -177,6 +178,22 @@ class Node:
                 _log.warning("event=try_again phase=%s number=%d reason=%s", phase, number + 1, error.reason)
             else:
                 return
+
+    async def _make_room(self, phase: Phase, request_id: str) -> None:
+        """An engine that is being started anew takes what memory is free, and waits for the trainer to leave."""
+        seen = await self._peers.observe()
+        if phase is not Phase.ROLLOUT or not seen.trainer_is_in_the_way:
+            return
+        changeover = self._begin(self._unused(request_id), seen, target=phase)
+        try:
+            await changeover.make_room()
+        except _LOSSES as error:
+            self._close(changeover, error)  # the trainer is lost, too: what comes next waits for both
+        except TasukiError as error:
+            self._close(changeover, error)
+            raise
+        else:
+            self._close(changeover, Interrupted(f"rollout was lost; it comes back before phase {phase} is reached"))
 
     async def _try(self, phase: Phase, request_id: str, seen: Observed) -> None:
         changeover = self._begin(request_id, seen, target=phase)

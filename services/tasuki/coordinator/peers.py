@@ -34,6 +34,7 @@ _REVERSE = {
     Stage.OFFLOAD: Stage.LOAD_TRAINER,
     Stage.RESUME_KV: Stage.PAUSE_KV,
     Stage.DRAIN: Stage.RESUME_KV,
+    Stage.LOAD_TRAINER: Stage.OFFLOAD,
 }
 _READ_TIMEOUT_S = 10.0
 _Answer = TypeVar("_Answer")
@@ -74,6 +75,12 @@ class Observed:
         if Service.TRAINER in self.absent and (phase is Phase.ROLLOUT or is_asleep):
             return Service.TRAINER
         return Service.ROLLOUT if self.poison and phase is Phase.ROLLOUT else None
+
+    @property
+    def trainer_is_in_the_way(self) -> bool:
+        """Whether an engine that starts would find the trainer on the GPUs."""
+        is_resident = self.trainer_stage in (None, Stage.LOAD_TRAINER, Stage.LOAD_WEIGHTS)
+        return Service.ROLLOUT in self.absent and Service.TRAINER not in self.absent and is_resident
 
     def place(self) -> Stage:
         """Where the node stands. Raises StageOrder when the two services do not fit together."""

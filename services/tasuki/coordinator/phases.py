@@ -67,7 +67,8 @@ RING = (
     Rule(Stage.RESUME_KV, Stage.DRAIN, Service.ROLLOUT),
     Rule(Stage.DRAIN, Stage.PAUSE_KV, Service.ROLLOUT),
     Rule(Stage.PAUSE_KV, Stage.PAUSE_WEIGHTS, Service.ROLLOUT, has_undo=False),
-    Rule(Stage.PAUSE_WEIGHTS, Stage.LOAD_TRAINER, Service.TRAINER, has_undo=False, completes=Phase.TRAIN),
+    # Taken back to make room for an engine that is started anew.
+    Rule(Stage.PAUSE_WEIGHTS, Stage.LOAD_TRAINER, Service.TRAINER, completes=Phase.TRAIN),
 )
 RULES = {rule.stage: rule for rule in RING}
 _NEXT = {rule.after: rule.stage for rule in RING}

@@ -24,6 +24,7 @@ from tasuki.rollout.model import read_model
 from tasuki.rollout.ranks import RankProcesses
 from tasuki.rollout.starting import Starting
 from tasuki.rpc.logs import configure_logging
+from tasuki.rpc.room import wait_for_trainer_to_leave
 from tasuki.wire.errors import NodeRunning, TasukiError
 
 
@@ -55,6 +56,8 @@ def _serve(config: NodeConfig, starting: Starting) -> int:
         os.environ.update(engine_environment(config, model, temp_dir=temp_dir))
         ranks = RankProcesses()
         try:
+            if config.device == "cuda":
+                wait_for_trainer_to_leave(places.node_targets(config)["trainer"])
             ranks.start(config)
             from tasuki.rollout.serve import serve
 

@@ -21,12 +21,13 @@ import uvloop
 
 from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock
-from tasuki.config.places import grpc_target, socket_dir, training_log_path
+from tasuki.config.places import grpc_target, node_targets, socket_dir, training_log_path
 from tasuki.config.schema import NodeConfig
 from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging
+from tasuki.rpc.room import wait_for_rollout_to_leave
 from tasuki.rpc.server import RpcServer
 from tasuki.trainer.memory_servicer import MemoryServicer
 from tasuki.trainer.mesh import start_mesh
@@ -72,6 +73,8 @@ def main(argv: list[str] | None = None) -> int:
             raise InvalidArgument(
                 "trainer.num_ranks", f"is {config.trainer.num_ranks}, but torchrun started {launch.num_ranks}"
             )
+        if config.device == "cuda":
+            wait_for_rollout_to_leave(node_targets(config)["rollout"])
         if launch.rank != 0:
             return 0 if _run_rank(config, launch=launch) else 1
         with StateLock.take(config.state_dir, name="trainer"):

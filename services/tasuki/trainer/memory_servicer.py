@@ -23,7 +23,7 @@ from tasuki.v1.types_pb2 import (
     MemoryTag,
     Stage,
 )
-from tasuki.wire.errors import DeadlineExceeded, InvalidArgument
+from tasuki.wire.errors import DeadlineExceeded, GradientsPending, InvalidArgument
 
 TAGS = (MEMORY_TAG_WEIGHTS, MEMORY_TAG_GRADIENTS, MEMORY_TAG_OPTIMIZER)
 
@@ -38,6 +38,10 @@ class MemoryServicer(MemoryServiceServicer):
         async def pause() -> memory_pb2.PauseResponse:
             async with self._state.turn:
                 self._check(request, carries_out=STAGE_OFFLOAD)
+                if self._state.has_gradients:
+                    raise GradientsPending(
+                        "gradients are pending, and OFFLOAD would lose them: call OptimStep or DiscardGradients"
+                    )
                 answers = await self._ranks.call(TrainerRankCommand(pause=request))
                 self._state.stage = STAGE_OFFLOAD
                 self._state.paused_tags.update(request.tags)

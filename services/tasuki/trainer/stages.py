@@ -21,10 +21,12 @@ _LOADED = (STAGE_UNSPECIFIED, STAGE_LOAD_TRAINER)
 def raise_unless_next(stage: Stage.ValueType, *, after: Stage.ValueType) -> None:
     """Raises StageOrder unless `stage` is the one that follows `after`.
 
-    LOAD_TRAINER may also come first: a trainer that was started anew in the middle of a changeover is loaded already.
+    LOAD_TRAINER may also come first: a trainer that was started anew in the middle of a changeover is loaded already. OFFLOAD may
+    come without a publication: it takes LOAD_TRAINER back, and makes room for an engine that starts.
     """
     allowed = _NEXT[after]
-    if stage != allowed and (stage, after) != (STAGE_LOAD_TRAINER, STAGE_UNSPECIFIED):
+    is_undo = stage == STAGE_OFFLOAD and after in _LOADED
+    if stage != allowed and not is_undo and (stage, after) != (STAGE_LOAD_TRAINER, STAGE_UNSPECIFIED):
         raise _stage_order(Stage.Name(stage) if stage in Stage.values() else str(stage), after=after, allowed=allowed)
 
 

@@ -1,0 +1,51 @@
+"""A service that was started anew beside the other one waits here until that one has left the GPU."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import grpc
+
+from tasuki.v1.rollout_pb2 import GetRolloutStateRequest
+from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
+from tasuki.v1.trainer_pb2 import GetTrainerStateRequest
+from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
+from tasuki.wire.channel import CLIENT_OPTIONS
+
+_log = logging.getLogger("tasuki.rpc")
+_POLL_S = 0.2
+_READ_TIMEOUT_S = 5.0
+
+
+def wait_for_trainer_to_leave(target: str) -> None:
+    """Returns when no tag of the trainer is resident, or no trainer answers: an engine takes what memory is free when it starts."""
+    with grpc.insecure_channel(target, options=CLIENT_OPTIONS) as channel:
+        stub = TrainerServiceStub(channel)
+        _wait(lambda: stub.GetTrainerState(GetTrainerStateRequest(), timeout=_READ_TIMEOUT_S).resident_tags, "trainer")
+
+
+def wait_for_rollout_to_leave(target: str) -> None:
+    """Returns when no tag of rollout is resident, or no rollout answers: a trainer loads its model when it starts."""
+    with grpc.insecure_channel(target, options=CLIENT_OPTIONS) as channel:
+        stub = RolloutServiceStub(channel)
+        _wait(lambda: stub.GetRolloutState(GetRolloutStateRequest(), timeout=_READ_TIMEOUT_S).resident_tags, "rollout")
+
+
+def _wait(resident_tags: Callable[[], Sequence[int]], service: str) -> None:
+    started, is_told = time.monotonic(), False
+    while True:
+        try:
+            has_left = not resident_tags()
+        except grpc.RpcError as error:
+            # Any other error is of a service that is there, and busy.
+            has_left = cast(grpc.Call, error).code() is grpc.StatusCode.UNAVAILABLE
+        if has_left:
+            _log.info("event=room seconds=%.1f", time.monotonic() - started)
+            return
+        if not is_told:
+            _log.info("event=waiting_for_room service=%s", service)
+            is_told = True
+        time.sleep(_POLL_S)
