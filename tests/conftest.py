@@ -61,6 +61,10 @@ def node() -> Iterator[RunningNode]:
     config.write_text(
         f"""
         state_dir = "{state_dir}"
+        unsafe = true
+        [restart]
+        max_restarts = 1000
+        stall_s = 8
         [model]
         path = "{model}"
         [trainer]

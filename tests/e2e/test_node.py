@@ -83,7 +83,7 @@ def test_phases_go_round_and_the_journal_has_every_stage(coordinator: Coordinato
 def test_stage_out_of_order_is_refused_by_coordinator_trainer_and_rollout_and_everything_goes_on(
     coordinator: CoordinatorServiceStub, channels: dict[str, grpc.Channel]
 ) -> None:
-    epoch = acquire(coordinator, PHASE_TRAIN).epoch
+    epoch = acquire(coordinator, PHASE_ROLLOUT).epoch
     assert refusal(coordinator.RunStage, pb.RunStageRequest(stage=STAGE_SYNC)).reason == "STAGE_ORDER"
 
     def command(name: str) -> CommandId:
@@ -93,7 +93,7 @@ def test_stage_out_of_order_is_refused_by_coordinator_trainer_and_rollout_and_ev
     assert refusal(MemoryServiceStub(channels["trainer"]).Pause, offload).reason == "STAGE_ORDER"
     resume = memory_pb2.ResumeRequest(command=command("r"), stage=STAGE_RESUME_KV, tags=[MEMORY_TAG_KV_CACHE])
     assert refusal(MemoryServiceStub(channels["rollout"]).Resume, resume).reason == "STAGE_ORDER"
-    for phase in (PHASE_ROLLOUT, PHASE_TRAIN):
+    for phase in (PHASE_TRAIN, PHASE_ROLLOUT):
         assert acquire(coordinator, phase).phase == phase
 
 

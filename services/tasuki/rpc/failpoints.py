@@ -27,6 +27,8 @@ class Action(StrEnum):
     """SIGKILL."""
     STOP = "stop"
     """SIGSTOP: the process is there and does nothing any more, as one that hangs in the kernel."""
+    SLOW = "slow"
+    """A second passes."""
     HANG = "hang"
     """The thread that came there waits for ever; the others go on."""
     FULL = "full"
@@ -58,25 +60,46 @@ def parse_failpoint(spec: str, *, folder: Path) -> Failpoint:
 class Failpoints:
     """The failpoints of one process; none in a node that was not made for tests."""
 
-    def __init__(self, process: str, specs: Sequence[str] = (), *, folder: Path = Path()) -> None:
-        """process: e.g. "coordinator", "trainer1" for rank 1, "rollout", "scheduler0". folder: remembers what has fired."""
-        found = [parse_failpoint(spec, folder=folder) for spec in specs]
-        self._points = [one for one in found if one.process == process]
+    def __init__(self, process: str, specs: Sequence[str] = (), *, folder: Path | None = None) -> None:
+        """process: e.g. "coordinator", "trainer1" for rank 1, "rollout", "scheduler0". folder: remembers what has fired, and is where
+        `plant` puts more; None when there is to be nothing."""
+        self._process, self._folder = process, folder
+        self._points = [one for spec in specs if folder and (one := parse_failpoint(spec, folder=folder)).process == process]
         self._hits: Counter[str] = Counter()
 
     @classmethod
     def of(cls, config: NodeConfig, process: str) -> Failpoints:
-        return cls(process, config.failpoints, folder=socket_dir(config.state_dir) if config.failpoints else Path())
+        return cls(process, config.failpoints, folder=socket_dir(config.state_dir)) if config.unsafe else NO_FAILPOINTS
 
     def hit(self, point: str) -> bool:
         """Comes to `point`. False, unless what the caller makes is to be damaged."""
-        if not self._points:
+        if self._folder is None:
             return False
         self._hits[point] += 1
         for one in self._points:
             if one.point == point and one.nth == self._hits[point] and _is_first(one.marker):
                 return _act(one.action)
+        for action in Action:
+            if _is_taken(_planted(self._folder, self._process, point, action)):
+                return _act(action)
         return False
+
+
+def plant(folder: Path, process: str, point: str, action: Action) -> None:
+    """The next time that `process` of a running, unsafe node comes to `point`: `action`. folder: its sockets'."""
+    _planted(folder, process, point, action).touch(mode=0o600)
+
+
+def _planted(folder: Path, process: str, point: str, action: Action) -> Path:
+    return folder / f"planted-{process}-{point}-{action}"
+
+
+def _is_taken(path: Path) -> bool:
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 NO_FAILPOINTS = Failpoints("")
@@ -97,6 +120,8 @@ def _act(action: Action) -> bool:
             os.kill(os.getpid(), signal.SIGKILL)
         case Action.STOP:
             os.kill(os.getpid(), signal.SIGSTOP)
+        case Action.SLOW:
+            time.sleep(1.0)
         case Action.HANG:
             while True:
                 time.sleep(3600.0)

@@ -1,0 +1,128 @@
+"""Breaks a running node in the middle of a stage, and sees that it comes to the same end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+
+from tasuki.client import Client, Phase, SamplingParams, Stage, TrainingSample
+from tasuki.config.places import log_path, pulse_dir, socket_dir
+from tasuki.coordinator import phases
+from tasuki.rpc.failpoints import Action, plant
+from tests.conftest import RunningNode
+
+PROCESSES = ("coordinator", "trainer1", "rollout", "scheduler0")
+STAGES = tuple(phases.RULES)
+GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7]]
+_SERVICE_OF = {"trainer1": "trainer", "scheduler0": "rollout"}
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """detected_s: from the signal to the supervisor's notice; recovered_s: to the phase that was asked for."""
+
+    process: str
+    stage: str
+    signal: str
+    detected_s: float
+    recovered_s: float
+
+
+class ChaosNode:
+    """A node and a client that trains on it."""
+
+    def __init__(self, node: RunningNode, client: Client) -> None:
+        self.node, self.client = node, client
+
+    def step(self) -> int:
+        """One optimizer step on samples that depend on the version alone. Returns the version after it."""
+        version = self.client.trainer_state().policy_version
+        random = np.random.default_rng(version)
+        samples = [
+            TrainingSample(
+                prompt_token_ids=random.integers(1, 100, 4).tolist(),
+                completion_token_ids=random.integers(1, 100, 6).tolist(),
+                rollout_log_probs=np.full(6, -3.0, dtype=np.float32),
+                advantages=float(random.normal()),
+                policy_version=version,
+            )
+            for _ in range(8)
+        ]
+        self.client.forward_backward(samples)
+        return self.client.optim_step(learning_rate=1e-3).policy_version
+
+    def strike(self, process: str, stage: phases.Stage, number: signal.Signals) -> Recovery:
+        """Sends the signal while `stage` runs, and returns when the phase is reached all the same."""
+        service = phases.RULES[stage].service
+        target = Phase.ROLLOUT if stage in phases.path(phases.Stage.LOAD_TRAINER, phases.Phase.ROLLOUT) else Phase.TRAIN
+        if target is Phase.TRAIN:
+            self.client.acquire(Phase.ROLLOUT)
+        else:
+            self.step()
+        # The front that carries the stage out waits a second, and in it the process is struck.
+        plant(socket_dir(self.node.state_dir), service, stage, Action.SLOW)
+        (pid,) = self.pids(process)
+        struck: list[float] = []
+        with self._when_started(Stage(stage), lambda: (struck.append(time.time()), os.kill(pid, number))):
+            self.client.acquire(target)
+        (when,) = struck
+        recovered_s = time.time() - when
+        return Recovery(process, stage, number.name, self._detected(process, when), recovered_s)
+
+    def pids(self, process: str) -> list[int]:
+        """Of the living processes of that name."""
+        found = [int(path.name.rpartition("-")[2]) for path in pulse_dir(self.node.state_dir).glob(f"{process}-*")]
+        return [pid for pid in found if Path(f"/proc/{pid}").exists()]
+
+    def greedy(self) -> list[list[int]]:
+        return [sample.token_ids.tolist() for sample in self.client.generate(PROMPTS, GREEDY)]
+
+    @contextmanager
+    def _when_started(self, stage: Stage, action: object) -> Iterator[None]:
+        """Calls `action` once, at the first event that says that `stage` has begun."""
+        ready, done = threading.Event(), threading.Event()
+
+        def watch() -> None:
+            with Client(state_dir=self.node.state_dir) as watcher:
+                for watched in watcher.watch():
+                    ready.set()
+                    event = watched.event
+                    if event is not None and event.stage is stage and event.status == "STARTED":
+                        action()  # pyright: ignore[reportCallIssue]
+                        done.set()
+                        return
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        assert ready.wait(10)
+        yield
+        assert done.wait(1), f"{stage} has not begun"
+        thread.join(10)
+
+    def _detected(self, process: str, struck: float) -> float:
+        """Seconds until the supervisor logged that it starts the service anew."""
+        pattern = re.compile(rf"^(\S+ \S+) WARNING .*event=restart service={_SERVICE_OF.get(process, process)} ")
+        for line in log_path(self.node.state_dir, "supervisor").read_text().splitlines():
+            if found := pattern.match(line):
+                noticed = datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S,%f").astimezone().timestamp()
+                if noticed > struck:
+                    return noticed - struck
+        raise AssertionError(f"the supervisor has not noticed that {process} is gone")
+
+
+def write_recoveries(path: Path, recoveries: list[Recovery]) -> None:
+    """As JSON, one object a cell."""
+    names = Recovery.__slots__
+    path.write_text(json.dumps([{name: getattr(one, name) for name in names} for one in recoveries], indent=1))

@@ -1,0 +1,52 @@
+"""A node whose processes are killed or stopped in the middle of a changeover: nobody has to help it. All cells: make chaos."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tasuki.client import Client, Phase
+from tasuki.coordinator.phases import Stage
+from tests.chaos_node import ChaosNode
+from tests.conftest import RunningNode
+
+pytestmark = pytest.mark.timeout(300)
+# A killed process is noticed at once, one that stands still when its pulse has been missed for restart.stall_s.
+NOTICED_S = {signal.SIGKILL: 3.0, signal.SIGSTOP: 12.0}
+
+
+@pytest.fixture
+def chaos(node: RunningNode) -> Iterator[ChaosNode]:
+    with Client(state_dir=node.state_dir) as client:
+        yield ChaosNode(node, client)
+
+
+@pytest.mark.parametrize(
+    ("process", "stage", "number"),
+    [
+        ("coordinator", Stage.SYNC, signal.SIGKILL),
+        ("trainer1", Stage.OFFLOAD, signal.SIGKILL),
+        ("coordinator", Stage.PAUSE_WEIGHTS, signal.SIGSTOP),
+        ("trainer1", Stage.LOAD_TRAINER, signal.SIGKILL),
+        ("rollout", Stage.SYNC, signal.SIGKILL),
+        ("scheduler0", Stage.PAUSE_KV, signal.SIGKILL),
+    ],
+)
+def test_phase_is_reached_and_nothing_trained_is_lost(
+    chaos: ChaosNode, process: str, stage: Stage, number: signal.Signals
+) -> None:
+    chaos.client.acquire(Phase.TRAIN)
+    version = chaos.step()
+    chaos.client.acquire(Phase.ROLLOUT)
+    tokens = chaos.greedy()
+    is_to_rollout = stage in (Stage.SYNC, Stage.OFFLOAD)
+    recovery = chaos.strike(process, stage, number)
+    assert recovery.detected_s < NOTICED_S[number]
+    chaos.client.acquire(Phase.TRAIN)
+    assert chaos.client.trainer_state().policy_version == version + is_to_rollout
+    chaos.client.acquire(Phase.ROLLOUT)
+    assert chaos.client.state().policy_version == version + is_to_rollout
+    if not is_to_rollout:
+        assert chaos.greedy() == tokens  # the same weights
