@@ -46,6 +46,15 @@ def descendants(pid: int) -> list[int]:
     return found[1:]
 
 
+def has_ended(pid: int) -> bool:
+    """Whether the process is gone, or only waits to be reaped."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in "ZX"
+
+
 def end_descendants(*, grace_s: float, kill_s: float, watch: Callable[[dict[int, int]], None]) -> None:
     """Gives the processes below this one `grace_s` to end by themselves, then `kill_s` of SIGKILL until none is left.
 

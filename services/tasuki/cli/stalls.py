@@ -1,4 +1,4 @@
-"""Finds the processes of a node that hang: by their pulse, not by the clock of what they do."""
+"""Finds the processes of a node that hang, by their pulse and not by the clock of what they do, and those that are gone."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from tasuki.cli.processes import has_ended
 from tasuki.config.places import pulse_dir, stall_dir
 from tasuki.rpc.heartbeat import Pulse, read_pulse
 
@@ -26,12 +27,13 @@ _SERVICE_OF = {"scheduler": "rollout"}
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A process that hangs. `service`: what has to be started anew for it."""
+    """A process that hangs, or is gone. `service`: what has to be started anew for it."""
 
     service: str
     process: str
     pid: int
     cause: str
+    is_gone: bool = False
 
 
 @dataclass(slots=True)
@@ -42,15 +44,20 @@ class _Watched:
 
 
 class StallWatch:
-    """Looks at the pulses of one node. stall_s: for a pulse, and for the progress of what runs, to stand still."""
+    """Looks at the pulses of one node.
+
+    stall_s: how long a pulse may stand still. progress_s: how long what runs may make no progress.
+    """
 
     def __init__(self, state_dir: Path, *, stall_s: float, progress_s: float) -> None:
         self._state_dir, self._stall_s, self._progress_s = state_dir, stall_s, progress_s
         self._seen: dict[Path, _Watched] = {}
         self._looked = 0.0
+        for path in self._paths():  # left by a node that had no time to end
+            path.unlink(missing_ok=True)
 
     def look(self, *, now: float) -> Stall | None:
-        """The first process found hanging; looks twice a second at most."""
+        """The first process found hanging or gone; looks twice a second at most."""
         if now - self._looked < _LOOK_EVERY_S:
             return None
         if now - self._looked > _GAP_S:
@@ -77,7 +84,11 @@ class StallWatch:
                 seen.progress_time = now
             seen.pulse = pulse
             process, pid = path.name.rpartition("-")[::2]
-            if now - seen.beat_time > self._stall_s:
+            if has_ended(int(pid)):
+                # Whoever ends in order takes its pulse away.
+                if path.exists():
+                    yield Stall(_service_of(path), process, int(pid), "the process is gone", is_gone=True)
+            elif now - seen.beat_time > self._stall_s:
                 yield Stall(_service_of(path), process, int(pid), f"no heartbeat for {now - seen.beat_time:.1f} s")
             elif now - seen.progress_time > self._progress_s:
                 yield Stall(_service_of(path), process, int(pid), f"no progress for {now - seen.progress_time:.1f} s")

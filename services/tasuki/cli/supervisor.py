@@ -157,8 +157,9 @@ class Supervisor:
         """Services that have ended by themselves, or were killed here because they hang or somebody asked for it."""
         ended = self._note(reap())
         if (stall := self._stalls.look(now=time.monotonic())) is not None and stall.service not in ended:
-            stacks = dump_stacks(self._state_dir, stall)
-            _log.error("event=stalled process=%s pid=%d cause=%s stacks=%s", stall.process, stall.pid, stall.cause, stacks)
+            stacks = "-" if stall.is_gone else dump_stacks(self._state_dir, stall)
+            event = "lost" if stall.is_gone else "stalled"
+            _log.error("event=%s process=%s pid=%d cause=%s stacks=%s", event, stall.process, stall.pid, stall.cause, stacks)
             ended.append(stall.service)
         for name in self._services:
             request = restart_request_path(self._state_dir, name)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any, TypedDict
@@ -66,6 +67,16 @@ class RankProcesses:
                 elif not self.processes[tp_rank].is_alive():
                     raise self._lost(tp_rank)
         return [reports[tp_rank] for tp_rank in range(len(self._pipes))]
+
+    def watch(self, on_death: Callable[[], None]) -> None:
+        """Calls `on_death` in the running loop, again and again until `unwatch`, as soon as a rank's process has ended."""
+        for process in self.processes:
+            asyncio.get_running_loop().add_reader(process.sentinel, on_death)
+
+    def unwatch(self) -> None:
+        """Idempotent."""
+        for process in self.processes:
+            asyncio.get_running_loop().remove_reader(process.sentinel)
 
     def kill(self) -> None:
         """Idempotent; returns when all are gone, also one whose start was interrupted."""

@@ -28,6 +28,7 @@ from tasuki.v1 import memory_pb2_grpc, rollout_pb2_grpc
 
 _SERVICE = "tasuki.v1.RolloutService"
 _POISON_GRACE_S = 0.2
+_GRACE_S = 5.0
 _log = logging.getLogger(__name__)
 
 
@@ -40,9 +41,11 @@ async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, st
     stop, died = asyncio.Event(), asyncio.Event()
 
     def on_death() -> None:
-        _log.error("event=engine_lost action=stop")
+        if not died.is_set():
+            _log.error("event=engine_lost action=stop")
         died.set()
         stop.set()
+        ranks.unwatch()
 
     socket_dir = places.socket_dir(config.state_dir)
     target = places.grpc_target(config.state_dir, service="rollout", listen=config.rollout.listen)
@@ -73,10 +76,14 @@ async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, st
             memory_pb2_grpc.add_MemoryServiceServicer_to_server, RolloutMemoryServicer(rollout, gate), "tasuki.v1.MemoryService"
         )
         await rollout.fall_asleep(timeout_s=config.rollout.start_timeout_s)
+        ranks.watch(on_death)
         await server.start()
         heartbeat.beat_in_loop()
-        await server.run(stop)
+        await server.serve(stop)
+        # What still runs waits for an engine that is gone.
+        await server.stop(grace_s=0.0 if died.is_set() else _GRACE_S)
     finally:
+        ranks.unwatch()
         heartbeat.close()
         sync.close()
         calls.close()

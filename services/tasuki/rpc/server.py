@@ -71,11 +71,15 @@ class RpcServer:
 
     async def run(self, stop_event: asyncio.Event, *, grace_s: float = 5.0) -> None:
         """Serves until `stop_event`, SIGTERM or SIGINT, then stops gracefully."""
+        await self.serve(stop_event)
+        await self.stop(grace_s=grace_s)
+
+    async def serve(self, stop_event: asyncio.Event) -> None:
+        """Returns when `stop_event` is set, which SIGTERM and SIGINT do, too."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop_event.set)
         await stop_event.wait()
-        await self.stop(grace_s=grace_s)
 
     async def stop(self, *, grace_s: float = 5.0) -> None:
         """Tells watchers NOT_SERVING, lets running calls end for `grace_s` seconds, cancels the rest, and removes our socket."""
