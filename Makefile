@@ -27,19 +27,22 @@ WITH_BIN := PATH="$(CURDIR)/.venv/bin:$$PATH"
 PROTOS := $(wildcard protos/tasuki/v1/*.proto)
 SOURCES := protos services client tests tools
 
-.PHONY: help setup demo test check protos native lint types buf bench bench-memory bench-memory-gpu bench-sync-gpu bench-sync-engine-gpu bench-sync-peers-gpu grpcurl clean
+.PHONY: help setup demo test chaos check protos native lint types buf bench bench-memory bench-memory-gpu bench-sync-gpu bench-sync-engine-gpu bench-sync-peers-gpu grpcurl clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(ENV) native  ## install everything into .venv (the other targets do it by themselves)
 
-demo: setup  ## train a small model with GRPO through all three services; leaves runs/demo
-	$(BIN)/python client/examples/demo/run.py --seed 0 --output runs/demo
+demo: setup  ## train a small model with GRPO through all three services; leaves runs/demo; KILL=rollout@SYNC kills one on the way
+	$(BIN)/python client/examples/demo/run.py --seed 0 --output runs/demo $(if $(KILL),--kill $(KILL))
 
 test: setup grpcurl  ## all tests; none needs the network
 	$(MAKE) -s -C csrc test
 	$(BIN)/python -m pytest tests/unit tests/contract tests/integration tests/e2e tests/gpu $(PYTEST_ARGS)
+
+chaos: setup  ## every process killed and stopped in every stage, and other long proofs; writes runs/chaos
+	$(BIN)/python -m pytest tests/chaos $(PYTEST_ARGS)
 
 check: lint types buf  ## lint, import rules, types, protos (lint, compatibility, generated code)
 	$(BIN)/python -m pytest -q tests/contract/test_generated_code.py

@@ -122,7 +122,19 @@ class ChaosNode:
         raise AssertionError(f"the supervisor has not noticed that {process} is gone")
 
 
-def write_recoveries(path: Path, recoveries: list[Recovery]) -> None:
-    """As JSON, one object a cell."""
+def write_recoveries(folder: Path, recoveries: list[Recovery]) -> None:
+    """recoveries.json, and recoveries.md with a row for each stage and a column for each process and signal."""
+    folder.mkdir(parents=True, exist_ok=True)
     names = Recovery.__slots__
-    path.write_text(json.dumps([{name: getattr(one, name) for name in names} for one in recoveries], indent=1))
+    (folder / "recoveries.json").write_text(
+        json.dumps([{name: getattr(one, name) for name in names} for one in recoveries], indent=1)
+    )
+    cells = {(one.stage, one.process, one.signal): f"{one.detected_s:.1f} / {one.recovered_s:.1f}" for one in recoveries}
+    columns = [(process, number) for number in ("SIGKILL", "SIGSTOP") for process in PROCESSES]
+    lines = [
+        "| detected / recovered, s | " + " | ".join(f"{number} {process}" for process, number in columns) + " |",
+        "|---|" + "--:|" * len(columns),
+    ]
+    for stage in STAGES:
+        lines.append(f"| {stage} | " + " | ".join(cells.get((stage, *column), "-") for column in columns) + " |")
+    (folder / "recoveries.md").write_text("\n".join(lines) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import subprocess
 import sys
@@ -12,23 +13,46 @@ from pathlib import Path
 from tasuki.cli.__main__ import exit_code_of
 from tasuki.cli.train import run
 from tasuki.config.load import load_config
+from tasuki.coordinator.phases import RULES, Stage
 
 HERE = Path(__file__).resolve().parent
+PROCESS = r"coordinator|trainer\d*|rollout|scheduler\d+"
 CONFIG = HERE.parents[2] / "deploy" / "config" / "demo.toml"
 
 
 def main() -> int:
     started = time.monotonic()
     arguments = _parser().parse_args()
-    return exit_code_of(lambda: demo(arguments.output, seed=arguments.seed, overrides=arguments.overrides, started=started))
+    overrides = arguments.overrides
+    if arguments.kill:
+        overrides = [*overrides, "unsafe=true", f'failpoints=["{arguments.kill}"]']
+    return exit_code_of(lambda: demo(arguments.output, seed=arguments.seed, overrides=overrides, started=started))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("runs/demo"))
+    parser.add_argument(
+        "--kill",
+        type=failpoint_of,
+        metavar="PROCESS@STAGE",
+        help="kill a process in the middle of the run, e.g. rollout@SYNC, trainer1@OFFLOAD, coordinator@DRAIN, scheduler0@RESUME_KV",
+    )
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=VALUE")
     return parser
+
+
+def failpoint_of(kill: str) -> str:
+    """The failpoint that kills the process when the stage runs for the fourth time; the coordinator does it for others."""
+    process, _, stage = kill.partition("@")
+    if not re.fullmatch(PROCESS, process) or stage not in list(Stage):
+        raise argparse.ArgumentTypeError(
+            f"{kill!r} is not PROCESS@STAGE; processes: coordinator, trainer, trainer1, rollout, scheduler0; stages: {', '.join(Stage)}"
+        )
+    if process == RULES[Stage(stage)].service:
+        return f"{process}@{stage}:4=kill"
+    return f"coordinator@{stage}.intended:4=kill" + ("" if process == "coordinator" else f"({process})")
 
 
 def demo(output: Path, *, seed: int, overrides: list[str], started: float) -> int:

@@ -9,6 +9,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -17,7 +18,10 @@ from tasuki.config.places import socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.wire.errors import InvalidArgument
 
-_SPEC = re.compile(r"(?P<process>[a-z]+\d*)@(?P<point>[A-Za-z_.]+)(?::(?P<nth>[1-9]\d*))?=(?P<action>[a-z]+)")
+_SPEC = re.compile(
+    r"(?P<process>[a-z]+\d*)@(?P<point>[A-Za-z_.]+)(?::(?P<nth>[1-9]\d*))?=(?P<action>[a-z]+)"
+    r"(?:\((?P<victim>[a-z]+\d*)\))?"
+)
 
 
 class Action(StrEnum):
@@ -37,24 +41,40 @@ class Action(StrEnum):
     """`hit` returns True, and its caller damages what it has made."""
 
 
+_SIGNALS = {Action.KILL: signal.SIGKILL, Action.STOP: signal.SIGSTOP}
+
+
 @dataclass(frozen=True, slots=True)
 class Failpoint:
-    """`process` comes to `point` for the `nth` time: `action`, once in the life of the node."""
+    """`process` comes to `point` for the `nth` time: `action`, once in the life of the node. `victim`: whom it strikes."""
 
     process: str
     point: str
     nth: int
     action: Action
+    victim: str
     marker: Path
 
 
 def parse_failpoint(spec: str, *, folder: Path) -> Failpoint:
-    """Reads "rollout@SYNC=kill" or "coordinator@SYNC.intended:3=stop". Raises InvalidArgument."""
+    """Reads "rollout@SYNC=kill", "coordinator@SYNC.intended:3=stop" or "coordinator@SYNC.intended=kill(trainer1)".
+
+    Raises InvalidArgument.
+    """
     parts = _SPEC.fullmatch(spec)
     if parts is None or parts["action"] not in list(Action):
         raise InvalidArgument("failpoints", f"{spec!r} is not PROCESS@POINT[:NTH]=ACTION with an action of {', '.join(Action)}")
+    if parts["victim"] and parts["action"] not in _SIGNALS:
+        raise InvalidArgument("failpoints", f"{spec!r}: of another process only {' and '.join(_SIGNALS)} can be asked")
     marker = folder / f"fired-{parts['process']}-{parts['point']}-{parts['nth'] or 1}"
-    return Failpoint(parts["process"], parts["point"], int(parts["nth"] or 1), Action(parts["action"]), marker)
+    return Failpoint(
+        parts["process"],
+        parts["point"],
+        int(parts["nth"] or 1),
+        Action(parts["action"]),
+        parts["victim"] or parts["process"],
+        marker,
+    )
 
 
 class Failpoints:
@@ -78,10 +98,19 @@ class Failpoints:
         self._hits[point] += 1
         for one in self._points:
             if one.point == point and one.nth == self._hits[point] and _is_first(one.marker):
-                return _act(one.action)
+                return self._strike(one)
         for action in Action:
             if _is_taken(_planted(self._folder, self._process, point, action)):
                 return _act(action)
+        return False
+
+    def _strike(self, point: Failpoint) -> bool:
+        if point.victim == point.process:
+            return _act(point.action)
+        assert self._folder is not None
+        for pulse in (self._folder / "pulse").glob(f"{point.victim}-*"):
+            with suppress(ProcessLookupError):
+                os.kill(int(pulse.name.rpartition("-")[2]), _SIGNALS[point.action])
         return False
 
 
@@ -116,10 +145,8 @@ def _is_first(marker: Path) -> bool:
 
 def _act(action: Action) -> bool:
     match action:
-        case Action.KILL:
-            os.kill(os.getpid(), signal.SIGKILL)
-        case Action.STOP:
-            os.kill(os.getpid(), signal.SIGSTOP)
+        case Action.KILL | Action.STOP:
+            os.kill(os.getpid(), _SIGNALS[action])
         case Action.SLOW:
             time.sleep(1.0)
         case Action.HANG:

@@ -1,0 +1,51 @@
+"""Every process struck in every stage, by SIGKILL and by SIGSTOP. `make chaos`; takes half an hour and writes what it saw."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tasuki.client import Client, Phase
+from tasuki.coordinator.phases import Phase as RingPhase
+from tasuki.coordinator.phases import Stage, path
+from tests.chaos_node import PROCESSES, STAGES, ChaosNode, Recovery, write_recoveries
+from tests.conftest import RunningNode
+
+pytestmark = pytest.mark.timeout(300)
+SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
+TO_ROLLOUT = path(Stage.LOAD_TRAINER, RingPhase.ROLLOUT)
+
+
+@pytest.fixture(scope="module")
+def recoveries() -> Iterator[list[Recovery]]:
+    seen: list[Recovery] = []
+    yield seen
+    write_recoveries(Path("runs/chaos"), seen)
+
+
+@pytest.fixture
+def chaos(node: RunningNode) -> Iterator[ChaosNode]:
+    with Client(state_dir=node.state_dir) as client:
+        yield ChaosNode(node, client)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("process", PROCESSES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_node_recovers(
+    chaos: ChaosNode, recoveries: list[Recovery], process: str, stage: Stage, number: signal.Signals
+) -> None:
+    chaos.client.acquire(Phase.TRAIN)
+    version = chaos.step() + (stage in TO_ROLLOUT)
+    chaos.client.acquire(Phase.ROLLOUT)
+    tokens = chaos.greedy()
+    recoveries.append(chaos.strike(process, stage, number))
+    chaos.client.acquire(Phase.TRAIN)
+    assert chaos.client.trainer_state().policy_version == version
+    chaos.client.acquire(Phase.ROLLOUT)
+    assert chaos.client.state().policy_version == version
+    if stage not in TO_ROLLOUT:
+        assert chaos.greedy() == tokens  # the same weights
