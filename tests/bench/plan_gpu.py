@@ -29,6 +29,7 @@ from tasuki.memory.presets import MODELS  # noqa: E402
 
 SIZES = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b")
 NUM_TOKENS, NUM_STEPS = 8192, 3
+STAGES = (PlanStage.TRAIN, PlanStage.LOAD_WEIGHTS, PlanStage.OFFLOAD, PlanStage.LOAD_TRAINER)
 
 
 def layout_of(size: str, *, gpu_bytes: int, device: Literal["cpu", "cuda"], num_ranks: int) -> Layout:
@@ -117,22 +118,29 @@ def used_bytes(device: str) -> int:
     return total - free
 
 
-def compare(size: str, layout: Layout, measured: dict[str, Any]) -> list[str]:
-    """Lines of the table; `measured` gets the predictions and errors. The engine has no process here, so its context does not count."""
-    planned, lines = plan(layout), []
-    contexts = layout.overheads.trainer_context + layout.overheads.nccl
-    for part, tag in zip(TRAINER_TAGS, ("weights", "gradients", "optimizer"), strict=True):
-        predicted = planned.stage(PlanStage.LOAD_TRAINER).gpus[0][part]
-        lines.append(row(size, f"tag {tag}", "arena", predicted, measured["tags"][tag]))
-    for stage, kinds in measured["stages"].items():
-        parts = planned.stage(PlanStage(stage)).gpus[0]
+def predict(layout: Layout) -> dict[tuple[PlanStage, str], int]:
+    """Bytes of a trainer alone, by stage and kind: the engine has no process here, so its context does not count."""
+    planned, contexts = plan(layout), layout.overheads.trainer_context + layout.overheads.nccl
+    predicted: dict[tuple[PlanStage, str], int] = {}
+    for stage in STAGES:
         # Nothing is published before the first LOAD_WEIGHTS.
-        absent = {Part.CONTEXTS, Part.ROLLOUT_WEIGHTS, *([Part.EXPORT] if stage == PlanStage.TRAIN else [])}
-        own = sum(num_bytes for part, num_bytes in parts.items() if part not in absent)
+        absent = {Part.CONTEXTS, Part.ROLLOUT_WEIGHTS, *([Part.EXPORT] if stage is PlanStage.TRAIN else [])}
+        parts = {part: size for part, size in planned.stage(stage).gpus[0].items() if part not in absent}
+        predicted[stage, "driver"] = sum(parts.values()) + contexts
+        predicted[stage, "allocated"] = sum(parts.values()) - parts.get(Part.TORCH_CACHE, 0)
+    return predicted
+
+
+def compare(size: str, layout: Layout, measured: dict[str, Any]) -> list[str]:
+    """Lines of the table; `measured` gets the errors."""
+    planned, predicted, lines = plan(layout), predict(layout), []
+    for part, tag in zip(TRAINER_TAGS, ("weights", "gradients", "optimizer"), strict=True):
+        of_tag = planned.stage(PlanStage.LOAD_TRAINER).gpus[0][part]
+        lines.append(row(size, f"tag {tag}", "arena", of_tag, measured["tags"][tag]))
+    for stage, kinds in measured["stages"].items():
         for kind, num_bytes in kinds.items():
-            predicted = own + (contexts if kind == "driver" else 0)
-            lines.append(row(size, stage, kind, predicted, num_bytes))
-            measured.setdefault("errors", {})[f"{stage} {kind}"] = predicted / num_bytes - 1
+            lines.append(row(size, stage, kind, predicted[PlanStage(stage), kind], num_bytes))
+            measured.setdefault("errors", {})[f"{stage} {kind}"] = predicted[PlanStage(stage), kind] / num_bytes - 1
     return lines
 
 

@@ -17,6 +17,7 @@ from tasuki.memory.trainer_bytes import Bytes, export_arena, offloaded_bytes, tr
 
 _ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 TRAINER_TAGS = (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER)
+_STEP = {Part.LAYERS, Part.WHOLE_GRADIENTS, Part.ACTIVATIONS, Part.LOGITS, Part.OPTIMIZER_STEP}
 # Gradients are dropped and come back as zeros.
 _COPIED = (Part.TRAINER_WEIGHTS, Part.OPTIMIZER)
 
@@ -285,6 +286,7 @@ def _is_captured(layout: Layout) -> bool:
 
 
 def _growth(before: Mapping[Part, int], after: Mapping[Part, int]) -> Bytes:
-    # What torch caches was the step's: it is there already.
-    grown = {part: after[part] - before.get(part, 0) for part in after if part is not Part.TORCH_CACHE}
+    grown = {part: size - before.get(part, 0) for part, size in after.items()}
+    if before.keys() & _STEP and not after.keys() & _STEP:
+        grown.pop(Part.TORCH_CACHE, None)  # what it caches was the step's: it is there already
     return {part: size for part, size in grown.items() if size > 0}

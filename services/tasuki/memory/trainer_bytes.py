@@ -53,7 +53,27 @@ def step_moments(layout: Layout) -> dict[str, Bytes]:
     """Working memory at the moments of ForwardBackward and OptimStep that can be the highest."""
     trained = sum(math.prod(shape) for shape in _trained_shards(layout))
     step = {Part.OPTIMIZER_STEP: trained * _MASTER}  # the square roots of AdamW's second moments, of all tensors at once
-    return {"loss": _at_loss(layout), "layer": _at_layer(layout), "root": _at_root(layout), "optimizer": step}
+    moments = {"loss": _at_loss(layout), "layer": _at_layer(layout), "root": _at_root(layout), "optimizer": step}
+    if layout.device == "cpu":
+        return moments
+    return {name: parts | {Part.TORCH_CACHE: _cached(layout, moment=name)} for name, parts in moments.items()}
+
+
+def _cached(layout: Layout, *, moment: str) -> int:
+    """What torch holds at a moment without using it: blocks of FSDP2's own streams, which serve no other stream.
+
+    Of several ranks: the root's parameters as they are sent and as they arrive, and the reduced gradients of root and layer in float32. Of
+    a single one: such gradients twice, divided and copied, and one block for logits, since its parameters have broken up a free one.
+    Both as torch's allocator showed them on H200s (docs/plan.md).
+    """
+    model, ranks = layout.model, layout.num_ranks
+    root, layer = _numel(model.root()), max(_numel(model.layer(index)) for index in range(model.num_layers))
+    trains_base = layout.lora_rank is None
+    if ranks > 1:
+        arriving = root * layout.compute_bytes * (ranks + 1) // ranks
+        return arriving + (_MASTER * (root + layer) // ranks if trains_base else 0)
+    idle = {"layer": root, "root": layer}.get(moment, root + layer)
+    return _logit_places(layout) * model.vocab_size * layout.compute_bytes + (2 * _MASTER * idle if trains_base else 0)
 
 
 def kept_per_token(model: ModelShape, layer: int, *, compute_bytes: int = 2, lora_rank: int | None = None) -> int:

@@ -1,0 +1,175 @@
+"""The planner against a whole node: `python tests/bench/plan_node_gpu.py [--out FOLDER] [--sizes qwen2.5-0.5b ...] [--gpus N]`.
+
+Starts a node for each size with N trainer ranks and TP N on N GPUs, random weights, float32 masters, checkpointing, and two micro-batches
+of 8,192 tokens whose places are completions, so that `tasuki plan` of the same configuration is what is held against it. After each stage,
+and at the highest moment of a training step and of a full batch, what NVML says is taken of the first GPU, less what was before the node
+started. Writes plan_node_gpu.json and prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+
+from tasuki.client import Client, Phase, SamplingParams, TrainingSample
+from tasuki.config.load import load_config
+from tasuki.config.places import node_targets
+from tasuki.coordinator.phases import RING
+from tasuki.memory.layout import GB
+from tasuki.memory.plan import PlanStage, plan_node
+from tasuki.v1 import coordinator_pb2 as pb
+from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from tasuki.v1.types_pb2 import Stage
+from tests.bench.plan_gpu import SIZES, make_model
+from tests.bench.plan_gpu import layout_of as trainer_layout
+
+NUM_TOKENS, NUM_STEPS, NUM_REQUESTS, PROMPT_TOKENS, NEW_TOKENS = 8192, 2, 256, 512, 64
+LIMIT_S = 300.0
+CONFIG = """
+state_dir = "node"
+device = "cuda"
+[model]
+path = "model"
+[trainer]
+num_ranks = {gpus}
+gradient_checkpointing = true
+micro_batch_tokens = {tokens}
+[rollout]
+tp_size = {gpus}
+max_running_requests = {requests}
+attention_backend = "triton"
+sampling_backend = "pytorch"
+"""
+
+
+def nvml_bytes() -> tuple[int, int]:
+    """Taken of the first GPU, and all of it."""
+    import pynvml
+
+    nvml: Any = pynvml
+    nvml.nvmlInit()
+    memory = nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(0))
+    return memory.used, memory.total
+
+
+@contextmanager
+def highest(seen: dict[PlanStage, int], stage: PlanStage, before: int) -> Iterator[None]:
+    """Puts the most that is taken meanwhile into `seen`."""
+    done = threading.Event()
+    seen[stage] = 0
+
+    def watch() -> None:
+        while not done.wait(0.01):
+            seen[stage] = max(seen[stage], nvml_bytes()[0] - before)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def measure(config: Path, *, gpus: int, before: int) -> dict[PlanStage, int]:
+    """Walks the ring of a running node once, stage by stage, after a full turn that makes everything that is made only once."""
+    state_dir, seen = config.parent / "node", dict[PlanStage, int]()
+    random = np.random.default_rng(0)
+    coordinator = CoordinatorServiceStub(grpc.insecure_channel(node_targets(load_config(config))["coordinator"]))
+    with Client(state_dir=state_dir) as client:
+        for turn in range(NUM_STEPS):
+            client.acquire(Phase.TRAIN)
+            samples = [
+                TrainingSample(
+                    prompt_token_ids=[5],
+                    completion_token_ids=(tokens := random.integers(1, 30_000, NUM_TOKENS).tolist()),
+                    rollout_log_probs=np.full(len(tokens), -11.0, dtype=np.float32),
+                    advantages=1.0,
+                    policy_version=turn,
+                )
+                for _ in range(2 * gpus)
+            ]
+            with highest(seen, PlanStage.TRAIN, before):
+                client.forward_backward(samples)
+                client.optim_step(learning_rate=1e-6)
+            if turn == 0:
+                client.acquire(Phase.ROLLOUT)
+        for rule in RING[:5]:
+            seen[PlanStage(rule.stage)] = run(coordinator, rule.stage, before)
+        prompts = random.integers(1, 30_000, (NUM_REQUESTS, PROMPT_TOKENS)).tolist()
+        with highest(seen, PlanStage.ROLLOUT, before):
+            client.generate(prompts, SamplingParams(max_new_tokens=NEW_TOKENS))
+        for rule in RING[5:]:
+            seen[PlanStage(rule.stage)] = run(coordinator, rule.stage, before)
+    return seen
+
+
+def run(coordinator: CoordinatorServiceStub, stage: str, before: int) -> int:
+    """Bytes taken after it."""
+    coordinator.RunStage(pb.RunStageRequest(stage=Stage.Value(f"STAGE_{stage}")), timeout=LIMIT_S)
+    return nvml_bytes()[0] - before
+
+
+def tasuki(*arguments: str | Path) -> None:
+    done = subprocess.run([sys.executable, "-m", "tasuki.cli", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"tasuki {arguments[0]}: {done.stderr}")
+
+
+def one(size: str, *, gpus: int) -> tuple[dict[str, dict[str, float]], list[str]]:
+    """GB by stage, and lines of the table."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        before, gpu_bytes = nvml_bytes()
+        make = [sys.executable, "-c", f"from tests.bench.plan_node_gpu import make; make({size!r}, {str(folder / 'model')!r})"]
+        subprocess.run(make, check=True, stderr=subprocess.DEVNULL)
+        config = folder / "node.toml"
+        config.write_text(CONFIG.format(gpus=gpus, tokens=NUM_TOKENS, requests=NUM_REQUESTS))
+        started = time.monotonic()
+        tasuki("up", config)
+        try:
+            start_s = time.monotonic() - started
+            measured = measure(config, gpus=gpus, before=before)
+        finally:
+            tasuki("down", config)
+        planned = plan_node(load_config(config), gpu_bytes=gpu_bytes - before, host_bytes=1000 * GB)
+    rows, lines = dict[str, dict[str, float]](), [f"{size}, {gpus} GPUs, started in {start_s:.0f} s"]
+    for stage in PlanStage:
+        predicted = sum(planned.stage(stage).gpus[0].values())
+        rows[stage] = {"predicted": predicted / GB, "measured": measured[stage] / GB, "error": predicted / measured[stage] - 1}
+        lines.append(f"  {stage:16s}{predicted / GB:9.2f}{measured[stage] / GB:9.2f}{100 * rows[stage]['error']:+8.1f} %")
+    return rows, lines
+
+
+def make(size: str, folder: str) -> None:
+    make_model(Path(folder), trainer_layout(size, gpu_bytes=GB, device="cuda", num_ranks=1), "cuda")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES)
+    parser.add_argument("--gpus", type=int, default=1)
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {"gpus": arguments.gpus}
+    for size in arguments.sizes:
+        results[size], lines = one(size, gpus=arguments.gpus)
+        print("\n".join(lines), flush=True)
+        (arguments.out / "plan_node_gpu.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
