@@ -34,6 +34,7 @@ from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.types_pb2 import Stage
 from tests.bench.plan_gpu import SIZES, make_model
 from tests.bench.plan_gpu import layout_of as trainer_layout
+from tests.models import char_tokenizer
 
 NUM_TOKENS, NUM_STEPS, NUM_REQUESTS, PROMPT_TOKENS, NEW_TOKENS = 8192, 2, 256, 512, 64
 LIMIT_S = 300.0
@@ -94,7 +95,7 @@ def measure(config: Path, *, gpus: int, before: int) -> dict[PlanStage, int]:
             samples = [
                 TrainingSample(
                     prompt_token_ids=[5],
-                    completion_token_ids=(tokens := random.integers(1, 30_000, NUM_TOKENS).tolist()),
+                    completion_token_ids=(tokens := random.integers(1, 30_000, NUM_TOKENS - 1).tolist()),
                     rollout_log_probs=np.full(len(tokens), -11.0, dtype=np.float32),
                     advantages=1.0,
                     policy_version=turn,
@@ -154,6 +155,8 @@ def one(size: str, *, gpus: int) -> tuple[dict[str, dict[str, float]], list[str]
 
 
 def make(size: str, folder: str) -> None:
+    """A model folder, with a tokenizer that nobody uses."""
+    char_tokenizer().save_pretrained(folder)
     make_model(Path(folder), trainer_layout(size, gpu_bytes=GB, device="cuda", num_ranks=1), "cuda")
 
 

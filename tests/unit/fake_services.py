@@ -48,6 +48,9 @@ class FakeServices:
     absent: set[Service] = field(default_factory=set)
     restarts: list[Service] = field(default_factory=list)
     before_stage: Callable[[Stage], Awaitable[None]] = lambda _: asyncio.sleep(0)
+    outlives_callers: bool = False
+    running: list[asyncio.Task[Outcome]] = field(default_factory=list)
+    """Stages that go on without their callers."""
 
     async def observe(self) -> Observed:
         boot_id = {service: "" if service in self.absent else self.boot_id[service] for service in Service}
@@ -60,6 +63,7 @@ class FakeServices:
             served_version=self.served,
             poison=self.poison,
             absent=tuple(self.absent),
+            in_stage=tuple(Service(task.get_name()) for task in self.running if not task.done()),
         )
 
     def kill(self, service: Service) -> None:
@@ -81,6 +85,13 @@ class FakeServices:
         self.start(service)
 
     async def run(self, intent: Intent, *, published: bytes) -> Outcome:
+        if not self.outlives_callers:
+            return await self._carry_out(intent, published)
+        task = asyncio.create_task(self._carry_out(intent, published), name=RULES[intent.stage].service)
+        self.running.append(task)
+        return await asyncio.shield(task)
+
+    async def _carry_out(self, intent: Intent, published: bytes) -> Outcome:
         stage, service = intent.stage, RULES[intent.stage].service
         self.asked.append(("run", stage))
         self.commands.append((intent.epoch, intent.sequence))

@@ -347,6 +347,46 @@ class Hold:
             await self.release.wait()
 
 
+@pytest.mark.parametrize("stage", RULES)
+async def test_stage_that_ends_after_its_coordinator_is_waited_for(
+    stage: Stage, journal: Journal, services: FakeServices
+) -> None:
+    services.outlives_callers = True
+    first, target = make_node(journal, services), Phase.ROLLOUT if stage in TO_ROLLOUT else Phase.TRAIN
+    await acquire(first, Phase.ROLLOUT)
+    await acquire(first, Phase.TRAIN)
+    services.version = 1
+    if target is Phase.TRAIN:
+        await acquire(first, Phase.ROLLOUT)
+    hold = Hold(services, stage)
+    first.acquire(target, "cut off")
+    await hold.reached.wait()
+    await first.stop()
+    journal.begin_epoch("boot-2")
+    second = make_node(journal, services)
+    acquiring = asyncio.create_task(acquire(second, target, "again"))
+    await asyncio.sleep(0.05)
+    num_asked = len(services.asked)
+    hold.release.set()
+    await acquiring
+    assert services.asked[num_asked - 1] == ("run", stage)  # nothing was sent before it had ended
+    await acquire(second, Phase.ROLLOUT, "at last")
+    assert (second.state().phase, second.state().policy_version, services.served) == (Phase.ROLLOUT, 1, 1)
+    assert journal.unresolved() == []
+
+
+async def test_stage_that_never_ends_is_told(journal: Journal, services: FakeServices) -> None:
+    services.outlives_callers = True
+    first, hold = make_node(journal, services), Hold(services, Stage.OFFLOAD)
+    first.acquire(Phase.ROLLOUT, "cut off")
+    await hold.reached.wait()
+    await first.stop()
+    journal.begin_epoch("boot-2")
+    with pytest.raises(PeerUnavailable, match="trainer still carries out a stage"):
+        await acquire(make_node(journal, services), Phase.ROLLOUT)
+    hold.release.set()
+
+
 async def test_acquire_goes_on_without_its_caller_and_is_found_again(node: Node, services: FakeServices) -> None:
     hold = Hold(services, Stage.SYNC)
     caller = asyncio.create_task(events(node.acquire(Phase.ROLLOUT, "mine")))

@@ -236,6 +236,7 @@ class GetRolloutStateResponse(_message.Message):
     CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     MODEL_PATH_FIELD_NUMBER: _builtins.int
+    IS_IN_STAGE_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.str
     """Changes with every start of the service."""
     epoch: _builtins.int
@@ -254,6 +255,8 @@ class GetRolloutStateResponse(_message.Message):
     vocab_size: _builtins.int
     model_path: _builtins.str
     """Path of the model folder that the engine was started from."""
+    is_in_stage: _builtins.bool
+    """Whether a stage command is being carried out, or waits for its turn: `stage` is not the last word then."""
     @_builtins.property
     def resident_tags(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.MemoryTag.ValueType]: ...
     def __init__(
@@ -273,10 +276,11 @@ class GetRolloutStateResponse(_message.Message):
         context_length: _builtins.int = ...,
         vocab_size: _builtins.int = ...,
         model_path: _builtins.str = ...,
+        is_in_stage: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_received_version", b"_received_version", "policy_version", b"policy_version", "received_version", b"received_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_received_version", b"_received_version", "boot_id", b"boot_id", "context_length", b"context_length", "epoch", b"epoch", "is_poisoned", b"is_poisoned", "model_path", b"model_path", "num_running", b"num_running", "poison_reason", b"poison_reason", "policy_version", b"policy_version", "received_version", b"received_version", "resident_tags", b"resident_tags", "sequence", b"sequence", "stage", b"stage", "tp_size", b"tp_size", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_received_version", b"_received_version", "boot_id", b"boot_id", "context_length", b"context_length", "epoch", b"epoch", "is_in_stage", b"is_in_stage", "is_poisoned", b"is_poisoned", "model_path", b"model_path", "num_running", b"num_running", "poison_reason", b"poison_reason", "policy_version", b"policy_version", "received_version", b"received_version", "resident_tags", b"resident_tags", "sequence", b"sequence", "stage", b"stage", "tp_size", b"tp_size", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
     _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015

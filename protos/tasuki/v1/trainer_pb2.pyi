@@ -655,6 +655,7 @@ class GetTrainerStateResponse(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
     MODEL_PATH_FIELD_NUMBER: _builtins.int
+    IS_IN_STAGE_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.str
     """Changes with every start of the service."""
     epoch: _builtins.int
@@ -671,6 +672,8 @@ class GetTrainerStateResponse(_message.Message):
     context_length: _builtins.int
     model_path: _builtins.str
     """Path of the model folder that training started from."""
+    is_in_stage: _builtins.bool
+    """Whether a stage command is being carried out, or waits for its turn: `stage` is not the last word then."""
     @_builtins.property
     def resident_tags(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.MemoryTag.ValueType]: ...
     def __init__(
@@ -689,10 +692,11 @@ class GetTrainerStateResponse(_message.Message):
         vocab_size: _builtins.int = ...,
         context_length: _builtins.int = ...,
         model_path: _builtins.str = ...,
+        is_in_stage: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_published_version", b"_published_version", "published_version", b"published_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_published_version", b"_published_version", "boot_id", b"boot_id", "context_length", b"context_length", "epoch", b"epoch", "has_gradients", b"has_gradients", "model_path", b"model_path", "num_parameters", b"num_parameters", "num_ranks", b"num_ranks", "policy_version", b"policy_version", "published_version", b"published_version", "resident_tags", b"resident_tags", "sequence", b"sequence", "stage", b"stage", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_published_version", b"_published_version", "boot_id", b"boot_id", "context_length", b"context_length", "epoch", b"epoch", "has_gradients", b"has_gradients", "is_in_stage", b"is_in_stage", "model_path", b"model_path", "num_parameters", b"num_parameters", "num_ranks", b"num_ranks", "policy_version", b"policy_version", "published_version", b"published_version", "resident_tags", b"resident_tags", "sequence", b"sequence", "stage", b"stage", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__published_version: _TypeAlias = _typing.Literal["published_version"]  # noqa: Y015
     _WhichOneofArgType__published_version: _TypeAlias = _typing.Literal["_published_version", b"_published_version"]  # noqa: Y015

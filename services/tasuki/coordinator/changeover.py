@@ -42,7 +42,7 @@ class Changeover:
 
     async def bring_to(self, target: Phase) -> None:
         """Brings the node to `target`. When a stage fails, the finished ones are taken back and the stage's error is raised."""
-        if self._is_on_the_way_back or turns_back(self.at, target):
+        if self._is_on_the_way_back or self._lacks_publication() or turns_back(self.at, target):
             await self._take_back(since_phase(self.at))
         for stage in path(self.at, target):
             finished = since_phase(self.at)
@@ -55,6 +55,10 @@ class Changeover:
                 await self._take_back_after(error, (*finished, *suspect))
                 raise
 
+    def _lacks_publication(self) -> bool:
+        """Whether SYNC is ahead with weights of which no coordinator learned the answer."""
+        return self.at in (Stage.LOAD_WEIGHTS, Stage.RESUME_WEIGHTS) and self._journal.published() is None
+
     async def make_room(self) -> None:
         """Has the trainer leave the GPUs, so that an engine can start there: takes LOAD_TRAINER back. Raises GradientsPending."""
         await self._take_back((Stage.LOAD_TRAINER, *since_phase(self.at)))
@@ -62,9 +66,12 @@ class Changeover:
     async def run(self, stage: Stage) -> None:
         """Carries one stage out. Raises its error, and StageOrder when another stage must come first."""
         after = advance(self.at, stage)
+        published = self._journal.published() if stage is Stage.SYNC else Outcome()
+        if published is None:
+            text = "the answer of LOAD_WEIGHTS was lost with an earlier coordinator; acquire phase TRAIN, which takes it back"
+            raise StageOrder(text, stage=stage, after=self.at)
         intent = self._journal.intend(stage, self.id, is_undo=False, **self._boots)
         self._tell(StageEvent(self.id, stage, Status.STARTED, time=intent.time), self.at)
-        published = self._journal.published() if stage is Stage.SYNC else Outcome()
         await self._journalled(intent, self._peers.run(intent, published=published.answer), after)
 
     async def _take_back(self, stages: Sequence[Stage]) -> None:

@@ -185,14 +185,16 @@ class Journal:
         ).fetchone()
         return row["policy_version"] if row else None
 
-    def published(self) -> Outcome:
-        """What the last LOAD_WEIGHTS came to: the version, and the answer that SYNC passes on."""
+    def published(self) -> Outcome | None:
+        """What the last LOAD_WEIGHTS came to: the version, and the answer that SYNC passes on. None when no coordinator learned it."""
         row = self._db.execute(
-            "SELECT bytes, answer, policy_version FROM results JOIN stages USING (id) WHERE stage = ? AND status = ?"
-            " ORDER BY id DESC LIMIT 1",
-            (Stage.LOAD_WEIGHTS, Status.DONE),
+            "SELECT status, bytes, answer, policy_version FROM stages LEFT JOIN results USING (id)"
+            " WHERE stage = ? AND NOT is_undo ORDER BY id DESC LIMIT 1",
+            (Stage.LOAD_WEIGHTS,),
         ).fetchone()
-        return Outcome(row["bytes"], answer=row["answer"], policy_version=row["policy_version"]) if row else Outcome()
+        if row is None or row["status"] != Status.DONE or not row["answer"]:
+            return None
+        return Outcome(row["bytes"], answer=row["answer"], policy_version=row["policy_version"])
 
     def find(self, request_id: str) -> ChangeoverRecord | None:
         """The changeover that a request began, in whatever epoch."""

@@ -31,7 +31,7 @@ from tasuki.wire.errors import (
 _log = logging.getLogger("tasuki.coordinator")
 _KEPT_OPERATIONS = 256
 _WATCHER_BACKLOG = 1024
-_LOOK_EVERY_S = 0.2
+_LOOK_EVERY_S, _LOOK_OFTEN_S = 0.2, 0.02
 _MAX_TRIES = 5
 # After these a service is gone, or has to go. The changeover is closed as failed and another one begun when all services are there
 # again; an error that changed nothing, such as a lack of memory, is the caller's.
@@ -181,7 +181,7 @@ class Node:
 
     async def _make_room(self, phase: Phase, request_id: str) -> None:
         """An engine that is being started anew takes what memory is free, and waits for the trainer to leave."""
-        seen = await self._peers.observe()
+        seen = await self._observe()
         if phase is not Phase.ROLLOUT or not seen.trainer_is_in_the_way:
             return
         changeover = self._begin(self._unused(request_id), seen, target=phase)
@@ -212,7 +212,7 @@ class Node:
         """Waits for a service without which there is no way to `phase`. Raises PeerUnavailable when it does not come back in time."""
         ends = time.monotonic() + self._recovery_timeout_s
         while True:
-            seen = await self._peers.observe()
+            seen = await self._observe()
             lacking = seen.lacks(phase)
             self._waiting = "" if lacking is None else f"waiting for {lacking} to come back"
             if lacking is None:
@@ -224,6 +224,19 @@ class Node:
                 text = f"{lacking} did not come back in {self._recovery_timeout_s:g} s"
                 raise PeerUnavailable(text, peer=lacking)
             await asyncio.sleep(_LOOK_EVERY_S)
+
+    async def _observe(self) -> Observed:
+        """What both services say when no command of an earlier coordinator runs in them. Raises PeerUnavailable when that lasts."""
+        ends = asyncio.get_running_loop().time() + self._recovery_timeout_s
+        while True:
+            seen = await self._peers.observe()
+            if not seen.in_stage or asyncio.get_running_loop().time() > ends:
+                break
+            self._waiting = f"waiting for {seen.in_stage[0]} to end a stage that was cut off"
+            await asyncio.sleep(_LOOK_OFTEN_S)
+        if seen.in_stage:
+            seen.require_all()
+        return seen
 
     def _unused(self, request_id: str) -> str:
         """`request_id`, or with a number behind it when the journal has it: the same request, tried again."""
@@ -274,7 +287,8 @@ class Node:
     def _close(self, changeover: Changeover, error: TasukiError | None = None) -> None:
         seconds = time.perf_counter() - changeover.started
         serves = error is None and self._at is HOLDS[Phase.ROLLOUT]
-        version = self._journal.published().policy_version if serves else None
+        published = self._journal.published() if serves else None
+        version = published.policy_version if published else None
         ended = self._journal.end_changeover(changeover.id, seconds=seconds, policy_version=version, error=error)
         self._open = None
         self._num_done += error is None

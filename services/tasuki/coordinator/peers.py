@@ -52,11 +52,15 @@ class Observed:
     poison: str = ""
     absent: tuple[Service, ...] = ()
     """Services that do not answer. They count as freshly started, which they will be."""
+    in_stage: tuple[Service, ...] = ()
+    """Services that still carry out a command of an earlier coordinator: nobody knows yet where they stand."""
 
     def require_all(self) -> None:
-        """Raises PeerUnavailable naming a service that does not answer."""
+        """Raises PeerUnavailable naming a service that does not answer, or does not stand still."""
         for service in self.absent:
             raise PeerUnavailable(f"{service} does not answer", peer=service)
+        for service in self.in_stage:
+            raise PeerUnavailable(f"{service} still carries out a stage that was cut off; try again", peer=service)
 
     @property
     def is_on_the_way_back(self) -> bool:
@@ -134,6 +138,9 @@ class GrpcPeers:
             poison=(rollout.poison_reason or "unknown cause") if rollout.is_poisoned else "",
             absent=tuple(
                 service for service, state in ((Service.TRAINER, trainer), (Service.ROLLOUT, rollout)) if not state.boot_id
+            ),
+            in_stage=tuple(
+                service for service, state in ((Service.TRAINER, trainer), (Service.ROLLOUT, rollout)) if state.is_in_stage
             ),
         )
 

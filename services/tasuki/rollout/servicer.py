@@ -85,6 +85,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             context_length=engine.model.context_length,
             vocab_size=engine.model.vocab_size,
             model_path=engine.model.path,
+            is_in_stage=self._gate.is_in_stage,
         )
 
 

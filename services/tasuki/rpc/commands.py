@@ -45,7 +45,14 @@ class CommandGate:
         self.epoch = 0
         self.sequence = 0
         self._answers: OrderedDict[str, tuple[bytes, asyncio.Future[Any]]] = OrderedDict()
+        self._stages: set[asyncio.Future[Any]] = set()
+        """Of those answers the ones of stage commands that are not there yet."""
         self._lock = asyncio.Lock()
+
+    @property
+    def is_in_stage(self) -> bool:
+        """Whether a stage command is being carried out, or waits for its turn."""
+        return bool(self._stages)
 
     async def stage(self, request: Commanded, action: Callable[[], Awaitable[_Answer]]) -> _Answer:
         """Runs a stage command of the coordinator.
@@ -79,7 +86,7 @@ class CommandGate:
                     self.epoch, self.sequence = before
                 raise
 
-        return await self._run(request, fence, act)
+        return await self._run(request, fence, act, is_stage=True)
 
     async def once(self, request: Commanded, action: Callable[[], Awaitable[_Answer]]) -> _Answer:
         """Runs a command that is no stage. Epoch 0 means that the caller does not ask to be fenced."""
@@ -114,7 +121,9 @@ class CommandGate:
                 current_epoch=self.epoch,
             )
 
-    async def _run(self, request: Commanded, fence: Callable[[], None], action: Callable[[], Awaitable[_Answer]]) -> _Answer:
+    async def _run(
+        self, request: Commanded, fence: Callable[[], None], action: Callable[[], Awaitable[_Answer]], *, is_stage: bool = False
+    ) -> _Answer:
         request_id, content = request.command.request_id, digest(request)
         if not 0 < len(request_id) <= _MAX_REQUEST_ID:
             raise InvalidArgument(
@@ -124,6 +133,9 @@ class CommandGate:
             fence()
             task = asyncio.get_running_loop().create_task(self._one_at_a_time(action, _name(request)))
             self._answers[request_id] = content, task
+            if is_stage:
+                self._stages.add(task)
+                task.add_done_callback(self._stages.discard)
             self._forget_old()
         first, task = self._answers[request_id]
         if content != first:

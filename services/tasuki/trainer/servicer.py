@@ -162,6 +162,7 @@ class TrainerServicer(TrainerServiceServicer):
             vocab_size=self._ready.vocab_size,
             context_length=self._ready.context_length,
             model_path=str(self._config.model.path),
+            is_in_stage=state.gate.is_in_stage,
         )
 
     def _record(self, request: Commanded, **content: Any) -> ranks_pb2.TrainingRecord:
