@@ -124,7 +124,7 @@ def predict(layout: Layout) -> dict[tuple[PlanStage, str], int]:
     predicted: dict[tuple[PlanStage, str], int] = {}
     for stage in STAGES:
         # Nothing is published before the first LOAD_WEIGHTS.
-        absent = {Part.CONTEXTS, Part.ROLLOUT_WEIGHTS, *([Part.EXPORT] if stage is PlanStage.TRAIN else [])}
+        absent = {Part.CONTEXTS, Part.ROLLOUT_WEIGHTS, Part.ENGINE_STEP, *([Part.EXPORT] if stage is PlanStage.TRAIN else [])}
         parts = {part: size for part, size in planned.stage(stage).gpus[0].items() if part not in absent}
         predicted[stage, "driver"] = sum(parts.values()) + contexts
         predicted[stage, "allocated"] = sum(parts.values()) - parts.get(Part.TORCH_CACHE, 0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -56,12 +57,13 @@ sampling_backend = "pytorch"
 
 
 def nvml_bytes() -> tuple[int, int]:
-    """Taken of the first GPU, and all of it."""
+    """Taken of the first GPU that we may use, and all of it."""
     import pynvml
 
     nvml: Any = pynvml
     nvml.nvmlInit()
-    memory = nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(0))
+    first = int(os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0])
+    memory = nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(first))
     return memory.used, memory.total
 
 
@@ -88,6 +90,7 @@ def measure(config: Path, *, gpus: int, before: int) -> dict[PlanStage, int]:
     """Walks the ring of a running node once, stage by stage, after a full turn that makes everything that is made only once."""
     state_dir, seen = config.parent / "node", dict[PlanStage, int]()
     random = np.random.default_rng(0)
+    prompts = random.integers(1, 30_000, (NUM_REQUESTS, PROMPT_TOKENS)).tolist()
     coordinator = CoordinatorServiceStub(grpc.insecure_channel(node_targets(load_config(config))["coordinator"]))
     with Client(state_dir=state_dir) as client:
         for turn in range(NUM_STEPS):
@@ -107,9 +110,9 @@ def measure(config: Path, *, gpus: int, before: int) -> dict[PlanStage, int]:
                 client.optim_step(learning_rate=1e-6)
             if turn == 0:
                 client.acquire(Phase.ROLLOUT)
+                client.generate(prompts, SamplingParams(max_new_tokens=NEW_TOKENS))
         for rule in RING[:5]:
             seen[PlanStage(rule.stage)] = run(coordinator, rule.stage, before)
-        prompts = random.integers(1, 30_000, (NUM_REQUESTS, PROMPT_TOKENS)).tolist()
         with highest(seen, PlanStage.ROLLOUT, before):
             client.generate(prompts, SamplingParams(max_new_tokens=NEW_TOKENS))
         for rule in RING[5:]:

@@ -64,12 +64,12 @@ class Checkpointing(StrEnum):
 class Overheads:
     """Bytes of a process that no setting decides.
 
-    Their sums are what sleeping services still held on one H200 (docs/memory.md: 1.8 GB the trainer, 1.36 GiB the engine); how they are
+    Their sums are what sleeping services still held on an H200 (docs/plan.md: 1.8 GB the trainer, 1.8 GB the engine); how they are
     divided, CUDA graphs, NCCL above one rank and host processes are estimates.
     """
 
     trainer_context: int = 1_300 * 10**6
-    rollout_context: int = 1_180 * 10**6
+    rollout_context: int = 1_500 * 10**6
     rollout_cached: int = 280 * 10**6
     """Blocks that torch caches in the engine, asleep or not."""
     nccl: int = 500 * 10**6

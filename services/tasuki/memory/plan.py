@@ -128,7 +128,7 @@ def needed_bytes(plan: Plan, stage: PlanStage, *, has_published: bool = True) ->
     """What `stage` takes beyond the one before it, on each GPU and on the host: it must be free when the stage starts.
 
     LOAD_TRAINER counts the working memory of the step that follows, and RESUME_KV that of a full batch: nobody asks again before them.
-    has_published: whether the trainer has its export arena already, which it keeps from its first LOAD_WEIGHTS on.
+    has_published: whether weights were published before; if not, the export arena is new, and so is the engine's first batch.
     """
     reached = {PlanStage.LOAD_TRAINER: PlanStage.TRAIN, PlanStage.RESUME_KV: PlanStage.ROLLOUT}.get(stage, stage)
     order = list(PlanStage)
@@ -137,6 +137,9 @@ def needed_bytes(plan: Plan, stage: PlanStage, *, has_published: bool = True) ->
     if stage is PlanStage.LOAD_WEIGHTS and not has_published:
         for grown, parts in zip(gpus, after.gpus, strict=True):
             grown |= {part: size for part, size in parts.items() if part is Part.EXPORT}
+    if stage is PlanStage.RESUME_KV and not has_published:
+        for grown, parts in zip(gpus, after.gpus, strict=True):
+            grown |= {part: size for part, size in parts.items() if part is Part.ENGINE_STEP}
     return Need(gpus=tuple(gpus), host_bytes=max(0, after.host_bytes - before.host_bytes))
 
 
@@ -225,8 +228,8 @@ def _present(layout: Layout, stage: PlanStage) -> tuple[set[Part], set[Part]]:
     if is_alone:
         trainer.discard(Part.EXPORT)
     engine -= _asleep(layout, stage)
-    if stage in (PlanStage.ROLLOUT, PlanStage.DRAIN):
-        engine.add(Part.ENGINE_STEP)
+    if layout.strategy is not Strategy.RELAUNCH or Part.ROLLOUT_WEIGHTS in engine:
+        engine.add(Part.ENGINE_STEP)  # torch keeps it from the first batch on, asleep or not
     return trainer, engine
 
 
@@ -273,12 +276,13 @@ def _contexts(layout: Layout, index: int, *, has_engine: bool) -> int:
 
 
 def _taken_at_start(layout: Layout) -> int:
-    """On a GPU when the engine sizes its cache: contexts, and the trainer's tags that never leave."""
+    """On a GPU when the engine sizes its cache: its context, and the trainer's tags that never leave. The trainer starts after it."""
     if layout.device == "cpu":
         return 0
     tags = trainer_tags(layout)
     stays = sum(size for part, size in tags.items() if part not in layout.sleeping)
-    return _contexts(layout, 0, has_engine=True) - layout.overheads.rollout_cached + stays
+    own = layout.overheads.rollout_context + (layout.overheads.nccl if layout.tp_size > 1 else 0)
+    return own + stays
 
 
 def _is_captured(layout: Layout) -> bool:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from tasuki.memory.granularity import arena_bytes
-from tasuki.memory.layout import MIB, Layout
+from tasuki.memory.layout import Layout
 from tasuki.memory.model_shape import Shapes
 
 # SGLang pads the vocabulary to a multiple of this, for each rank of TP.
@@ -61,14 +61,14 @@ def kv_pool(layout: Layout, *, taken_bytes: int) -> KvPool:
 
 
 def engine_step(layout: Layout) -> int:
-    """Working memory of a full prefill and of sampling, from what the fraction leaves. An estimate, not a count."""
+    """Working memory of a full prefill and of sampling, from what the fraction leaves. Fitted to H200s (docs/plan.md), not counted."""
     if layout.device == "cpu":
         return 0
     model = layout.model
     width = 4 * model.hidden_size + 3 * -(-max(model.intermediate_size, model.query_size) // layout.tp_size)
-    # Logits in float32 and two copies of them.
-    sampling = layout.max_running_requests * model.vocab_size * 4 * 3
-    return _PREFILL_TOKENS * width * layout.engine_bytes + sampling + 128 * MIB
+    # Logits in float32 and a copy of them.
+    sampling = layout.max_running_requests * model.vocab_size * 4 * 2
+    return _PREFILL_TOKENS * width * layout.engine_bytes + sampling
 
 
 def _rank_tensors(unit: Shapes, tp_size: int) -> list[int]:

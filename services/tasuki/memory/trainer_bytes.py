@@ -63,8 +63,8 @@ def _cached(layout: Layout, *, moment: str) -> int:
     """What torch holds at a moment without using it: blocks of FSDP2's own streams, which serve no other stream.
 
     Of several ranks: the root's parameters as they are sent and as they arrive, and the reduced gradients of root and layer in float32. Of
-    a single one: such gradients twice, divided and copied, and one block for logits, since its parameters have broken up a free one.
-    Both as torch's allocator showed them on H200s (docs/plan.md).
+    a single one: such gradients twice, divided and copied, and, unless gradients stay whole, a block for logits, since its parameters
+    have broken up a free one. As torch's allocator showed on H200s (docs/plan.md).
     """
     model, ranks = layout.model, layout.num_ranks
     root, layer = _numel(model.root()), max(_numel(model.layer(index)) for index in range(model.num_layers))
@@ -73,7 +73,8 @@ def _cached(layout: Layout, *, moment: str) -> int:
         arriving = root * layout.compute_bytes * (ranks + 1) // ranks
         return arriving + (_MASTER * (root + layer) // ranks if trains_base else 0)
     idle = {"layer": root, "root": layer}.get(moment, root + layer)
-    return _logit_places(layout) * model.vocab_size * layout.compute_bytes + (2 * _MASTER * idle if trains_base else 0)
+    logits = 0 if layout.accumulates else _logit_places(layout) * model.vocab_size * layout.compute_bytes
+    return logits + (2 * _MASTER * idle if trains_base else 0)
 
 
 def kept_per_token(model: ModelShape, layer: int, *, compute_bytes: int = 2, lora_rank: int | None = None) -> int:
