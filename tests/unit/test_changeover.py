@@ -249,7 +249,9 @@ async def test_service_that_dies_in_a_stage_is_waited_for_and_the_phase_reached(
 
 
 @pytest.mark.parametrize("at", [Stage.LOAD_TRAINER, Stage.LOAD_WEIGHTS])
-async def test_trainer_leaves_the_gpus_before_an_engine_is_started_anew(at: Stage, node: Node, services: FakeServices) -> None:
+async def test_trainer_leaves_the_gpus_before_an_engine_is_started_anew(
+    at: Stage, node: Node, services: FakeServices, journal: Journal
+) -> None:
     if at is Stage.LOAD_WEIGHTS:
         await events(node.run_stage(Stage.LOAD_WEIGHTS, "hand"))
     services.kill(Service.ROLLOUT)
@@ -261,6 +263,26 @@ async def test_trainer_leaves_the_gpus_before_an_engine_is_started_anew(at: Stag
     services.start(Service.ROLLOUT)
     await acquiring
     assert (node.state().phase, services.served) == (Phase.ROLLOUT, 0)
+    assert journal.unfinished() == []
+
+
+async def test_stage_that_was_cut_off_is_settled_before_the_trainer_makes_room(
+    journal: Journal, services: FakeServices
+) -> None:
+    first, hold = make_node(journal, services), Hold(services, Stage.LOAD_WEIGHTS)
+    first.acquire(Phase.ROLLOUT, "cut off")
+    await hold.reached.wait()
+    await first.stop()
+    hold.release.set()
+    services.kill(Service.ROLLOUT)
+    journal.begin_epoch("boot-2")
+    acquiring = asyncio.create_task(acquire(make_node(journal, services), Phase.ROLLOUT))
+    while services.stage[Service.TRAINER] is not Stage.OFFLOAD:
+        await asyncio.sleep(0)
+    assert journal.unresolved() == []
+    services.start(Service.ROLLOUT)
+    await acquiring
+    assert [event.error_reason for event in journal.changeovers(limit=9)[-1].events] == ["INTERRUPTED"]
 
 
 async def test_training_goes_on_while_rollout_is_away(node: Node, services: FakeServices) -> None:

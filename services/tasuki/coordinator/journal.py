@@ -63,8 +63,8 @@ CREATE TABLE IF NOT EXISTS results (
     error_message TEXT NOT NULL
 );
 CREATE INDEX IF NOT EXISTS stages_by_changeover ON stages (number);
-PRAGMA user_version = 1;
 """
+SCHEMA_VERSION = 1
 _MAX_NUMBER = 2**63 - 1
 
 
@@ -77,7 +77,7 @@ class Journal:
         self._db.row_factory = sqlite3.Row
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = FULL")
-        self._db.executescript(_SCHEMA)
+        self._db.executescript(f"{_SCHEMA}PRAGMA user_version = {SCHEMA_VERSION};")
         self.epoch = 0
         self._sequence = 0
 
@@ -96,7 +96,7 @@ class Journal:
             "INSERT INTO changeovers (epoch, request_id, origin, target, start_time) VALUES (?, ?, ?, ?, ?)",
             (self.epoch, request_id, origin, target, time.time()),
         )
-        return _id_text(int(row.lastrowid or 0))
+        return id_text(int(row.lastrowid or 0))
 
     def end_changeover(
         self, changeover_id: str, *, seconds: float, policy_version: int | None = None, error: TasukiError | None = None
@@ -158,7 +158,7 @@ class Journal:
         return [
             Intent(
                 id=row["id"],
-                changeover_id=_id_text(row["number"]),
+                changeover_id=id_text(row["number"]),
                 stage=Stage(row["stage"]),
                 is_undo=bool(row["is_undo"]),
                 epoch=row["epoch"],
@@ -220,7 +220,7 @@ class Journal:
             " FROM stages LEFT JOIN results USING (id) WHERE number = ? ORDER BY id",
             (row["number"],),
         ).fetchall()
-        changeover_id = _id_text(row["number"])
+        changeover_id = id_text(row["number"])
         return ChangeoverRecord(
             changeover_id=changeover_id,
             epoch=row["epoch"],
@@ -291,5 +291,5 @@ def id_number(changeover_id: str) -> int:
     return int(changeover_id.removeprefix("c"))
 
 
-def _id_text(number: int) -> str:
+def id_text(number: int) -> str:
     return f"c{number:06d}"

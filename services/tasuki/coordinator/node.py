@@ -168,8 +168,7 @@ class Node:
             if phase_of(at) is phase and not seen.is_on_the_way_back:
                 self._tell(StageEvent("", None, Status.HELD, time=time.time()), at)
                 return
-            if self._open is not None:
-                self._close(self._open, Interrupted(f"left at {at} when phase {phase} was asked for"))
+            self._close_left(at, phase)
             try:
                 await self._try(phase, self._unused(request_id), seen)
             except _LOSSES as error:
@@ -179,11 +178,17 @@ class Node:
             else:
                 return
 
+    def _close_left(self, at: Stage, phase: Phase) -> None:
+        """Ends the changeover that was begun by hand, before another one begins."""
+        if self._open is not None:
+            self._close(self._open, Interrupted(f"left at {at} when phase {phase} was asked for"))
+
     async def _make_room(self, phase: Phase, request_id: str) -> None:
         """An engine that is being started anew takes what memory is free, and waits for the trainer to leave."""
         seen = await self._peers.observe()
         if phase is not Phase.ROLLOUT or not seen.trainer_is_in_the_way:
             return
+        self._close_left(self._take(seen), phase)
         changeover = self._begin(self._unused(request_id), seen, target=phase)
         try:
             await changeover.make_room()
