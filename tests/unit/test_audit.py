@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import sqlite3
@@ -28,10 +29,16 @@ from tests.unit.test_changeover import acquire, make_node
 # 23 with version 1; epoch 2 finds it in ROLLOUT; c000005: 24 to 27.
 
 
-@pytest.fixture
-async def run(tmp_path: Path) -> Path:
-    """The state folder of a run of two epochs, with an undone changeover."""
-    journal, services = Journal(tmp_path / "journal.sqlite"), FakeServices()
+@pytest.fixture(scope="module")
+def journal_of_a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of two epochs, with an undone changeover."""
+    path = tmp_path_factory.mktemp("run") / "journal.sqlite"
+    asyncio.run(_write(path))
+    return path
+
+
+async def _write(path: Path) -> None:
+    journal, services = Journal(path), FakeServices()
     journal.begin_epoch("boot-1")
     node = make_node(journal, services)
     await acquire(node, Phase.ROLLOUT)
@@ -44,6 +51,12 @@ async def run(tmp_path: Path) -> Path:
     journal.begin_epoch("boot-2")
     await acquire(make_node(journal, services), Phase.TRAIN)
     journal.close()
+
+
+@pytest.fixture
+def run(journal_of_a_run: Path, tmp_path: Path) -> Path:
+    """A state folder with a journal that a test may break."""
+    shutil.copy(journal_of_a_run, tmp_path)
     return tmp_path
 
 
