@@ -99,6 +99,9 @@ class _Replay:
     results: dict[int, StageResult]
     endings: dict[str, ChangeoverEnding]
     services: dict[Service, Whereabouts] = field(default_factory=lambda: {service: Whereabouts() for service in Service})
+    """The trainer first."""
+    believed: Stage | None = None
+    """Where the coordinator takes the node to be; None after an undo, when it asks."""
     ways_back: list[tuple[Stage, ...]] = field(default_factory=list)
     """What may be taken back next, while stages are taken back."""
     weights: WeightsTrace = field(default_factory=WeightsTrace)
@@ -168,6 +171,7 @@ class _Replay:
         if not self._narrow(changeover.origin, or_new=not intents):
             expected = f"origin {_names(self._places(or_new=not intents))}, found {changeover.origin}"
             raise Broken.at_changeover(Invariant.ORIGIN, expected, changeover.id, epoch=changeover.epoch)
+        self.believed = changeover.origin
         if intents:
             for whereabouts in self.services.values():
                 whereabouts.seen_again()
@@ -179,10 +183,11 @@ class _Replay:
         self._check_holder(intent)
         if intent.is_undo:
             self._check_undo(intent)
+            self.believed = None
             return
         self.ways_back = []
         after = RULES[intent.stage].after
-        if not self._narrow(after):
+        if not self._narrow(after) and after is not self.believed:
             allowed = sorted({next_stage(at) for at in self._places()})
             raise Broken.at_intent(intent, Invariant.RING, f"{_names(allowed)}, since the node is at {_names(self._places())}")
 
@@ -226,9 +231,13 @@ class _Replay:
             self.found.num_stages_undone += intent.is_undo
             self.found.num_stages_done += not intent.is_undo
             at = whereabouts.may_be()
-            if not whereabouts.carried_out(intent.stage, is_undo=intent.is_undo) and not whereabouts.at_if_new - {None}:
+            if result.is_settled and intent.is_undo:
+                # Nothing is left of the stage, be it that the undo was carried out, or that there was nothing to take back.
+                whereabouts.not_heard(intent.stage, is_undo=True)
+            elif not whereabouts.carried_out(intent.stage, is_undo=intent.is_undo) and not whereabouts.at_if_new - {None}:
                 raise Broken.at_intent(intent, Invariant.RING, f"a refusal, since the service is at {_names(at)}")
-            self.weights.carried_out(intent, version=result.policy_version)
+            self.believed = None if intent.is_undo else intent.stage
+            self.weights.carried_out(intent, result)
 
     def _end(self, changeover: BegunChangeover, ending: ChangeoverEnding | None) -> None:
         if ending is None:
@@ -254,16 +263,13 @@ class _Replay:
     def _narrow(self, at: Stage, *, or_new: bool = False) -> bool:
         """Takes it as known that the node stood at `at`; False when it cannot have."""
         fitting = [pair for pair, place in self._standings(or_new=or_new) if place is at]
-        if fitting:
-            self.services[Service.TRAINER].at = {trainer for trainer, _ in fitting}
-            self.services[Service.ROLLOUT].at = {rollout for _, rollout in fitting}
+        for index, whereabouts in enumerate(self.services.values()):
+            if fitting and not whereabouts.is_absent:
+                whereabouts.at = {pair[index] for pair in fitting}
         return bool(fitting)
 
     def _standings(self, *, or_new: bool) -> Iterator[tuple[tuple[Stage | None, Stage | None], Stage]]:
-        trainers, rollouts = (
-            one.may_be() | (one.at_if_new if or_new else set())
-            for one in (self.services[Service.TRAINER], self.services[Service.ROLLOUT])
-        )
+        trainers, rollouts = (one.may_be() | (one.at_if_new if or_new else set()) for one in self.services.values())
         for trainer in trainers:
             for rollout in rollouts:
                 place = standing(trainer=trainer, rollout=rollout)

@@ -42,7 +42,7 @@ class Changeover:
 
     async def bring_to(self, target: Phase) -> None:
         """Brings the node to `target`. When a stage fails, the finished ones are taken back and the stage's error is raised."""
-        if self._is_on_the_way_back or turns_back(self.at, target):
+        if self._is_on_the_way_back or turns_back(self.at, target) or self._lacks_publication(target):
             await self._take_back(since_phase(self.at))
         for stage in path(self.at, target):
             finished = since_phase(self.at)
@@ -54,6 +54,11 @@ class Changeover:
                 suspect = (stage,) if isinstance(error, _OUTCOME_UNKNOWN) else ()
                 await self._take_back_after(error, (*finished, *suspect))
                 raise
+
+    def _lacks_publication(self, target: Phase) -> bool:
+        """Whether SYNC is ahead, and the answer of the LOAD_WEIGHTS behind it was lost."""
+        ahead = path(self.at, target)
+        return Stage.SYNC in ahead and Stage.LOAD_WEIGHTS not in ahead and not self._journal.published().answer
 
     async def make_room(self) -> None:
         """Has the trainer leave the GPUs, so that an engine can start there: takes LOAD_TRAINER back. Raises GradientsPending."""

@@ -53,12 +53,13 @@ class StageIntent:
 
 @dataclass(frozen=True, slots=True)
 class StageResult:
-    """A row of `results`. id: the intent's."""
+    """A row of `results`. id: the intent's. is_settled: no answer, but what the services showed later."""
 
     id: int
     status: Status
     policy_version: int | None
     error_reason: str
+    is_settled: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,4 +134,5 @@ def _intent(row: sqlite3.Row) -> StageIntent:
 
 
 def _result(row: sqlite3.Row) -> StageResult:
-    return StageResult(row["id"], Status(row["status"]), row["policy_version"], row["error_reason"])
+    is_settled = row["seconds"] == 0.0  # `_settle` writes it so; no answer comes in no time
+    return StageResult(row["id"], Status(row["status"]), row["policy_version"], row["error_reason"], is_settled)

@@ -14,7 +14,7 @@ from pathlib import Path
 from tasuki.coordinator.phases import Phase, Stage
 from tasuki.coordinator.records import ChangeoverRecord, Intent, Outcome, StageEvent, Status
 from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
-from tasuki.wire.errors import TasukiError
+from tasuki.wire.errors import DiskFull, TasukiError
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS epochs (
@@ -72,14 +72,22 @@ class Journal:
     """One node's journal. The caller holds the state folder's lock, so there is one writer."""
 
     def __init__(self, path: Path, *, failpoints: Failpoints = NO_FAILPOINTS) -> None:
-        self._failpoints = failpoints
-        self._db = sqlite3.connect(path, isolation_level=None)
-        self._db.row_factory = sqlite3.Row
-        self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute("PRAGMA synchronous = FULL")
-        self._db.executescript(f"{_SCHEMA}PRAGMA user_version = {SCHEMA_VERSION};")
+        """Raises DiskFull when it cannot be opened for writing."""
+        self._path, self._failpoints = path, failpoints
+        try:
+            self._db = sqlite3.connect(path, isolation_level=None)
+            self._db.row_factory = sqlite3.Row
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")
+            self._db.executescript(f"{_SCHEMA}PRAGMA user_version = {SCHEMA_VERSION};")
+        except sqlite3.OperationalError as error:
+            raise self.unwritable(error) from error
         self.epoch = 0
         self._sequence = 0
+
+    def unwritable(self, error: Exception) -> DiskFull:
+        """The error for a caller whose write failed. The write has left nothing behind, and no service was asked after it."""
+        return DiskFull(f"{self._path} cannot be written: {error}; make room and ask again", path=self._path)
 
     def close(self) -> None:
         self._db.close()
@@ -186,13 +194,15 @@ class Journal:
         return row["policy_version"] if row else None
 
     def published(self) -> Outcome:
-        """What the last LOAD_WEIGHTS came to: the version, and the answer that SYNC passes on."""
+        """What the last LOAD_WEIGHTS came to: the version, and the answer that SYNC passes on. Empty when nobody learned it."""
         row = self._db.execute(
-            "SELECT bytes, answer, policy_version FROM results JOIN stages USING (id) WHERE stage = ? AND status = ?"
+            "SELECT bytes, answer, policy_version FROM stages LEFT JOIN results USING (id) WHERE stage = ? AND NOT is_undo"
             " ORDER BY id DESC LIMIT 1",
-            (Stage.LOAD_WEIGHTS, Status.DONE),
+            (Stage.LOAD_WEIGHTS,),
         ).fetchone()
-        return Outcome(row["bytes"], answer=row["answer"], policy_version=row["policy_version"]) if row else Outcome()
+        if row is None or not row["answer"]:
+            return Outcome()
+        return Outcome(row["bytes"], answer=row["answer"], policy_version=row["policy_version"])
 
     def find(self, request_id: str) -> ChangeoverRecord | None:
         """The changeover that a request began, in whatever epoch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tasuki.coordinator.history import StageIntent
+from tasuki.coordinator.history import StageIntent, StageResult
 from tasuki.coordinator.invariants import Broken, Invariant
 from tasuki.coordinator.phases import Service, Stage
 
@@ -39,12 +39,14 @@ class WeightsTrace:
     def num_served(self) -> int:
         return len(self._versions)
 
-    def carried_out(self, intent: StageIntent, *, version: int | None) -> None:
-        """version: what the service said that it published or received."""
+    def carried_out(self, intent: StageIntent, result: StageResult) -> None:
+        version = result.policy_version
         match (intent.stage, intent.is_undo):
             case (Stage.LOAD_WEIGHTS, False):
                 self._publish(intent, _Weights(intent.boot_ids[Service.TRAINER], version, intent.epoch))
-            case (Stage.LOAD_WEIGHTS, True) | (Stage.LOAD_TRAINER, False) | (Stage.OFFLOAD, True):
+            case (Stage.LOAD_WEIGHTS, True) | (Stage.LOAD_TRAINER, False):
+                self._published = None
+            case (Stage.OFFLOAD, True) if not result.is_settled:
                 self._published = None
             case (Stage.SYNC, False):
                 self._receive(intent, version)

@@ -52,6 +52,8 @@ class Whereabouts:
     """One service, as far as the journal tells."""
 
     boot_id: str = ""
+    is_absent: bool = False
+    """Whether it did not answer when the coordinator looked last: what was seen then says nothing of it."""
     at: set[_At] = field(default_factory=lambda: {None})
     at_if_new: set[_At] = field(default_factory=lambda: {None})
     """The same, if it was started anew since its boot id was seen last."""
@@ -66,6 +68,7 @@ class Whereabouts:
 
     def seen(self, boot_id: str) -> None:
         """The coordinator saw this boot id; empty when the service did not answer, and counts as freshly started."""
+        self.is_absent = not boot_id
         if not boot_id:
             self.at = self.may_be() | self.at_if_new
         elif boot_id != self.boot_id:
