@@ -157,6 +157,17 @@ async def test_refused_stage_and_data_command_do_not_shut_the_coordinator_out(se
     assert (await stub.PublishWeights(after, timeout=5)).published_bytes == 4
 
 
+async def test_command_that_arrives_after_a_refused_later_one_is_not_carried_out(served: Served) -> None:
+    _, channel, _ = served
+    stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+    refused = trainer_pb2.PublishWeightsRequest(command=command("out of order", epoch=7, sequence=4))
+    assert isinstance(await error_of(stub.PublishWeights(refused, timeout=5)), StageOrder)
+    late = trainer_pb2.PublishWeightsRequest(command=command("late", epoch=7, sequence=3))
+    assert isinstance(await error_of(stub.PublishWeights(late, timeout=5)), StaleSequence)
+    after = trainer_pb2.PublishWeightsRequest(command=command("next", epoch=7, sequence=5))
+    assert (await stub.PublishWeights(after, timeout=5)).published_bytes == 5
+
+
 async def test_mutating_call_needs_deadline_and_request_id(served: Served) -> None:
     _, channel, _ = served
     stub = trainer_pb2_grpc.TrainerServiceStub(channel)

@@ -16,6 +16,7 @@ from tasuki.coordinator.records import StageEvent, Status
 from tasuki.wire.errors import (
     ChangeoverRunning,
     DeadlineExceeded,
+    DiskFull,
     EnginePoisoned,
     InvalidArgument,
     OutOfGpuMemory,
@@ -249,7 +250,9 @@ async def test_service_that_dies_in_a_stage_is_waited_for_and_the_phase_reached(
 
 
 @pytest.mark.parametrize("at", [Stage.LOAD_TRAINER, Stage.LOAD_WEIGHTS])
-async def test_trainer_leaves_the_gpus_before_an_engine_is_started_anew(at: Stage, node: Node, services: FakeServices) -> None:
+async def test_trainer_leaves_the_gpus_before_an_engine_is_started_anew(
+    at: Stage, node: Node, services: FakeServices, journal: Journal
+) -> None:
     if at is Stage.LOAD_WEIGHTS:
         await events(node.run_stage(Stage.LOAD_WEIGHTS, "hand"))
     services.kill(Service.ROLLOUT)
@@ -261,6 +264,26 @@ async def test_trainer_leaves_the_gpus_before_an_engine_is_started_anew(at: Stag
     services.start(Service.ROLLOUT)
     await acquiring
     assert (node.state().phase, services.served) == (Phase.ROLLOUT, 0)
+    assert journal.unfinished() == []
+
+
+async def test_stage_that_was_cut_off_is_settled_before_the_trainer_makes_room(
+    journal: Journal, services: FakeServices
+) -> None:
+    first, hold = make_node(journal, services), Hold(services, Stage.LOAD_WEIGHTS)
+    first.acquire(Phase.ROLLOUT, "cut off")
+    await hold.reached.wait()
+    await first.stop()
+    hold.release.set()
+    services.kill(Service.ROLLOUT)
+    journal.begin_epoch("boot-2")
+    acquiring = asyncio.create_task(acquire(make_node(journal, services), Phase.ROLLOUT))
+    while services.stage[Service.TRAINER] is not Stage.OFFLOAD:
+        await asyncio.sleep(0)
+    assert journal.unresolved() == []
+    services.start(Service.ROLLOUT)
+    await acquiring
+    assert [event.error_reason for event in journal.changeovers(limit=9)[-1].events] == ["INTERRUPTED"]
 
 
 async def test_training_goes_on_while_rollout_is_away(node: Node, services: FakeServices) -> None:
@@ -438,6 +461,71 @@ async def test_watchers_see_every_event_with_the_state_after_it(node: Node) -> N
     assert told[-1].state == node.state()
 
 
+async def test_rollout_that_did_not_answer_while_the_weights_were_taken_back_is_put_to_sleep(
+    node: Node, services: FakeServices
+) -> None:
+    services.stage = {Service.TRAINER: Stage.LOAD_TRAINER, Service.ROLLOUT: Stage.SYNC}
+    await acquire(node, Phase.ROLLOUT)
+    assert services.asked[:3] == [("undo", Stage.SYNC), ("undo", Stage.RESUME_WEIGHTS), ("undo", Stage.LOAD_WEIGHTS)]
+    assert (node.state().phase, services.served) == (Phase.ROLLOUT, 0)
+
+
+async def test_changeover_whose_publication_was_not_heard_begins_anew(
+    node: Node, services: FakeServices, journal: Journal
+) -> None:
+    await acquire(node, Phase.ROLLOUT)
+    await acquire(node, Phase.TRAIN)
+    services.version, services.done_anyway = 1, {Stage.LOAD_WEIGHTS}
+    services.fail_once[Stage.LOAD_WEIGHTS] = PeerUnavailable("socket closed")
+    with pytest.raises(PeerUnavailable):
+        await events(node.run_stage(Stage.LOAD_WEIGHTS, "hand"))
+    await acquire(node, Phase.ROLLOUT, "on")
+    assert (services.served, node.state().policy_version) == (1, 1)
+
+
+async def test_refusal_by_a_service_that_was_started_anew_is_a_loss_and_tried_again(
+    node: Node, services: FakeServices, journal: Journal
+) -> None:
+    async def restart(stage: Stage) -> None:
+        if stage is Stage.SYNC and len(services.restarts) == 0:
+            services.restart(Service.ROLLOUT, "")
+
+    services.before_stage = restart
+    await acquire(node, Phase.ROLLOUT)
+    assert [one.error_reason for one in journal.changeovers(limit=9)] == ["", "PEER_UNAVAILABLE"]
+
+
+@pytest.mark.parametrize("at", [Stage.RESUME_KV, Stage.DRAIN, Stage.SYNC])
+async def test_trainer_that_waits_for_rollout_to_leave_is_not_waited_for(
+    at: Stage, node: Node, services: FakeServices, journal: Journal
+) -> None:
+    await acquire(node, Phase.ROLLOUT)
+    services.stage[Service.ROLLOUT] = at
+    services.kill(Service.TRAINER)
+    acquiring = asyncio.create_task(acquire(node, Phase.ROLLOUT, "again"))
+    if at is Stage.SYNC:
+        while services.stage[Service.ROLLOUT] is not Stage.PAUSE_WEIGHTS:
+            await asyncio.sleep(0)
+        services.start(Service.TRAINER)
+    await acquiring
+    assert (node.state().phase, services.served) == (Phase.ROLLOUT, 0)
+
+
+async def test_request_whose_last_try_ended_in_a_loss_is_carried_out_after_a_restart(
+    journal: Journal, services: FakeServices
+) -> None:
+    services.fail[Stage.SYNC] = PeerUnavailable("socket closed")
+    with pytest.raises(PeerUnavailable):
+        await acquire(make_node(journal, services), Phase.ROLLOUT, "mine")
+    services.fail.clear()
+    journal.begin_epoch("boot-2")
+    second = make_node(journal, services)
+    told = await acquire(second, Phase.ROLLOUT, "mine")
+    assert told[-1].status is Status.DONE
+    journal.begin_epoch("boot-3")
+    assert (await acquire(make_node(journal, services), Phase.ROLLOUT, "mine"))[-1].changeover_id == told[-1].changeover_id
+
+
 async def test_node_in_the_middle_of_nowhere_says_so_and_refuses(node: Node, services: FakeServices) -> None:
     await acquire(node, Phase.ROLLOUT)
     services.stage[Service.TRAINER] = Stage.LOAD_TRAINER
@@ -445,6 +533,26 @@ async def test_node_in_the_middle_of_nowhere_says_so_and_refuses(node: Node, ser
         await acquire(node, Phase.TRAIN)
     assert (node.state().phase, node.state().at) == (None, None)
     assert "start the node anew" in node.state().last_error
+
+
+async def test_full_disk_under_the_journal_is_told_and_the_node_goes_on_when_there_is_room(
+    node: Node, journal: Journal, services: FakeServices
+) -> None:
+    await acquire(node, Phase.ROLLOUT)
+    num_pages = journal._db.execute("PRAGMA page_count").fetchone()[0]
+    journal._db.execute(f"PRAGMA max_page_count = {num_pages}")
+    with pytest.raises(DiskFull, match="cannot be written: database or disk is full; make room"):
+        for number in range(100):
+            await acquire(node, (Phase.TRAIN, Phase.ROLLOUT)[number % 2], f"{number}")
+    num_asked = len(services.asked)
+    with pytest.raises(DiskFull):
+        await acquire(node, Phase.TRAIN, "still full")
+        await acquire(node, Phase.ROLLOUT, "still full, too")
+    assert len(services.asked) - num_asked <= 1
+    journal._db.execute(f"PRAGMA max_page_count = {2**20}")
+    for phase in (Phase.TRAIN, Phase.ROLLOUT):
+        await acquire(node, phase, f"{phase} with room")
+    assert (node.state().phase, services.served, journal.unresolved()) == (Phase.ROLLOUT, 0, [])
 
 
 @pytest.mark.parametrize("was_done", [False, True])

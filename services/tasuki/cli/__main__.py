@@ -73,6 +73,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_overrides(train)
     plan = _command(commands, "plan", _plan, "predict the memory of a node, stage by stage, and say what to change")
     add_plan_arguments(plan)
+    audit = _command(commands, "audit", _audit, "replay a run's journal and say whether it kept every promise")
+    audit.add_argument(
+        "run_path", type=Path, metavar="RUN", help="a state folder, an output folder, a journal, or a node's CONFIG"
+    )
+    audit.add_argument("--json", action="store_true", help="the same as one JSON object")
     supervise = commands.add_parser("supervise")  # started by `up` and `train`, not by hand
     supervise.add_argument("state_dir", type=Path)
     supervise.add_argument("lock_fd", type=int)
@@ -146,6 +151,12 @@ def _plan(arguments: argparse.Namespace) -> int:
     from tasuki.cli.plan import run
 
     return run(arguments)
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    from tasuki.cli.audit import run
+
+    return run(arguments.run_path, as_json=arguments.json)
 
 
 def _supervise(arguments: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from tasuki.coordinator.phases import Phase, Stage
 from tasuki.coordinator.records import ChangeoverRecord, Intent, Outcome, StageEvent, Status
 from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
-from tasuki.wire.errors import TasukiError
+from tasuki.wire.errors import DiskFull, TasukiError
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS epochs (
@@ -63,8 +63,8 @@ CREATE TABLE IF NOT EXISTS results (
     error_message TEXT NOT NULL
 );
 CREATE INDEX IF NOT EXISTS stages_by_changeover ON stages (number);
-PRAGMA user_version = 1;
 """
+SCHEMA_VERSION = 1
 _MAX_NUMBER = 2**63 - 1
 
 
@@ -72,14 +72,22 @@ class Journal:
     """One node's journal. The caller holds the state folder's lock, so there is one writer."""
 
     def __init__(self, path: Path, *, failpoints: Failpoints = NO_FAILPOINTS) -> None:
-        self._failpoints = failpoints
-        self._db = sqlite3.connect(path, isolation_level=None)
-        self._db.row_factory = sqlite3.Row
-        self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute("PRAGMA synchronous = FULL")
-        self._db.executescript(_SCHEMA)
+        """Raises DiskFull when it cannot be opened for writing."""
+        self._path, self._failpoints = path, failpoints
+        try:
+            self._db = sqlite3.connect(path, isolation_level=None)
+            self._db.row_factory = sqlite3.Row
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")
+            self._db.executescript(f"{_SCHEMA}PRAGMA user_version = {SCHEMA_VERSION};")
+        except sqlite3.OperationalError as error:
+            raise self.unwritable(error) from error
         self.epoch = 0
         self._sequence = 0
+
+    def unwritable(self, error: Exception) -> DiskFull:
+        """The error for a caller whose write failed. The write has left nothing behind, and no service was asked after it."""
+        return DiskFull(f"{self._path} cannot be written: {error}; make room and ask again", path=self._path)
 
     def close(self) -> None:
         self._db.close()
@@ -96,7 +104,7 @@ class Journal:
             "INSERT INTO changeovers (epoch, request_id, origin, target, start_time) VALUES (?, ?, ?, ?, ?)",
             (self.epoch, request_id, origin, target, time.time()),
         )
-        return _id_text(int(row.lastrowid or 0))
+        return id_text(int(row.lastrowid or 0))
 
     def end_changeover(
         self, changeover_id: str, *, seconds: float, policy_version: int | None = None, error: TasukiError | None = None
@@ -158,7 +166,7 @@ class Journal:
         return [
             Intent(
                 id=row["id"],
-                changeover_id=_id_text(row["number"]),
+                changeover_id=id_text(row["number"]),
                 stage=Stage(row["stage"]),
                 is_undo=bool(row["is_undo"]),
                 epoch=row["epoch"],
@@ -222,7 +230,7 @@ class Journal:
             " FROM stages LEFT JOIN results USING (id) WHERE number = ? ORDER BY id",
             (row["number"],),
         ).fetchall()
-        changeover_id = _id_text(row["number"])
+        changeover_id = id_text(row["number"])
         return ChangeoverRecord(
             changeover_id=changeover_id,
             epoch=row["epoch"],
@@ -293,5 +301,5 @@ def id_number(changeover_id: str) -> int:
     return int(changeover_id.removeprefix("c"))
 
 
-def _id_text(number: int) -> str:
+def id_text(number: int) -> str:
     return f"c{number:06d}"

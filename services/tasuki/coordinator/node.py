@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sqlite3
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
@@ -11,10 +12,11 @@ from contextlib import contextmanager, suppress
 
 from tasuki.coordinator.changeover import Changeover, Restart
 from tasuki.coordinator.journal import Journal
+from tasuki.coordinator.leftovers import close_interrupted, settle
 from tasuki.coordinator.operation import Operation, Told, replayed
 from tasuki.coordinator.peers import Observed, Peers
-from tasuki.coordinator.phases import HOLDS, Phase, Stage, advance, leads_to, phase_of, since_phase
-from tasuki.coordinator.records import NodeState, Outcome, StageEvent, Status
+from tasuki.coordinator.phases import HOLDS, Phase, Stage, advance, leads_to, phase_of
+from tasuki.coordinator.records import ChangeoverRecord, NodeState, StageEvent, Status
 from tasuki.wire.errors import (
     ChangeoverRunning,
     DeadlineExceeded,
@@ -36,6 +38,7 @@ _MAX_TRIES = 5
 # After these a service is gone, or has to go. The changeover is closed as failed and another one begun when all services are there
 # again; an error that changed nothing, such as a lack of memory, is the caller's.
 _LOSSES = (DeadlineExceeded, EnginePoisoned, InternalError, PeerUnavailable, WeightsCorrupt)
+_UNANSWERED = {error.reason for error in (*_LOSSES, Interrupted)}
 
 
 class Node:
@@ -65,7 +68,7 @@ class Node:
         self._operations: OrderedDict[str, Operation] = OrderedDict()
         self._watchers: set[asyncio.Queue[Told | None]] = set()
         self._num_done = journal.num_done()
-        self._last_error = _close_interrupted(journal)
+        self._last_error = close_interrupted(journal)
 
     def state(self) -> NodeState:
         poison = f"rollout is unusable until it is started anew: {self._poison}" if self._poison else ""
@@ -108,7 +111,7 @@ class Node:
     async def recover(self) -> None:
         """Asks the services, once they answer, where the node stands; from the middle of the ring it is brought to TRAIN."""
         while self._at is None:
-            with suppress(PeerUnavailable, StageOrder):
+            with suppress(PeerUnavailable, StageOrder, OSError, sqlite3.OperationalError):
                 async with self._turn:
                     await self._look()
                     if self._at is not None and phase_of(self._at) is None:
@@ -129,9 +132,9 @@ class Node:
 
     def _operation(self, request_id: str, subject: str, work: Callable[[], Awaitable[None]]) -> Operation:
         known = self._operations.get(request_id)
-        written = None if known is not None else self._journal.find(request_id)
+        written = None if known is not None else self._last_try(request_id)
         # One that an earlier coordinator left in the middle is not answered by its interruption: it is carried out now.
-        if written is not None and written.error_reason != Interrupted.reason:
+        if written is not None and written.error_reason not in _UNANSWERED:
             known = replayed(written, self.state())
         if known is not None:
             if known.subject != subject:
@@ -147,12 +150,18 @@ class Node:
             try:
                 async with self._turn:
                     await work()
+            except (OSError, sqlite3.OperationalError) as error:
+                raise self._journal.unwritable(error) from error
             finally:
                 self._running = None
 
         self._running = Operation(subject)
         self._running.start(alone())
         return self._remember(request_id, self._running)
+
+    def _last_try(self, request_id: str) -> ChangeoverRecord | None:
+        """What became of a request in the journal, when it was tried for the last time."""
+        return next((found for one in reversed(list(self._tries(request_id))) if (found := self._journal.find(one))), None)
 
     def _remember(self, request_id: str, operation: Operation) -> Operation:
         self._operations[request_id] = operation
@@ -168,8 +177,7 @@ class Node:
             if phase_of(at) is phase and not seen.is_on_the_way_back:
                 self._tell(StageEvent("", None, Status.HELD, time=time.time()), at)
                 return
-            if self._open is not None:
-                self._close(self._open, Interrupted(f"left at {at} when phase {phase} was asked for"))
+            self._close_left(at, phase)
             try:
                 await self._try(phase, self._unused(request_id), seen)
             except _LOSSES as error:
@@ -179,11 +187,17 @@ class Node:
             else:
                 return
 
+    def _close_left(self, at: Stage, phase: Phase) -> None:
+        """Ends the changeover that was begun by hand, before another one begins."""
+        if self._open is not None:
+            self._close(self._open, Interrupted(f"left at {at} when phase {phase} was asked for"))
+
     async def _make_room(self, phase: Phase, request_id: str) -> None:
         """An engine that is being started anew takes what memory is free, and waits for the trainer to leave."""
         seen = await self._observe()
         if phase is not Phase.ROLLOUT or not seen.trainer_is_in_the_way:
             return
+        self._close_left(self._take(seen), phase)
         changeover = self._begin(self._unused(request_id), seen, target=phase)
         try:
             await changeover.make_room()
@@ -201,16 +215,29 @@ class Node:
             await changeover.bring_to(phase)
         except TasukiError as error:
             self._at = None
-            with suppress(TasukiError):  # then nobody knows where the node stands, and the state says so
-                await self._look()
-            self._close(changeover, error)
-            raise
+            cause = await self._cause(error, seen)
+            self._close(changeover, cause)
+            if cause is error:
+                raise
+            raise cause from error
         self._at = changeover.at
         self._close(changeover)
 
+    async def _cause(self, error: TasukiError, seen: Observed) -> TasukiError:
+        """Looks where a failed changeover led. A service that is gone, or was started anew since it was `seen`, is the cause of it."""
+        now = await self._peers.observe()
+        if not now.absent and not now.in_stage:
+            with suppress(StageOrder):  # then nobody knows where the node stands, and the state says so
+                self._take(now)
+        lost = now.other_than(seen)
+        if lost is None or isinstance(error, _LOSSES):
+            return error
+        return PeerUnavailable(f"{lost} was lost in the middle of the changeover ({error.reason}: {error.message})", peer=lost)
+
     async def _look_when_able(self, phase: Phase) -> tuple[Observed, Stage]:
         """Waits for a service without which there is no way to `phase`. Raises PeerUnavailable when it does not come back in time."""
-        ends = time.monotonic() + self._recovery_timeout_s
+        clock = asyncio.get_running_loop().time
+        ends = clock() + self._recovery_timeout_s
         while True:
             seen = await self._observe()
             lacking = seen.lacks(phase)
@@ -218,7 +245,7 @@ class Node:
             if lacking is None:
                 return seen, self._take(seen)
             self._poison = seen.poison
-            if time.monotonic() > ends:
+            if clock() > ends:
                 if seen.poison:
                     raise EnginePoisoned(f"rollout has not been started anew in {self._recovery_timeout_s:g} s: {seen.poison}")
                 text = f"{lacking} did not come back in {self._recovery_timeout_s:g} s"
@@ -240,11 +267,16 @@ class Node:
 
     def _unused(self, request_id: str) -> str:
         """`request_id`, or with a number behind it when the journal has it: the same request, tried again."""
-        number, unused = 1, request_id
-        while self._journal.find(unused) is not None:
+        return list(self._tries(request_id))[-1]
+
+    def _tries(self, request_id: str) -> Iterator[str]:
+        """The names under which the journal has a request, and the next one."""
+        number, name = 1, request_id
+        while self._journal.find(name) is not None:
+            yield name
             number += 1
-            unused = f"{request_id}~{number}"
-        return unused
+            name = f"{request_id}~{number}"
+        yield name
 
     async def _run_by_hand(self, stage: Stage, request_id: str) -> None:
         """One stage, taken back by nobody. The stages from one phase to the next are journalled as one changeover."""
@@ -274,7 +306,7 @@ class Node:
         except StageOrder as error:
             self._at, self._last_error = None, f"{error.reason}: {error.message}"
             raise
-        _settle(self._journal, self._at)
+        settle(self._journal, self._at)
         return self._at
 
     def _begin(self, request_id: str, seen: Observed, *, target: Phase) -> Changeover:
@@ -310,21 +342,3 @@ class Node:
             if queue.full():
                 queue.get_nowait()
             queue.put_nowait(told)
-
-
-def _close_interrupted(journal: Journal) -> str:
-    """Ends what earlier epochs left open. Returns the error of the last changeover, empty when it was well."""
-    for left in journal.unfinished():
-        error = Interrupted(f"the coordinator stopped in the middle of {left.changeover_id}", changeover_id=left.changeover_id)
-        journal.end_changeover(left.changeover_id, seconds=0.0, error=error)
-    latest = journal.latest()
-    return f"{latest.error_reason}: {latest.error_message}" if latest is not None and latest.error_reason else ""
-
-
-def _settle(journal: Journal, at: Stage) -> None:
-    """Gives the stages whose outcome no coordinator learned the one that the services show."""
-    for intent in journal.unresolved():
-        if (intent.stage in (at, *since_phase(at))) is not intent.is_undo:
-            journal.done(intent, Outcome(), seconds=0.0)
-        else:
-            journal.failed(intent, Interrupted(f"the coordinator stopped before {intent.stage} was answered"), seconds=0.0)

@@ -48,7 +48,10 @@ class Observed:
     rollout_boot_id: str
     trainer_stage: Stage | None
     rollout_stage: Stage | None
+    trainer_version: int | None = None
     served_version: int | None = None
+    received_version: int | None = None
+    """Of weights that rollout holds and does not serve yet."""
     poison: str = ""
     absent: tuple[Service, ...] = ()
     """Services that do not answer. They count as freshly started, which they will be."""
@@ -62,10 +65,18 @@ class Observed:
         for service in self.in_stage:
             raise PeerUnavailable(f"{service} still carries out a stage that was cut off; try again", peer=service)
 
+    def other_than(self, before: Observed) -> Service | None:
+        """A service that is gone, or was started anew, since `before`."""
+        if self.trainer_boot_id != before.trainer_boot_id:
+            return Service.TRAINER
+        return Service.ROLLOUT if self.rollout_boot_id != before.rollout_boot_id else None
+
     @property
     def is_on_the_way_back(self) -> bool:
-        """Whether the way forwards is closed: what was published is gone."""
-        return lost_weights(trainer=self.trainer_stage, rollout=self.rollout_stage)
+        """Whether the way forwards is closed: what was published is gone, or the trainer has learned since."""
+        versions = {self.trainer_version, self.received_version} - {None}
+        is_stale = self.rollout_stage is Stage.SYNC and len(versions) > 1
+        return is_stale or lost_weights(trainer=self.trainer_stage, rollout=self.rollout_stage)
 
     def lacks(self, phase: Phase) -> Service | None:
         """The service without which no step towards `phase` can be made; it has to come back first.
@@ -75,8 +86,7 @@ class Observed:
         """
         if Service.ROLLOUT in self.absent and (phase is Phase.ROLLOUT or self.trainer_stage is Stage.OFFLOAD):
             return Service.ROLLOUT
-        is_asleep = self.rollout_stage in (None, Stage.PAUSE_WEIGHTS)
-        if Service.TRAINER in self.absent and (phase is Phase.ROLLOUT or is_asleep):
+        if Service.TRAINER in self.absent and self.rollout_stage in (None, Stage.PAUSE_WEIGHTS):
             return Service.TRAINER
         return Service.ROLLOUT if self.poison and phase is Phase.ROLLOUT else None
 
@@ -134,7 +144,9 @@ class GrpcPeers:
             rollout_boot_id=rollout.boot_id,
             trainer_stage=stage_from_proto(trainer.stage),
             rollout_stage=stage_from_proto(rollout.stage),
+            trainer_version=trainer.policy_version if trainer.boot_id else None,
             served_version=rollout.policy_version if rollout.HasField("policy_version") else None,
+            received_version=rollout.received_version if rollout.HasField("received_version") else None,
             poison=(rollout.poison_reason or "unknown cause") if rollout.is_poisoned else "",
             absent=tuple(
                 service for service, state in ((Service.TRAINER, trainer), (Service.ROLLOUT, rollout)) if not state.boot_id

@@ -150,13 +150,16 @@ def standing(*, trainer: Stage | None, rollout: Stage | None) -> Stage | None:
     """
     if trainer is None and rollout is not None and rollout is not Stage.PAUSE_WEIGHTS:
         return rollout
+    if lost_weights(trainer=trainer, rollout=rollout):
+        return rollout
     seen = {Service.TRAINER: trainer or Stage.LOAD_TRAINER, Service.ROLLOUT: rollout or Stage.PAUSE_WEIGHTS}
     return _STANDING.get((seen[Service.TRAINER], seen[Service.ROLLOUT]))
 
 
 def lost_weights(*, trainer: Stage | None, rollout: Stage | None) -> bool:
-    """Whether rollout is to receive weights that a trainer published which has been started anew since: the only way is back."""
-    return trainer is None and rollout in (Stage.RESUME_WEIGHTS, Stage.SYNC)
+    """Whether rollout is to receive weights that are no longer published: the trainer was started anew, or took them back while
+    rollout did not answer. The only way is back."""
+    return trainer in (None, Stage.LOAD_TRAINER) and rollout in (Stage.RESUME_WEIGHTS, Stage.SYNC)
 
 
 def _last_of(service: Service, at: Stage) -> Stage:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar, cast
@@ -17,6 +19,7 @@ from tasuki.v1.types_pb2 import CommandId, Stage
 from tasuki.wire.errors import InvalidArgument, StaleEpoch, StaleSequence, TasukiError
 
 _Answer = TypeVar("_Answer")
+_log = logging.getLogger("tasuki.rpc")
 _KEPT_ANSWERS = 1024
 _MAX_REQUEST_ID = 128
 _STAGES = {"PublishWeights": "LOAD_WEIGHTS", "ReceiveWeights": "SYNC", "Drain": "DRAIN"}
@@ -44,6 +47,8 @@ class CommandGate:
         self._failpoints = failpoints
         self.epoch = 0
         self.sequence = 0
+        self._refused = (0, 0)
+        """Epoch and sequence of the stage command that was refused last."""
         self._answers: OrderedDict[str, tuple[bytes, asyncio.Future[Any]]] = OrderedDict()
         self._stages: set[asyncio.Future[Any]] = set()
         """Of those answers the ones of stage commands that are not there yet."""
@@ -58,7 +63,9 @@ class CommandGate:
         """Runs a stage command of the coordinator.
 
         Raises StaleEpoch below the highest epoch seen, StaleSequence when the sequence number does not grow, InvalidArgument without
-        a request_id. A refused command leaves no trace: one out of order, with whatever numbers, cannot shut the coordinator out.
+        a request_id. A refused command leaves the epoch and its sequence as they were: one out of order, with whatever epoch, cannot
+        shut the coordinator out. Only within its own epoch its number stays taken: the coordinator takes the refusal of an undo as
+        proof that the stage was not carried out, so the stage must not be when its command arrives late.
         """
         command = request.command
         before = after = (self.epoch, self.sequence)
@@ -67,16 +74,12 @@ class CommandGate:
             nonlocal before, after
             before = (self.epoch, self.sequence)
             self._refuse_old(command.epoch)
-            if command.epoch > self.epoch:
-                self.epoch, self.sequence = command.epoch, 0
-            if command.sequence <= self.sequence:
+            taken = max(sequence for epoch, sequence in (before, self._refused, (command.epoch, 0)) if epoch == command.epoch)
+            if command.sequence <= taken:
                 raise StaleSequence(
-                    f"stage command {command.sequence} comes after {self.sequence}",
-                    sequence=command.sequence,
-                    current_sequence=self.sequence,
+                    f"stage command {command.sequence} comes after {taken}", sequence=command.sequence, current_sequence=taken
                 )
-            self.sequence = command.sequence
-            after = (self.epoch, self.sequence)
+            self.epoch, self.sequence = after = (command.epoch, command.sequence)
 
         async def act() -> _Answer:
             try:
@@ -84,6 +87,7 @@ class CommandGate:
             except TasukiError as error:
                 if error.code in _REFUSALS and (self.epoch, self.sequence) == after:
                     self.epoch, self.sequence = before
+                    self._refused = after
                 raise
 
         return await self._run(request, fence, act, is_stage=True)
@@ -131,7 +135,7 @@ class CommandGate:
             )
         if request_id not in self._answers:
             fence()
-            task = asyncio.get_running_loop().create_task(self._one_at_a_time(action, _name(request)))
+            task = asyncio.get_running_loop().create_task(self._one_at_a_time(action, _name(request), request.command))
             self._answers[request_id] = content, task
             if is_stage:
                 self._stages.add(task)
@@ -142,12 +146,29 @@ class CommandGate:
             raise InvalidArgument("command.request_id", f"{request_id} was used for another request; choose a new one")
         return cast(_Answer, await asyncio.shield(task))
 
-    async def _one_at_a_time(self, action: Callable[[], Awaitable[_Answer]], name: str) -> _Answer:
+    async def _one_at_a_time(self, action: Callable[[], Awaitable[_Answer]], name: str, command: CommandId) -> _Answer:
         async with self._lock:
-            self._failpoints.hit(name)
-            answer = await action()
-            self._failpoints.hit(f"{name}.done")
-            return answer
+            outcome, started = "INTERNAL", time.perf_counter()
+            try:
+                self._failpoints.hit(name)
+                answer = await action()
+                self._failpoints.hit(f"{name}.done")
+                outcome = "OK"
+                return answer
+            except TasukiError as error:
+                outcome = error.reason
+                raise
+            finally:
+                # `tasuki audit` reads it (command_log.py). A request id may be any text.
+                _log.info(
+                    "event=command name=%s epoch=%d sequence=%d outcome=%s seconds=%.4f request_id=%a",
+                    name,
+                    command.epoch,
+                    command.sequence,
+                    outcome,
+                    time.perf_counter() - started,
+                    command.request_id,
+                )
 
     def _forget_old(self) -> None:
         for request_id in list(self._answers)[: max(0, len(self._answers) - _KEPT_ANSWERS)]:

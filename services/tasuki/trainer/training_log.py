@@ -2,7 +2,7 @@
 
 A file of frames, each a header and a TrainingRecord. A frame is written before its command is carried out, so that a full disk
 refuses a command that has changed nothing, and marked as done in place before the command is answered. A torn or unmarked last frame is
-of a command that nobody was told to be done; it is dropped.
+of a command that nobody was told to be done; it is dropped. Anything else that cannot be read is damage, and is never passed over.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.v1.ranks_pb2 import TrainingRecord
-from tasuki.wire.errors import DiskFull, GradientsNotFinite
+from tasuki.wire.errors import DiskFull, GradientsNotFinite, InvalidArgument, PathNotFound
 
 _HEADER = struct.Struct("<IIB")
 """Bytes of the record, their CRC-32, and 1 when the command was carried out."""
@@ -28,8 +28,14 @@ class TrainingLog:
     """The log of one trainer."""
 
     def __init__(self, path: Path, *, failpoints: Failpoints) -> None:
+        """Raises InvalidArgument when the log is damaged, DiskFull when it cannot be written."""
         self._path, self._failpoints = path, failpoints
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._is_behind = False
+        """Whether something was carried out that could not be marked as done."""
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise DiskFull(f"{path} cannot be written: {error.strerror}", path=path) from error
         self._end = self._pending_start = 0
         """Where the next frame goes, and where those begin whose gradients wait for their optimizer step."""
         for record in self.records():
@@ -41,20 +47,13 @@ class TrainingLog:
 
     def records(self) -> Iterator[TrainingRecord]:
         """What was done, oldest first; the first may be the checkpoint that the others build on."""
-        at = 0
-        while len(header := os.pread(self._fd, _HEADER.size, at)) == _HEADER.size:
-            num_bytes, checksum, is_done = _HEADER.unpack(header)
-            content = os.pread(self._fd, num_bytes, at + _HEADER.size)
-            if not is_done or len(content) < num_bytes or zlib.crc32(content) != checksum:
-                return
-            yield TrainingRecord.FromString(content)
-            at += _HEADER.size + num_bytes
+        return _records(self._fd, self._path)
 
     @asynccontextmanager
     async def command(self, record: TrainingRecord) -> AsyncIterator[None]:
         """Carries a command out in its block: it is in the log when the block has ended well, or with GRADIENTS_NOT_FINITE.
 
-        Raises DiskFull, with the block not entered, when there is no room for it.
+        Raises DiskFull, with the block not entered, when there is no room for it, or once the log could not keep up.
         """
         await asyncio.to_thread(self._begin, record)
         try:
@@ -69,14 +68,21 @@ class TrainingLog:
 
     async def saved(self, checkpoint: TrainingRecord) -> None:
         """Forgets what is in the checkpoint: all but the gradients that wait for their optimizer step."""
+        self._check_not_behind()
         pending = os.pread(self._fd, self._end - self._pending_start, self._pending_start)
         await asyncio.to_thread(self._replace, checkpoint, pending)
 
     async def loaded(self, checkpoint: TrainingRecord) -> None:
         """Forgets everything: training goes on from the checkpoint, without gradients."""
         await asyncio.to_thread(self._replace, checkpoint, b"")
+        self._is_behind = False
+
+    def _check_not_behind(self) -> None:
+        if self._is_behind:
+            raise DiskFull(f"{self._path} lacks a command that was carried out; start the trainer anew", path=self._path)
 
     def _begin(self, record: TrainingRecord) -> None:
+        self._check_not_behind()
         try:
             self._failpoints.hit("log.begin")
             _write(self._fd, _frame(record, is_done=False), at=self._end)
@@ -86,9 +92,14 @@ class TrainingLog:
             raise DiskFull(f"{self._path} cannot be written: {error.strerror}; nothing was trained", path=self._path) from error
 
     def _commit(self, record: TrainingRecord) -> None:
-        self._failpoints.hit("log.commit")
-        os.pwrite(self._fd, b"\1", self._end + _DONE_OFFSET)
-        os.fdatasync(self._fd)
+        try:
+            self._failpoints.hit("log.commit")
+            os.pwrite(self._fd, b"\1", self._end + _DONE_OFFSET)
+            os.fdatasync(self._fd)
+        except OSError as error:
+            self._is_behind = True
+            text = f"{self._path} cannot be written: {error.strerror}; the trainer is ahead of it, start it anew"
+            raise DiskFull(text, path=self._path) from error
         self._advance(record)
 
     def _advance(self, record: TrainingRecord) -> None:
@@ -112,6 +123,33 @@ class TrainingLog:
             raise DiskFull(f"{aside} cannot be written: {error.strerror}", path=aside) from error
         os.close(self._fd)
         self._fd, self._pending_start, self._end = fd, len(first), len(first) + len(pending)
+
+
+def read_training_log(path: Path) -> list[TrainingRecord]:
+    """What a log holds, without changing it, also beside the trainer that writes it. Raises PathNotFound, or InvalidArgument."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise PathNotFound(f"there is no training log at {path}", path=path) from error
+    try:
+        return list(_records(fd, path))
+    finally:
+        os.close(fd)
+
+
+def _records(fd: int, path: Path) -> Iterator[TrainingRecord]:
+    at, size = 0, os.fstat(fd).st_size  # first the size: a trainer may be writing
+    while len(header := os.pread(fd, _HEADER.size, at)) == _HEADER.size:
+        num_bytes, checksum, is_done = _HEADER.unpack(header)
+        num_left = max(0, size - at - _HEADER.size)
+        if not is_done and (num_bytes >= num_left or not os.pread(fd, num_left, at + _HEADER.size).strip(b"\0")):
+            return
+        content = os.pread(fd, min(num_bytes, num_left), at + _HEADER.size)
+        if is_done != 1 or len(content) != num_bytes or zlib.crc32(content) != checksum:
+            raise InvalidArgument("state_dir", f"{path} is damaged at byte {at}; start the node anew and load a checkpoint")
+        yield TrainingRecord.FromString(content)
+        at += _HEADER.size + num_bytes
+        size = os.fstat(fd).st_size
 
 
 def _frame(record: TrainingRecord, *, is_done: bool) -> bytes:

@@ -1,0 +1,281 @@
+"""Replays a journal against the ring of stages, and names the first promise that it shows broken. Pure: no I/O.
+
+The journal tells what the coordinator asked and what it heard. A lost answer and a service that was started anew leave more than one
+place where a service may be (`whereabouts`); what fits none of them is broken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from tasuki.coordinator.history import BegunChangeover, ChangeoverEnding, History, StageIntent, StageResult
+from tasuki.coordinator.invariants import Broken, Invariant, Violation
+from tasuki.coordinator.journal import id_number, id_text
+from tasuki.coordinator.phases import HOLDS, RULES, Phase, Service, Stage, next_stage, since_phase, standing, undo_path
+from tasuki.coordinator.records import Status
+from tasuki.coordinator.weights_trace import WeightsTrace
+from tasuki.coordinator.whereabouts import Whereabouts
+from tasuki.wire.errors import DeadlineExceeded, InternalError, Interrupted, PeerUnavailable, StageOrder
+
+
+@dataclass(slots=True)
+class Audit:
+    """What a journal holds, up to the first violation, if there is one."""
+
+    num_epochs: int = 0
+    num_changeovers: int = 0
+    num_done: int = 0
+    num_failed: int = 0
+    num_interrupted: int = 0
+    num_stages: int = 0
+    num_stages_done: int = 0
+    num_stages_failed: int = 0
+    num_stages_undone: int = 0
+    num_unanswered: int = 0
+    num_versions_served: int = 0
+    num_rewinds: int = 0
+    """How often training began anew, or at an older checkpoint."""
+    violation: Violation | None = None
+
+
+def audit(history: History) -> Audit:
+    """Replays the history until its end or the first violation."""
+    found = Audit(num_epochs=len(history.epochs))
+    try:
+        results = _results(history)
+        endings = _endings(history)
+        replay = _Replay(history, found, results=results, endings=endings)
+        replay.run()
+        found.num_versions_served, found.num_rewinds = replay.weights.num_served, replay.weights.num_rewinds
+    except Broken as broken:
+        found.violation = broken.violation
+    return found
+
+
+def _results(history: History) -> dict[int, StageResult]:
+    """By the intent's id."""
+    intents = {intent.id: intent for intent in history.intents}
+    results: dict[int, StageResult] = {}
+    for result in history.results:
+        intent = intents.get(result.id)
+        if intent is None:
+            raise Broken.at_changeover(Invariant.ONE_RESULT, f"an intent for result {result.id}")
+        if result.id in results:
+            raise Broken.at_intent(intent, Invariant.ONE_RESULT, "one result, found two")
+        possible = (Status.UNDONE if intent.is_undo else Status.DONE, Status.FAILED)
+        if result.status not in possible or (result.status is Status.FAILED) is not bool(result.error_reason):
+            expected = f"{possible[0]}, or FAILED with a reason, found {result.status} with reason {result.error_reason!r}"
+            raise Broken.at_intent(intent, Invariant.ONE_RESULT, expected)
+        results[result.id] = result
+    return results
+
+
+def _endings(history: History) -> dict[str, ChangeoverEnding]:
+    """By the changeover's id."""
+    begun = {changeover.id for changeover in history.changeovers}
+    endings: dict[str, ChangeoverEnding] = {}
+    for ending in history.endings:
+        name = ending.changeover_id
+        if name not in begun:
+            raise Broken.at_changeover(Invariant.ONE_RESULT, "a changeover for this ending", name)
+        if name in endings:
+            raise Broken.at_changeover(Invariant.ONE_RESULT, "one ending, found two", name)
+        if ending.status is not (Status.FAILED if ending.error_reason else Status.DONE):
+            expected = f"DONE, or FAILED with a reason, found {ending.status} with reason {ending.error_reason!r}"
+            raise Broken.at_changeover(Invariant.ONE_RESULT, expected, name)
+        endings[name] = ending
+    return endings
+
+
+_UNKNOWN = {error.reason for error in (DeadlineExceeded, InternalError, PeerUnavailable, Interrupted)}
+"""Reasons after which a command may have been carried out all the same."""
+
+
+@dataclass(slots=True)
+class _Replay:
+    history: History
+    found: Audit
+    results: dict[int, StageResult]
+    endings: dict[str, ChangeoverEnding]
+    services: dict[Service, Whereabouts] = field(default_factory=lambda: {service: Whereabouts() for service in Service})
+    """The trainer first."""
+    believed: Stage | None = None
+    """Where the coordinator takes the node to be; None after an undo, when it asks."""
+    ways_back: list[tuple[Stage, ...]] = field(default_factory=list)
+    """What may be taken back next, while stages are taken back."""
+    weights: WeightsTrace = field(default_factory=WeightsTrace)
+
+    def run(self) -> None:
+        self._check_numbers()
+        self._check_one_open()
+        self._check_settled()
+        for changeover, intents in self._changeovers():
+            self._begin(changeover, intents)
+            for intent in intents:
+                self._intend(intent)
+                self._conclude(intent, self.results.get(intent.id))
+            self._end(changeover, self.endings.get(changeover.id))
+
+    def _check_numbers(self) -> None:
+        epoch, sequence = 0, 0
+        for intent in self.history.intents:
+            if intent.epoch not in self.history.epochs or intent.epoch < epoch:
+                raise Broken.at_intent(intent, Invariant.NUMBERS_GROW, f"an epoch that was begun, and none below {epoch}")
+            if intent.epoch == epoch and intent.sequence <= sequence:
+                raise Broken.at_intent(intent, Invariant.NUMBERS_GROW, f"a sequence above {sequence}")
+            epoch, sequence = intent.epoch, intent.sequence
+        epoch = 0
+        for changeover in self.history.changeovers:
+            if changeover.epoch not in self.history.epochs or changeover.epoch < epoch:
+                expected = f"an epoch that was begun, and none below {epoch}, found {changeover.epoch}"
+                raise Broken.at_changeover(Invariant.NUMBERS_GROW, expected, changeover.id, epoch=changeover.epoch)
+            epoch = changeover.epoch
+
+    def _check_one_open(self) -> None:
+        last = 0
+        begun = {changeover.id for changeover in self.history.changeovers}
+        for intent in self.history.intents:
+            number = id_number(intent.changeover_id)
+            if intent.changeover_id not in begun or number < last:
+                raise Broken.at_intent(intent, Invariant.ONE_OPEN, f"a changeover that was begun, none before {id_text(last)}")
+            last = number
+
+    def _check_settled(self) -> None:
+        for intent in self.history.intents[:-1]:
+            if intent.id not in self.results:
+                raise Broken.at_intent(intent, Invariant.SETTLED, "a result, since another intent follows")
+
+    def _changeovers(self) -> Iterator[tuple[BegunChangeover, list[StageIntent]]]:
+        """Each with its intents; a changeover is over when the next one begins."""
+        intents = list(self.history.intents)
+        for number, changeover in enumerate(self.history.changeovers, start=1):
+            own: list[StageIntent] = []
+            while intents and intents[0].changeover_id == changeover.id:
+                own.append(intents.pop(0))
+            for intent in own:
+                if intent.epoch != changeover.epoch:
+                    expected = f"epoch {changeover.epoch}, in which the changeover began"
+                    raise Broken.at_intent(intent, Invariant.ONE_OPEN, expected)
+            yield changeover, own
+            if number < len(self.history.changeovers) and changeover.id not in self.endings:
+                expected = f"an ending, since {self.history.changeovers[number].id} began after it"
+                raise Broken.at_changeover(Invariant.ONE_OPEN, expected, changeover.id, epoch=changeover.epoch)
+
+    def _begin(self, changeover: BegunChangeover, intents: Sequence[StageIntent]) -> None:
+        self.found.num_changeovers += 1
+        self.ways_back = []
+        for service, whereabouts in self.services.items():
+            if intents:
+                whereabouts.seen(intents[0].boot_ids[service])
+        if not self._narrow(changeover.origin, or_new=not intents):
+            expected = f"origin {_names(self._places(or_new=not intents))}, found {changeover.origin}"
+            raise Broken.at_changeover(Invariant.ORIGIN, expected, changeover.id, epoch=changeover.epoch)
+        self.believed = changeover.origin
+        if intents:
+            for whereabouts in self.services.values():
+                whereabouts.seen_again()
+
+    def _intend(self, intent: StageIntent) -> None:
+        self.found.num_stages += 1
+        for service, whereabouts in self.services.items():
+            whereabouts.seen(intent.boot_ids[service])
+        self._check_holder(intent)
+        if intent.is_undo:
+            self._check_undo(intent)
+            self.believed = None
+            return
+        self.ways_back = []
+        after = RULES[intent.stage].after
+        if not self._narrow(after) and after is not self.believed:
+            allowed = sorted({next_stage(at) for at in self._places()})
+            raise Broken.at_intent(intent, Invariant.RING, f"{_names(allowed)}, since the node is at {_names(self._places())}")
+
+    def _check_holder(self, intent: StageIntent) -> None:
+        trainer, rollout = self.services[Service.TRAINER], self.services[Service.ROLLOUT]
+        takes_kv = intent.stage is Stage.RESUME_KV and not intent.is_undo
+        if takes_kv and Stage.OFFLOAD not in trainer.may_be():
+            raise Broken.at_intent(intent, Invariant.ONE_HOLDER, f"the trainer at OFFLOAD, it is at {_names(trainer.may_be())}")
+        takes_back = intent.stage is (Stage.OFFLOAD if intent.is_undo else Stage.LOAD_TRAINER)
+        asleep = {None, Stage.PAUSE_WEIGHTS}
+        if takes_back and not asleep & rollout.may_be():
+            raise Broken.at_intent(intent, Invariant.ONE_HOLDER, f"rollout asleep, it is at {_names(rollout.may_be())}")
+
+    def _check_undo(self, intent: StageIntent) -> None:
+        if not self.ways_back:
+            for at in self._places():
+                done = since_phase(at)
+                begun = ((*done, next_stage(at)), done, (Stage.LOAD_TRAINER, *done))
+                self.ways_back += [undo_path(stages) for stages in begun]
+        expected = sorted({way[0] for way in self.ways_back if way})
+        self.ways_back = [way[1:] for way in self.ways_back if way and way[0] is intent.stage]
+        if not self.ways_back:
+            raise Broken.at_intent(intent, Invariant.UNDO, f"the undo of {_names(expected)}")
+
+    def _conclude(self, intent: StageIntent, result: StageResult | None) -> None:
+        whereabouts = self.services[RULES[intent.stage].service]
+        if result is None:
+            self.found.num_unanswered += 1
+            whereabouts.not_heard(intent.stage, is_undo=intent.is_undo)
+        elif result.status is Status.FAILED:
+            self.found.num_stages_failed += 1
+            if result.error_reason == StageOrder.reason:
+                whereabouts.out_of_order(intent.stage, is_undo=intent.is_undo)
+                return
+            if result.error_reason not in _UNKNOWN:
+                whereabouts.refused(intent.stage, is_undo=intent.is_undo)
+                return
+            whereabouts.not_heard(intent.stage, is_undo=intent.is_undo)
+            self.weights.not_heard(intent)
+        else:
+            self.found.num_stages_undone += intent.is_undo
+            self.found.num_stages_done += not intent.is_undo
+            at = whereabouts.may_be()
+            if result.is_settled and intent.is_undo:
+                # Nothing is left of the stage, be it that the undo was carried out, or that there was nothing to take back.
+                whereabouts.not_heard(intent.stage, is_undo=True)
+            elif not whereabouts.carried_out(intent.stage, is_undo=intent.is_undo) and not whereabouts.at_if_new - {None}:
+                raise Broken.at_intent(intent, Invariant.RING, f"a refusal, since the service is at {_names(at)}")
+            self.believed = None if intent.is_undo else intent.stage
+            self.weights.carried_out(intent, result)
+
+    def _end(self, changeover: BegunChangeover, ending: ChangeoverEnding | None) -> None:
+        if ending is None:
+            return
+        self.found.num_done += ending.status is Status.DONE
+        self.found.num_failed += ending.status is Status.FAILED
+        self.found.num_interrupted += ending.error_reason == Interrupted.reason
+        if ending.status is not Status.DONE:
+            return
+        places = self._places(or_new=True)
+        if HOLDS[changeover.target] not in places:
+            expected = f"the node at {HOLDS[changeover.target]}, it is at {_names(places)}"
+            raise Broken.at_changeover(Invariant.TARGET, expected, changeover.id, epoch=changeover.epoch)
+        served = self.weights.held_version
+        if changeover.target is Phase.ROLLOUT and served is not None and ending.policy_version != served:
+            expected = f"version {served} as the one that is served, found {ending.policy_version}"
+            raise Broken.at_changeover(Invariant.TARGET, expected, changeover.id, epoch=changeover.epoch)
+
+    def _places(self, *, or_new: bool = False) -> set[Stage]:
+        """Where the node may stand. or_new: also if a service was started anew of which the journal does not know yet."""
+        return {at for _, at in self._standings(or_new=or_new)}
+
+    def _narrow(self, at: Stage, *, or_new: bool = False) -> bool:
+        """Takes it as known that the node stood at `at`; False when it cannot have."""
+        fitting = [pair for pair, place in self._standings(or_new=or_new) if place is at]
+        for index, whereabouts in enumerate(self.services.values()):
+            if fitting and not whereabouts.is_absent:
+                whereabouts.at = {pair[index] for pair in fitting}
+        return bool(fitting)
+
+    def _standings(self, *, or_new: bool) -> Iterator[tuple[tuple[Stage | None, Stage | None], Stage]]:
+        trainers, rollouts = (one.may_be() | (one.at_if_new if or_new else set()) for one in self.services.values())
+        for trainer in trainers:
+            for rollout in rollouts:
+                place = standing(trainer=trainer, rollout=rollout)
+                if place is not None:
+                    yield (trainer, rollout), place
+
+
+def _names(stages: Sequence[Stage | None] | set[Stage] | set[Stage | None]) -> str:
+    return " or ".join(sorted(stage or "a fresh start" for stage in stages)) or "nowhere"

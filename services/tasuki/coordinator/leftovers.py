@@ -1,0 +1,26 @@
+"""What an earlier life of the coordinator left open in the journal, and how it is ended."""
+
+from __future__ import annotations
+
+from tasuki.coordinator.journal import Journal
+from tasuki.coordinator.phases import Stage, since_phase
+from tasuki.coordinator.records import Outcome
+from tasuki.wire.errors import Interrupted
+
+
+def close_interrupted(journal: Journal) -> str:
+    """Ends what earlier epochs left open. Returns the error of the last changeover, empty when it was well."""
+    for left in journal.unfinished():
+        error = Interrupted(f"the coordinator stopped in the middle of {left.changeover_id}", changeover_id=left.changeover_id)
+        journal.end_changeover(left.changeover_id, seconds=0.0, error=error)
+    latest = journal.latest()
+    return f"{latest.error_reason}: {latest.error_message}" if latest is not None and latest.error_reason else ""
+
+
+def settle(journal: Journal, at: Stage) -> None:
+    """Gives the stages whose outcome no coordinator learned the one that the services show."""
+    for intent in journal.unresolved():
+        if (intent.stage in (at, *since_phase(at))) is not intent.is_undo:
+            journal.done(intent, Outcome(), seconds=0.0)
+        else:
+            journal.failed(intent, Interrupted(f"the coordinator stopped before {intent.stage} was answered"), seconds=0.0)

@@ -1,0 +1,327 @@
+"""A node in one thread and in virtual time: the real coordinator and journal, simulated services, and a network that fails on request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from tasuki.coordinator.audit import Audit, audit
+from tasuki.coordinator.history import read_history
+from tasuki.coordinator.journal import Journal
+from tasuki.coordinator.node import Node
+from tasuki.coordinator.operation import Operation
+from tasuki.coordinator.peers import GrpcPeers
+from tasuki.coordinator.phases import Phase, Service, Stage
+from tasuki.rollout.stages import Stage as RolloutStage
+from tasuki.v1 import trainer_pb2, types_pb2
+from tasuki.wire.errors import DeadlineExceeded, OutOfGpuMemory, PeerUnavailable, TasukiError
+from tests.unit.simulated_services import Disk, SimulatedRollout, SimulatedService, SimulatedTrainer
+
+STAGE_TIMEOUT_S, RECOVERY_TIMEOUT_S, RESTART_S, LATE_S = 60.0, 120.0, 1.0, 0.5
+_LATENCY_S = 0.001
+_NEVER_S = 7200.0
+
+
+class Fault(StrEnum):
+    """What happens to one call."""
+
+    DROP = "the request is lost"
+    LOSE = "the answer is lost"
+    LATE = "the caller hears that the connection broke, and the request arrives a moment later"
+    DUPLICATE = "the request arrives twice"
+    SLOW = "the service takes half its deadline"
+    HANG = "the service does not come to an end"
+    REFUSE = "the service has no room"
+    CORRUPT = "what SYNC receives is damaged"
+    KILL = "the service dies before it begins"
+    KILL_AFTER = "the service dies before it answers"
+    KILL_OTHER = "the other service dies"
+    CRASH = "the coordinator dies while the service works"
+
+
+class CrashPoint(StrEnum):
+    """Where the coordinator dies at a journal write."""
+
+    INTEND = "intend"
+    INTENDED = "intended"
+    NOTE = "note"
+    NOTED = "noted"
+
+
+class Crash(BaseException):
+    """Ends the coordinator as SIGKILL does: no handler of its own runs."""
+
+
+class _JournalFailpoints:
+    """Stands where the journal's own failpoints do. armed: the point and how often it is passed before; full: the disk instead."""
+
+    def __init__(self, on_crash: Callable[[], None]) -> None:
+        self.armed: tuple[CrashPoint, int] | None = None
+        self.is_full = False
+        self._on_crash = on_crash
+
+    def hit(self, point: str) -> bool:
+        if self.armed is None or point.rpartition(".")[2] != self.armed[0]:
+            return False
+        if self.armed[1] > 0:
+            self.armed = (self.armed[0], self.armed[1] - 1)
+            return False
+        self.armed = None
+        if self.is_full:
+            raise OSError(28, "No space left on device")
+        self._on_crash()
+        raise Crash
+
+
+class _Stub:
+    """Stands where a gRPC stub does."""
+
+    def __init__(self, node: SimulatedNode, service: Service) -> None:
+        self._node, self._service = node, service
+
+    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
+        return lambda request, timeout: self._node.call(self._service, method, request, timeout)
+
+
+class SimulatedPeers(GrpcPeers):
+    """The coordinator's own, with stubs that lead into the simulation."""
+
+    def __init__(self, node: SimulatedNode) -> None:
+        self._trainer = self._rollout = None
+        self._memory = {service: _Stub(node, service) for service in Service}
+        self._trainer, self._rollout = self._memory[Service.TRAINER], self._memory[Service.ROLLOUT]
+        self._timeout_s, self._drain_grace_s = STAGE_TIMEOUT_S, 10.0
+
+
+class SimulatedNode:
+    """Services that a supervisor starts anew, and one coordinator at a time. fault: asked at each call what goes wrong with it."""
+
+    def __init__(self, folder: Path, *, fault: Callable[[], Fault | None], waits_for_room: bool) -> None:
+        """waits_for_room: as on CUDA, a service that starts waits until the other one has left the GPU."""
+        self._path = folder / "journal.sqlite"
+        self._fault, self._waits_for_room = fault, waits_for_room
+        self.failpoints = _JournalFailpoints(self._crash)
+        self.disk = Disk()
+        self.lives: dict[Service, list[SimulatedService]] = {service: [] for service in Service}
+        self.trainer: SimulatedTrainer | None = None
+        self.rollout: SimulatedRollout | None = None
+        self.num_calls = self.num_crashes = self.num_kills = 0
+        self._served = 0
+        self._starting: set[Service] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._begin_life(Service.ROLLOUT)
+        self._begin_life(Service.TRAINER)
+        self._start_coordinator()
+
+    # The coordinator.
+
+    def _start_coordinator(self) -> None:
+        self._crashed = asyncio.Event()
+        self._journal = Journal(self._path, failpoints=self.failpoints)
+        self._journal.begin_epoch("coordinator")
+        self.node = Node(
+            self._journal,
+            SimulatedPeers(self),
+            boot_id="coordinator",
+            trainer_target="",
+            rollout_target="",
+            restart=lambda service, cause: self._later(0.1, lambda: self.kill(service)),
+            recovery_timeout_s=RECOVERY_TIMEOUT_S,
+        )
+        self._recovery = self._task(self.node.recover())
+
+    def _crash(self) -> None:
+        self.num_crashes += 1
+        self._crashed.set()
+
+    async def _bury_coordinator(self) -> None:
+        self._journal.close()
+        self._recovery.cancel()
+        await self.node.stop()
+
+    async def ask(self, operation: Callable[[], Operation]) -> TasukiError | None:
+        """Has the coordinator, and its successors, carry an operation out, as a client that asks again does. Returns its error."""
+        async with asyncio.timeout(_NEVER_S):
+            while True:
+                following = self._task(_follow(operation()))
+                await self._unless_crashed(following)
+                if not self._crashed.is_set():
+                    return following.result()
+                await self._bury_coordinator()
+                await asyncio.sleep(0.5)
+                self._start_coordinator()
+
+    async def _unless_crashed(self, task: asyncio.Task[Any]) -> None:
+        crashed = self._task(self._crashed.wait())
+        await asyncio.wait({task, crashed}, return_when=asyncio.FIRST_COMPLETED)
+        crashed.cancel()
+
+    async def acquire(self, phase: Phase, request_id: str) -> TasukiError | None:
+        return await self.ask(lambda: self.node.acquire(phase, request_id))
+
+    async def run_stage(self, stage: Stage, request_id: str) -> TasukiError | None:
+        return await self.ask(lambda: self.node.run_stage(stage, request_id))
+
+    async def learn(self, request_id: str) -> TasukiError | None:
+        """One optimizer step on one sample."""
+        command = types_pb2.CommandId(request_id=request_id)
+        try:
+            await self.call(Service.TRAINER, "OptimStep", trainer_pb2.OptimStepRequest(command=command), STAGE_TIMEOUT_S)
+        except TasukiError as error:
+            return error
+        except Crash:
+            return PeerUnavailable("the coordinator died")
+        return None
+
+    # The services.
+
+    def life(self, service: Service) -> SimulatedService | None:
+        return self.trainer if service is Service.TRAINER else self.rollout
+
+    def _begin_life(self, service: Service) -> None:
+        boot_id = f"{service}-{len(self.lives[service]) + 1}"
+        if service is Service.TRAINER:
+            self.trainer = SimulatedTrainer(boot_id, self.disk)
+            self.lives[service].append(self.trainer)
+        else:
+            self.rollout = SimulatedRollout(boot_id, lambda: self.trainer, self._see_served)
+            self.lives[service].append(self.rollout)
+        self._check_holders()
+
+    def kill(self, service: Service) -> None:
+        life = self.life(service)
+        if life is not None:
+            self.num_kills += 1
+            life.died.set()
+        if service is Service.TRAINER:
+            self.trainer = None
+        else:
+            self.rollout = None
+        if service not in self._starting:
+            self._starting.add(service)
+            self._task(self._start(service))
+
+    async def _start(self, service: Service) -> None:
+        """What the supervisor does, and what the service does until it answers."""
+        await asyncio.sleep(RESTART_S)
+        while self._waits_for_room and not self._has_room(service):
+            await asyncio.sleep(0.2)
+        self._starting.discard(service)
+        self._begin_life(service)
+
+    def _has_room(self, service: Service) -> bool:
+        if service is Service.ROLLOUT:
+            return self.trainer is None or not self.trainer.is_resident
+        return self.rollout is not None and not self.rollout.is_resident
+
+    def _see_served(self, version: int) -> None:
+        assert version >= self._served, f"version {version} is served after {self._served}"
+        self._served = version
+
+    def _check_holders(self) -> None:
+        if self._waits_for_room and self.trainer is not None and self.rollout is not None:
+            has_kv = self.rollout.stage in (RolloutStage.RESUME_KV, RolloutStage.DRAIN)
+            assert not (has_kv and self.trainer.is_resident), "trainer and rollout both hold the GPUs"
+
+    # The network.
+
+    async def call(self, service: Service, method: str, request: Any, timeout: float) -> Any:
+        self.num_calls += 1
+        fault = self._fault()
+        await asyncio.sleep(_LATENCY_S)
+        self._prepare(service, fault)
+        if fault is Fault.LATE:
+            addressed = self.life(service)
+            self._later(LATE_S, lambda: self._arrive(addressed, service, method, request))
+        if fault in (Fault.DROP, Fault.LATE):
+            raise PeerUnavailable("connection reset")
+        life = self.life(service)
+        if life is None:
+            raise PeerUnavailable("nobody listens")
+        if fault is Fault.DUPLICATE:
+            self._task(getattr(life, method)(request))
+        working = self._task(getattr(life, method)(request))
+        if fault is Fault.CRASH:
+            self._crash()
+            raise Crash
+        await self._wait(working, life, timeout)
+        self._check_holders()
+        if fault is Fault.KILL_AFTER:
+            self.kill(service)
+        if fault in (Fault.LOSE, Fault.KILL_AFTER):
+            raise PeerUnavailable("connection reset")
+        if isinstance(life, SimulatedRollout) and life.poison is not None:
+            self._later(0.2, lambda: self.kill(Service.ROLLOUT) if life is self.rollout else None)
+        return working.result()
+
+    def _prepare(self, service: Service, fault: Fault | None) -> None:
+        other = Service.ROLLOUT if service is Service.TRAINER else Service.TRAINER
+        if fault in (Fault.KILL, Fault.KILL_OTHER):
+            self.kill(service if fault is Fault.KILL else other)
+        life = self.life(service)
+        if life is not None:
+            life.weather.seconds = STAGE_TIMEOUT_S / 2 if fault is Fault.SLOW else 0.1
+            life.weather.hangs = fault is Fault.HANG
+            life.weather.refusal = OutOfGpuMemory("no room") if fault is Fault.REFUSE else None
+            life.weather.corrupts = fault is Fault.CORRUPT
+
+    async def _wait(self, working: asyncio.Task[Any], life: SimulatedService, timeout: float) -> None:
+        died = self._task(life.died.wait())
+        done, _ = await asyncio.wait({working, died}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        died.cancel()
+        if working not in done:
+            raise PeerUnavailable("the service ended") if done else DeadlineExceeded("it did not answer")
+
+    def _arrive(self, life: SimulatedService | None, service: Service, method: str, request: Any) -> None:
+        """A connection leads to one life of a service."""
+        if life is not None and life is self.life(service):
+            self._task(getattr(life, method)(request)).add_done_callback(lambda _: self._check_holders())
+
+    def _later(self, seconds: float, action: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_later(seconds, action)
+
+    def _task(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            error = task.exception()
+            if isinstance(error, AssertionError):
+                self.broken = error
+
+    broken: AssertionError | None = None
+
+    # The end.
+
+    async def close(self) -> Audit:
+        """Stops everything, and audits the journal. Raises AssertionError for whatever was not as it must be."""
+        await self._bury_coordinator()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self.broken is not None:
+            raise self.broken
+        for lives in self.lives.values():
+            for life in lives:
+                twice = [request_id for request_id, count in life.executed.items() if count > 1]
+                assert twice == [], f"{life.boot_id} carried {twice} out more than once"
+        found = audit(read_history(self._path))
+        assert found.violation is None, found.violation
+        return found
+
+
+async def _follow(operation: Operation) -> TasukiError | None:
+    try:
+        async for _ in operation.follow():
+            pass
+    except TasukiError as error:
+        return error
+    return None

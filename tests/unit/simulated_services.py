@@ -1,0 +1,215 @@
+"""Trainer and rollout without a model: the real command gate, the real stage rules, and the bytes left out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tasuki.rollout import stages as rollout_stages
+from tasuki.rpc.commands import CommandGate, digest
+from tasuki.trainer import stages as trainer_stages
+from tasuki.v1 import memory_pb2, rollout_pb2, trainer_pb2, types_pb2, weights_pb2
+from tasuki.wire.errors import BadHandle, TasukiError, VersionOrder, WeightsCorrupt
+
+_ROLLOUT_STAGES = {
+    getattr(types_pb2, f"STAGE_{stage.name}"): stage
+    for stage in rollout_stages.Stage
+    if stage is not rollout_stages.Stage.START
+}
+_STAGE_VALUES = {stage: value for value, stage in _ROLLOUT_STAGES.items()}
+
+
+@dataclass
+class Disk:
+    """What outlives the trainer's lives: the optimizer steps in its log, by request id and in their order."""
+
+    steps: dict[str, bytes] = field(default_factory=dict)
+
+
+@dataclass
+class Weather:
+    """What goes wrong inside a service, once: before a stage is carried out. `seconds`: how long each takes."""
+
+    refusal: TasukiError | None = None
+    hangs: bool = False
+    corrupts: bool = False
+    seconds: float = 0.1
+
+    async def __call__(self) -> None:
+        await asyncio.sleep(3600.0 if self.hangs else self.seconds)
+        refusal, self.refusal, self.hangs = self.refusal, None, False
+        if refusal is not None:
+            raise refusal
+
+
+class SimulatedService:
+    """One life of a service. executed: how often each command was carried out in it."""
+
+    def __init__(self, boot_id: str) -> None:
+        self.boot_id = boot_id
+        self.gate = CommandGate()
+        self.weather = Weather()
+        self.executed: Counter[str] = Counter()
+        self.died = asyncio.Event()
+
+    async def _stage(self, request: Any, act: Callable[[], Awaitable[Any]]) -> Any:
+        return await self.gate.stage(request, self._counted(request, act))
+
+    def _counted(self, request: Any, act: Callable[[], Awaitable[Any]]) -> Callable[[], Awaitable[Any]]:
+        async def counted() -> Any:
+            self.executed[request.command.request_id] += 1
+            return await act()
+
+        return counted
+
+
+class SimulatedTrainer(SimulatedService):
+    """Learns by counting. A new life goes on from the disk."""
+
+    def __init__(self, boot_id: str, disk: Disk) -> None:
+        super().__init__(boot_id)
+        self.stage: Any = types_pb2.STAGE_UNSPECIFIED
+        self.published: int | None = None
+        self._disk = disk
+        for version, (request_id, content) in enumerate(disk.steps.items(), start=1):
+            self.gate.restore(request_id, content=content, answer=trainer_pb2.OptimStepResponse(policy_version=version))
+
+    @property
+    def version(self) -> int:
+        return len(self._disk.steps)
+
+    @property
+    def is_resident(self) -> bool:
+        return self.stage != types_pb2.STAGE_OFFLOAD
+
+    async def OptimStep(self, request: trainer_pb2.OptimStepRequest) -> trainer_pb2.OptimStepResponse:
+        async def step() -> trainer_pb2.OptimStepResponse:
+            trainer_stages.raise_unless_loaded(self.stage)
+            await self.weather()
+            if not self.died.is_set():
+                assert request.command.request_id not in self._disk.steps, "a sample is trained twice"
+                self._disk.steps[request.command.request_id] = digest(request)
+            return trainer_pb2.OptimStepResponse(policy_version=self.version)
+
+        return await self.gate.once(request, self._counted(request, step))
+
+    async def PublishWeights(self, request: trainer_pb2.PublishWeightsRequest) -> trainer_pb2.PublishWeightsResponse:
+        async def publish() -> trainer_pb2.PublishWeightsResponse:
+            trainer_stages.raise_unless_next(types_pb2.STAGE_LOAD_WEIGHTS, after=self.stage)
+            await self.weather()
+            self.stage, self.published = types_pb2.STAGE_LOAD_WEIGHTS, self.version
+            weights = weights_pb2.PublishedWeights(policy_version=self.version, boot_id=self.boot_id)
+            return trainer_pb2.PublishWeightsResponse(weights=weights, published_bytes=1000)
+
+        return await self._stage(request, publish)
+
+    async def WithdrawWeights(self, request: trainer_pb2.WithdrawWeightsRequest) -> trainer_pb2.WithdrawWeightsResponse:
+        async def withdraw() -> trainer_pb2.WithdrawWeightsResponse:
+            self.stage, self.published = trainer_stages.stage_after_withdrawal(self.stage), None
+            return trainer_pb2.WithdrawWeightsResponse()
+
+        return await self._stage(request, withdraw)
+
+    async def Pause(self, request: memory_pb2.PauseRequest) -> memory_pb2.PauseResponse:
+        async def pause() -> memory_pb2.PauseResponse:
+            trainer_stages.raise_unless_next(request.stage, after=self.stage)
+            await self.weather()
+            self.stage = request.stage
+            return memory_pb2.PauseResponse(released_bytes=500)
+
+        return await self._stage(request, pause)
+
+    async def Resume(self, request: memory_pb2.ResumeRequest) -> memory_pb2.ResumeResponse:
+        async def resume() -> memory_pb2.ResumeResponse:
+            trainer_stages.raise_unless_next(request.stage, after=self.stage)
+            await self.weather()
+            self.stage, self.published = request.stage, None
+            return memory_pb2.ResumeResponse(mapped_bytes=500)
+
+        return await self._stage(request, resume)
+
+    async def GetTrainerState(self, request: Any) -> trainer_pb2.GetTrainerStateResponse:
+        return trainer_pb2.GetTrainerStateResponse(boot_id=self.boot_id, stage=self.stage, policy_version=self.version)
+
+
+class SimulatedRollout(SimulatedService):
+    """Serves a number. trainer: the one on the node now, whose memory it reads."""
+
+    def __init__(self, boot_id: str, trainer: Callable[[], SimulatedTrainer | None], on_served: Callable[[int], None]) -> None:
+        super().__init__(boot_id)
+        self.stage = rollout_stages.Stage.START
+        self.held: int | None = None
+        self.poison: str | None = None
+        self._highest = 0
+        self._trainer, self._on_served = trainer, on_served
+
+    @property
+    def is_resident(self) -> bool:
+        return self.stage not in (rollout_stages.Stage.START, rollout_stages.Stage.PAUSE_WEIGHTS)
+
+    @property
+    def served(self) -> int | None:
+        return self.held if self.stage in (rollout_stages.Stage.RESUME_KV, rollout_stages.Stage.DRAIN) else None
+
+    async def ReceiveWeights(self, request: rollout_pb2.ReceiveWeightsRequest) -> rollout_pb2.ReceiveWeightsResponse:
+        async def receive() -> rollout_pb2.ReceiveWeightsResponse:
+            rollout_stages.check_stage(rollout_stages.Stage.SYNC, after=self.stage, poison_reason=self.poison)
+            weights, trainer = request.weights, self._trainer()
+            if weights.policy_version < self._highest:
+                raise VersionOrder("an older version was asked for")
+            if trainer is None or (trainer.boot_id, trainer.published) != (weights.boot_id, weights.policy_version):
+                raise BadHandle(f"version {weights.policy_version} of {weights.boot_id!r} is not published")
+            await self.weather()
+            if self.weather.corrupts:
+                self.weather.corrupts, self.poison, self.held = False, "sync failed", None
+                raise WeightsCorrupt("a bit is wrong")
+            self.held, self.stage = weights.policy_version, rollout_stages.Stage.SYNC
+            return rollout_pb2.ReceiveWeightsResponse(policy_version=weights.policy_version, copied_bytes=1000)
+
+        return await self._stage(request, receive)
+
+    async def Drain(self, request: rollout_pb2.DrainRequest) -> rollout_pb2.DrainResponse:
+        async def drain() -> rollout_pb2.DrainResponse:
+            await self._move(rollout_stages.Stage.DRAIN)
+            return rollout_pb2.DrainResponse()
+
+        return await self._stage(request, drain)
+
+    async def Pause(self, request: memory_pb2.PauseRequest) -> memory_pb2.PauseResponse:
+        async def pause() -> memory_pb2.PauseResponse:
+            await self._move(_ROLLOUT_STAGES[request.stage])
+            return memory_pb2.PauseResponse(released_bytes=500)
+
+        return await self._stage(request, pause)
+
+    async def Resume(self, request: memory_pb2.ResumeRequest) -> memory_pb2.ResumeResponse:
+        async def resume() -> memory_pb2.ResumeResponse:
+            await self._move(_ROLLOUT_STAGES[request.stage])
+            return memory_pb2.ResumeResponse(mapped_bytes=500)
+
+        return await self._stage(request, resume)
+
+    async def GetRolloutState(self, request: Any) -> rollout_pb2.GetRolloutStateResponse:
+        return rollout_pb2.GetRolloutStateResponse(
+            boot_id=self.boot_id,
+            stage=_STAGE_VALUES.get(self.stage, types_pb2.STAGE_UNSPECIFIED),
+            policy_version=self.served,
+            received_version=self.held if self.served is None else None,
+            is_poisoned=self.poison is not None,
+            poison_reason=self.poison,
+        )
+
+    async def _move(self, stage: rollout_stages.Stage) -> None:
+        rollout_stages.check_stage(stage, after=self.stage, poison_reason=self.poison)
+        await self.weather()
+        self.stage = stage
+        if stage is rollout_stages.Stage.PAUSE_WEIGHTS:
+            self.held = None
+        if stage is rollout_stages.Stage.RESUME_KV:
+            assert self.held is not None, "a version is served that was never received"
+            self._highest = self.held
+            if not self.died.is_set():
+                self._on_served(self.held)

@@ -1,0 +1,80 @@
+"""A node in virtual time, in foul weather drawn from a seed: it always comes to the phase that is asked for, and learns everything once."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tasuki.coordinator.audit import Audit
+from tasuki.coordinator.phases import Phase
+from tasuki.wire.errors import WrongPhase
+from tests.unit.simulated_node import CrashPoint, Fault, SimulatedNode
+from tests.unit.virtual_time import VirtualTimeLoop
+
+NUM_SEEDS, NUM_CHUNKS, NUM_STEPS = 300, 10, 4
+
+
+async def simulate(seed: int, folder: Path) -> Audit:
+    """A few rounds of learning and serving, with one call in twenty or so going wrong."""
+    draw = random.Random(seed)
+    share = draw.choice((0.0, 0.05, 0.15, 0.3))
+    calm = False
+
+    def fault() -> Fault | None:
+        return None if calm or draw.random() > share else draw.choice(list(Fault))
+
+    node = SimulatedNode(folder, fault=fault, waits_for_room=draw.random() < 0.5)
+    for step in range(NUM_STEPS):
+        if draw.random() < share:
+            node.failpoints.armed = draw.choice(list(CrashPoint)), draw.randrange(8)
+            node.failpoints.is_full = draw.random() < 0.3
+        await reach(node, Phase.TRAIN, f"train {step}")
+        for attempt in range(100):
+            error = await node.learn(f"sample {step}")
+            if error is None:
+                break
+            if isinstance(error, WrongPhase):
+                await reach(node, Phase.TRAIN, f"train {step} again {attempt}")
+            await asyncio.sleep(1.0)
+        await reach(node, Phase.ROLLOUT, f"serve {step}")
+    calm, node.failpoints.armed = True, None
+    assert await node.acquire(Phase.ROLLOUT, "at last") is None
+    assert node.rollout is not None
+    assert node.rollout.served == NUM_STEPS == len(node.disk.steps)
+    assert await node.acquire(Phase.TRAIN, "at the very last") is None
+    assert node.node.state().phase is Phase.TRAIN
+    found = await node.close()
+    assert found.num_unanswered == 0
+    return found
+
+
+async def reach(node: SimulatedNode, phase: Phase, request_id: str) -> None:
+    """As a user does who asks again after an error."""
+    for attempt in range(50):
+        if await node.acquire(phase, f"{request_id} {attempt}") is None:
+            return
+    raise AssertionError(f"phase {phase} was not reached")
+
+
+@pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
+def test_every_seed_ends_in_the_asked_phase_with_a_clean_journal(chunk: int) -> None:
+    num_changeovers = 0
+    for seed in range(chunk, NUM_SEEDS, NUM_CHUNKS):
+        with tempfile.TemporaryDirectory(dir=memory_folder()) as folder:
+            try:
+                with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+                    num_changeovers += runner.run(simulate(seed, Path(folder))).num_changeovers
+            except BaseException as error:
+                error.add_note(f"seed {seed}")
+                raise
+    assert num_changeovers > 2 * NUM_STEPS * NUM_SEEDS // NUM_CHUNKS - NUM_SEEDS
+
+
+def memory_folder() -> str | None:
+    """Where a commit need not wait for a disk: the simulation kills no machine."""
+    shm = Path("/dev/shm")
+    return str(shm) if shm.is_dir() else None
