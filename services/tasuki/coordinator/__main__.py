@@ -15,6 +15,7 @@ from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock
 from tasuki.config.places import journal_path, node_targets, restart_request_path, socket_dir
 from tasuki.config.schema import NodeConfig
+from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.peers import GrpcPeers
@@ -74,6 +75,7 @@ async def _serve(config: NodeConfig) -> None:
         rollout_target=targets["rollout"],
         restart=restart,
         recovery_timeout_s=config.coordinator.recovery_timeout_s,
+        admission=Admission(peers, config, published_bytes=journal.published_bytes),
     )
     server = RpcServer(service="coordinator", target=targets["coordinator"])
     server.add(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 
+from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.peers import Observed, Peers
 from tasuki.coordinator.phases import RULES, Phase, Service, Stage, advance, path, since_phase, turns_back, undo_path
@@ -27,11 +29,21 @@ class Changeover:
     """Runs the stages of one hand-over. `at` is where the node stands."""
 
     def __init__(
-        self, changeover_id: str, *, seen: Observed, journal: Journal, peers: Peers, tell: Tell, restart: Restart
+        self,
+        changeover_id: str,
+        *,
+        seen: Observed,
+        journal: Journal,
+        peers: Peers,
+        tell: Tell,
+        restart: Restart,
+        admission: Admission | None = None,
     ) -> None:
+        """admission: None lets every stage begin."""
         self.id = changeover_id
         self.started = time.perf_counter()
         self._journal, self._peers, self._tell, self._restart = journal, peers, tell, restart
+        self._admission = admission
         self.stands(seen)
 
     def stands(self, seen: Observed) -> None:
@@ -39,6 +51,8 @@ class Changeover:
         self.at = seen.place()
         self._is_on_the_way_back = seen.is_on_the_way_back
         self._boots = {"trainer_boot_id": seen.trainer_boot_id, "rollout_boot_id": seen.rollout_boot_id}
+        if self._admission is not None:
+            self._admission.meet({Service.TRAINER: seen.trainer_boot_id, Service.ROLLOUT: seen.rollout_boot_id})
 
     async def bring_to(self, target: Phase) -> None:
         """Brings the node to `target`. When a stage fails, the finished ones are taken back and the stage's error is raised."""
@@ -60,12 +74,16 @@ class Changeover:
         await self._take_back((Stage.LOAD_TRAINER, *since_phase(self.at)))
 
     async def run(self, stage: Stage) -> None:
-        """Carries one stage out. Raises its error, and StageOrder when another stage must come first."""
+        """Carries one stage out. Raises its error, StageOrder when another stage must come first, and OutOfGpuMemory, with nothing
+        sent and nothing written down, when there is no room for it."""
         after = advance(self.at, stage)
+        if self._admission is not None:
+            await self._admission.admit(stage)
         intent = self._journal.intend(stage, self.id, is_undo=False, **self._boots)
         self._tell(StageEvent(self.id, stage, Status.STARTED, time=intent.time), self.at)
         published = self._journal.published() if stage is Stage.SYNC else Outcome()
-        await self._journalled(intent, self._peers.run(intent, published=published.answer), after)
+        async with self._admission.during(stage) if self._admission is not None else nullcontext():
+            await self._journalled(intent, self._peers.run(intent, published=published.answer), after)
 
     async def _take_back(self, stages: Sequence[Stage]) -> None:
         """Undoes `stages`, which stand in the order in which they were run, and asks the services where that led."""
@@ -90,9 +108,18 @@ class Changeover:
             outcome = await act
         except TasukiError as error:
             self._report(self._journal.failed(intent, error, seconds=time.perf_counter() - started))
+            self._forget_memory()
             raise
+        if intent.is_undo:
+            self._forget_memory()
+        elif self._admission is not None:
+            self._admission.done(intent.stage, outcome)
         self.at = leads_to
         self._report(self._journal.done(intent, outcome, seconds=time.perf_counter() - started))
+
+    def _forget_memory(self) -> None:
+        if self._admission is not None:
+            self._admission.forget()
 
     def _report(self, event: StageEvent) -> None:
         _log.info(

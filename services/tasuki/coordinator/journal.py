@@ -194,6 +194,15 @@ class Journal:
         ).fetchone()
         return Outcome(row["bytes"], answer=row["answer"], policy_version=row["policy_version"]) if row else Outcome()
 
+    def published_bytes(self, trainer_boot_id: str) -> int | None:
+        """Of the last LOAD_WEIGHTS of this incarnation of the trainer; None when it has published nothing yet."""
+        row = self._db.execute(
+            "SELECT bytes FROM results JOIN stages USING (id) WHERE stage = ? AND status = ? AND trainer_boot_id = ?"
+            " ORDER BY id DESC LIMIT 1",
+            (Stage.LOAD_WEIGHTS, Status.DONE, trainer_boot_id),
+        ).fetchone()
+        return row["bytes"] if row else None
+
     def find(self, request_id: str) -> ChangeoverRecord | None:
         """The changeover that a request began, in whatever epoch."""
         row = self._db.execute("SELECT number FROM changeovers WHERE request_id = ?", (request_id,)).fetchone()

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.changeover import Changeover, Restart
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.operation import Operation, Told, replayed
@@ -51,10 +52,12 @@ class Node:
         rollout_target: str,
         restart: Restart,
         recovery_timeout_s: float,
+        admission: Admission | None = None,
     ) -> None:
-        """recovery_timeout_s: how long a changeover waits for a service that is gone to come back."""
+        """recovery_timeout_s: how long a changeover waits for a service that is gone to come back. admission: None lets all begin."""
         self._journal, self._peers = journal, peers
         self._restart, self._recovery_timeout_s = restart, recovery_timeout_s
+        self._admission = admission
         self._boot_id, self._trainer_target, self._rollout_target = boot_id, trainer_target, rollout_target
         self._at: Stage | None = None
         self._policy_version: int | None = None
@@ -267,7 +270,13 @@ class Node:
     def _begin(self, request_id: str, seen: Observed, *, target: Phase) -> Changeover:
         changeover_id = self._journal.begin_changeover(request_id, origin=seen.place(), target=target)
         self._open = Changeover(
-            changeover_id, seen=seen, journal=self._journal, peers=self._peers, tell=self._tell, restart=self._restart
+            changeover_id,
+            seen=seen,
+            journal=self._journal,
+            peers=self._peers,
+            tell=self._tell,
+            restart=self._restart,
+            admission=self._admission,
         )
         return self._open
 
