@@ -305,6 +305,33 @@ async def test_bad_field_is_named(node: Node) -> None:
         assert (error.code, error.metadata["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, field)
 
 
+async def test_plan_is_told_while_a_changeover_runs(node: Node) -> None:
+    (node.config.model.path / "config.json").write_text(
+        '{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128,'
+        ' "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000,'
+        ' "max_position_embeddings": 256, "tie_word_embeddings": true}'
+    )
+    node.rollout.hold[STAGE_SYNC] = asyncio.Event()
+    running = asyncio.create_task(node.acquire(PHASE_ROLLOUT))
+    await node.rollout.held.wait()
+    answer = await node.stub.Plan(pb.PlanRequest(), timeout=DEADLINE_S)
+    assert not running.done()
+    assert answer.fits
+    assert [stage.stage for stage in answer.stages][:3] == ["TRAIN", "LOAD_WEIGHTS", "RESUME_WEIGHTS"]
+    assert {device.device for stage in answer.stages for device in stage.devices} == {"host"}
+    small = await node.stub.Plan(pb.PlanRequest(host_bytes=10**6), timeout=DEADLINE_S)
+    assert (small.fits, small.host_bytes) == (False, 10**6)
+    assert small.problems[0].startswith("the host lacks")
+    node.rollout.hold[STAGE_SYNC].set()
+    assert (await running)[-1].state.phase == PHASE_ROLLOUT
+
+
+async def test_plan_of_a_model_that_is_not_there_is_refused(node: Node) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await node.stub.Plan(pb.PlanRequest(), timeout=DEADLINE_S)
+    assert from_rpc_error(refused.value).reason == "PATH_NOT_FOUND"
+
+
 async def test_services_that_stay_away_are_named(tmp_path: Path) -> None:
     config = NodeConfig(
         state_dir=tmp_path / "state",

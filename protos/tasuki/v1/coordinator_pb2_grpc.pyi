@@ -57,6 +57,14 @@ class CoordinatorServiceStub:
 
     Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for a bad page_size or page_token.
     """
+    Plan: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.PlanRequest, _coordinator_pb2.PlanResponse]
+    """What the node's configuration takes of memory by the planner, stage by stage: arithmetic, of which nothing is measured but the size of
+    the devices. The first call of a large model takes seconds.
+
+    Phase: any, also while a changeover runs. Repeat: harmless, and answered from memory.
+    Errors: INVALID_ARGUMENT/INVALID_ARGUMENT and NOT_FOUND/PATH_NOT_FOUND for a model that cannot be read,
+    UNIMPLEMENTED/UNSUPPORTED_MODEL for one that the planner does not know; DEADLINE_EXCEEDED when nobody tells the size of a GPU.
+    """
 
 @_typing.type_check_only
 class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
@@ -86,6 +94,14 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """Changeovers from the journal, newest first. Any phase, harmless to repeat.
 
     Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for a bad page_size or page_token.
+    """
+    Plan: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.PlanRequest, _coordinator_pb2.PlanResponse]  # type: ignore[assignment]
+    """What the node's configuration takes of memory by the planner, stage by stage: arithmetic, of which nothing is measured but the size of
+    the devices. The first call of a large model takes seconds.
+
+    Phase: any, also while a changeover runs. Repeat: harmless, and answered from memory.
+    Errors: INVALID_ARGUMENT/INVALID_ARGUMENT and NOT_FOUND/PATH_NOT_FOUND for a model that cannot be read,
+    UNIMPLEMENTED/UNSUPPORTED_MODEL for one that the planner does not know; DEADLINE_EXCEEDED when nobody tells the size of a GPU.
     """
 
 class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -143,6 +159,20 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         """Changeovers from the journal, newest first. Any phase, harmless to repeat.
 
         Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for a bad page_size or page_token.
+        """
+
+    @_abc_1.abstractmethod
+    def Plan(
+        self,
+        request: _coordinator_pb2.PlanRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.PlanResponse, _abc.Awaitable[_coordinator_pb2.PlanResponse]]:
+        """What the node's configuration takes of memory by the planner, stage by stage: arithmetic, of which nothing is measured but the size of
+        the devices. The first call of a large model takes seconds.
+
+        Phase: any, also while a changeover runs. Repeat: harmless, and answered from memory.
+        Errors: INVALID_ARGUMENT/INVALID_ARGUMENT and NOT_FOUND/PATH_NOT_FOUND for a model that cannot be read,
+        UNIMPLEMENTED/UNSUPPORTED_MODEL for one that the planner does not know; DEADLINE_EXCEEDED when nobody tells the size of a GPU.
         """
 
 def add_CoordinatorServiceServicer_to_server(servicer: CoordinatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -59,6 +59,7 @@ class Admission:
         self._free: dict[str, int] | None = None
         self._export: Bytes = {}
         self._is_measured = False
+        self._sizes: dict[str, int] = {}
 
     def meet(self, boots: Mapping[Service, str]) -> None:
         """Takes the services' boot ids. What one that is gone had said is forgotten."""
@@ -117,9 +118,14 @@ class Admission:
             self._move_free({device: -size for device, size in taken_by(stage, usage).items()})
             self._usages[service] = after(stage, usage)
 
-    def device_bytes(self) -> dict[str, int]:
-        """Size of each device that was ever measured in the lives of the present services."""
-        return {one.device: one.total_bytes for usage in self._usages.values() for one in usage.devices}
+    async def gpu_bytes(self) -> int:
+        """Memory of the smallest device; remembered for good. Raises TasukiError when it is not known and nobody tells."""
+        if not self._sizes:
+            self._note_sizes(await self._memory.usage(Service.ROLLOUT))
+        return min(self._sizes.values())
+
+    def _note_sizes(self, usage: ServiceUsage) -> None:
+        self._sizes |= {one.device: one.total_bytes for one in usage.devices}
 
     def _move_free(self, sizes: Bytes) -> None:
         if self._free is not None:
@@ -184,6 +190,8 @@ class Admission:
         if not readings:
             return
         self._usages |= readings
+        for usage in readings.values():
+            self._note_sizes(usage)
         is_known = self._budget is None or len(self._usages) == len(Service)
         self._free = (
             free_bytes(readings, self._usages, budget_bytes=self._budget, export_bytes=self._export) if is_known else None
@@ -191,9 +199,10 @@ class Admission:
 
     async def _first_export(self) -> Bytes:
         """What the planner says of the arena that the trainer's first publication makes; nothing when it cannot say."""
-        gpu_bytes = min(self.device_bytes().values(), default=0)
         try:
-            planned = await asyncio.to_thread(plan_node, self._config, gpu_bytes=gpu_bytes, host_bytes=host_bytes(self._config))
+            planned = await asyncio.to_thread(
+                plan_node, self._config, gpu_bytes=await self.gpu_bytes(), host_bytes=host_bytes(self._config)
+            )
         except TasukiError as error:
             _log.warning("event=admission_skipped stage=%s reason=%s", Stage.LOAD_WEIGHTS, error.message)
             return {}
