@@ -88,7 +88,7 @@ async def node_with(tmp_path: Path, arenas: Arenas, *, budget_bytes: int) -> Asy
     shutil.rmtree(socket_dir(config.state_dir))
 
 
-async def raise_budget(node: Node, num_bytes: int) -> None:
+async def change_budget(node: Node, num_bytes: int) -> None:
     """As an operator does it: in the file, and by a restart of the coordinator. The services' own limits go with it."""
     save_config(
         node.config.model_copy(update={"memory": MemoryConfig(host_budget_bytes=num_bytes)}),
@@ -114,28 +114,39 @@ async def test_budget_that_is_too_small_is_refused_and_a_raised_one_is_enough(tm
         assert f"raise memory.host_budget_bytes to {34 * MIB + short}" in refused.value.message
         assert (arenas.mapped(), commands(node.rollout), node.rollout.stage) == (before, 0, STAGE_UNSPECIFIED)
         assert ((await node.state()).phase, node.trainer.stage) == (PHASE_TRAIN, STAGE_LOAD_TRAINER)
-        await raise_budget(node, 34 * MIB + short)
+        await change_budget(node, 34 * MIB + short)
         assert (await node.acquire(PHASE_ROLLOUT))[-1].state.phase == PHASE_ROLLOUT
         awake = {name: size for name, size in arenas.mapped().items() if size}
         assert awake == {"engine weights": 4 * MIB, "engine kv_cache": 24 * MIB}
 
 
 async def test_stage_that_was_refused_begins_when_memory_becomes_free(tmp_path: Path, arenas: Arenas) -> None:
-    """The trainer has grown while rollout served, as it does when a reference policy is loaded."""
+    """The trainer has grown since the last changeover, as it does when a reference policy is loaded."""
     async with node_with(tmp_path, arenas, budget_bytes=40 * MIB) as node:
         await node.acquire(PHASE_ROLLOUT)
-        optimizer = arenas.trainer.arena(MemoryTag.OPTIMIZER)
+        await node.acquire(PHASE_TRAIN)
         set_host_budget(0)
-        arenas.trainer.resume([MemoryTag.OPTIMIZER])
-        more = optimizer.allocate(16 * MIB)
-        arenas.trainer.pause([MemoryTag.OPTIMIZER])
+        more = arenas.trainer.arena(MemoryTag.WEIGHTS).allocate(16 * MIB)
+        with pytest.raises(OutOfGpuMemory, match="RESUME_WEIGHTS was not begun") as refused:
+            await node.acquire(PHASE_ROLLOUT)
+        assert refused.value.metadata["free_bytes"] == "0"
+        assert "trainer weights=25165824" in refused.value.metadata["held"]
+        assert (await node.state()).phase == PHASE_TRAIN
+        arenas.trainer.arena(MemoryTag.WEIGHTS).free(more)
+        assert (await node.acquire(PHASE_ROLLOUT))[-1].state.phase == PHASE_ROLLOUT
+
+
+async def test_trainer_without_room_stays_away_and_comes_back_when_there_is(tmp_path: Path, arenas: Arenas) -> None:
+    async with node_with(tmp_path, arenas, budget_bytes=40 * MIB) as node:
+        await node.acquire(PHASE_ROLLOUT)
+        await change_budget(node, 30 * MIB)
         with pytest.raises(OutOfGpuMemory, match="LOAD_TRAINER was not begun") as refused:
             await node.acquire(PHASE_TRAIN)
-        assert int(refused.value.metadata["needed_bytes"]) == 48 * MIB
+        assert int(refused.value.metadata["needed_bytes"]) == 32 * MIB
         assert ((await node.state()).stage, node.trainer.stage) == (STAGE_PAUSE_WEIGHTS, STAGE_OFFLOAD)
         assert not any(arenas.mapped().values())
-        optimizer.free(more)
-        assert (await node.acquire(PHASE_TRAIN))[-1].state.phase == PHASE_TRAIN
+        await change_budget(node, 40 * MIB)  # the coordinator goes on where it finds the node
+        assert (await node.state()).phase == PHASE_TRAIN
 
 
 async def test_numbers_of_a_refusal_are_in_the_journal_and_no_stage_is(tmp_path: Path, arenas: Arenas) -> None:

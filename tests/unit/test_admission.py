@@ -14,8 +14,8 @@ from tasuki.config.schema import MemoryConfig, ModelConfig, NodeConfig, RolloutC
 from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
-from tasuki.coordinator.phases import HOLDS, Phase, Service, Stage
-from tasuki.coordinator.records import StageEvent
+from tasuki.coordinator.phases import HOLDS, RULES, Phase, Service, Stage
+from tasuki.coordinator.records import Intent, Outcome, StageEvent
 from tasuki.coordinator.room import Room, refusal
 from tasuki.memory.tags import DeviceUsage, MemoryTag, ServiceUsage, TagUsage
 from tasuki.wire.errors import DeadlineExceeded, OutOfGpuMemory, TasukiError
@@ -80,14 +80,28 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
     journal.close()
 
 
-@pytest.fixture
-def services() -> FakeServices:
-    return FakeServices()
+class SizedServices(FakeServices):
+    """Fakes that say how much a stage moved."""
+
+    devices: Devices
+
+    async def run(self, intent: Intent, *, published: bytes) -> Outcome:
+        service = RULES[intent.stage].service
+        before = self.devices.mapped(service)
+        outcome = await super().run(intent, published=published)
+        moved = abs(self.devices.mapped(service) - before)
+        return replace(outcome, num_bytes=PUBLISHED if intent.stage is Stage.LOAD_WEIGHTS else moved)
 
 
 @pytest.fixture
-def devices(services: FakeServices) -> Devices:
-    return Devices(services)
+def services() -> SizedServices:
+    return SizedServices()
+
+
+@pytest.fixture
+def devices(services: SizedServices) -> Devices:
+    services.devices = Devices(services)
+    return services.devices
 
 
 def make_node(journal: Journal, services: FakeServices, devices: Devices, config: NodeConfig | None = None) -> Node:
@@ -205,6 +219,34 @@ async def test_service_that_does_not_say_what_it_holds_is_no_reason_to_refuse(
     await acquire(node, Phase.ROLLOUT)
     await acquire(node, Phase.TRAIN)
     assert node.state().phase is Phase.TRAIN
+
+
+async def test_on_a_cpu_nobody_is_asked_once_both_have_told_what_they_hold(
+    journal: Journal, services: FakeServices, devices: Devices
+) -> None:
+    devices.device = "cpu"
+    devices.cache_bytes = GB // 1000
+    config = NodeConfig(state_dir=Path("/s"), model=ModelConfig(path=Path("/nowhere")))
+    node = make_node(journal, services, devices, config)
+    for _ in range(3):
+        await acquire(node, Phase.ROLLOUT)
+        await acquire(node, Phase.TRAIN)
+    assert devices.asked == [Service.TRAINER, Service.ROLLOUT]
+
+
+async def test_tag_that_has_grown_is_noticed_by_the_bytes_that_a_stage_moves(
+    journal: Journal, services: FakeServices, devices: Devices
+) -> None:
+    node = make_node(journal, services, devices)
+    await acquire(node, Phase.ROLLOUT)
+    await acquire(node, Phase.TRAIN)
+    await acquire(node, Phase.ROLLOUT)
+    devices.asked.clear()
+    devices.cache_bytes += GB
+    await acquire(node, Phase.TRAIN)
+    devices.cache_bytes = 12 * GB
+    error = await refused(node, Phase.ROLLOUT)
+    assert (error.metadata["stage"], error.metadata["needed_bytes"]) == ("RESUME_KV", str(12 * GB))
 
 
 async def test_budget_of_a_cpu_is_shared_by_both_services(journal: Journal, services: FakeServices, devices: Devices) -> None:

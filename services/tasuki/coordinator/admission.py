@@ -1,8 +1,9 @@
 """Lets a stage begin only where there is room for what it takes.
 
-Memory is measured once a changeover, by the service that has nothing else to do meanwhile: rollout during LOAD_WEIGHTS, the trainer during
-DRAIN. From there on it is reckoned, by what the stages give and take; that leaves out what torch gives back with OFFLOAD, so it is never
-more than there is. A stage is refused only by numbers measured anew, from both services.
+GPUs are measured once a changeover, by the service that has nothing else to do meanwhile: rollout during LOAD_WEIGHTS, the trainer
+during DRAIN. From there on their free memory is reckoned, by what the stages give and take; that leaves out what torch gives back with
+OFFLOAD, so it is never more than there is. A CPU's memory is looked at before each stage. What the tags of a service hold is asked for
+once in its life, and again when a stage moved other bytes than expected. A stage is refused only by numbers that both services gave anew.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Protocol
 
 from tasuki.config.schema import NodeConfig
@@ -23,7 +23,8 @@ from tasuki.coordinator.room import (
     Room,
     after,
     cached_bytes,
-    free_bytes,
+    free_of_gpus,
+    free_of_host,
     given_by,
     holders,
     margin_bytes,
@@ -32,6 +33,7 @@ from tasuki.coordinator.room import (
     taken_by,
     woken_by,
 )
+from tasuki.memory.host import host_memory
 from tasuki.memory.layout import Part
 from tasuki.memory.plan import PlanStage, needed_bytes, plan_node
 from tasuki.memory.tags import ServiceUsage
@@ -81,6 +83,7 @@ class Admission:
         """
         if stage not in TAKES and (stage is not Stage.LOAD_WEIGHTS or self._export):
             return
+        self._look_at_host()
         needed = self._taken(stage)
         if needed is not None and self._has_room(stage, needed):
             return
@@ -112,11 +115,17 @@ class Admission:
             before, self._export = self._export, self._over_trainer(outcome.num_bytes)
             self._move_free({device: before.get(device, 0) - size for device, size in self._export.items()})
         service = moves(stage)
-        if service is not None and service in self._usages:
-            usage = self._usages[service]
-            self._move_free(given_by(stage, usage))
-            self._move_free({device: -size for device, size in taken_by(stage, usage).items()})
-            self._usages[service] = after(stage, usage)
+        if service is None or service not in self._usages:
+            return
+        usage = self._usages[service]
+        given, taken = given_by(stage, usage), taken_by(stage, usage)
+        self._move_free(given)
+        self._move_free({device: -size for device, size in taken.items()})
+        self._usages[service] = after(stage, usage)
+        if sum(given.values()) + sum(taken.values()) != outcome.num_bytes:
+            # Its tags have grown, or others of them moved.
+            del self._usages[service]
+            self._free = None
 
     async def gpu_bytes(self) -> int:
         """Memory of the smallest device; remembered for good. Raises TasukiError when it is not known and nobody tells."""
@@ -133,12 +142,11 @@ class Admission:
                 self._free[device] += sizes[device]
 
     def _idle_during(self, stage: Stage) -> Sequence[Service]:
-        if stage is Stage.DRAIN:
-            return (Service.TRAINER,)
-        if stage is not Stage.LOAD_WEIGHTS:
-            return ()
-        # The trainer answers behind the stage. A GPU's free memory rollout sees as well; of a budget each knows its own part only.
-        return tuple(Service) if self._budget is not None else (Service.ROLLOUT,)
+        if self._config.device == "cuda":
+            return {Stage.LOAD_WEIGHTS: (Service.ROLLOUT,), Stage.DRAIN: (Service.TRAINER,)}.get(stage, ())
+        # A trainer may have grown while it trained, by a reference policy, and a budget knows of nothing else. It answers behind the stage.
+        has_budget = self._config.memory.host_budget_bytes is not None
+        return (Service.TRAINER,) if has_budget and stage is Stage.LOAD_WEIGHTS else ()
 
     def _taken(self, stage: Stage) -> Bytes | None:
         """None while nobody knows."""
@@ -192,10 +200,16 @@ class Admission:
         self._usages |= readings
         for usage in readings.values():
             self._note_sizes(usage)
-        is_known = self._budget is None or len(self._usages) == len(Service)
-        self._free = (
-            free_bytes(readings, self._usages, budget_bytes=self._budget, export_bytes=self._export) if is_known else None
-        )
+        if self._config.device != "cpu":
+            self._free = free_of_gpus(readings.values())
+        self._look_at_host()
+
+    def _look_at_host(self) -> None:
+        """On a CPU free memory is known as soon as both services have told what they hold."""
+        if self._config.device == "cpu" and len(self._usages) == len(Service):
+            available, budget = host_memory().available_bytes, self._config.memory.host_budget_bytes
+            usages = self._usages.values()
+            self._free = {"cpu": free_of_host(available, usages, budget_bytes=budget, export_bytes=self._export)}
 
     async def _first_export(self) -> Bytes:
         """What the planner says of the arena that the trainer's first publication makes; nothing when it cannot say."""
@@ -217,14 +231,8 @@ class Admission:
             return {"cpu": num_bytes}
         return {f"cuda:{rank}": num_bytes // num_ranks for rank in range(num_ranks)}
 
-    @property
-    def _budget(self) -> int | None:
-        return self._config.memory.host_budget_bytes
-
 
 def host_bytes(config: NodeConfig) -> int:
     """What the node may take of the host: its budget, or all of the machine."""
-    if config.memory.host_budget_bytes is not None:
-        return config.memory.host_budget_bytes
-    total = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal:"))
-    return int(total.split()[1]) * 1024
+    budget = config.memory.host_budget_bytes
+    return host_memory().total_bytes if budget is None else budget

@@ -65,23 +65,22 @@ def after(stage: Stage, usage: ServiceUsage) -> ServiceUsage:
     return replace(usage, tags=tuple(moved(one) for one in usage.tags))
 
 
-def free_bytes(
-    measured: Mapping[Service, ServiceUsage],
-    known: Mapping[Service, ServiceUsage],
-    *,
-    budget_bytes: int | None,
-    export_bytes: Bytes,
-) -> dict[str, int]:
-    """What is free on each device of the services that were asked just now. known: the tags of both, for the budget."""
+def free_of_gpus(usages: Iterable[ServiceUsage]) -> dict[str, int]:
+    """What the driver would give on each device of services that were asked just now."""
     free: dict[str, int] = {}
-    for usage in measured.values():
+    for usage in usages:
         for one in usage.devices:
             # The ranks on one device did not look at the same moment.
             free[one.device] = min(one.free_bytes, free.get(one.device, one.free_bytes))
-    if budget_bytes is not None and "cpu" in free:
-        held = sum(one.mapped_bytes + one.kept_bytes for usage in known.values() for one in usage.tags)
-        free["cpu"] = min(free["cpu"], max(0, budget_bytes - held - export_bytes.get("cpu", 0)))
     return free
+
+
+def free_of_host(available_bytes: int, usages: Iterable[ServiceUsage], *, budget_bytes: int | None, export_bytes: Bytes) -> int:
+    """What the machine would give, and no more than both services leave of the budget."""
+    if budget_bytes is None:
+        return available_bytes
+    held = sum(one.mapped_bytes + one.kept_bytes for usage in usages for one in usage.tags) + export_bytes.get("cpu", 0)
+    return min(available_bytes, max(0, budget_bytes - held))
 
 
 def woken_by(stage: Stage, usage: ServiceUsage) -> list[MemoryTag]:
