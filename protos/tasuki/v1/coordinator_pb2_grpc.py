@@ -76,8 +76,9 @@ class CoordinatorServiceServicer(object):
 
         Phase: any; when the node already is in the phase, the stream has one event with status HELD.
         Repeat: the changeover goes on when the caller leaves; the same request_id attaches to it again and gets every event from the first.
-        Errors: FAILED_PRECONDITION/CHANGEOVER_RUNNING when one to the other phase is under way; the error of the stage that failed, after
-        the finished stages were undone.
+        Errors: FAILED_PRECONDITION/CHANGEOVER_RUNNING when one to the other phase is under way; RESOURCE_EXHAUSTED/GPU_MEMORY when a stage has
+        no room, which is then not begun; RESOURCE_EXHAUSTED/DISK_FULL when the journal cannot be written; the error of the stage that failed.
+        The finished stages are undone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

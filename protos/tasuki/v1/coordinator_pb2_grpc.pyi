@@ -38,8 +38,9 @@ class CoordinatorServiceStub:
 
     Phase: any; when the node already is in the phase, the stream has one event with status HELD.
     Repeat: the changeover goes on when the caller leaves; the same request_id attaches to it again and gets every event from the first.
-    Errors: FAILED_PRECONDITION/CHANGEOVER_RUNNING when one to the other phase is under way; the error of the stage that failed, after
-    the finished stages were undone.
+    Errors: FAILED_PRECONDITION/CHANGEOVER_RUNNING when one to the other phase is under way; RESOURCE_EXHAUSTED/GPU_MEMORY when a stage has
+    no room, which is then not begun; RESOURCE_EXHAUSTED/DISK_FULL when the journal cannot be written; the error of the stage that failed.
+    The finished stages are undone.
     """
     RunStage: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RunStageRequest, _coordinator_pb2.RunStageResponse]
     """Runs one stage by hand: the next one of the ring, no other.
@@ -76,8 +77,9 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
 
     Phase: any; when the node already is in the phase, the stream has one event with status HELD.
     Repeat: the changeover goes on when the caller leaves; the same request_id attaches to it again and gets every event from the first.
-    Errors: FAILED_PRECONDITION/CHANGEOVER_RUNNING when one to the other phase is under way; the error of the stage that failed, after
-    the finished stages were undone.
+    Errors: FAILED_PRECONDITION/CHANGEOVER_RUNNING when one to the other phase is under way; RESOURCE_EXHAUSTED/GPU_MEMORY when a stage has
+    no room, which is then not begun; RESOURCE_EXHAUSTED/DISK_FULL when the journal cannot be written; the error of the stage that failed.
+    The finished stages are undone.
     """
     RunStage: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RunStageRequest, _coordinator_pb2.RunStageResponse]  # type: ignore[assignment]
     """Runs one stage by hand: the next one of the ring, no other.
@@ -117,8 +119,9 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Phase: any; when the node already is in the phase, the stream has one event with status HELD.
         Repeat: the changeover goes on when the caller leaves; the same request_id attaches to it again and gets every event from the first.
-        Errors: FAILED_PRECONDITION/CHANGEOVER_RUNNING when one to the other phase is under way; the error of the stage that failed, after
-        the finished stages were undone.
+        Errors: FAILED_PRECONDITION/CHANGEOVER_RUNNING when one to the other phase is under way; RESOURCE_EXHAUSTED/GPU_MEMORY when a stage has
+        no room, which is then not begun; RESOURCE_EXHAUSTED/DISK_FULL when the journal cannot be written; the error of the stage that failed.
+        The finished stages are undone.
         """
 
     @_abc_1.abstractmethod

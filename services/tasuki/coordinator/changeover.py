@@ -12,12 +12,13 @@ from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.peers import Observed, Peers
 from tasuki.coordinator.phases import RULES, Phase, Service, Stage, advance, path, since_phase, turns_back, undo_path
 from tasuki.coordinator.records import Intent, Outcome, StageEvent, Status
-from tasuki.wire.errors import DeadlineExceeded, InternalError, PeerUnavailable, StageOrder, TasukiError
+from tasuki.wire.errors import DeadlineExceeded, DiskFull, InternalError, PeerUnavailable, StageOrder, TasukiError
 
 _log = logging.getLogger("tasuki.coordinator")
 # After these nobody knows whether the stage was carried out, or still is. It is not sent again, but its undo is sent: a service
-# takes one command at a time, in their order, so the undo finds the stage finished, or is refused because it never began.
-_OUTCOME_UNKNOWN = (DeadlineExceeded, InternalError, PeerUnavailable)
+# takes one command at a time, in their order, so the undo finds the stage finished, or is refused because it never began. Of a full disk
+# it is not said whether the intent was not written, or the result.
+_OUTCOME_UNKNOWN = (DeadlineExceeded, DiskFull, InternalError, PeerUnavailable)
 
 Tell = Callable[[StageEvent, Stage], None]
 """Takes what happened, and where the node stands after it."""
@@ -56,7 +57,7 @@ class Changeover:
 
     async def bring_to(self, target: Phase) -> None:
         """Brings the node to `target`. When a stage fails, the finished ones are taken back and the stage's error is raised."""
-        if self._is_on_the_way_back or turns_back(self.at, target):
+        if self._is_on_the_way_back or self._lacks_handles(target) or turns_back(self.at, target):
             await self._take_back(since_phase(self.at))
         for stage in path(self.at, target):
             finished = since_phase(self.at)
@@ -68,6 +69,11 @@ class Changeover:
                 suspect = (stage,) if isinstance(error, _OUTCOME_UNKNOWN) else ()
                 await self._take_back_after(error, (*finished, *suspect))
                 raise
+
+    def _lacks_handles(self, target: Phase) -> bool:
+        """Whether SYNC is ahead and the answer of LOAD_WEIGHTS, which it needs, was never written down."""
+        ahead = path(self.at, target)
+        return Stage.SYNC in ahead and Stage.LOAD_WEIGHTS not in ahead and not self._journal.published().answer
 
     async def make_room(self) -> None:
         """Has the trainer leave the GPUs, so that an engine can start there: takes LOAD_TRAINER back. Raises GradientsPending."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import sqlite3
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from tasuki.coordinator.phases import Phase, Stage
 from tasuki.coordinator.records import ChangeoverRecord, Intent, Outcome, StageEvent, Status
 from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
-from tasuki.wire.errors import TasukiError
+from tasuki.wire.errors import DiskFull, TasukiError
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS epochs (
@@ -69,15 +71,20 @@ _MAX_NUMBER = 2**63 - 1
 
 
 class Journal:
-    """One node's journal. The caller holds the state folder's lock, so there is one writer."""
+    """One node's journal. The caller holds the state folder's lock, so there is one writer.
+
+    Whatever writes raises DiskFull when it cannot, and then nothing was written; a result is kept, and written as soon as there is room.
+    """
 
     def __init__(self, path: Path, *, failpoints: Failpoints = NO_FAILPOINTS) -> None:
-        self._failpoints = failpoints
-        self._db = sqlite3.connect(path, isolation_level=None)
-        self._db.row_factory = sqlite3.Row
-        self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute("PRAGMA synchronous = FULL")
-        self._db.executescript(_SCHEMA)
+        self._path, self._failpoints = path, failpoints
+        with self._writing():
+            self._db = sqlite3.connect(path, isolation_level=None)
+            self._db.row_factory = sqlite3.Row
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")
+            self._db.executescript(_SCHEMA)
+        self._unwritten: list[tuple[object, ...]] = []
         self.epoch = 0
         self._sequence = 0
 
@@ -86,13 +93,13 @@ class Journal:
 
     def begin_epoch(self, boot_id: str) -> int:
         """A new epoch, higher than every one before. Its commands are numbered from 1."""
-        row = self._db.execute("INSERT INTO epochs (boot_id, start_time) VALUES (?, ?)", (boot_id, time.time()))
+        row = self._write("INSERT INTO epochs (boot_id, start_time) VALUES (?, ?)", (boot_id, time.time()))
         self.epoch, self._sequence = int(row.lastrowid or 0), 0
         return self.epoch
 
     def begin_changeover(self, request_id: str, *, origin: Stage, target: Phase) -> str:
         """Writes down that the node is to be brought from `origin` to `target`. Returns the changeover's id."""
-        row = self._db.execute(
+        row = self._write(
             "INSERT INTO changeovers (epoch, request_id, origin, target, start_time) VALUES (?, ?, ?, ?, ?)",
             (self.epoch, request_id, origin, target, time.time()),
         )
@@ -102,7 +109,7 @@ class Journal:
         self, changeover_id: str, *, seconds: float, policy_version: int | None = None, error: TasukiError | None = None
     ) -> ChangeoverRecord:
         """Writes down how a changeover ended. Returns it as it stands then."""
-        self._db.execute(
+        self._write(
             "INSERT INTO outcomes VALUES (?, ?, ?, ?, ?, ?)",
             (
                 id_number(changeover_id),
@@ -117,11 +124,11 @@ class Journal:
 
     def intend(self, stage: Stage, changeover_id: str, *, is_undo: bool, trainer_boot_id: str, rollout_boot_id: str) -> Intent:
         """Writes a stage down before it is sent, and numbers it."""
-        self._failpoints.hit(f"{stage}.intend")
+        self._hit(f"{stage}.intend")
         self._sequence += 1
         request_id = f"{changeover_id}-{self.epoch}-{self._sequence}"
         now = time.time()
-        row = self._db.execute(
+        row = self._write(
             "INSERT INTO stages (number, stage, is_undo, epoch, sequence, request_id, trainer_boot_id, rollout_boot_id, time)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
@@ -136,7 +143,7 @@ class Journal:
                 now,
             ),
         )
-        self._failpoints.hit(f"{stage}.intended")
+        self._hit(f"{stage}.intended")
         return Intent(int(row.lastrowid or 0), changeover_id, stage, is_undo, self.epoch, self._sequence, request_id, now)
 
     def done(self, intent: Intent, outcome: Outcome, *, seconds: float) -> StageEvent:
@@ -152,6 +159,7 @@ class Journal:
 
         Each is settled before the next intent, so they are all at the end.
         """
+        self._write_results()
         rows = self._db.execute(
             "SELECT * FROM stages WHERE id > (SELECT coalesce(max(id), 0) FROM results) ORDER BY id"
         ).fetchall()
@@ -266,7 +274,6 @@ class Journal:
         seconds: float,
         error: TasukiError | None = None,
     ) -> StageEvent:
-        self._failpoints.hit(f"{intent.stage}.note")
         event = StageEvent(
             changeover_id=intent.changeover_id,
             stage=intent.stage,
@@ -277,8 +284,7 @@ class Journal:
             error_reason=error.reason if error else "",
             error_message=error.message if error else "",
         )
-        self._db.execute(
-            "INSERT INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        self._unwritten.append(
             (
                 intent.id,
                 status,
@@ -289,10 +295,39 @@ class Journal:
                 outcome.policy_version,
                 event.error_reason,
                 event.error_message,
-            ),
+            )
         )
-        self._failpoints.hit(f"{intent.stage}.noted")
+        self._hit(f"{intent.stage}.note")
+        self._write_results()
+        self._hit(f"{intent.stage}.noted")
         return event
+
+    def _write(self, statement: str, values: Sequence[object]) -> sqlite3.Cursor:
+        self._write_results()
+        with self._writing():
+            return self._db.execute(statement, values)
+
+    def _write_results(self) -> None:
+        """Results that there was no room for come before anything else."""
+        with self._writing():
+            while self._unwritten:
+                self._db.execute("INSERT INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", self._unwritten[0])
+                del self._unwritten[0]
+
+    def _hit(self, failpoint: str) -> None:
+        with self._writing():
+            self._failpoints.hit(failpoint)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.OperationalError, OSError) as error:
+            raise DiskFull(
+                f"the journal {self._path} cannot be written ({error}), so nothing is begun; make room on its disk, or make it writable, "
+                "and ask again",
+                path=self._path,
+            ) from error
 
 
 def id_number(changeover_id: str) -> int:

@@ -19,6 +19,7 @@ from tasuki.coordinator.records import NodeState, Outcome, StageEvent, Status
 from tasuki.wire.errors import (
     ChangeoverRunning,
     DeadlineExceeded,
+    DiskFull,
     EnginePoisoned,
     InternalError,
     Interrupted,
@@ -111,7 +112,7 @@ class Node:
     async def recover(self) -> None:
         """Asks the services, once they answer, where the node stands; from the middle of the ring it is brought to TRAIN."""
         while self._at is None:
-            with suppress(PeerUnavailable, StageOrder):
+            with suppress(DiskFull, PeerUnavailable, StageOrder):
                 async with self._turn:
                     await self._look()
                     if self._at is not None and phase_of(self._at) is None:
@@ -260,12 +261,13 @@ class Node:
         elif self._policy_version is None:
             self._policy_version = self._journal.served_version(seen.rollout_boot_id)
         try:
-            self._at = seen.place()
+            at = seen.place()
         except StageOrder as error:
             self._at, self._last_error = None, f"{error.reason}: {error.message}"
             raise
-        _settle(self._journal, self._at)
-        return self._at
+        _settle(self._journal, at)
+        self._at = at
+        return at
 
     def _begin(self, request_id: str, seen: Observed, *, target: Phase) -> Changeover:
         changeover_id = self._journal.begin_changeover(request_id, origin=seen.place(), target=target)
