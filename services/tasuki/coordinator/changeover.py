@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import nullcontext
 
 from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.journal import Journal
@@ -57,12 +56,12 @@ class Changeover:
 
     async def bring_to(self, target: Phase) -> None:
         """Brings the node to `target`. When a stage fails, the finished ones are taken back and the stage's error is raised."""
-        if self._is_on_the_way_back or self._lacks_handles(target) or turns_back(self.at, target):
+        if self._is_on_the_way_back or turns_back(self.at, target):
             await self._take_back(since_phase(self.at))
         for stage in path(self.at, target):
             finished = since_phase(self.at)
             try:
-                await self.run(stage)
+                await self.run_if_admitted(stage)
             except TasukiError as error:
                 if isinstance(error, DeadlineExceeded):
                     self._restart(RULES[stage].service, f"{stage} did not end in time: {error.message}")
@@ -70,26 +69,26 @@ class Changeover:
                 await self._take_back_after(error, (*finished, *suspect))
                 raise
 
-    def _lacks_handles(self, target: Phase) -> bool:
-        """Whether SYNC is ahead and the answer of LOAD_WEIGHTS, which it needs, was never written down."""
-        ahead = path(self.at, target)
-        return Stage.SYNC in ahead and Stage.LOAD_WEIGHTS not in ahead and not self._journal.published().answer
-
     async def make_room(self) -> None:
         """Has the trainer leave the GPUs, so that an engine can start there: takes LOAD_TRAINER back. Raises GradientsPending."""
         await self._take_back((Stage.LOAD_TRAINER, *since_phase(self.at)))
 
     async def run(self, stage: Stage) -> None:
-        """Carries one stage out. Raises its error, StageOrder when another stage must come first, and OutOfGpuMemory, with nothing
-        sent and nothing written down, when there is no room for it."""
+        """Carries one stage out. Raises its error, and StageOrder when another stage must come first."""
         after = advance(self.at, stage)
-        if self._admission is not None:
-            await self._admission.admit(stage)
         intent = self._journal.intend(stage, self.id, is_undo=False, **self._boots)
         self._tell(StageEvent(self.id, stage, Status.STARTED, time=intent.time), self.at)
         published = self._journal.published() if stage is Stage.SYNC else Outcome()
-        async with self._admission.during(stage) if self._admission is not None else nullcontext():
-            await self._journalled(intent, self._peers.run(intent, published=published.answer), after)
+        await self._journalled(intent, self._peers.run(intent, published=published.answer), after)
+
+    async def run_if_admitted(self, stage: Stage) -> None:
+        """As `run`. Raises OutOfGpuMemory, with nothing written down and nothing sent, when there is no room for what the stage takes."""
+        if self._admission is None:
+            return await self.run(stage)
+        await self._admission.admit(stage)
+        async with self._admission.during(stage):
+            await self.run(stage)
+        return None
 
     async def _take_back(self, stages: Sequence[Stage]) -> None:
         """Undoes `stages`, which stand in the order in which they were run, and asks the services where that led."""

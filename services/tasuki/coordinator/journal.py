@@ -143,8 +143,13 @@ class Journal:
                 now,
             ),
         )
-        self._hit(f"{stage}.intended")
-        return Intent(int(row.lastrowid or 0), changeover_id, stage, is_undo, self.epoch, self._sequence, request_id, now)
+        intent = Intent(int(row.lastrowid or 0), changeover_id, stage, is_undo, self.epoch, self._sequence, request_id, now)
+        try:
+            self._hit(f"{stage}.intended")
+        except DiskFull as error:
+            self._unwritten.append(_result_row(intent, Status.FAILED, Outcome(), time=now, seconds=0.0, error=error))
+            raise
+        return intent
 
     def done(self, intent: Intent, outcome: Outcome, *, seconds: float) -> StageEvent:
         """Writes down that the stage, or its undo, was carried out."""
@@ -274,33 +279,21 @@ class Journal:
         seconds: float,
         error: TasukiError | None = None,
     ) -> StageEvent:
-        event = StageEvent(
+        now = time.time()
+        self._unwritten.append(_result_row(intent, status, outcome, time=now, seconds=seconds, error=error))
+        self._hit(f"{intent.stage}.note")
+        self._write_results()
+        self._hit(f"{intent.stage}.noted")
+        return StageEvent(
             changeover_id=intent.changeover_id,
             stage=intent.stage,
             status=status,
-            time=time.time(),
+            time=now,
             seconds=seconds,
             num_bytes=outcome.num_bytes,
             error_reason=error.reason if error else "",
             error_message=error.message if error else "",
         )
-        self._unwritten.append(
-            (
-                intent.id,
-                status,
-                event.time,
-                seconds,
-                outcome.num_bytes,
-                outcome.answer,
-                outcome.policy_version,
-                event.error_reason,
-                event.error_message,
-            )
-        )
-        self._hit(f"{intent.stage}.note")
-        self._write_results()
-        self._hit(f"{intent.stage}.noted")
-        return event
 
     def _write(self, statement: str, values: Sequence[object]) -> sqlite3.Cursor:
         self._write_results()
@@ -333,6 +326,13 @@ class Journal:
 def id_number(changeover_id: str) -> int:
     """Number of a changeover id such as "c000012"."""
     return int(changeover_id.removeprefix("c"))
+
+
+def _result_row(
+    intent: Intent, status: Status, outcome: Outcome, *, time: float, seconds: float, error: TasukiError | None
+) -> tuple[object, ...]:
+    of_outcome = (outcome.num_bytes, outcome.answer, outcome.policy_version)
+    return (intent.id, status, time, seconds, *of_outcome, error.reason if error else "", error.message if error else "")
 
 
 def _id_text(number: int) -> str:

@@ -243,7 +243,7 @@ class Node:
         advance(at, stage)
         changeover = self._open or self._begin(self._unused(request_id), seen, target=leads_to(at))
         changeover.stands(seen)
-        await changeover.run(stage)
+        await changeover.run_if_admitted(stage)
         if phase_of(stage) is not None:
             self._close(changeover)
 
