@@ -56,7 +56,7 @@ def _value(kind: Any, field: FieldInfo) -> str:
     limits = (*getattr(kind, "__metadata__", ()), *field.metadata)  # Annotated's, where the type has any
     plain = getattr(kind, "__origin__", kind)
     bounds = [_bound(limit) for limit in limits]
-    name = {"str": "string", "bool": "true or false"}.get(plain.__name__, plain.__name__.lower())
+    name = {"str": "string", "bool": "true or false", "ByteSize": "int or string"}.get(plain.__name__, plain.__name__.lower())
     return " ".join([name, *(bound for bound in bounds if bound)])
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from tasuki.config.places import node_targets, socket_dir
 from tasuki.config.schema import NodeConfig
+from tasuki.memory.allocator import NativeAllocator
+from tasuki.memory.device_usage import device_usage
 from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.server import RpcServer
+from tasuki.rpc.usage import TAGS, usage_response
 from tasuki.v1 import memory_pb2, memory_pb2_grpc, rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from tasuki.v1.types_pb2 import (
     STAGE_DRAIN,
@@ -29,7 +32,7 @@ from tasuki.v1.types_pb2 import (
     Stage,
 )
 from tasuki.v1.weights_pb2 import PublishedWeights
-from tasuki.wire.errors import StageOrder, TasukiError
+from tasuki.wire.errors import DeadlineExceeded, StageOrder, TasukiError
 
 # After which stages of its own a service accepts a stage, as a step forwards or as an undo.
 _AFTER = {
@@ -62,8 +65,10 @@ class StageService:
     hold: dict[int, asyncio.Event] = field(default_factory=dict)
     held: asyncio.Event = field(default_factory=asyncio.Event)
     commands: list[CommandId] = field(default_factory=list)
+    arenas: NativeAllocator | None = None
+    refuses_usage: bool = False
 
-    async def run(self, request: Any, stage: Stage.ValueType, answer: Any) -> Any:
+    async def run(self, request: Any, stage: Stage.ValueType, answer: Any, work: Callable[[], Any] = lambda: None) -> Any:
         async def act() -> Any:
             if self.stage not in _AFTER[stage]:
                 raise StageOrder(f"{Stage.Name(stage)} after {Stage.Name(self.stage)}")
@@ -72,9 +77,10 @@ class StageService:
                 await self.hold[stage].wait()
             if stage in self.fail:
                 raise self.fail[stage]
+            done = work()
             self.commands.append(request.command)
             self.stage = stage
-            return answer
+            return answer if done is None else done
 
         return await self.gate.stage(request, act)
 
@@ -121,17 +127,35 @@ class Rollout(rollout_pb2_grpc.RolloutServiceServicer):
 
 
 class Memory(memory_pb2_grpc.MemoryServiceServicer):
+    """Moves pages when the service has arenas."""
+
     def __init__(self, service: StageService) -> None:
         self.service = service
 
     async def Pause(self, request: Any, context: Any) -> Any:
-        return await self.service.run(request, request.stage, memory_pb2.PauseResponse(released_bytes=500))
+        def work() -> Any:
+            arenas = self.service.arenas
+            moved = 500 if arenas is None else arenas.pause([TAGS[tag] for tag in request.tags])
+            return memory_pb2.PauseResponse(released_bytes=moved)
+
+        return await self.service.run(request, request.stage, None, work)
 
     async def Resume(self, request: Any, context: Any) -> Any:
-        answer = await self.service.run(request, request.stage, memory_pb2.ResumeResponse(mapped_bytes=500))
+        def work() -> Any:
+            arenas = self.service.arenas
+            moved = 500 if arenas is None else arenas.resume([TAGS[tag] for tag in request.tags])
+            return memory_pb2.ResumeResponse(mapped_bytes=moved)
+
+        answer = await self.service.run(request, request.stage, None, work)
         if request.stage == STAGE_RESUME_KV:
             self.service.served = self.service.received
         return answer
+
+    async def GetUsage(self, request: Any, context: Any) -> Any:
+        if self.service.refuses_usage:
+            raise DeadlineExceeded("the ranks are busy")
+        arenas = self.service.arenas
+        return usage_response(arenas.usage() if arenas is not None else [], device_usage("cpu", 0))
 
 
 @asynccontextmanager

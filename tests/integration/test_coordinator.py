@@ -17,7 +17,7 @@ import pytest
 
 from tasuki.config.places import log_path, node_targets, socket_dir
 from tasuki.config.save import save_config
-from tasuki.config.schema import CoordinatorConfig, ModelConfig, NodeConfig
+from tasuki.config.schema import CoordinatorConfig, ModelConfig, NodeConfig, RestartConfig, RolloutConfig, TrainerConfig
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1 import trainer_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
@@ -305,9 +305,42 @@ async def test_bad_field_is_named(node: Node) -> None:
         assert (error.code, error.metadata["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, field)
 
 
+async def test_plan_is_told_while_a_changeover_runs(node: Node) -> None:
+    (node.config.model.path / "config.json").write_text(
+        '{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128,'
+        ' "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000,'
+        ' "max_position_embeddings": 256, "tie_word_embeddings": true}'
+    )
+    node.rollout.hold[STAGE_SYNC] = asyncio.Event()
+    running = asyncio.create_task(node.acquire(PHASE_ROLLOUT))
+    await node.rollout.held.wait()
+    answer = await node.stub.Plan(pb.PlanRequest(), timeout=DEADLINE_S)
+    assert not running.done()
+    assert answer.fits
+    assert [stage.stage for stage in answer.stages][:3] == ["TRAIN", "LOAD_WEIGHTS", "RESUME_WEIGHTS"]
+    assert {device.device for stage in answer.stages for device in stage.devices} == {"host"}
+    small = await node.stub.Plan(pb.PlanRequest(host_bytes=10**6), timeout=DEADLINE_S)
+    assert (small.fits, small.host_bytes) == (False, 10**6)
+    assert small.problems[0].startswith("the host lacks")
+    node.rollout.hold[STAGE_SYNC].set()
+    assert (await running)[-1].state.phase == PHASE_ROLLOUT
+
+
+async def test_plan_of_a_model_that_is_not_there_is_refused(node: Node) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await node.stub.Plan(pb.PlanRequest(), timeout=DEADLINE_S)
+    assert from_rpc_error(refused.value).reason == "PATH_NOT_FOUND"
+
+
 async def test_services_that_stay_away_are_named(tmp_path: Path) -> None:
-    settings = CoordinatorConfig(recovery_timeout_s=0.5)
-    config = NodeConfig(state_dir=tmp_path / "state", model=ModelConfig(path=tmp_path), coordinator=settings)
+    config = NodeConfig(
+        state_dir=tmp_path / "state",
+        model=ModelConfig(path=tmp_path),
+        coordinator=CoordinatorConfig(stage_timeout_s=1, recovery_timeout_s=1),
+        restart=RestartConfig(stall_s=1, progress_s=1),
+        trainer=TrainerConfig(collective_timeout_s=1),
+        rollout=RolloutConfig(start_timeout_s=1),
+    )
     config.state_dir.mkdir()
     save_config(config, config.state_dir / "node.toml")
     process = await start_coordinator(config)

@@ -72,6 +72,50 @@ def test_wrong_key_or_value_is_named(tmp_path: Path, extra: str, overrides: list
     assert refused.value.metadata["field"] == field
 
 
+@pytest.mark.parametrize(
+    ("overrides", "field", "other"),
+    [
+        (["restart.stall_s=0.5"], "restart.stall_s", "at least 1: a heartbeat comes every 0.25 s"),
+        (["restart.stall_s=400"], "restart.progress_s", "restart.stall_s = 400"),
+        (["restart.progress_s=601"], "coordinator.stage_timeout_s", "restart.progress_s = 601"),
+        (["coordinator.stage_timeout_s=299"], "coordinator.stage_timeout_s", "restart.progress_s = 300"),
+        (["trainer.collective_timeout_s=700"], "coordinator.stage_timeout_s", "trainer.collective_timeout_s = 700"),
+        (["coordinator.stage_timeout_s=1201"], "coordinator.recovery_timeout_s", "coordinator.stage_timeout_s = 1201"),
+        (["rollout.start_timeout_s=1300"], "coordinator.recovery_timeout_s", "rollout.start_timeout_s = 1300"),
+        (["device=cuda", "rollout.dtype=float32"], "rollout.dtype", 'device = "cuda"'),
+        (["device=cuda", "memory.host_budget_bytes=1GB"], "memory.host_budget_bytes", 'device = "cpu"'),
+    ],
+)
+def test_settings_that_do_not_go_together_are_both_named(tmp_path: Path, overrides: list[str], field: str, other: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        load_config(write(tmp_path, MINIMAL), overrides=overrides)
+    assert refused.value.metadata["field"] == field
+    assert refused.value.message.startswith(field)
+    assert other in refused.value.message
+
+
+def test_deadlines_that_are_equal_are_in_order(tmp_path: Path) -> None:
+    keys = ("restart.stall_s", "restart.progress_s", "coordinator.stage_timeout_s", "coordinator.recovery_timeout_s")
+    keys += ("trainer.collective_timeout_s", "rollout.start_timeout_s")
+    config = load_config(write(tmp_path, MINIMAL), overrides=[f"{key}=7" for key in keys])
+    assert config.coordinator.recovery_timeout_s == config.restart.stall_s == 7
+
+
+@pytest.mark.parametrize(("text", "num_bytes"), [("8GB", 8 * 10**9), ("512MiB", 2**29), ("4096", 4096)])
+def test_a_budget_is_bytes_or_text_with_a_unit_and_survives_saving(tmp_path: Path, text: str, num_bytes: int) -> None:
+    config = load_config(write(tmp_path, MINIMAL), overrides=[f"memory.host_budget_bytes={text}"])
+    assert config.memory.host_budget_bytes == num_bytes
+    save_config(config, tmp_path / "saved.toml")
+    assert load_config(tmp_path / "saved.toml") == config
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "much", "8XB"])
+def test_a_budget_that_is_no_size_is_named(tmp_path: Path, text: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        load_config(write(tmp_path, MINIMAL), overrides=[f"memory.host_budget_bytes={text}"])
+    assert refused.value.metadata["field"] == "memory.host_budget_bytes"
+
+
 def test_missing_key_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="model: required"):
         load_config(write(tmp_path, 'state_dir = "state"\n'))

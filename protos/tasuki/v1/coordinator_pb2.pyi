@@ -413,3 +413,280 @@ class ListChangeoversResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListChangeoversResponse: _TypeAlias = ListChangeoversResponse  # noqa: Y015
+
+@_typing.final
+class PlanRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GPU_BYTES_FIELD_NUMBER: _builtins.int
+    HOST_BYTES_FIELD_NUMBER: _builtins.int
+    gpu_bytes: _builtins.int
+    """Memory of one GPU; by default of the smallest that the node has. Not used on a CPU."""
+    host_bytes: _builtins.int
+    """Memory of the host; by default the machine's, or memory.host_budget_bytes."""
+    def __init__(
+        self,
+        *,
+        gpu_bytes: _builtins.int | None = ...,
+        host_bytes: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_gpu_bytes", b"_gpu_bytes", "_host_bytes", b"_host_bytes", "gpu_bytes", b"gpu_bytes", "host_bytes", b"host_bytes"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_bytes", b"_gpu_bytes", "_host_bytes", b"_host_bytes", "gpu_bytes", b"gpu_bytes", "host_bytes", b"host_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__gpu_bytes: _TypeAlias = _typing.Literal["gpu_bytes"]  # noqa: Y015
+    _WhichOneofArgType__gpu_bytes: _TypeAlias = _typing.Literal["_gpu_bytes", b"_gpu_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__host_bytes: _TypeAlias = _typing.Literal["host_bytes"]  # noqa: Y015
+    _WhichOneofArgType__host_bytes: _TypeAlias = _typing.Literal["_host_bytes", b"_host_bytes"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gpu_bytes) -> _WhichOneofReturnType__gpu_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__host_bytes) -> _WhichOneofReturnType__host_bytes | None: ...
+
+Global___PlanRequest: _TypeAlias = PlanRequest  # noqa: Y015
+
+@_typing.final
+class PlannedPart(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PART_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    part: _builtins.str
+    """E.g. "trainer weights", "optimizer", "kv_cache", "activations"; docs/plan.md has all."""
+    bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        part: _builtins.str = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "part", b"part"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlannedPart: _TypeAlias = PlannedPart  # noqa: Y015
+
+@_typing.final
+class PlannedDevice(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_FIELD_NUMBER: _builtins.int
+    NEEDED_BYTES_FIELD_NUMBER: _builtins.int
+    CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
+    FITS_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    device: _builtins.str
+    """"cuda:0" and so on; "host"."""
+    needed_bytes: _builtins.int
+    capacity_bytes: _builtins.int
+    fits: _builtins.bool
+    """With the margin that must stay free."""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlannedPart]:
+        """Those of needed_bytes, the largest first."""
+
+    def __init__(
+        self,
+        *,
+        device: _builtins.str = ...,
+        needed_bytes: _builtins.int = ...,
+        capacity_bytes: _builtins.int = ...,
+        fits: _builtins.bool = ...,
+        parts: _abc.Iterable[Global___PlannedPart] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "device", b"device", "fits", b"fits", "needed_bytes", b"needed_bytes", "parts", b"parts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlannedDevice: _TypeAlias = PlannedDevice  # noqa: Y015
+
+@_typing.final
+class PlannedStage(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    DEVICES_FIELD_NUMBER: _builtins.int
+    stage: _builtins.str
+    """A stage of the ring by its name, or TRAIN and ROLLOUT for the phases at their fullest."""
+    @_builtins.property
+    def devices(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlannedDevice]: ...
+    def __init__(
+        self,
+        *,
+        stage: _builtins.str = ...,
+        devices: _abc.Iterable[Global___PlannedDevice] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["devices", b"devices", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlannedStage: _TypeAlias = PlannedStage  # noqa: Y015
+
+@_typing.final
+class PlannedPeak(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    stage: _builtins.str
+    bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        stage: _builtins.str = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlannedPeak: _TypeAlias = PlannedPeak  # noqa: Y015
+
+@_typing.final
+class PlannedChange(_message.Message):
+    """One setting changed, on top of those before it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SETTING_FIELD_NUMBER: _builtins.int
+    OLD_FIELD_NUMBER: _builtins.int
+    NEW_FIELD_NUMBER: _builtins.int
+    IS_AVAILABLE_FIELD_NUMBER: _builtins.int
+    GPU_PEAK_BYTES_FIELD_NUMBER: _builtins.int
+    FITS_FIELD_NUMBER: _builtins.int
+    setting: _builtins.str
+    old: _builtins.str
+    new: _builtins.str
+    is_available: _builtins.bool
+    """Whether a node can be told so today."""
+    gpu_peak_bytes: _builtins.int
+    """What the plan then says."""
+    fits: _builtins.bool
+    def __init__(
+        self,
+        *,
+        setting: _builtins.str = ...,
+        old: _builtins.str = ...,
+        new: _builtins.str = ...,
+        is_available: _builtins.bool = ...,
+        gpu_peak_bytes: _builtins.int = ...,
+        fits: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fits", b"fits", "gpu_peak_bytes", b"gpu_peak_bytes", "is_available", b"is_available", "new", b"new", "old", b"old", "setting", b"setting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlannedChange: _TypeAlias = PlannedChange  # noqa: Y015
+
+@_typing.final
+class PlanResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ParametersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    FITS_FIELD_NUMBER: _builtins.int
+    PROBLEMS_FIELD_NUMBER: _builtins.int
+    STRATEGY_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
+    GPU_PEAK_FIELD_NUMBER: _builtins.int
+    HOST_PEAK_FIELD_NUMBER: _builtins.int
+    KV_CACHE_TOKENS_FIELD_NUMBER: _builtins.int
+    KV_CACHE_BYTES_FIELD_NUMBER: _builtins.int
+    MUST_LEAVE_FIELD_NUMBER: _builtins.int
+    IS_LEAVING_ENOUGH_FIELD_NUMBER: _builtins.int
+    MAX_KV_RATIO_FIELD_NUMBER: _builtins.int
+    ADVICE_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
+    GPU_BYTES_FIELD_NUMBER: _builtins.int
+    HOST_BYTES_FIELD_NUMBER: _builtins.int
+    fits: _builtins.bool
+    strategy: _builtins.str
+    """How the GPUs are shared: "v3", in stages."""
+    kv_cache_tokens: _builtins.int
+    kv_cache_bytes: _builtins.int
+    is_leaving_enough: _builtins.bool
+    """Whether some choice of tags is enough."""
+    max_kv_ratio: _builtins.float
+    """Largest rollout.kv_ratio, in hundredths, with which everything fits; absent when none does."""
+    gpu_bytes: _builtins.int
+    host_bytes: _builtins.int
+    @_builtins.property
+    def problems(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Why it does not."""
+
+    @_builtins.property
+    def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlannedStage]: ...
+    @_builtins.property
+    def gpu_peak(self) -> Global___PlannedPeak:
+        """On a CPU only the host has one."""
+
+    @_builtins.property
+    def host_peak(self) -> Global___PlannedPeak: ...
+    @_builtins.property
+    def must_leave(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The tags with the fewest bytes whose leaving is enough; empty when both services may stay, or no choice is enough."""
+
+    @_builtins.property
+    def advice(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlannedChange]:
+        """What to change, in the order to try it; empty when it fits."""
+
+    @_builtins.property
+    def parameters(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Numbers of parameters by kind."""
+
+    def __init__(
+        self,
+        *,
+        fits: _builtins.bool = ...,
+        problems: _abc.Iterable[_builtins.str] | None = ...,
+        strategy: _builtins.str = ...,
+        stages: _abc.Iterable[Global___PlannedStage] | None = ...,
+        gpu_peak: Global___PlannedPeak | None = ...,
+        host_peak: Global___PlannedPeak | None = ...,
+        kv_cache_tokens: _builtins.int = ...,
+        kv_cache_bytes: _builtins.int = ...,
+        must_leave: _abc.Iterable[_builtins.str] | None = ...,
+        is_leaving_enough: _builtins.bool = ...,
+        max_kv_ratio: _builtins.float | None = ...,
+        advice: _abc.Iterable[Global___PlannedChange] | None = ...,
+        parameters: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        gpu_bytes: _builtins.int = ...,
+        host_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_kv_ratio", b"_max_kv_ratio", "gpu_peak", b"gpu_peak", "host_peak", b"host_peak", "max_kv_ratio", b"max_kv_ratio"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_kv_ratio", b"_max_kv_ratio", "advice", b"advice", "fits", b"fits", "gpu_bytes", b"gpu_bytes", "gpu_peak", b"gpu_peak", "host_bytes", b"host_bytes", "host_peak", b"host_peak", "is_leaving_enough", b"is_leaving_enough", "kv_cache_bytes", b"kv_cache_bytes", "kv_cache_tokens", b"kv_cache_tokens", "max_kv_ratio", b"max_kv_ratio", "must_leave", b"must_leave", "parameters", b"parameters", "problems", b"problems", "stages", b"stages", "strategy", b"strategy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_kv_ratio: _TypeAlias = _typing.Literal["max_kv_ratio"]  # noqa: Y015
+    _WhichOneofArgType__max_kv_ratio: _TypeAlias = _typing.Literal["_max_kv_ratio", b"_max_kv_ratio"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_kv_ratio) -> _WhichOneofReturnType__max_kv_ratio | None: ...
+
+Global___PlanResponse: _TypeAlias = PlanResponse  # noqa: Y015

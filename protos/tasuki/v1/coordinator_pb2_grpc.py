@@ -60,6 +60,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=tasuki_dot_v1_dot_coordinator__pb2.ListChangeoversRequest.SerializeToString,
                 response_deserializer=tasuki_dot_v1_dot_coordinator__pb2.ListChangeoversResponse.FromString,
                 _registered_method=True)
+        self.Plan = channel.unary_unary(
+                '/tasuki.v1.CoordinatorService/Plan',
+                request_serializer=tasuki_dot_v1_dot_coordinator__pb2.PlanRequest.SerializeToString,
+                response_deserializer=tasuki_dot_v1_dot_coordinator__pb2.PlanResponse.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServiceServicer(object):
@@ -71,8 +76,9 @@ class CoordinatorServiceServicer(object):
 
         Phase: any; when the node already is in the phase, the stream has one event with status HELD.
         Repeat: the changeover goes on when the caller leaves; the same request_id attaches to it again and gets every event from the first.
-        Errors: FAILED_PRECONDITION/CHANGEOVER_RUNNING when one to the other phase is under way; the error of the stage that failed, after
-        the finished stages were undone.
+        Errors: FAILED_PRECONDITION/CHANGEOVER_RUNNING when one to the other phase is under way; RESOURCE_EXHAUSTED/GPU_MEMORY when a stage has
+        no room, which is then not begun; RESOURCE_EXHAUSTED/DISK_FULL when the journal cannot be written; the error of the stage that failed.
+        The finished stages are undone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -112,6 +118,18 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Plan(self, request, context):
+        """What the node's configuration takes of memory by the planner, stage by stage: arithmetic, of which nothing is measured but the size of
+        the devices. The first call of a large model takes seconds.
+
+        Phase: any, also while a changeover runs. Repeat: harmless, and answered from memory.
+        Errors: INVALID_ARGUMENT/INVALID_ARGUMENT and NOT_FOUND/PATH_NOT_FOUND for a model that cannot be read,
+        UNIMPLEMENTED/UNSUPPORTED_MODEL for one that the planner does not know; DEADLINE_EXCEEDED when nobody tells the size of a GPU.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -139,6 +157,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.ListChangeovers,
                     request_deserializer=tasuki_dot_v1_dot_coordinator__pb2.ListChangeoversRequest.FromString,
                     response_serializer=tasuki_dot_v1_dot_coordinator__pb2.ListChangeoversResponse.SerializeToString,
+            ),
+            'Plan': grpc.unary_unary_rpc_method_handler(
+                    servicer.Plan,
+                    request_deserializer=tasuki_dot_v1_dot_coordinator__pb2.PlanRequest.FromString,
+                    response_serializer=tasuki_dot_v1_dot_coordinator__pb2.PlanResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -277,6 +300,33 @@ class CoordinatorService(object):
             '/tasuki.v1.CoordinatorService/ListChangeovers',
             tasuki_dot_v1_dot_coordinator__pb2.ListChangeoversRequest.SerializeToString,
             tasuki_dot_v1_dot_coordinator__pb2.ListChangeoversResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Plan(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tasuki.v1.CoordinatorService/Plan',
+            tasuki_dot_v1_dot_coordinator__pb2.PlanRequest.SerializeToString,
+            tasuki_dot_v1_dot_coordinator__pb2.PlanResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,8 +38,9 @@ class CoordinatorServiceStub:
 
     Phase: any; when the node already is in the phase, the stream has one event with status HELD.
     Repeat: the changeover goes on when the caller leaves; the same request_id attaches to it again and gets every event from the first.
-    Errors: FAILED_PRECONDITION/CHANGEOVER_RUNNING when one to the other phase is under way; the error of the stage that failed, after
-    the finished stages were undone.
+    Errors: FAILED_PRECONDITION/CHANGEOVER_RUNNING when one to the other phase is under way; RESOURCE_EXHAUSTED/GPU_MEMORY when a stage has
+    no room, which is then not begun; RESOURCE_EXHAUSTED/DISK_FULL when the journal cannot be written; the error of the stage that failed.
+    The finished stages are undone.
     """
     RunStage: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RunStageRequest, _coordinator_pb2.RunStageResponse]
     """Runs one stage by hand: the next one of the ring, no other.
@@ -57,6 +58,14 @@ class CoordinatorServiceStub:
 
     Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for a bad page_size or page_token.
     """
+    Plan: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.PlanRequest, _coordinator_pb2.PlanResponse]
+    """What the node's configuration takes of memory by the planner, stage by stage: arithmetic, of which nothing is measured but the size of
+    the devices. The first call of a large model takes seconds.
+
+    Phase: any, also while a changeover runs. Repeat: harmless, and answered from memory.
+    Errors: INVALID_ARGUMENT/INVALID_ARGUMENT and NOT_FOUND/PATH_NOT_FOUND for a model that cannot be read,
+    UNIMPLEMENTED/UNSUPPORTED_MODEL for one that the planner does not know; DEADLINE_EXCEEDED when nobody tells the size of a GPU.
+    """
 
 @_typing.type_check_only
 class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
@@ -68,8 +77,9 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
 
     Phase: any; when the node already is in the phase, the stream has one event with status HELD.
     Repeat: the changeover goes on when the caller leaves; the same request_id attaches to it again and gets every event from the first.
-    Errors: FAILED_PRECONDITION/CHANGEOVER_RUNNING when one to the other phase is under way; the error of the stage that failed, after
-    the finished stages were undone.
+    Errors: FAILED_PRECONDITION/CHANGEOVER_RUNNING when one to the other phase is under way; RESOURCE_EXHAUSTED/GPU_MEMORY when a stage has
+    no room, which is then not begun; RESOURCE_EXHAUSTED/DISK_FULL when the journal cannot be written; the error of the stage that failed.
+    The finished stages are undone.
     """
     RunStage: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RunStageRequest, _coordinator_pb2.RunStageResponse]  # type: ignore[assignment]
     """Runs one stage by hand: the next one of the ring, no other.
@@ -87,6 +97,14 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
 
     Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for a bad page_size or page_token.
     """
+    Plan: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.PlanRequest, _coordinator_pb2.PlanResponse]  # type: ignore[assignment]
+    """What the node's configuration takes of memory by the planner, stage by stage: arithmetic, of which nothing is measured but the size of
+    the devices. The first call of a large model takes seconds.
+
+    Phase: any, also while a changeover runs. Repeat: harmless, and answered from memory.
+    Errors: INVALID_ARGUMENT/INVALID_ARGUMENT and NOT_FOUND/PATH_NOT_FOUND for a model that cannot be read,
+    UNIMPLEMENTED/UNSUPPORTED_MODEL for one that the planner does not know; DEADLINE_EXCEEDED when nobody tells the size of a GPU.
+    """
 
 class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     """Decides who holds the GPUs. It is not on the data path: clients learn here where trainer and rollout are."""
@@ -101,8 +119,9 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Phase: any; when the node already is in the phase, the stream has one event with status HELD.
         Repeat: the changeover goes on when the caller leaves; the same request_id attaches to it again and gets every event from the first.
-        Errors: FAILED_PRECONDITION/CHANGEOVER_RUNNING when one to the other phase is under way; the error of the stage that failed, after
-        the finished stages were undone.
+        Errors: FAILED_PRECONDITION/CHANGEOVER_RUNNING when one to the other phase is under way; RESOURCE_EXHAUSTED/GPU_MEMORY when a stage has
+        no room, which is then not begun; RESOURCE_EXHAUSTED/DISK_FULL when the journal cannot be written; the error of the stage that failed.
+        The finished stages are undone.
         """
 
     @_abc_1.abstractmethod
@@ -143,6 +162,20 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         """Changeovers from the journal, newest first. Any phase, harmless to repeat.
 
         Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for a bad page_size or page_token.
+        """
+
+    @_abc_1.abstractmethod
+    def Plan(
+        self,
+        request: _coordinator_pb2.PlanRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.PlanResponse, _abc.Awaitable[_coordinator_pb2.PlanResponse]]:
+        """What the node's configuration takes of memory by the planner, stage by stage: arithmetic, of which nothing is measured but the size of
+        the devices. The first call of a large model takes seconds.
+
+        Phase: any, also while a changeover runs. Repeat: harmless, and answered from memory.
+        Errors: INVALID_ARGUMENT/INVALID_ARGUMENT and NOT_FOUND/PATH_NOT_FOUND for a model that cannot be read,
+        UNIMPLEMENTED/UNSUPPORTED_MODEL for one that the planner does not know; DEADLINE_EXCEEDED when nobody tells the size of a GPU.
         """
 
 def add_CoordinatorServiceServicer_to_server(servicer: CoordinatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -75,7 +75,8 @@ class TrainerServiceStub:
     """Writes model, optimizer, random state and policy version by torch.distributed.checkpoint: aside, fsynced, renamed.
 
     Phase: TRAIN. Repeat: the same request_id gets the first answer.
-    Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE, INVALID_ARGUMENT/INVALID_ARGUMENT.
+    Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE, INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL,
+    after which nothing is at the path.
     """
     LoadCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.LoadCheckpointRequest, _trainer_pb2.LoadCheckpointResponse]
     """Reads what SaveCheckpoint wrote; the number of ranks may differ. Gradients are cleared. All or nothing.
@@ -138,7 +139,8 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """Writes model, optimizer, random state and policy version by torch.distributed.checkpoint: aside, fsynced, renamed.
 
     Phase: TRAIN. Repeat: the same request_id gets the first answer.
-    Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE, INVALID_ARGUMENT/INVALID_ARGUMENT.
+    Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE, INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL,
+    after which nothing is at the path.
     """
     LoadCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.LoadCheckpointRequest, _trainer_pb2.LoadCheckpointResponse]  # type: ignore[assignment]
     """Reads what SaveCheckpoint wrote; the number of ranks may differ. Gradients are cleared. All or nothing.
@@ -240,7 +242,8 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Writes model, optimizer, random state and policy version by torch.distributed.checkpoint: aside, fsynced, renamed.
 
         Phase: TRAIN. Repeat: the same request_id gets the first answer.
-        Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE, INVALID_ARGUMENT/INVALID_ARGUMENT.
+        Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE, INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL,
+        after which nothing is at the path.
         """
 
     @_abc_1.abstractmethod

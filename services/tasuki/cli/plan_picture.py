@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasuki.cli.plan_view import gb, groups, headline
-from tasuki.memory.layout import GB, Part
+from tasuki.cli.plan_view import groups, headline
+from tasuki.memory.layout import GB, Part, gb
 from tasuki.memory.plan import Plan
 from tasuki.wire.errors import InvalidArgument
 

@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tasuki.memory.advice import Advice
-from tasuki.memory.layout import GB, TAGS, Layout, Part
+from tasuki.memory.advice import Advice, problems
+from tasuki.memory.layout import TAGS, Layout, Part, gb
 from tasuki.memory.plan import Plan, StagePlan
 
 COLUMNS: dict[str, tuple[Part, ...]] = {
@@ -37,7 +37,7 @@ def answers(planned: Plan, advice: Advice) -> list[str]:
     layout, peak, host = planned.layout, planned.gpu_peak, planned.host_peak
     fullest = max(peak.gpus, key=lambda parts: sum(parts.values()))
     parts = ", ".join(f"{part} {gb(size)}" for part, size in sorted(fullest.items(), key=lambda item: -item[1]))
-    lines = ["It fits." if planned.fits else f"It does NOT fit: {'; '.join(_reasons(planned))}."]
+    lines = ["It fits." if planned.fits else f"It does NOT fit: {'; '.join(problems(planned))}."]
     if layout.device == "cuda":
         lines.append(f"GPU peak: {peak.stage}, {gb(peak.gpu_bytes)} of {gb(layout.gpu_bytes)} GB: {parts}.")
     lines.append(f"Host peak: {host.stage}, {gb(host.host_bytes)} of {gb(layout.host_bytes)} GB.")
@@ -64,7 +64,7 @@ def as_table(planned: Plan, advice: Advice) -> dict[str, Any]:
     layout = planned.layout
     return {
         "fits": planned.fits,
-        "problems": _reasons(planned),
+        "problems": problems(planned),
         "strategy": layout.strategy,
         "gpu_bytes": layout.gpu_bytes,
         "host_bytes": layout.host_bytes,
@@ -117,10 +117,6 @@ def headline(layout: Layout) -> str:
     )
 
 
-def gb(num_bytes: int) -> str:
-    return f"{num_bytes / GB:,.1f}" if num_bytes >= GB / 20 else f"{num_bytes / GB:.3f}"
-
-
 def _stage_table(planned: Plan, name: str, index: int) -> Table:
     layout = planned.layout
     table = Table(title=f"{name}, GB", title_justify="left", box=None, padding=(0, 1), pad_edge=False)
@@ -147,23 +143,6 @@ def _style(stage: StagePlan, planned: Plan, index: int) -> str:
     total = sum(stage.gpus[index].values())
     is_over = layout.device == "cuda" and total + layout.overheads.margin > layout.gpu_bytes
     return "red" if is_over else "bold" if stage is planned.gpu_peak else ""
-
-
-def _reasons(planned: Plan) -> list[str]:
-    """Why it does not fit."""
-    layout = planned.layout
-    margin = layout.overheads.margin
-    reasons: list[str] = []
-    if not planned.fits_gpu:
-        over = planned.gpu_peak.gpu_bytes + margin - layout.gpu_bytes
-        reasons.append(f"a GPU lacks {gb(over)} GB in {planned.gpu_peak.stage}")
-    if not planned.fits_host:
-        over = planned.host_peak.host_bytes + margin - layout.host_bytes
-        reasons.append(f"the host lacks {gb(over)} GB in {planned.host_peak.stage}")
-    if not planned.has_room_for_a_sequence:
-        tokens, longest = planned.kv_pool.num_tokens, layout.longest_sequence
-        reasons.append(f"the KV cache holds {tokens:,} tokens and a sequence may have {longest:,}")
-    return reasons
 
 
 def _least(advice: Advice) -> str:

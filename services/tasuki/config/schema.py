@@ -8,7 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+from tasuki.config.order import raise_misfits
 
 
 class Schema(BaseModel):
@@ -152,11 +154,13 @@ class RestartConfig(Schema):
     progress_s: PositiveFloat = 300.0
     """The same for the progress of a command that a rank carries out: a micro-batch, a copy of weights, a file."""
 
-    @model_validator(mode="after")
-    def _stalls_are_found_before_progress_is_missed(self) -> RestartConfig:
-        if self.progress_s < self.stall_s:
-            raise ValueError(f"progress_s = {self.progress_s:g} must not be below stall_s = {self.stall_s:g}")
-        return self
+
+class MemoryConfig(Schema):
+    """What a node on a CPU may take."""
+
+    host_budget_bytes: Annotated[ByteSize, Field(gt=0)] | None = None
+    """Memory that trainer and engine share in turn, as they would a GPU's: bytes, or text such as "8GB" or "512MiB"; none by default, so
+    that only the machine's memory is the limit. Copies of what sleeps are not counted."""
 
 
 class NodeConfig(Schema):
@@ -170,6 +174,7 @@ class NodeConfig(Schema):
     trainer: TrainerConfig = TrainerConfig()
     rollout: RolloutConfig = RolloutConfig()
     restart: RestartConfig = RestartConfig()
+    memory: MemoryConfig = MemoryConfig()
     train: TrainConfig | None = None
     unsafe: bool = False
     """Whether `failpoints` may be set."""
@@ -180,4 +185,9 @@ class NodeConfig(Schema):
     def _failpoints_are_unsafe(self) -> NodeConfig:
         if self.failpoints and not self.unsafe:
             raise ValueError("failpoints break a node on purpose; they need unsafe = true")
+        return self
+
+    @model_validator(mode="after")
+    def _settings_fit_together(self) -> NodeConfig:
+        raise_misfits(self)
         return self

@@ -15,10 +15,12 @@ from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock
 from tasuki.config.places import journal_path, node_targets, restart_request_path, socket_dir
 from tasuki.config.schema import NodeConfig
+from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.peers import GrpcPeers
 from tasuki.coordinator.phases import Service
+from tasuki.coordinator.planning import Planning
 from tasuki.coordinator.servicer import CoordinatorServicer
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
@@ -62,6 +64,7 @@ async def _serve(config: NodeConfig) -> None:
         stage_timeout_s=config.coordinator.stage_timeout_s,
         drain_grace_s=config.coordinator.drain_grace_s,
     )
+    admission = Admission(peers, config, published_bytes=journal.published_bytes)
 
     def restart(service: Service, cause: str) -> None:
         restart_request_path(config.state_dir, service).write_text(cause)
@@ -74,11 +77,12 @@ async def _serve(config: NodeConfig) -> None:
         rollout_target=targets["rollout"],
         restart=restart,
         recovery_timeout_s=config.coordinator.recovery_timeout_s,
+        admission=admission,
     )
     server = RpcServer(service="coordinator", target=targets["coordinator"])
     server.add(
         coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server,
-        CoordinatorServicer(node, journal),
+        CoordinatorServicer(node, journal, Planning(admission, config)),
         "tasuki.v1.CoordinatorService",
     )
     await server.start()

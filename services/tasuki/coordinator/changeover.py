@@ -6,16 +6,18 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
+from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.peers import Observed, Peers
 from tasuki.coordinator.phases import RULES, Phase, Service, Stage, advance, path, since_phase, turns_back, undo_path
 from tasuki.coordinator.records import Intent, Outcome, StageEvent, Status
-from tasuki.wire.errors import DeadlineExceeded, InternalError, PeerUnavailable, StageOrder, TasukiError
+from tasuki.wire.errors import DeadlineExceeded, DiskFull, InternalError, PeerUnavailable, StageOrder, TasukiError
 
 _log = logging.getLogger("tasuki.coordinator")
 # After these nobody knows whether the stage was carried out, or still is. It is not sent again, but its undo is sent: a service
-# takes one command at a time, in their order, so the undo finds the stage finished, or is refused because it never began.
-_OUTCOME_UNKNOWN = (DeadlineExceeded, InternalError, PeerUnavailable)
+# takes one command at a time, in their order, so the undo finds the stage finished, or is refused because it never began. Of a full disk
+# it is not said whether the intent was not written, or the result.
+_OUTCOME_UNKNOWN = (DeadlineExceeded, DiskFull, InternalError, PeerUnavailable)
 
 Tell = Callable[[StageEvent, Stage], None]
 """Takes what happened, and where the node stands after it."""
@@ -27,11 +29,21 @@ class Changeover:
     """Runs the stages of one hand-over. `at` is where the node stands."""
 
     def __init__(
-        self, changeover_id: str, *, seen: Observed, journal: Journal, peers: Peers, tell: Tell, restart: Restart
+        self,
+        changeover_id: str,
+        *,
+        seen: Observed,
+        journal: Journal,
+        peers: Peers,
+        tell: Tell,
+        restart: Restart,
+        admission: Admission | None = None,
     ) -> None:
+        """admission: None lets every stage begin."""
         self.id = changeover_id
         self.started = time.perf_counter()
         self._journal, self._peers, self._tell, self._restart = journal, peers, tell, restart
+        self._admission = admission
         self.stands(seen)
 
     def stands(self, seen: Observed) -> None:
@@ -39,6 +51,8 @@ class Changeover:
         self.at = seen.place()
         self._is_on_the_way_back = seen.is_on_the_way_back
         self._boots = {"trainer_boot_id": seen.trainer_boot_id, "rollout_boot_id": seen.rollout_boot_id}
+        if self._admission is not None:
+            self._admission.meet({Service.TRAINER: seen.trainer_boot_id, Service.ROLLOUT: seen.rollout_boot_id})
 
     async def bring_to(self, target: Phase) -> None:
         """Brings the node to `target`. When a stage fails, the finished ones are taken back and the stage's error is raised."""
@@ -47,7 +61,7 @@ class Changeover:
         for stage in path(self.at, target):
             finished = since_phase(self.at)
             try:
-                await self.run(stage)
+                await self.run_if_admitted(stage)
             except TasukiError as error:
                 if isinstance(error, DeadlineExceeded):
                     self._restart(RULES[stage].service, f"{stage} did not end in time: {error.message}")
@@ -74,6 +88,15 @@ class Changeover:
         self._tell(StageEvent(self.id, stage, Status.STARTED, time=intent.time), self.at)
         await self._journalled(intent, self._peers.run(intent, published=published.answer), after)
 
+    async def run_if_admitted(self, stage: Stage) -> None:
+        """As `run`. Raises OutOfGpuMemory, with nothing written down and nothing sent, when there is no room for what the stage takes."""
+        if self._admission is None:
+            return await self.run(stage)
+        await self._admission.admit(stage)
+        async with self._admission.during(stage):
+            await self.run(stage)
+        return None
+
     async def _take_back(self, stages: Sequence[Stage]) -> None:
         """Undoes `stages`, which stand in the order in which they were run, and asks the services where that led."""
         for stage in undo_path(stages):
@@ -97,9 +120,18 @@ class Changeover:
             outcome = await act
         except TasukiError as error:
             self._report(self._journal.failed(intent, error, seconds=time.perf_counter() - started))
+            self._forget_memory()
             raise
+        if intent.is_undo:
+            self._forget_memory()
+        elif self._admission is not None:
+            self._admission.done(intent.stage, outcome)
         self.at = leads_to
         self._report(self._journal.done(intent, outcome, seconds=time.perf_counter() - started))
+
+    def _forget_memory(self) -> None:
+        if self._admission is not None:
+            self._admission.forget()
 
     def _report(self, event: StageEvent) -> None:
         _log.info(

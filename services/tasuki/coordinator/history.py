@@ -134,5 +134,5 @@ def _intent(row: sqlite3.Row) -> StageIntent:
 
 
 def _result(row: sqlite3.Row) -> StageResult:
-    is_settled = row["seconds"] == 0.0  # `_settle` writes it so; no answer comes in no time
+    is_settled = row["seconds"] == 0.0  # `settle` writes it so; no answer comes in no time
     return StageResult(row["id"], Status(row["status"]), row["policy_version"], row["error_reason"], is_settled)

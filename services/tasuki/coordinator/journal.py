@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import sqlite3
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from tasuki.coordinator.phases import Phase, Stage
@@ -69,38 +71,35 @@ _MAX_NUMBER = 2**63 - 1
 
 
 class Journal:
-    """One node's journal. The caller holds the state folder's lock, so there is one writer."""
+    """One node's journal. The caller holds the state folder's lock, so there is one writer.
+
+    Whatever writes raises DiskFull when it cannot, and then nothing was written; a result is kept, and written as soon as there is room.
+    """
 
     def __init__(self, path: Path, *, failpoints: Failpoints = NO_FAILPOINTS) -> None:
-        """Raises DiskFull when it cannot be opened for writing."""
         self._path, self._failpoints = path, failpoints
-        try:
+        with self._writing():
             self._db = sqlite3.connect(path, isolation_level=None)
             self._db.row_factory = sqlite3.Row
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = FULL")
             self._db.executescript(f"{_SCHEMA}PRAGMA user_version = {SCHEMA_VERSION};")
-        except sqlite3.OperationalError as error:
-            raise self.unwritable(error) from error
+        self._unwritten: list[tuple[object, ...]] = []
         self.epoch = 0
         self._sequence = 0
-
-    def unwritable(self, error: Exception) -> DiskFull:
-        """The error for a caller whose write failed. The write has left nothing behind, and no service was asked after it."""
-        return DiskFull(f"{self._path} cannot be written: {error}; make room and ask again", path=self._path)
 
     def close(self) -> None:
         self._db.close()
 
     def begin_epoch(self, boot_id: str) -> int:
         """A new epoch, higher than every one before. Its commands are numbered from 1."""
-        row = self._db.execute("INSERT INTO epochs (boot_id, start_time) VALUES (?, ?)", (boot_id, time.time()))
+        row = self._write("INSERT INTO epochs (boot_id, start_time) VALUES (?, ?)", (boot_id, time.time()))
         self.epoch, self._sequence = int(row.lastrowid or 0), 0
         return self.epoch
 
     def begin_changeover(self, request_id: str, *, origin: Stage, target: Phase) -> str:
         """Writes down that the node is to be brought from `origin` to `target`. Returns the changeover's id."""
-        row = self._db.execute(
+        row = self._write(
             "INSERT INTO changeovers (epoch, request_id, origin, target, start_time) VALUES (?, ?, ?, ?, ?)",
             (self.epoch, request_id, origin, target, time.time()),
         )
@@ -110,7 +109,7 @@ class Journal:
         self, changeover_id: str, *, seconds: float, policy_version: int | None = None, error: TasukiError | None = None
     ) -> ChangeoverRecord:
         """Writes down how a changeover ended. Returns it as it stands then."""
-        self._db.execute(
+        self._write(
             "INSERT INTO outcomes VALUES (?, ?, ?, ?, ?, ?)",
             (
                 id_number(changeover_id),
@@ -125,11 +124,11 @@ class Journal:
 
     def intend(self, stage: Stage, changeover_id: str, *, is_undo: bool, trainer_boot_id: str, rollout_boot_id: str) -> Intent:
         """Writes a stage down before it is sent, and numbers it."""
-        self._failpoints.hit(f"{stage}.intend")
+        self._hit(f"{stage}.intend")
         self._sequence += 1
         request_id = f"{changeover_id}-{self.epoch}-{self._sequence}"
         now = time.time()
-        row = self._db.execute(
+        row = self._write(
             "INSERT INTO stages (number, stage, is_undo, epoch, sequence, request_id, trainer_boot_id, rollout_boot_id, time)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
@@ -144,8 +143,13 @@ class Journal:
                 now,
             ),
         )
-        self._failpoints.hit(f"{stage}.intended")
-        return Intent(int(row.lastrowid or 0), changeover_id, stage, is_undo, self.epoch, self._sequence, request_id, now)
+        intent = Intent(int(row.lastrowid or 0), changeover_id, stage, is_undo, self.epoch, self._sequence, request_id, now)
+        try:
+            self._hit(f"{stage}.intended")
+        except DiskFull as error:
+            self._unwritten.append(_result_row(intent, Status.FAILED, Outcome(), time=now, seconds=0.0, error=error))
+            raise
+        return intent
 
     def done(self, intent: Intent, outcome: Outcome, *, seconds: float) -> StageEvent:
         """Writes down that the stage, or its undo, was carried out."""
@@ -160,6 +164,7 @@ class Journal:
 
         Each is settled before the next intent, so they are all at the end.
         """
+        self._write_results()
         rows = self._db.execute(
             "SELECT * FROM stages WHERE id > (SELECT coalesce(max(id), 0) FROM results) ORDER BY id"
         ).fetchall()
@@ -203,6 +208,15 @@ class Journal:
         if row is None or row["status"] != Status.DONE or not row["answer"]:
             return None
         return Outcome(row["bytes"], answer=row["answer"], policy_version=row["policy_version"])
+
+    def published_bytes(self, trainer_boot_id: str) -> int | None:
+        """Of the last LOAD_WEIGHTS of this incarnation of the trainer; None when it has published nothing yet."""
+        row = self._db.execute(
+            "SELECT bytes FROM results JOIN stages USING (id) WHERE stage = ? AND status = ? AND trainer_boot_id = ?"
+            " ORDER BY id DESC LIMIT 1",
+            (Stage.LOAD_WEIGHTS, Status.DONE, trainer_boot_id),
+        ).fetchone()
+        return row["bytes"] if row else None
 
     def find(self, request_id: str) -> ChangeoverRecord | None:
         """The changeover that a request began, in whatever epoch."""
@@ -267,38 +281,60 @@ class Journal:
         seconds: float,
         error: TasukiError | None = None,
     ) -> StageEvent:
-        self._failpoints.hit(f"{intent.stage}.note")
-        event = StageEvent(
+        now = time.time()
+        self._unwritten.append(_result_row(intent, status, outcome, time=now, seconds=seconds, error=error))
+        self._hit(f"{intent.stage}.note")
+        self._write_results()
+        self._hit(f"{intent.stage}.noted")
+        return StageEvent(
             changeover_id=intent.changeover_id,
             stage=intent.stage,
             status=status,
-            time=time.time(),
+            time=now,
             seconds=seconds,
             num_bytes=outcome.num_bytes,
             error_reason=error.reason if error else "",
             error_message=error.message if error else "",
         )
-        self._db.execute(
-            "INSERT INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                intent.id,
-                status,
-                event.time,
-                seconds,
-                outcome.num_bytes,
-                outcome.answer,
-                outcome.policy_version,
-                event.error_reason,
-                event.error_message,
-            ),
-        )
-        self._failpoints.hit(f"{intent.stage}.noted")
-        return event
+
+    def _write(self, statement: str, values: Sequence[object]) -> sqlite3.Cursor:
+        self._write_results()
+        with self._writing():
+            return self._db.execute(statement, values)
+
+    def _write_results(self) -> None:
+        """Results that there was no room for come before anything else."""
+        with self._writing():
+            while self._unwritten:
+                self._db.execute("INSERT INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", self._unwritten[0])
+                del self._unwritten[0]
+
+    def _hit(self, failpoint: str) -> None:
+        with self._writing():
+            self._failpoints.hit(failpoint)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.OperationalError, OSError) as error:
+            raise DiskFull(
+                f"the journal {self._path} cannot be written ({error}), so nothing is begun; make room on its disk, or make it writable, "
+                "and ask again",
+                path=self._path,
+            ) from error
 
 
 def id_number(changeover_id: str) -> int:
     """Number of a changeover id such as "c000012"."""
     return int(changeover_id.removeprefix("c"))
+
+
+def _result_row(
+    intent: Intent, status: Status, outcome: Outcome, *, time: float, seconds: float, error: TasukiError | None
+) -> tuple[object, ...]:
+    of_outcome = (outcome.num_bytes, outcome.answer, outcome.policy_version)
+    return (intent.id, status, time, seconds, *of_outcome, error.reason if error else "", error.message if error else "")
 
 
 def id_text(number: int) -> str:

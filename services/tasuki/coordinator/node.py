@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sqlite3
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.changeover import Changeover, Restart
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.leftovers import close_interrupted, settle
@@ -20,6 +20,7 @@ from tasuki.coordinator.records import ChangeoverRecord, NodeState, StageEvent, 
 from tasuki.wire.errors import (
     ChangeoverRunning,
     DeadlineExceeded,
+    DiskFull,
     EnginePoisoned,
     InternalError,
     Interrupted,
@@ -54,10 +55,12 @@ class Node:
         rollout_target: str,
         restart: Restart,
         recovery_timeout_s: float,
+        admission: Admission | None = None,
     ) -> None:
-        """recovery_timeout_s: how long a changeover waits for a service that is gone to come back."""
+        """recovery_timeout_s: how long a changeover waits for a service that is gone to come back. admission: None lets all begin."""
         self._journal, self._peers = journal, peers
         self._restart, self._recovery_timeout_s = restart, recovery_timeout_s
+        self._admission = admission
         self._boot_id, self._trainer_target, self._rollout_target = boot_id, trainer_target, rollout_target
         self._at: Stage | None = None
         self._policy_version: int | None = None
@@ -111,7 +114,7 @@ class Node:
     async def recover(self) -> None:
         """Asks the services, once they answer, where the node stands; from the middle of the ring it is brought to TRAIN."""
         while self._at is None:
-            with suppress(PeerUnavailable, StageOrder, OSError, sqlite3.OperationalError):
+            with suppress(DiskFull, PeerUnavailable, StageOrder):
                 async with self._turn:
                     await self._look()
                     if self._at is not None and phase_of(self._at) is None:
@@ -150,8 +153,6 @@ class Node:
             try:
                 async with self._turn:
                     await work()
-            except (OSError, sqlite3.OperationalError) as error:
-                raise self._journal.unwritable(error) from error
             finally:
                 self._running = None
 
@@ -284,7 +285,7 @@ class Node:
         advance(at, stage)
         changeover = self._open or self._begin(self._unused(request_id), seen, target=leads_to(at))
         changeover.stands(seen)
-        await changeover.run(stage)
+        await changeover.run_if_admitted(stage)
         if phase_of(stage) is not None:
             self._close(changeover)
 
@@ -302,17 +303,24 @@ class Node:
         elif self._policy_version is None:
             self._policy_version = self._journal.served_version(seen.rollout_boot_id)
         try:
-            self._at = seen.place()
+            at = seen.place()
         except StageOrder as error:
             self._at, self._last_error = None, f"{error.reason}: {error.message}"
             raise
-        settle(self._journal, self._at)
-        return self._at
+        settle(self._journal, at)
+        self._at = at
+        return at
 
     def _begin(self, request_id: str, seen: Observed, *, target: Phase) -> Changeover:
         changeover_id = self._journal.begin_changeover(request_id, origin=seen.place(), target=target)
         self._open = Changeover(
-            changeover_id, seen=seen, journal=self._journal, peers=self._peers, tell=self._tell, restart=self._restart
+            changeover_id,
+            seen=seen,
+            journal=self._journal,
+            peers=self._peers,
+            tell=self._tell,
+            restart=self._restart,
+            admission=self._admission,
         )
         return self._open
 

@@ -14,6 +14,8 @@ import grpc.aio
 from tasuki.coordinator.encode import stage_from_proto, stage_to_proto
 from tasuki.coordinator.phases import RULES, Phase, Service, Stage, lost_weights, standing
 from tasuki.coordinator.records import Intent, Outcome
+from tasuki.memory.tags import ServiceUsage
+from tasuki.rpc.usage import read_usage
 from tasuki.v1 import memory_pb2, rollout_pb2, trainer_pb2, types_pb2, weights_pb2
 from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
@@ -37,6 +39,7 @@ _REVERSE = {
     Stage.LOAD_TRAINER: Stage.OFFLOAD,
 }
 _READ_TIMEOUT_S = 10.0
+_USAGE_TIMEOUT_S = 2.0
 _Answer = TypeVar("_Answer")
 
 
@@ -169,6 +172,11 @@ class GrpcPeers:
         with suppress(PeerUnavailable, DeadlineExceeded):
             return await _answer(Service.ROLLOUT, call)
         return rollout_pb2.GetRolloutStateResponse()
+
+    async def usage(self, service: Service) -> ServiceUsage:
+        """Memory of the service's ranks by tag and device, and of the devices. Raises TasukiError, also when they are busy."""
+        call = self._memory[service].GetUsage(memory_pb2.GetUsageRequest(), timeout=_USAGE_TIMEOUT_S)
+        return read_usage(await _answer(service, call))
 
     async def run(self, intent: Intent, *, published: bytes) -> Outcome:
         command = _command(intent)

@@ -12,6 +12,7 @@ import grpc.aio
 from tasuki.coordinator.encode import changeover_to_proto, event_to_proto, phase_from_proto, stage_from_proto, state_to_proto
 from tasuki.coordinator.journal import Journal, id_number
 from tasuki.coordinator.node import Node
+from tasuki.coordinator.planning import Planning
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1 import coordinator_pb2_grpc
 from tasuki.wire.errors import InvalidArgument
@@ -25,8 +26,8 @@ _MAX_PAGE_SIZE = 1000
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     """One node's coordinator on the wire."""
 
-    def __init__(self, node: Node, journal: Journal) -> None:
-        self._node, self._journal = node, journal
+    def __init__(self, node: Node, journal: Journal, planning: Planning) -> None:
+        self._node, self._journal, self._planning = node, journal, planning
 
     async def Acquire(self, request: pb.AcquireRequest, context: _Context) -> AsyncIterator[pb.AcquireResponse]:
         phase = phase_from_proto(request.phase)
@@ -65,6 +66,12 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         return pb.ListChangeoversResponse(
             changeovers=[changeover_to_proto(changeover) for changeover in page],
             next_page_token=str(id_number(page[-1].changeover_id)) if len(found) > size else "",
+        )
+
+    async def Plan(self, request: pb.PlanRequest, context: _Context) -> pb.PlanResponse:
+        return await self._planning.plan(
+            gpu_bytes=request.gpu_bytes if request.HasField("gpu_bytes") else None,
+            host_bytes=request.host_bytes if request.HasField("host_bytes") else None,
         )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from tasuki.memory.layout import TAGS, Checkpointing, Layout, Part, Strategy
+from tasuki.memory.layout import TAGS, Checkpointing, Layout, Part, Strategy, gb
 from tasuki.memory.plan import SERVING, TRAINER_TAGS, Plan, PlanStage, plan
 
 _RATIO_STEPS = 100
@@ -53,6 +53,23 @@ def advise(planned: Plan) -> Advice:
         max_kv_ratio=largest_kv_ratio(layout),
         ladder=() if planned.fits else climb(planned),
     )
+
+
+def problems(planned: Plan) -> list[str]:
+    """Why it does not fit."""
+    layout = planned.layout
+    margin = layout.overheads.margin
+    reasons: list[str] = []
+    if not planned.fits_gpu:
+        over = planned.gpu_peak.gpu_bytes + margin - layout.gpu_bytes
+        reasons.append(f"a GPU lacks {gb(over)} GB in {planned.gpu_peak.stage}")
+    if not planned.fits_host:
+        over = planned.host_peak.host_bytes + margin - layout.host_bytes
+        reasons.append(f"the host lacks {gb(over)} GB in {planned.host_peak.stage}")
+    if not planned.has_room_for_a_sequence:
+        tokens, longest = planned.kv_pool.num_tokens, layout.longest_sequence
+        reasons.append(f"the KV cache holds {tokens:,} tokens and a sequence may have {longest:,}")
+    return reasons
 
 
 def smallest_sleeping(layout: Layout) -> frozenset[Part] | None:

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tasuki.memory import arena as native
+from tasuki.memory.host import host_memory
 from tasuki.memory.tags import DeviceUsage
-
-_KIB = 1024
 
 
 def device_usage(device: str, rank: int) -> DeviceUsage:
@@ -23,11 +22,8 @@ def resident_bytes() -> int:
 
 
 def _host(rank: int) -> DeviceUsage:
-    sizes = {}
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, value = line.split(":")
-        sizes[name] = int(value.split()[0]) * _KIB
-    total, free, ours = sizes["MemTotal"], sizes["MemAvailable"], resident_bytes()
+    host, ours = host_memory(), resident_bytes()
+    total, free = host.total_bytes, host.available_bytes
     return DeviceUsage(
         device="cpu",
         rank=rank,

@@ -163,3 +163,8 @@ _POSITIVE = (
     "max_running_requests",
 )  # fmt: skip
 assert set(_POSITIVE) <= {each.name for each in fields(Layout)}
+
+
+def gb(num_bytes: int) -> str:
+    """As people read it, in 10^9 bytes."""
+    return f"{num_bytes / GB:,.1f}" if num_bytes >= GB / 20 else f"{num_bytes / GB:.3f}"

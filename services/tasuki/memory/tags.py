@@ -40,3 +40,11 @@ class DeviceUsage:
     process_bytes: int  # this process's, whoever in it took them
     torch_cached_bytes: int  # held by torch's own allocator and used by no tensor; not visible as free; 0 on "cpu"
     other_processes_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceUsage:
+    """What the ranks of one service say of their tags and of the devices that they are on."""
+
+    tags: tuple[TagUsage, ...]
+    devices: tuple[DeviceUsage, ...]

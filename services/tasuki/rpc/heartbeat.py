@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tasuki.config.order import HEARTBEAT_S
 from tasuki.config.places import pulse_dir
 
-BEAT_EVERY_S = 0.25
 _COUNTERS = struct.Struct("<QQ")
 
 
@@ -90,13 +90,13 @@ class Heartbeat:
         self._path.unlink(missing_ok=True)
 
     def _beat_until_end(self) -> None:
-        while not self._end.wait(BEAT_EVERY_S):
+        while not self._end.wait(HEARTBEAT_S):
             self._beat()
 
     async def _beat_for_ever(self) -> None:
         while True:
             self._beat()
-            await asyncio.sleep(BEAT_EVERY_S)
+            await asyncio.sleep(HEARTBEAT_S)
 
     def _beat(self) -> None:
         with self._write:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
-from tasuki.memory.tags import DeviceUsage, MemoryTag, TagUsage
+from tasuki.memory.tags import DeviceUsage, MemoryTag, ServiceUsage, TagUsage
 from tasuki.v1 import memory_pb2, types_pb2
 from tasuki.wire.errors import DeadlineExceeded, InvalidArgument
 
@@ -58,6 +58,37 @@ def joined(answers: Sequence[memory_pb2.GetUsageResponse]) -> memory_pb2.GetUsag
     return memory_pb2.GetUsageResponse(
         tags=[tag for answer in answers for tag in answer.tags],
         devices=[device for answer in answers for device in answer.devices],
+    )
+
+
+def read_usage(response: memory_pb2.GetUsageResponse) -> ServiceUsage:
+    """What `usage_response` and `joined` made. Tags that this build does not know are left out."""
+    return ServiceUsage(
+        tags=tuple(
+            TagUsage(
+                tag=TAGS[usage.tag],
+                device=usage.device,
+                mapped_bytes=usage.mapped_bytes,
+                total_bytes=usage.total_bytes,
+                is_paused=usage.is_paused,
+                kept_bytes=usage.kept_bytes,
+                host_copy_bytes=usage.host_copy_bytes,
+            )
+            for usage in response.tags
+            if usage.tag in TAGS
+        ),
+        devices=tuple(
+            DeviceUsage(
+                device=device.device,
+                rank=device.rank,
+                total_bytes=device.total_bytes,
+                free_bytes=device.free_bytes,
+                process_bytes=device.process_bytes,
+                torch_cached_bytes=device.torch_cached_bytes,
+                other_processes_bytes=device.other_processes_bytes,
+            )
+            for device in response.devices
+        ),
     )
 
 

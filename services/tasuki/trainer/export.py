@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tasuki.trainer.folders import folder_bytes, on_first_rank, rename_into_place, start_aside
+from tasuki.trainer.folders import drop_aside, folder_bytes, on_first_rank, rename_into_place, start_aside
 from tasuki.trainer.shards import INDEX_FILE, SINGLE_FILE, tensor_files, whole_tensors
+from tasuki.wire.errors import TasukiError
 
+_OS_CODE = re.compile(r"(?:code: |os error )(\d+)")
 _MAX_FILE_BYTES = 4 * 2**30
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}
@@ -23,15 +27,20 @@ def export_model(path: Path, *, causal_lm: nn.Module, source: Path) -> int:
     """Every rank calls it; tensors are gathered one by one and rank 0 writes them. Returns the bytes written.
 
     Each tensor has the dtype that it has in `source`, so from_pretrained treats the result as it treats the start model; with bfloat16
-    weights they are, bit for bit, those that rollout serves. Raises PathExists, and InvalidArgument when the folder cannot be written.
+    weights they are, bit for bit, those that rollout serves. Raises PathExists, DiskFull, and InvalidArgument for a folder that cannot be
+    written.
     """
     aside = start_aside(path)
     writer = _SafetensorsWriter(aside, source=source)
-    for name, param in causal_lm.named_parameters():
-        tensors = {shard.name: shard.local for shard in whole_tensors(name, param)}
-        on_first_rank(lambda tensors=tensors: writer.add(tensors), path=path)
-    on_first_rank(writer.finish, path=path)
-    on_first_rank(lambda: _copy_other_files(source, aside), path=path)
+    try:
+        for name, param in causal_lm.named_parameters():
+            tensors = {shard.name: shard.local for shard in whole_tensors(name, param)}
+            on_first_rank(lambda tensors=tensors: writer.add(tensors), path=path)
+        on_first_rank(writer.finish, path=path)
+        on_first_rank(lambda: _copy_other_files(source, aside), path=path)
+    except TasukiError:
+        drop_aside(aside, path=path)
+        raise
     rename_into_place(aside, path, last_files={})
     return folder_bytes(path)
 
@@ -70,7 +79,7 @@ class _SafetensorsWriter:
     def _flush(self) -> None:
         if self._pending:
             file = self._file(len(self._files))
-            save_file(self._pending, file, metadata={"format": "pt"})
+            _save(self._pending, file)
             # safetensors makes its files for the owner alone; the rest of the folder follows the umask.
             file.chmod(0o644)
             self._total_bytes += sum(tensor.nbytes for tensor in self._pending.values())
@@ -79,6 +88,17 @@ class _SafetensorsWriter:
 
     def _file(self, index: int) -> Path:
         return self._folder / f"part-{index}.safetensors"
+
+
+def _save(tensors: dict[str, Tensor], file: Path) -> None:
+    """Raises OSError, which safetensors has in its text only."""
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        code = _OS_CODE.search(str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
 
 
 def _stored_dtypes(source: Path) -> dict[str, torch.dtype]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -11,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 from tasuki.v1.ranks_pb2 import RankError
-from tasuki.wire.errors import InvalidArgument, PathExists, TasukiError, from_reason
+from tasuki.wire.errors import DiskFull, InvalidArgument, PathExists, TasukiError, from_reason
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def start_aside(path: Path) -> Path:
@@ -36,11 +39,15 @@ def rename_into_place(aside: Path, path: Path, *, last_files: Mapping[str, str])
     """Writes `last_files` (name -> text) into the folder, makes it durable and gives it its name."""
 
     def rename() -> None:
-        for name, text in last_files.items():
-            (aside / name).write_text(text)
-        for file in aside.iterdir():
-            _fsync(file)
-        _fsync(aside)
+        try:
+            for name, text in last_files.items():
+                (aside / name).write_text(text)
+            for file in aside.iterdir():
+                _fsync(file)
+            _fsync(aside)
+        except OSError:
+            shutil.rmtree(aside, ignore_errors=True)  # on a full disk it would be in the way of everything else
+            raise
         if path.exists():
             raise PathExists(f"{path} came to be in the meantime", path=path)
         aside.rename(path)
@@ -49,24 +56,36 @@ def rename_into_place(aside: Path, path: Path, *, last_files: Mapping[str, str])
     on_first_rank(rename, path=path)
 
 
+def drop_aside(aside: Path, *, path: Path) -> None:
+    """Gives back what a broken attempt to write `path` has taken."""
+    on_first_rank(lambda: shutil.rmtree(aside, ignore_errors=True), path=path)
+
+
 def on_first_rank(action: Callable[[], None], *, path: Path) -> None:
     """Runs `action` on rank 0 while the others wait; when it fails, every rank raises the same error.
 
-    An OSError becomes InvalidArgument for the caller's `path`.
+    An OSError becomes what cannot_write says.
     """
     failure = b""
     if dist.get_rank() == 0:
         try:
             action()
         except OSError as os_error:
-            error = InvalidArgument("path", f"{path} cannot be written: {os_error.strerror or os_error}")
-            failure = _encoded(error)
+            failure = _encoded(cannot_write(path, os_error))
         except TasukiError as error:
             failure = _encoded(error)
     failure = _broadcast(failure)
     if failure:
         known = RankError.FromString(failure)
         raise from_reason(known.reason, known.message, dict(known.metadata))
+
+
+def cannot_write(path: Path, error: OSError) -> TasukiError:
+    """DiskFull when there is no room, InvalidArgument for the caller's `path` when it cannot be written at all."""
+    text = f"{path} cannot be written: {error.strerror or error}"
+    if error.errno in _NO_ROOM:
+        return DiskFull(f"{text}; what was written before is as it was. Make room, or name a folder on another disk", path=path)
+    return InvalidArgument("path", f"{text}; name a folder that can be written")
 
 
 def _encoded(error: TasukiError) -> bytes:

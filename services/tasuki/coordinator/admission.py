@@ -1,0 +1,238 @@
+"""Lets a stage begin only where there is room for what it takes.
+
+GPUs are measured once a changeover, by the service that has nothing else to do meanwhile: rollout during LOAD_WEIGHTS, the trainer
+during DRAIN. From there on their free memory is reckoned, by what the stages give and take; that leaves out what torch gives back with
+OFFLOAD, so it is never more than there is. A CPU's memory is looked at before each stage. What the tags of a service hold is asked for
+once in its life, and again when a stage moved other bytes than expected. A stage is refused only by numbers that both services gave anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from tasuki.config.schema import NodeConfig
+from tasuki.coordinator.phases import RULES, Service, Stage
+from tasuki.coordinator.records import Outcome
+from tasuki.coordinator.room import (
+    TAKES,
+    Bytes,
+    Room,
+    after,
+    cached_bytes,
+    free_of_gpus,
+    free_of_host,
+    given_by,
+    holders,
+    margin_bytes,
+    moves,
+    refusal,
+    taken_by,
+    woken_by,
+)
+from tasuki.memory.host import host_memory
+from tasuki.memory.layout import Part
+from tasuki.memory.plan import PlanStage, needed_bytes, plan_node
+from tasuki.memory.tags import ServiceUsage
+from tasuki.wire.errors import TasukiError
+
+_log = logging.getLogger("tasuki.coordinator")
+
+
+class MemoryReader(Protocol):
+    """What the admission asks of the services."""
+
+    async def usage(self, service: Service) -> ServiceUsage:
+        """Raises TasukiError when it does not answer, or is busy."""
+        ...
+
+
+class Admission:
+    """What is known of both services' memory. One for each coordinator."""
+
+    def __init__(self, memory: MemoryReader, config: NodeConfig, *, published_bytes: Callable[[str], int | None]) -> None:
+        """published_bytes: what the trainer of this boot id published last, of the journal; None when it has not."""
+        self._memory, self._config, self._published_bytes = memory, config, published_bytes
+        self._boots: Mapping[Service, str] = {}
+        self._usages: dict[Service, ServiceUsage] = {}
+        self._free: dict[str, int] | None = None
+        self._export: Bytes = {}
+        self._is_measured = False
+        self._sizes: dict[str, int] = {}
+
+    def meet(self, boots: Mapping[Service, str]) -> None:
+        """Takes the services' boot ids. What one that is gone had said is forgotten."""
+        if boots == self._boots:
+            return
+        self.forget()
+        self._boots = dict(boots)
+        num_bytes = self._published_bytes(boots[Service.TRAINER])
+        self._export = {} if num_bytes is None else self._over_trainer(num_bytes)
+
+    def forget(self) -> None:
+        """The services' memory has been moved by other ways than the stages'."""
+        self._usages, self._free, self._is_measured = {}, None, False
+
+    async def admit(self, stage: Stage) -> None:
+        """Raises OutOfGpuMemory, with numbers and advice, when `stage` has no room.
+
+        A service that does not say what it holds is no reason to refuse: its own arenas do that, or the stage meets what ails it.
+        """
+        if stage not in TAKES and (stage is not Stage.LOAD_WEIGHTS or self._export):
+            return
+        self._look_at_host()
+        needed = self._taken(stage)
+        if needed is not None and self._has_room(stage, needed):
+            return
+        if not await self._measure_all(stage):
+            return
+        needed = await self._first_export() if stage is Stage.LOAD_WEIGHTS else self._taken(stage)
+        if needed and (rooms := self._without_room(stage, needed)):
+            tags = woken_by(stage, self._usages[RULES[stage].service]) or ["export arena"]
+            raise refusal(stage, rooms, tags=tags, config=self._config)
+
+    @asynccontextmanager
+    async def during(self, stage: Stage) -> AsyncIterator[None]:
+        """Measures while `stage` runs on the other service; `admit` comes before it."""
+        asked = () if self._is_measured else self._idle_during(stage)
+        self._is_measured = False
+        reading = asyncio.create_task(self._read(asked)) if asked else None
+        try:
+            yield
+            if reading is not None:
+                self._take(await reading)
+        finally:
+            if reading is not None:
+                reading.cancel()
+                await asyncio.wait([reading])
+
+    def done(self, stage: Stage, outcome: Outcome) -> None:
+        """Reckons with what a stage has taken or given."""
+        if stage is Stage.LOAD_WEIGHTS:
+            before, self._export = self._export, self._over_trainer(outcome.num_bytes)
+            self._move_free({device: before.get(device, 0) - size for device, size in self._export.items()})
+        service = moves(stage)
+        if service is None or service not in self._usages:
+            return
+        usage = self._usages[service]
+        given, taken = given_by(stage, usage), taken_by(stage, usage)
+        self._move_free(given)
+        self._move_free({device: -size for device, size in taken.items()})
+        self._usages[service] = after(stage, usage)
+        if sum(given.values()) + sum(taken.values()) != outcome.num_bytes:
+            # Its tags have grown, or others of them moved.
+            del self._usages[service]
+            self._free = None
+
+    async def gpu_bytes(self) -> int:
+        """Memory of the smallest device; remembered for good. Raises TasukiError when it is not known and nobody tells."""
+        if not self._sizes:
+            self._note_sizes(await self._memory.usage(Service.ROLLOUT))
+        return min(self._sizes.values())
+
+    def _note_sizes(self, usage: ServiceUsage) -> None:
+        self._sizes |= {one.device: one.total_bytes for one in usage.devices}
+
+    def _move_free(self, sizes: Bytes) -> None:
+        if self._free is not None:
+            for device in self._free.keys() & sizes.keys():
+                self._free[device] += sizes[device]
+
+    def _idle_during(self, stage: Stage) -> Sequence[Service]:
+        if self._config.device == "cuda":
+            return {Stage.LOAD_WEIGHTS: (Service.ROLLOUT,), Stage.DRAIN: (Service.TRAINER,)}.get(stage, ())
+        # A trainer may have grown while it trained, by a reference policy, and a budget knows of nothing else. It answers behind the stage.
+        has_budget = self._config.memory.host_budget_bytes is not None
+        return (Service.TRAINER,) if has_budget and stage is Stage.LOAD_WEIGHTS else ()
+
+    def _taken(self, stage: Stage) -> Bytes | None:
+        """None while nobody knows."""
+        usage = self._usages.get(RULES[stage].service)
+        return None if usage is None or stage not in TAKES else taken_by(stage, usage)
+
+    def _has_room(self, stage: Stage, needed: Bytes) -> bool:
+        """As far as is known."""
+        return self._free is not None and needed.keys() <= self._free.keys() and not self._without_room(stage, needed)
+
+    def _without_room(self, stage: Stage, needed: Bytes) -> list[Room]:
+        """Measured devices that lack room."""
+        free = self._free or {}
+        cached = cached_bytes(self._usages[RULES[stage].service])
+        rooms = [
+            Room(
+                device=device,
+                needed_bytes=size,
+                free_bytes=free[device] + cached.get(device, 0),
+                margin_bytes=margin_bytes(device),
+                held=holders(device, self._usages, export_bytes=self._export),
+            )
+            for device, size in needed.items()
+            if size and device in free
+        ]
+        return [room for room in rooms if room.short_bytes]
+
+    async def _measure_all(self, stage: Stage) -> bool:
+        """Whether both services have answered."""
+        readings = await self._read(tuple(Service))
+        self._take(readings)
+        self._is_measured = len(readings) == len(Service)
+        if not self._is_measured:
+            _log.warning("event=admission_skipped stage=%s answered=%s", stage, ",".join(readings) or "-")
+        return self._is_measured
+
+    async def _read(self, services: Sequence[Service]) -> dict[Service, ServiceUsage]:
+        """Of those that answer."""
+        answers = await asyncio.gather(*(self._memory.usage(service) for service in services), return_exceptions=True)
+        readings: dict[Service, ServiceUsage] = {}
+        for service, answer in zip(services, answers, strict=True):
+            if isinstance(answer, ServiceUsage):
+                readings[service] = answer
+            elif not isinstance(answer, TasukiError):
+                raise answer
+        return readings
+
+    def _take(self, readings: Mapping[Service, ServiceUsage]) -> None:
+        if not readings:
+            return
+        self._usages |= readings
+        for usage in readings.values():
+            self._note_sizes(usage)
+        if self._config.device != "cpu":
+            self._free = free_of_gpus(readings.values())
+        self._look_at_host()
+
+    def _look_at_host(self) -> None:
+        """On a CPU free memory is known as soon as both services have told what they hold."""
+        if self._config.device == "cpu" and len(self._usages) == len(Service):
+            available, budget = host_memory().available_bytes, self._config.memory.host_budget_bytes
+            usages = self._usages.values()
+            self._free = {"cpu": free_of_host(available, usages, budget_bytes=budget, export_bytes=self._export)}
+
+    async def _first_export(self) -> Bytes:
+        """What the planner says of the arena that the trainer's first publication makes; nothing when it cannot say."""
+        try:
+            planned = await asyncio.to_thread(
+                plan_node, self._config, gpu_bytes=await self.gpu_bytes(), host_bytes=host_bytes(self._config)
+            )
+        except TasukiError as error:
+            _log.warning("event=admission_skipped stage=%s reason=%s", Stage.LOAD_WEIGHTS, error.message)
+            return {}
+        need = needed_bytes(planned, PlanStage.LOAD_WEIGHTS, has_published=False)
+        sizes = [parts.get(Part.EXPORT, 0) for parts in need.gpus]
+        return {"cpu": sum(sizes)} if self._config.device == "cpu" else {f"cuda:{i}": size for i, size in enumerate(sizes)}
+
+    def _over_trainer(self, num_bytes: int) -> Bytes:
+        """Published bytes by device. FSDP2 gives every rank the same."""
+        num_ranks = self._config.trainer.num_ranks
+        if self._config.device == "cpu":
+            return {"cpu": num_bytes}
+        return {f"cuda:{rank}": num_bytes // num_ranks for rank in range(num_ranks)}
+
+
+def host_bytes(config: NodeConfig) -> int:
+    """What the node may take of the host: its budget, or all of the machine."""
+    budget = config.memory.host_budget_bytes
+    return host_memory().total_bytes if budget is None else budget

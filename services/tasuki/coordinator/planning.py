@@ -1,0 +1,99 @@
+"""The planner's answer for this node, as `tasuki plan --json` gives it, on the wire."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from tasuki.config.schema import NodeConfig
+from tasuki.coordinator.admission import Admission, host_bytes
+from tasuki.memory.advice import Advice, Rung, advise, problems
+from tasuki.memory.layout import TAGS, Part
+from tasuki.memory.plan import Plan, StagePlan, plan_node
+from tasuki.v1 import coordinator_pb2 as pb
+
+# On a CPU the planner has no use for the size of a GPU, and wants one.
+_NO_GPU = 1
+
+
+class Planning:
+    """Plans the node's configuration, once for each size of its devices; beside the event loop, which goes on with a changeover."""
+
+    def __init__(self, admission: Admission, config: NodeConfig) -> None:
+        self._admission, self._config = admission, config
+        self._made: dict[tuple[int, int], pb.PlanResponse] = {}
+        self._turn = asyncio.Lock()
+
+    async def plan(self, *, gpu_bytes: int | None, host_bytes: int | None) -> pb.PlanResponse:
+        """Sizes that are None are the node's own. Raises what plan_node raises, and what keeps a GPU's size from being known."""
+        sizes = (await self._gpu_bytes(gpu_bytes), self._host_bytes(host_bytes))
+        async with self._turn:
+            if sizes not in self._made:
+                self._made = {sizes: await asyncio.to_thread(self._plan, *sizes)}
+            return self._made[sizes]
+
+    async def _gpu_bytes(self, given: int | None) -> int:
+        if self._config.device == "cpu":
+            return _NO_GPU
+        return await self._admission.gpu_bytes() if given is None else given
+
+    def _host_bytes(self, given: int | None) -> int:
+        return host_bytes(self._config) if given is None else given
+
+    def _plan(self, gpu_bytes: int, host_bytes: int) -> pb.PlanResponse:
+        planned = plan_node(self._config, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
+        return plan_to_proto(planned, advise(planned))
+
+
+def plan_to_proto(planned: Plan, advice: Advice) -> pb.PlanResponse:
+    layout, is_gpu = planned.layout, planned.layout.device == "cuda"
+    response = pb.PlanResponse(
+        fits=planned.fits,
+        problems=problems(planned),
+        strategy=layout.strategy,
+        stages=[_stage(planned, stage) for stage in planned.stages],
+        host_peak=pb.PlannedPeak(stage=planned.host_peak.stage, bytes=planned.host_peak.host_bytes),
+        kv_cache_tokens=planned.kv_pool.num_tokens,
+        kv_cache_bytes=planned.kv_pool.num_bytes,
+        must_leave=[tag for tag in TAGS if tag in (advice.must_leave or ())],
+        is_leaving_enough=advice.must_leave is not None,
+        max_kv_ratio=advice.max_kv_ratio,
+        advice=[_change(rung) for rung in advice.ladder],
+        parameters=layout.model.count_by_kind(),
+        host_bytes=layout.host_bytes,
+    )
+    if is_gpu:
+        response.gpu_bytes = layout.gpu_bytes
+        response.gpu_peak.CopyFrom(pb.PlannedPeak(stage=planned.gpu_peak.stage, bytes=planned.gpu_peak.gpu_bytes))
+    return response
+
+
+def _stage(planned: Plan, stage: StagePlan) -> pb.PlannedStage:
+    layout = planned.layout
+    devices = [_device("host", stage.host, layout.host_bytes, margin=layout.overheads.margin)]
+    if layout.device == "cuda":
+        gpus = enumerate(stage.gpus)
+        devices += [_device(f"cuda:{i}", parts, layout.gpu_bytes, margin=layout.overheads.margin) for i, parts in gpus]
+    return pb.PlannedStage(stage=stage.stage, devices=devices)
+
+
+def _device(name: str, parts: Mapping[Part, int], capacity_bytes: int, *, margin: int) -> pb.PlannedDevice:
+    needed = sum(parts.values())
+    return pb.PlannedDevice(
+        device=name,
+        needed_bytes=needed,
+        capacity_bytes=capacity_bytes,
+        fits=needed + margin <= capacity_bytes,
+        parts=[pb.PlannedPart(part=part, bytes=size) for part, size in sorted(parts.items(), key=lambda item: -item[1])],
+    )
+
+
+def _change(rung: Rung) -> pb.PlannedChange:
+    return pb.PlannedChange(
+        setting=rung.setting,
+        old=rung.old,
+        new=rung.new,
+        is_available=rung.is_available,
+        gpu_peak_bytes=rung.plan.gpu_peak.gpu_bytes,
+        fits=rung.plan.fits,
+    )

@@ -1,0 +1,188 @@
+"""Whether a stage has room: what it takes of each device, what is free there, who holds the rest, and what to change. Pure.
+
+On a GPU `free` is what the driver would give. On a CPU it is what the machine would give, and with `memory.host_budget_bytes` no more than
+what the tags of both services and the published weights leave of the budget.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tasuki.config.schema import NodeConfig
+from tasuki.coordinator.phases import RULES, Service, Stage
+from tasuki.memory.layout import GB, Overheads
+from tasuki.memory.tags import MemoryTag, ServiceUsage, TagUsage
+from tasuki.wire.errors import OutOfGpuMemory
+
+_TRAINER = (MemoryTag.WEIGHTS, MemoryTag.GRADIENTS, MemoryTag.OPTIMIZER)
+_CACHE = (MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH)
+TAKES = {Stage.RESUME_WEIGHTS: (MemoryTag.WEIGHTS,), Stage.RESUME_KV: _CACHE, Stage.LOAD_TRAINER: _TRAINER}
+"""Tags that a stage wakes."""
+_GIVES = {Stage.OFFLOAD: _TRAINER, Stage.PAUSE_KV: _CACHE, Stage.PAUSE_WEIGHTS: (MemoryTag.WEIGHTS,)}
+_MOST_DEVICES = 4
+EXPORT = "trainer export"
+
+Bytes = Mapping[str, int]
+"""By device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """One device before a stage. `held`: by whom -> bytes."""
+
+    device: str
+    needed_bytes: int
+    free_bytes: int
+    margin_bytes: int
+    held: Mapping[str, int]
+
+    @property
+    def short_bytes(self) -> int:
+        return max(0, self.needed_bytes + self.margin_bytes - self.free_bytes)
+
+
+def taken_by(stage: Stage, usage: ServiceUsage) -> Bytes:
+    """What the tags of `stage` take when they wake: nothing for those that are awake, or whose memory was kept."""
+    return _sums((one.device, one.total_bytes - one.mapped_bytes - one.kept_bytes) for one in _of(stage, usage, TAKES))
+
+
+def given_by(stage: Stage, usage: ServiceUsage) -> Bytes:
+    """What the tags of `stage` leave to others when they fall asleep."""
+    return _sums((one.device, one.mapped_bytes) for one in _of(stage, usage, _GIVES))
+
+
+def after(stage: Stage, usage: ServiceUsage) -> ServiceUsage:
+    """The same tags once `stage` is done."""
+    wakes, sleeps = _of(stage, usage, TAKES), _of(stage, usage, _GIVES)
+
+    def moved(one: TagUsage) -> TagUsage:
+        if one in wakes:
+            return replace(one, mapped_bytes=one.total_bytes, kept_bytes=0, is_paused=False)
+        return replace(one, mapped_bytes=0, is_paused=True) if one in sleeps else one
+
+    return replace(usage, tags=tuple(moved(one) for one in usage.tags))
+
+
+def free_of_gpus(usages: Iterable[ServiceUsage]) -> dict[str, int]:
+    """What the driver would give on each device of services that were asked just now."""
+    free: dict[str, int] = {}
+    for usage in usages:
+        for one in usage.devices:
+            # The ranks on one device did not look at the same moment.
+            free[one.device] = min(one.free_bytes, free.get(one.device, one.free_bytes))
+    return free
+
+
+def free_of_host(available_bytes: int, usages: Iterable[ServiceUsage], *, budget_bytes: int | None, export_bytes: Bytes) -> int:
+    """What the machine would give, and no more than both services leave of the budget."""
+    if budget_bytes is None:
+        return available_bytes
+    held = sum(one.mapped_bytes + one.kept_bytes for usage in usages for one in usage.tags) + export_bytes.get("cpu", 0)
+    return min(available_bytes, max(0, budget_bytes - held))
+
+
+def woken_by(stage: Stage, usage: ServiceUsage) -> list[MemoryTag]:
+    """The tags of `stage` that the service has."""
+    return list(dict.fromkeys(one.tag for one in _of(stage, usage, TAKES)))
+
+
+def cached_bytes(usage: ServiceUsage) -> Bytes:
+    """What torch only caches in the service's own processes: its arenas have it emptied when they lack room."""
+    return _sums((one.device, one.torch_cached_bytes) for one in usage.devices)
+
+
+def holders(device: str, usages: Mapping[Service, ServiceUsage], *, export_bytes: Bytes) -> dict[str, int]:
+    """Who holds the device's memory, the largest first. "others" are processes that are none of this node's ranks."""
+    held: Counter[str] = Counter({EXPORT: export_bytes.get(device, 0)})
+    for service, usage in usages.items():
+        for one in usage.tags:
+            if one.device == device:
+                held[f"{service} {one.tag}"] += one.mapped_bytes + one.kept_bytes
+    ranks = [one for usage in usages.values() for one in usage.devices if one.device == device]
+    if device != "cpu" and ranks:
+        used = ranks[0].total_bytes - min(one.free_bytes for one in ranks)
+        processes = sum(one.process_bytes for one in ranks)
+        held["contexts and caches of this node"] = max(0, processes - held.total())
+        held["others"] = max(0, used - processes)
+    return {who: size for who, size in held.most_common() if size}
+
+
+def margin_bytes(device: str) -> int:
+    """What must stay free beside a stage's need: on a GPU what `tasuki plan` leaves, too."""
+    return 0 if device == "cpu" else Overheads().margin
+
+
+def refusal(stage: Stage, rooms: list[Room], *, tags: Sequence[str], config: NodeConfig) -> OutOfGpuMemory:
+    """The error of a stage that was not begun. rooms: devices without room. tags: what there is no room for."""
+    rooms = sorted(rooms, key=lambda room: -room.short_bytes)
+    worst = rooms[0]
+    lines = [
+        f"{room.device}: {_gb(room.needed_bytes)} needed, {_gb(room.free_bytes)} free, {_gb(room.short_bytes)} short"
+        for room in rooms[:_MOST_DEVICES]
+    ]
+    if len(rooms) > _MOST_DEVICES:
+        lines.append(f"{len(rooms) - _MOST_DEVICES} more devices")
+    held = ", ".join(f"{who} {_gb(size)}" for who, size in worst.held.items()) or "nobody of this node"
+    advice = _advice(stage, worst, config)
+    return OutOfGpuMemory(
+        f"{stage} was not begun, there is no room for {', '.join(tags)}: {'; '.join(lines)}. Held on {worst.device}: {held}. {advice}",
+        stage=stage,
+        tag=",".join(tags),
+        device=worst.device,
+        needed_bytes=worst.needed_bytes,
+        free_bytes=worst.free_bytes,
+        short_bytes=worst.short_bytes,
+        margin_bytes=worst.margin_bytes,
+        held="; ".join(f"{who}={size}" for who, size in worst.held.items()),
+        advice=advice,
+    )
+
+
+def _advice(stage: Stage, room: Room, config: NodeConfig) -> str:
+    """What to change, the nearest thing first."""
+    changes: list[str] = []
+    budget = config.memory.host_budget_bytes
+    if room.device == "cpu" and budget is not None:
+        changes.append(f"raise memory.host_budget_bytes to {budget + room.short_bytes} if the machine has that much")
+    elif room.device == "cpu" or room.held.get("others", 0) >= room.short_bytes:
+        changes.append(f"end other programs that hold memory of {room.device}")
+    match stage:
+        case Stage.RESUME_KV:
+            changes.append(f"lower {_smaller_cache(room, config)}")
+        case _ if room.device == "cpu":
+            pass
+        case Stage.RESUME_WEIGHTS:
+            changes.append("spread the engine over more ranks (rollout.tp_size), or the trainer (trainer.num_ranks)")
+        case _:
+            changes.append("spread the trainer over more ranks (trainer.num_ranks)")
+    return f"Try again when there is room, or {', or '.join(changes)}; `tasuki plan` says what fits."
+
+
+def _smaller_cache(room: Room, config: NodeConfig) -> str:
+    tokens = config.rollout.max_total_tokens
+    if tokens is None or room.needed_bytes <= room.short_bytes:
+        return "rollout.max_total_tokens" if room.device == "cpu" else "rollout.kv_ratio or rollout.max_total_tokens"
+    fits = tokens * (room.needed_bytes - room.short_bytes) // room.needed_bytes
+    return f"rollout.max_total_tokens to {fits} or less"
+
+
+def _of(stage: Stage, usage: ServiceUsage, tags: Mapping[Stage, tuple[MemoryTag, ...]]) -> list[TagUsage]:
+    return [one for one in usage.tags if one.tag in tags.get(stage, ())]
+
+
+def _sums(sizes: Iterable[tuple[str, int]]) -> Bytes:
+    total: Counter[str] = Counter()
+    for device, size in sizes:
+        total[device] += size
+    return total
+
+
+def moves(stage: Stage) -> Service | None:
+    """The service whose tags `stage` moves; None for one that moves none."""
+    return RULES[stage].service if stage in TAKES or stage in _GIVES else None
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / GB:.2f} GB" if num_bytes >= GB / 10 else f"{num_bytes / 10**6:.1f} MB"

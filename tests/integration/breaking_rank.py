@@ -1,0 +1,152 @@
+"""An engine rank without an engine: the real receive path on many tensors, in a process that breaks between two copies."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from multiprocessing.connection import Connection
+
+import torch
+from torch import nn
+
+from tasuki.memory.tags import MemoryTag
+from tasuki.rollout.rank_commands import EngineRank, command_tensors, register_rank, run_command
+from tasuki.rollout.rank_memory import rank_allocator
+from tasuki.transport.copies import HostCopies, ViewCopy
+from tasuki.wire.errors import InternalError
+from tests.models import poison
+
+Shapes = Sequence[tuple[str, tuple[int, ...]]]
+
+
+class Break(StrEnum):
+    """What happens to the rank after some copies."""
+
+    KILL = "kill"
+    RAISE = "raise"
+    SKIP = "skip"
+    """The rest is left out, and nobody says so."""
+
+
+@dataclass(frozen=True)
+class Breaking:
+    how: Break
+    after: int
+    """Copies that are made."""
+
+
+class FlatModel(nn.Module):
+    """Parameters of these names and shapes, each loaded by a plain copy."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        super().__init__()
+        self.names = {name.replace(".", "/"): name for name, _ in shapes}
+        for name, shape in shapes:
+            self.register_parameter(name.replace(".", "/"), nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16), False))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, loaded in weights:
+            self.get_parameter(name.replace(".", "/")).data.copy_(loaded)
+
+    def digest(self) -> str:
+        return digest_of({self.names[name]: parameter for name, parameter in self.named_parameters()})
+
+
+def digest_of(tensors: dict[str, torch.Tensor]) -> str:
+    content = hashlib.sha256()
+    for name in sorted(tensors):
+        content.update(name.encode() + tensors[name].detach().contiguous().view(torch.int16).numpy().tobytes())
+    return content.hexdigest()
+
+
+class BreakingCopies(HostCopies):
+    """Copies of which the last ones are not made."""
+
+    num_copies = 0
+
+    def __init__(self, copies: Sequence[ViewCopy], breaking: Breaking | None) -> None:
+        super().__init__(copies)
+        BreakingCopies.num_copies = len(copies)
+        self._breaking = breaking
+
+    def start(self) -> None:
+        whole = self._copies
+        if self._breaking is None:
+            return super().start()
+        self._copies = whole[: self._breaking.after]
+        super().start()
+        self._copies = whole
+        match self._breaking.how:
+            case Break.KILL:
+                os.kill(os.getpid(), signal.SIGKILL)
+            case Break.RAISE:
+                raise RuntimeError(f"broken after {self._breaking.after} copies")
+            case Break.SKIP:
+                return None
+        return None
+
+
+def run_rank(pipe: Connection, shapes: Shapes, breaking: Breaking | None) -> None:
+    torch.set_num_threads(1)
+    from tasuki.rollout import receive
+
+    receive.prepare_copies = lambda copies, **_: BreakingCopies(copies, breaking)
+    allocator = rank_allocator("cpu")
+    with allocator.region(MemoryTag.WEIGHTS):
+        model = FlatModel(shapes)
+    with allocator.region(MemoryTag.KV_CACHE):
+        cache = torch.zeros(1 << 20, dtype=torch.uint8)
+    register_rank(EngineRank(model, allocator, tp_rank=0))
+    poison(model)
+    while True:
+        match pipe.recv():
+            case bytes() as command:
+                run_command(model, command_tensors(command))
+                pipe.send(None)
+            case _:
+                pipe.send((model.digest(), BreakingCopies.num_copies, cache.nbytes))
+
+
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload([__name__])
+
+
+class BreakingRank:
+    """The process, as the front's RankCalls sees an engine of one rank."""
+
+    num_ranks = 1
+
+    def __init__(self, shapes: Shapes, breaking: Breaking | None = None) -> None:
+        self._pipe, theirs = _processes.Pipe()
+        self._process = _processes.Process(target=run_rank, args=(theirs, shapes, breaking), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    async def run_on_ranks(self, command: bytes) -> None:
+        self._pipe.send(command)
+        try:
+            await asyncio.to_thread(self._pipe.recv)
+        except EOFError as error:
+            raise InternalError("the engine rank is gone") from error
+
+    def holds(self) -> tuple[str, int]:
+        """Digest of all parameters, and the number of copies of a sync."""
+        self._pipe.send(None)
+        digest, num_copies, _ = self._pipe.recv()
+        return digest, num_copies
+
+    @property
+    def exit_code(self) -> int | None:
+        self._process.join(10)
+        return self._process.exitcode
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()

@@ -1,0 +1,136 @@
+"""Disks without room, and read-only ones: the coordinator's journal, and what the trainer saves."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tasuki.config.places import node_targets, socket_dir
+from tasuki.config.save import save_config
+from tasuki.config.schema import ModelConfig, NodeConfig
+from tasuki.trainer.checkpoint import CheckpointFacts, load_checkpoint, save_checkpoint
+from tasuki.trainer.export import export_model
+from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from tasuki.v1.types_pb2 import PHASE_ROLLOUT, PHASE_TRAIN
+from tasuki.wire.channel import open_channel
+from tasuki.wire.errors import DiskFull, InvalidArgument, PathNotFound
+from tests.integration.stage_services import serving
+from tests.integration.test_coordinator import DEADLINE_S, Node, start_coordinator
+from tests.models import make_model
+from tests.models import save_checkpoint as save_start_model
+from tests.tiny_disk import TinyDisk, limited_files, tmpfs
+
+FACTS = CheckpointFacts(policy_version=3, num_ranks=1, architecture="Linear")
+
+
+async def test_coordinator_on_a_full_disk_refuses_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "disk", num_kib=1024) as disk:
+        config = NodeConfig(state_dir=disk.folder / "state", model=ModelConfig(path=tmp_path))
+        config.state_dir.mkdir()
+        save_config(config, config.state_dir / "node.toml")
+        async with serving(config) as (trainer, rollout):
+            process = await start_coordinator(config)
+            async with open_channel(node_targets(config)["coordinator"]) as channel:
+                node = Node(config, trainer, rollout, process, channel, CoordinatorServiceStub(channel))
+                await node.settled()
+                await node.acquire(PHASE_ROLLOUT)
+                num_commands = len(trainer.commands) + len(rollout.commands)
+                disk.fill()
+                with pytest.raises(DiskFull, match="journal.sqlite cannot be written"):
+                    for _ in range(20):  # until the pages that the journal has are full, too
+                        await node.acquire(PHASE_TRAIN)
+                        await node.acquire(PHASE_ROLLOUT)
+                assert process.returncode is None
+                disk.free()
+                assert (await node.acquire(PHASE_TRAIN))[-1].state.phase == PHASE_TRAIN
+                assert (await node.acquire(PHASE_ROLLOUT))[-1].state.phase == PHASE_ROLLOUT
+                assert len(trainer.commands) + len(rollout.commands) > num_commands
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 0
+        shutil.rmtree(socket_dir(config.state_dir))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(params=["tmpfs", "limit"])
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TinyDisk]:
+    folder = tmp_path / "disk"
+    with tmpfs(folder, num_kib=2048) if request.param == "tmpfs" else limited_files(folder) as disk:
+        yield disk
+
+
+def trained(seed: int) -> tuple[nn.Module, torch.optim.AdamW]:
+    torch.manual_seed(seed)
+    model = nn.Linear(256, 256)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 256)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def assert_loads(path: Path, saved: nn.Module) -> None:
+    model, optimizer = trained(seed=99)
+    assert load_checkpoint(path, model=model, optimizer=optimizer, have=FACTS) == 3
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), saved.parameters(), strict=True))
+
+
+def test_checkpoint_without_room_leaves_the_one_before_and_nothing_else(disk: TinyDisk) -> None:
+    model, optimizer = trained(seed=0)
+    first, second = disk.folder / "first", disk.folder / "second"
+    save_checkpoint(first, model=model, optimizer=optimizer, facts=FACTS)
+    disk.fill()
+    with pytest.raises(
+        DiskFull, match=r"second cannot be written: .*; what was written before is as it was\. Make room"
+    ) as full:
+        save_checkpoint(second, model=model, optimizer=optimizer, facts=FACTS)
+    assert full.value.metadata["path"] == str(second)
+    assert {file.name for file in disk.folder.iterdir()} - {"filler"} == {"first"}
+    assert_loads(first, model)
+    disk.free()
+    save_checkpoint(second, model=model, optimizer=optimizer, facts=FACTS)
+    assert_loads(second, model)
+
+
+def test_checkpoint_on_a_read_only_disk_names_the_path(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "disk", num_kib=2048) as disk:
+        model, optimizer = trained(seed=0)
+        save_checkpoint(disk.folder / "first", model=model, optimizer=optimizer, facts=FACTS)
+        disk.make_read_only()
+        with pytest.raises(InvalidArgument, match="second cannot be written: Read-only file system; name a folder") as refused:
+            save_checkpoint(disk.folder / "second", model=model, optimizer=optimizer, facts=FACTS)
+        assert refused.value.metadata["field"] == "path"
+        assert_loads(disk.folder / "first", model)
+
+
+def test_exported_model_without_room_leaves_nothing(disk: TinyDisk, tmp_path: Path) -> None:
+    model = make_model("qwen2", seed=0)
+    source = save_start_model(model, tmp_path / "model")
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    disk.fill()
+    with pytest.raises(DiskFull, match="exported cannot be written"):
+        export_model(disk.folder / "exported", causal_lm=model, source=source)
+    assert not [file for file in disk.folder.iterdir() if file.name != "filler"]
+    disk.free()
+    assert export_model(disk.folder / "exported", causal_lm=model, source=source) > 0
+
+
+def test_what_is_half_there_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "half").mkdir()
+    model, optimizer = trained(seed=0)
+    with pytest.raises(PathNotFound, match=r"half is no checkpoint: it has no checkpoint\.json"):
+        load_checkpoint(tmp_path / "half", model=model, optimizer=optimizer, have=FACTS)

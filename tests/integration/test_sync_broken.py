@@ -1,0 +1,126 @@
+"""A sync that ends after k of its n copies, for every k: its version is never served, and a fresh rank gets the published weights."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tasuki.memory.tags import MemoryTag
+from tasuki.rollout.memory import EngineMemory
+from tasuki.rollout.rank_calls import RankCalls
+from tasuki.rollout.rollout import Rollout
+from tasuki.rollout.stages import Stage
+from tasuki.rollout.sync import WeightSync
+from tasuki.transport.export import WeightExport
+from tasuki.v1 import weights_pb2
+from tasuki.wire.errors import EnginePoisoned, TasukiError, WeightsCorrupt
+from tests.integration.breaking_rank import Break, Breaking, BreakingRank, Shapes, digest_of
+from tests.models import make_model, trainer_shards
+from tests.unit.test_rollout_stages import IdleEngine, said, samples
+
+VERSION = 5
+
+
+@dataclass(frozen=True)
+class Published:
+    """A small model as two trainer ranks publish it. digest: of what an engine must hold."""
+
+    folder: Path
+    message: weights_pb2.PublishedWeights
+    shapes: Shapes
+    digest: str
+
+
+@pytest.fixture(scope="module")
+def published() -> Iterator[Published]:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tasuki-")))
+        model = make_model("qwen2", seed=4)
+        shards = [trainer_shards(model, rank=rank, num_ranks=2) for rank in range(2)]
+        exports = [
+            WeightExport(own, rank=rank, num_ranks=2, dtype=torch.bfloat16, socket_path=folder / f"w{rank}.sock")
+            for rank, own in enumerate(shards)
+        ]
+        for export in exports:
+            stack.callback(export.close)
+            export.publish(VERSION)
+        tensors = {name: parameter.detach().bfloat16() for name, parameter in model.named_parameters()}
+        yield Published(
+            folder,
+            weights_pb2.PublishedWeights(policy_version=VERSION, boot_id="t", handles=[export.handle() for export in exports]),
+            [(name, tuple(tensor.shape)) for name, tensor in tensors.items()],
+            digest_of(tensors),
+        )
+
+
+@asynccontextmanager
+async def rollout_with(published: Published, breaking: Breaking | None) -> AsyncIterator[tuple[Rollout, BreakingRank]]:
+    """The rollout service's own state, memory and sync over one rank's process, with its weights awake."""
+    rank = BreakingRank(published.shapes, breaking)
+    calls = RankCalls(rank, socket_dir=published.folder)
+    sync = WeightSync(calls, socket_dir=published.folder)
+    try:
+        rollout = Rollout(IdleEngine(), sync, EngineMemory(calls), seed=0, on_serving=said, on_poison=lambda: None)
+        await rollout.fall_asleep(timeout_s=30)
+        await rollout.resume(Stage.RESUME_WEIGHTS, [MemoryTag.WEIGHTS], timeout_s=30)
+        yield rollout, rank
+    finally:
+        sync.close()
+        calls.close()
+        rank.close()
+
+
+async def serve(rollout: Rollout) -> list[int]:
+    await rollout.resume(Stage.RESUME_KV, [MemoryTag.KV_CACHE], timeout_s=30)
+    return await samples(rollout)
+
+
+async def assert_never_served(rollout: Rollout) -> None:
+    assert (rollout.policy_version, rollout.received_version) == (None, None)
+    assert rollout.poison_reason is not None
+    with pytest.raises(EnginePoisoned):
+        await serve(rollout)
+    with pytest.raises(EnginePoisoned):
+        await samples(rollout)
+    with pytest.raises(EnginePoisoned):
+        await rollout.receive(weights_pb2.PublishedWeights(policy_version=VERSION), timeout_s=5)
+
+
+async def assert_a_fresh_rank_serves_it(published: Published) -> int:
+    """Returns the number of copies that a sync makes."""
+    async with rollout_with(published, None) as (rollout, rank):
+        await rollout.receive(published.message, timeout_s=30)
+        digest, num_copies = rank.holds()
+        assert digest == published.digest
+        assert await serve(rollout) == [VERSION]
+    return num_copies
+
+
+@pytest.mark.parametrize("how", [Break.KILL, Break.RAISE, Break.SKIP])
+async def test_sync_that_ends_early_is_never_served_and_a_fresh_one_is_exact(how: Break, published: Published) -> None:
+    num_copies = await assert_a_fresh_rank_serves_it(published)
+    assert num_copies == 2 * len(published.shapes)  # from both trainer ranks
+    # With all copies made, a rank that is killed or raises has verified nothing yet; then nothing is skipped.
+    for num_made in range(0, num_copies + (how is not Break.SKIP), 1 if how is Break.KILL else 5):
+        async with rollout_with(published, Breaking(how, num_made)) as (rollout, rank):
+            with pytest.raises(TasukiError) as broken:
+                await rollout.receive(published.message, timeout_s=30)
+            await assert_never_served(rollout)
+            if how is Break.KILL:
+                assert rank.exit_code == -9
+                continue
+            if how is Break.SKIP:
+                assert isinstance(broken.value, WeightsCorrupt), num_made
+            digest, _ = rank.holds()
+            assert (digest == published.digest) is (num_made == num_copies)
+            await rollout.pause(Stage.PAUSE_WEIGHTS, [MemoryTag.WEIGHTS], timeout_s=30)
+            assert rollout.poison_reason is not None
+        if num_made % 7 == 0:
+            await assert_a_fresh_rank_serves_it(published)
+    await assert_a_fresh_rank_serves_it(published)

@@ -1,0 +1,119 @@
+"""A coordinator whose journal cannot be written: nothing is carried out that is not in it, and it goes on when there is room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tasuki.coordinator.journal import Journal
+from tasuki.coordinator.phases import HOLDS, Phase, Stage, path
+from tasuki.coordinator.records import Outcome, Status
+from tasuki.rpc.failpoints import Action, Failpoints, plant
+from tasuki.wire.errors import DiskFull
+from tests.tiny_disk import TinyDisk, limited_files, tmpfs
+from tests.unit.fake_services import FakeServices
+from tests.unit.test_changeover import acquire, make_node
+
+TO_ROLLOUT = path(HOLDS[Phase.TRAIN], Phase.ROLLOUT)
+TO_TRAIN = path(HOLDS[Phase.ROLLOUT], Phase.TRAIN)
+
+
+@pytest.fixture(params=["tmpfs", "limit"])
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TinyDisk]:
+    folder = tmp_path / "disk"
+    with tmpfs(folder, num_kib=512) if request.param == "tmpfs" else limited_files(folder) as disk:
+        yield disk
+
+
+def written(journal: Journal) -> list[tuple[str, Stage]]:
+    rows = journal._db.execute("SELECT stage, is_undo FROM stages ORDER BY id").fetchall()
+    return [("undo" if row["is_undo"] else "run", Stage(row["stage"])) for row in rows]
+
+
+@pytest.mark.parametrize("target", [Phase.ROLLOUT, Phase.TRAIN])
+@pytest.mark.parametrize("point", ["intend", "intended", "note", "noted"])
+async def test_one_failed_write_fails_the_changeover_and_the_next_one_succeeds(
+    target: Phase, point: str, tmp_path: Path
+) -> None:
+    for stage in TO_ROLLOUT if target is Phase.ROLLOUT else TO_TRAIN:
+        folder = tmp_path / stage
+        folder.mkdir()
+        with closing(Journal(folder / "journal.sqlite", failpoints=Failpoints("coordinator", folder=folder))) as journal:
+            journal.begin_epoch("boot-1")
+            services = FakeServices()
+            node = make_node(journal, services)
+            if target is Phase.TRAIN:
+                await acquire(node, Phase.ROLLOUT)
+            plant(folder, "coordinator", f"{stage}.{point}", Action.FULL)
+            with pytest.raises(DiskFull, match=r"journal .*journal.sqlite cannot be written .*make room") as full:
+                await acquire(node, target)
+            assert full.value.metadata["path"] == str(folder / "journal.sqlite")
+            await acquire(node, target)
+            assert node.state().phase is target
+            assert (await services.observe()).place() is HOLDS[target]
+            # Not carried out: the intent whose write failed, and the one after whose write the caller heard of a failure.
+            intents = written(journal)
+            for asked in services.asked:
+                assert asked in intents, f"{stage}.{point}: {asked} is not in the journal"
+                intents.remove(asked)
+            without_result = "SELECT count(*) FROM stages LEFT JOIN results USING (id) WHERE status IS NULL"
+            assert journal._db.execute(without_result).fetchone()[0] == 0
+            assert journal.unfinished() == []
+
+
+async def test_while_the_disk_is_full_nothing_is_sent_and_with_room_it_goes_on(disk: TinyDisk) -> None:
+    with closing(Journal(disk.folder / "journal.sqlite")) as journal:
+        journal.begin_epoch("boot-1")
+        services = FakeServices()
+        node = make_node(journal, services)
+        await acquire(node, Phase.ROLLOUT)
+        disk.fill()
+        asked = list(services.asked)
+        for _ in range(40):  # there may be room for a few rows in the pages that the files have
+            with pytest.raises(DiskFull):
+                for phase in (Phase.TRAIN, Phase.ROLLOUT) * 20:
+                    await acquire(node, phase)
+            if services.asked == asked:
+                break
+            asked = list(services.asked)
+        with pytest.raises(DiskFull, match="journal.sqlite cannot be written"):
+            await acquire(node, Phase.TRAIN if node.state().phase is Phase.ROLLOUT else Phase.ROLLOUT)
+        assert services.asked == asked
+        disk.free()
+        await acquire(node, Phase.TRAIN)
+        await acquire(node, Phase.ROLLOUT)
+        assert node.state().phase is Phase.ROLLOUT
+        intents = written(journal)
+        assert [one for one in services.asked if one not in intents] == []
+        assert journal.unresolved() == []
+
+
+def test_result_that_there_was_no_room_for_is_written_before_anything_else(disk: TinyDisk) -> None:
+    with closing(Journal(disk.folder / "journal.sqlite")) as journal:
+        journal.begin_epoch("boot-1")
+        changeover_id = journal.begin_changeover("r1", origin=HOLDS[Phase.TRAIN], target=Phase.ROLLOUT)
+        intent = journal.intend(Stage.LOAD_WEIGHTS, changeover_id, is_undo=False, trainer_boot_id="t", rollout_boot_id="r")
+        disk.fill()
+        outcome = Outcome(7, answer=bytes(100_000), policy_version=3)
+        with pytest.raises(DiskFull):
+            journal.done(intent, outcome, seconds=0.1)
+        with pytest.raises(DiskFull):
+            journal.unresolved()
+        disk.free()
+        assert journal.unresolved() == []
+        assert journal.published() == outcome
+        assert [event.status for event in journal.changeovers(limit=1)[0].events] == [Status.DONE]
+
+
+def test_journal_on_a_read_only_disk_is_a_clear_error(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "disk", num_kib=512) as disk:
+        Journal(disk.folder / "journal.sqlite").close()
+        disk.make_read_only()
+        with (
+            pytest.raises(DiskFull, match=r"journal.sqlite cannot be written \(.*\).*make it writable"),
+            closing(Journal(disk.folder / "journal.sqlite")) as journal,
+        ):
+            journal.begin_epoch("boot-2")

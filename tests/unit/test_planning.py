@@ -1,0 +1,115 @@
+"""What the coordinator's Plan says is what `tasuki plan --json` says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasuki.cli.plan import Wishes, layout_of
+from tasuki.cli.plan_view import as_table
+from tasuki.config.schema import ModelConfig, NodeConfig
+from tasuki.coordinator.admission import Admission
+from tasuki.coordinator.phases import Service
+from tasuki.coordinator.planning import Planning, plan_to_proto
+from tasuki.memory.advice import advise
+from tasuki.memory.plan import plan
+from tasuki.memory.tags import DeviceUsage, ServiceUsage
+from tasuki.v1 import coordinator_pb2 as pb
+from tasuki.wire.errors import DeadlineExceeded, PathNotFound, TasukiError
+
+
+def as_the_command_line_says(answer: pb.PlanResponse) -> dict[str, Any]:
+    """The answer in the form of `tasuki plan --json`."""
+    stages = [(stage.stage, {device.device: device for device in stage.devices}) for stage in answer.stages]
+    return {
+        "fits": answer.fits,
+        "problems": list(answer.problems),
+        "strategy": answer.strategy,
+        "gpu_bytes": answer.gpu_bytes,
+        "host_bytes": answer.host_bytes,
+        "parameters": dict(answer.parameters),
+        "gpu_peak": {"stage": answer.gpu_peak.stage, "bytes": answer.gpu_peak.bytes},
+        "host_peak": {"stage": answer.host_peak.stage, "bytes": answer.host_peak.bytes},
+        "kv_cache": {"tokens": answer.kv_cache_tokens, "bytes": answer.kv_cache_bytes},
+        "stages": [
+            {
+                "stage": name,
+                "gpus": [{part.part: part.bytes for part in device.parts} for key, device in devices.items() if key != "host"],
+                "host": {part.part: part.bytes for part in devices["host"].parts},
+            }
+            for name, devices in stages
+        ],
+        "must_leave": list(answer.must_leave) if answer.is_leaving_enough else None,
+        "max_kv_ratio": answer.max_kv_ratio if answer.HasField("max_kv_ratio") else None,
+        "ladder": [
+            {name: getattr(rung, name) for name in ("setting", "old", "new", "is_available", "gpu_peak_bytes", "fits")}
+            for rung in answer.advice
+        ],
+    }
+
+
+@pytest.mark.parametrize("preset", ["balanced", "constrained"])
+def test_answer_has_everything_that_the_command_line_prints(preset: str) -> None:
+    planned = plan(layout_of(None, Wishes(preset=preset, num_gpus=4)))
+    advice = advise(planned)
+    answer = pb.PlanResponse.FromString(plan_to_proto(planned, advice).SerializeToString())
+    assert as_the_command_line_says(answer) == as_table(planned, advice)
+
+
+def test_device_says_what_it_needs_what_it_has_and_whether_that_is_enough() -> None:
+    planned = plan(layout_of(None, Wishes(preset="balanced", gpu_gb=30)))
+    answer = plan_to_proto(planned, advise(planned))
+    assert not answer.fits
+    devices = {(stage.stage, device.device): device for stage in answer.stages for device in stage.devices}
+    assert {device for _, device in devices} == {"host", *(f"cuda:{index}" for index in range(8))}
+    margin = planned.layout.overheads.margin
+    for device in devices.values():
+        assert device.needed_bytes == sum(part.bytes for part in device.parts)
+        assert device.fits == (device.needed_bytes + margin <= device.capacity_bytes)
+    fullest = max((one for key, one in devices.items() if key[1] != "host"), key=lambda one: one.needed_bytes)
+    assert (fullest.needed_bytes, fullest.capacity_bytes, fullest.fits) == (answer.gpu_peak.bytes, 30 * 10**9, False)
+    assert answer.advice
+
+
+class Memory:
+    def __init__(self, answer: int | TasukiError) -> None:
+        self.answer, self.num_asked = answer, 0
+
+    async def usage(self, service: Service) -> ServiceUsage:
+        self.num_asked += 1
+        if isinstance(self.answer, TasukiError):
+            raise self.answer
+        return ServiceUsage((), (DeviceUsage("cuda:0", 0, self.answer, 0, 0, 0, 0),))
+
+
+def planning(memory: Memory, model: Path) -> Planning:
+    config = NodeConfig(state_dir=Path("/s"), device="cuda", model=ModelConfig(path=model))
+    return Planning(Admission(memory, config, published_bytes=lambda _: None), config)
+
+
+CONFIG = (
+    '{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128,'
+    ' "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000,'
+    ' "max_position_embeddings": 256, "tie_word_embeddings": true}'
+)
+
+
+async def test_size_of_a_gpu_is_measured_once_and_the_answer_kept(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(CONFIG)
+    memory = Memory(24 * 10**9)
+    made = planning(memory, tmp_path)
+    first = await made.plan(gpu_bytes=None, host_bytes=10**12)
+    assert (first.gpu_bytes, first.host_bytes) == (24 * 10**9, 10**12)
+    memory.answer = DeadlineExceeded("busy")
+    assert await made.plan(gpu_bytes=None, host_bytes=10**12) is first
+    assert memory.num_asked == 1
+    assert (await made.plan(gpu_bytes=80 * 10**9, host_bytes=10**12)).gpu_bytes == 80 * 10**9
+
+
+async def test_size_that_nobody_tells_and_a_model_that_is_not_there_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(DeadlineExceeded, match="busy"):
+        await planning(Memory(DeadlineExceeded("busy")), tmp_path).plan(gpu_bytes=None, host_bytes=None)
+    with pytest.raises(PathNotFound):
+        await planning(Memory(10**9), tmp_path / "nowhere").plan(gpu_bytes=None, host_bytes=None)
