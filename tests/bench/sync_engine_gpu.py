@@ -2,8 +2,9 @@
 
 Trainer ranks are processes as in sync_gpu.py; the engine is SGLang's with our memory, started and commanded as the service does it, but
 for the RPC in front. The clock runs from the front's call to its answer: handles checked, all ranks' copies made, summed and waited for,
-all checksums compared. "record" (has a parameter moved?), "copy" and "verify" are parts of it, of the slowest rank. Every round has new weights; the first one, with import,
-recording and compilation, is told apart. Writes sync_engine_gpu.json and prints a table.
+all checksums compared. "record" (is there a plan?), "copy" (with sums, and whether a parameter has moved) and "verify" are parts of it, of
+the slowest rank. Every round has new weights; the first one, with import, recording and compilation, is told apart. Writes
+sync_engine_gpu.json and prints a table.
 """
 
 from __future__ import annotations

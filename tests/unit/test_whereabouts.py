@@ -61,3 +61,12 @@ def test_a_parameter_that_is_not_where_it_was_is_noticed(change: Callable[[Model
     change(model)
     assert not whereabouts.are_as_before()
     assert Whereabouts(model).are_as_before()
+
+
+def test_what_holds_the_memory_of_parameters_notices_when_it_is_taken_away_all_the_same() -> None:
+    model = Model().requires_grad_(False)
+    whereabouts = Whereabouts(model)
+    move(model)
+    assert whereabouts.is_memory_held()
+    model.second[0].weight.untyped_storage().resize_(0)
+    assert not whereabouts.is_memory_held()

@@ -64,10 +64,7 @@ class WeightReceiver:
         with self._timed("import"):
             imported = self._import(weights, import_timeout_s)
         imported.check_version(weights.policy_version)
-        with self._timed("record"):
-            prepared = self._prepare(imported)
-        with self._timed("copy"):
-            prepared.replay(self.model)
+        prepared = self._replay(imported)
         with self._timed("verify"):
             sums = prepared.sums(read_back=reads_back_in_full)
             # The trainer may have begun to overwrite what was being copied.
@@ -83,8 +80,23 @@ class WeightReceiver:
             self._imported = import_weights(weights, timeout_s=timeout_s, device=Parameters(self.model).device)
         return self._imported
 
+    def _replay(self, imported: ImportedWeights) -> _PreparedPlan:
+        """Brings the weights in, by a new plan when parameters have moved."""
+        with self._timed("record"):
+            prepared = self._prepare(imported)
+        with self._timed("copy"):
+            prepared.start()
+            # Looked at while the copies run, which write to memory that the plan holds wherever the parameters are.
+            is_current = prepared.whereabouts.are_as_before()
+            prepared.finish(self.model)
+        if is_current:
+            return prepared
+        # Not for ever: recording refuses a loader that moves parameters.
+        self._prepared = None
+        return self._replay(imported)
+
     def _prepare(self, imported: ImportedWeights) -> _PreparedPlan:
-        if self._prepared is None or not self._prepared.whereabouts.are_as_before():
+        if self._prepared is None or not self._prepared.whereabouts.is_memory_held():
             _refuse_packed(self.model)
             whereabouts, parameters = Whereabouts(self.model), Parameters(self.model)
             self._prepared = _PreparedPlan(record_plan(self.model, imported), whereabouts, parameters, imported)
@@ -94,7 +106,7 @@ class WeightReceiver:
     def _timed(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self._timings[name] = time.perf_counter() - start
+        self._timings[name] += time.perf_counter() - start
 
 
 class _PreparedPlan:
@@ -137,10 +149,14 @@ class _PreparedPlan:
         self._fill_sums = [checksum(value, whole(value.shape)) for _, value in constants]
 
     @torch.no_grad()
-    def replay(self, model: EngineModel) -> None:
-        """Writes every parameter and returns when the copies are done."""
+    def start(self) -> None:
+        """Starts to write every parameter but what the engine's own loader writes."""
         self._copies.start()
         self._fills.start()
+
+    @torch.no_grad()
+    def finish(self, model: EngineModel) -> None:
+        """Writes the rest and returns when all is done."""
         if self.plan.fallback_names:
             model.load_weights([(name, self._imported.gathered(name)) for name in self.plan.fallback_names])
         if self._device.type == "cuda":

@@ -10,7 +10,10 @@ from tasuki.rollout.record import EngineModel
 
 
 class Whereabouts:
-    """Where a model's parameters were when this was made. Asked before every sync, so no name is looked up and no view made."""
+    """Where a model's parameters were when this was made. Asked at every sync, so no name is looked up and no view made.
+
+    Holds the memory that the parameters had: whoever writes there meets nobody else's, even if they have moved meanwhile.
+    """
 
     def __init__(self, model: EngineModel) -> None:
         self._model = model
@@ -19,6 +22,12 @@ class Whereabouts:
         # Held, so that a new one cannot come to an old one's identity.
         self._parameters = self._parameters_now()
         self._places = _places(self._parameters)
+        self._memory = [parameter.data for parameter in self._parameters]
+        self._addresses = _addresses(self._memory)
+
+    def is_memory_held(self) -> bool:
+        """Whether it still is where it was; no more than that, but soon told. A storage can be resized whoever holds it."""
+        return _addresses(self._memory) == self._addresses
 
     def are_as_before(self) -> bool:
         """Whether a plan made then still fits: the same modules with the same parameters, at the same addresses."""
@@ -40,6 +49,10 @@ class Whereabouts:
 
 def _are_same(left: Sequence[object], right: Sequence[object]) -> bool:
     return list(map(id, left)) == list(map(id, right))
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
 
 
 def _places(parameters: list[torch.nn.Parameter]) -> list[tuple[object, ...]]:
