@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.managers.tp_worker import BaseTpWorker
 from sglang.srt.utils import MultiprocessingSerializer
@@ -48,8 +49,8 @@ class _NoCopies:
 
     def start(self) -> None: ...
 
-    def sums(self) -> list[int]:
-        return self._checksums.read()
+    def sums(self) -> np.ndarray:
+        return np.array(self._checksums.read(), dtype=np.uint64)
 
 
 _held: list[Any] = []

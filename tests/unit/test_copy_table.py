@@ -156,7 +156,7 @@ def test_the_tables_of_summed_copies_add_up_to_the_checksums_of_the_slices() -> 
     on_host = HostSummedCopies(copies, num_sums=3)
     for _ in range(2):
         on_host.start()
-        assert on_host.sums() == expected
+        assert on_host.sums().tolist() == expected
     assert all(torch.equal(copy.destination, view.float()) for copy, view in zip(copies, views, strict=True))
     copies[1].source.view(torch.int16)[0, 0, 0] ^= 1
     assert summed(copies, sources=sources, num_sums=3) != expected

@@ -169,7 +169,8 @@ class _PreparedPlan:
         read_back: of what the parameters hold now, which a plan's first sync does in any case: the copies' own sums could not tell that
         the plan was lowered to addresses wrongly. Raises WeightsCorrupt naming a parameter whose constant rows differ.
         """
-        sums = self._checksums.read() if read_back or not self._is_proven else self._copies.sums()
+        is_read_back = read_back or not self._is_proven
+        sums = np.array(self._checksums.read(), dtype=np.uint64) if is_read_back else self._copies.sums()
         self._is_proven = True
         for constant, expected, held in zip(self.plan.constants, self._fill_sums, self._read_fills(), strict=True):
             if held != expected:
@@ -177,7 +178,7 @@ class _PreparedPlan:
                     f"{constant.parameter}: rows that must be {constant.value} are not", tensors=constant.parameter
                 )
         gathered = [checksum(self._imported.gathered(name), source) for name, source in self.held[len(sums) :]]
-        return np.array([*sums, *gathered], dtype=np.uint64)
+        return np.concatenate([sums, np.array(gathered, dtype=np.uint64)])
 
     def _read_fills(self) -> list[int]:
         return self._fill_checksums.read() if self.plan.constants else []

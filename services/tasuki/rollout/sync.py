@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ class WeightSync:
     async def prepare(self, weights: weights_pb2.PublishedWeights) -> ImportedWeights:
         """Maps and checks what was published; touches no engine. Raises BadHandle or VersionOrder."""
         for index, handle in enumerate(weights.handles):
-            if Path(handle.socket_path).parent != self._socket_dir:
+            if os.path.dirname(handle.socket_path) != str(self._socket_dir):
                 raise BadHandle(f"weights.handles[{index}].socket_path is not in {self._socket_dir}", socket=handle.socket_path)
         if self._imported is None or not self._imported.is_of(weights):
             imported = await asyncio.to_thread(import_weights, weights, timeout_s=_IMPORT_TIMEOUT_S)

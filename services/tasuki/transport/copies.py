@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from tasuki.transport.checksum import GROUP, MODULUS, checksum
@@ -54,8 +55,8 @@ class SummedCopies(Protocol):
         """Makes all copies; on a GPU behind the work that the current stream has."""
         ...
 
-    def sums(self) -> list[int]:
-        """Of the copies that were started last, by slot; waits for them."""
+    def sums(self) -> np.ndarray:
+        """Of the copies that were started last, by slot, uint64; waits for them."""
         ...
 
 
@@ -113,8 +114,8 @@ class HostSummedCopies:
             held = checksum(copy.destination, where, dtype=copy.source.dtype)
             self._sums[copy.slot] = (self._sums[copy.slot] + held) % MODULUS
 
-    def sums(self) -> list[int]:
-        return list(self._sums)
+    def sums(self) -> np.ndarray:
+        return np.array(self._sums, dtype=np.uint64)
 
 
 class HostChecksums:
@@ -167,8 +168,8 @@ class DeviceSummedCopies:
                 types = {"SOURCE": source, "DESTINATION": destination, "BITS": bits, "CAST": cast}
                 _launch(copy_and_sum_tiles, table, self._sums, **types)
 
-    def sums(self) -> list[int]:
-        return [value % MODULUS for value in self._sums.tolist()]
+    def sums(self) -> np.ndarray:
+        return self._sums.cpu().numpy().view(np.uint64)
 
 
 class DeviceChecksums:
