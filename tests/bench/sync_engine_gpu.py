@@ -1,9 +1,10 @@
 """A sync of weights into a running SGLang engine on GPUs: `python -m tests.bench.sync_engine_gpu [--model 7b] [--ranks 1] [--tp 1]`.
 
 Trainer ranks are processes as in sync_gpu.py; the engine is SGLang's with our memory, started and commanded as the service does it, but
-for the RPC in front. The clock runs from the front's call to its answer: handles checked, all ranks' copies made, waited for and read back,
-all checksums compared. "copy" and "verify" are parts of it, of the slowest rank. Every round has new weights; the first one, with import,
-recording and compilation, is told apart. Writes sync_engine_gpu.json and prints a table.
+for the RPC in front. The clock runs from the front's call to its answer: handles checked, all ranks' copies made, summed and waited for,
+all checksums compared. "record" (is there a plan?), "copy" (with sums, and whether a parameter has moved) and "verify" are parts of it, of
+the slowest rank. Every round has new weights; the first one, with import, recording and compilation, is told apart. Writes
+sync_engine_gpu.json and prints a table.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ SETTINGS: dict[str, Any] = {
     "enable_memory_saver": True,
     "mem_fraction_static": 0.4,
     "disable_cuda_graph": True,
+    "sleep_on_idle": True,
     "log_level": "warning",
 }
 

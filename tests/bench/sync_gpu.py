@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from tasuki.rollout.receive import WeightReceiver
-from tasuki.transport.copies import DeviceCopies, HostCopies
+from tasuki.transport.copies import DeviceSummedCopies, HostCopies
 from tasuki.transport.export import WeightExport
 from tasuki.transport.imported_weights import import_weights
 from tasuki.transport.plan import Slice
@@ -95,7 +95,7 @@ class Floors:
     def __init__(self, receiver: WeightReceiver, device: torch.device) -> None:
         prepared: Any = receiver._prepared
         imported: Any = receiver._imported
-        assert isinstance(prepared._copies, DeviceCopies)
+        assert isinstance(prepared._copies, DeviceSummedCopies)
         self._copies = prepared._copies._copies
         self._arenas = {arena.manifest.rank: arena for arena in imported._arenas}
         self._local = (imported.first_owner(device) - 1) % len(self._arenas)

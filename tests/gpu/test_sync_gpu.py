@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tasuki.rollout.receive import WeightReceiver
-from tasuki.transport.copies import DeviceChecksums, DeviceCopies, HostChecksums, ViewChecksum, ViewCopy
+from tasuki.transport.copies import DeviceChecksums, DeviceCopies, DeviceSummedCopies, HostChecksums, ViewChecksum, ViewCopy
 from tasuki.transport.export import WeightExport
 from tasuki.transport.fd_socket import FdServer
 from tasuki.transport.imported_weights import import_weights
@@ -83,6 +83,35 @@ def test_checksums_on_the_device_equal_those_of_the_host(held_dtype: torch.dtype
     host = [ViewChecksum(view.values.cpu(), view.where, view.dtype) for view in views]
     on_device = DeviceChecksums(views, device=DEVICE)
     assert on_device.read() == on_device.read() == HostChecksums(host).read()
+
+
+@pytest.mark.parametrize(("source_dtype", "destination_dtype"), [(dtype, dtype) for dtype in DTYPES] + [(DTYPES[0], DTYPES[2])])
+def test_summed_copies_copy_and_give_the_checksums_of_their_slices(
+    source_dtype: torch.dtype, destination_dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    sources = torch.randn((700, 520), device=DEVICE).to(source_dtype)
+    slices = [
+        Slice(0, (300, 520), (520, 1)),
+        Slice(300 * 520 + 8, (400, 256), (520, 1)),
+        Slice(300 * 520 + 264, (400, 256), (520, 1)),
+        Slice(3, (79, 197), (1, 520)),
+    ]
+    views = [sources.as_strided(at.shape, at.strides, at.offset) for at in slices]
+    copies = [
+        ViewCopy(
+            torch.full(at.shape, torch.nan, dtype=destination_dtype, device=DEVICE), view, index=520 * 7 + at.offset, slot=slot
+        )
+        for slot, (at, view) in enumerate(zip(slices, views, strict=True))
+    ]
+    fused = DeviceSummedCopies(copies, num_sums=4, device=DEVICE)
+    wheres = [replace(at, offset=520 * 7 + at.offset) for at in slices]
+    for _ in range(2):
+        fused.start()
+        expected = [ViewChecksum(view.cpu(), where, source_dtype) for view, where in zip(views, wheres, strict=True)]
+        assert fused.sums().tolist() == HostChecksums(expected).read()
+        assert all(same_bits(copy.destination, copy.source.to(destination_dtype)) for copy in copies)
+        sources.neg_()
 
 
 class Trainer:

@@ -42,7 +42,12 @@ class Published:
                 shards, rank=rank, num_ranks=num_ranks, dtype=torch.bfloat16, socket_path=folder / f"w{rank}.sock"
             )
             stack.callback(export.close)
-            export.publish(3)
             self.exports.append(export)
         handles = [export.handle() for export in self.exports]
-        self.message = weights_pb2.PublishedWeights(policy_version=3, boot_id=str(folder), handles=handles)
+        self.message = weights_pb2.PublishedWeights(boot_id=str(folder), handles=handles)
+        self.publish(3)
+
+    def publish(self, version: int) -> None:
+        for export in self.exports:
+            export.publish(version)
+        self.message.policy_version = version

@@ -7,14 +7,16 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 
 from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.memory import EngineMemory
 from tasuki.rollout.rank_calls import RankCalls
+from tasuki.rollout.sync import WeightSync
 from tasuki.transport.imported_weights import import_weights
 from tasuki.transport.verify import check_received
 from tasuki.v1 import types_pb2
-from tasuki.wire.errors import OutOfGpuMemory
+from tasuki.wire.errors import OutOfGpuMemory, WeightsCorrupt
 from tests.integration.engine_rank import EngineRanks, engine_ranks, pieces_of
 from tests.integration.published import Published
 from tests.models import CONFIGS
@@ -71,6 +73,46 @@ async def test_a_repeated_pause_or_resume_moves_nothing(memory: EngineMemory) ->
 
 
 # --- weights
+
+
+class CountingRanks:
+    """Ranks that count how often SGLang's way is taken."""
+
+    def __init__(self, ranks: EngineRanks) -> None:
+        self._ranks, self.num_commands = ranks, 0
+
+    @property
+    def num_ranks(self) -> int:
+        return self._ranks.num_ranks
+
+    async def run_on_ranks(self, command: bytes) -> None:
+        self.num_commands += 1
+        await self._ranks.run_on_ranks(command)
+
+
+@pytest.mark.parametrize("full_read_back", [False, True])
+async def test_later_syncs_go_straight_to_the_ranks_and_are_compared_as_the_first(
+    ranks: EngineRanks, full_read_back: bool, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        published = Published("qwen2", tmp_path, stack)
+        ranks.receive(published.folder, published.message, tp_size=2)
+        engine = CountingRanks(ranks)
+        calls = RankCalls(engine, socket_dir=tmp_path)
+        stack.callback(calls.close)
+        sync = WeightSync(calls, socket_dir=tmp_path, full_read_back=full_read_back)
+        stack.callback(sync.close)
+        reports = []
+        for version in (3, 4, 5):
+            published.publish(version)
+            reports.append(await sync.run(published.message, await sync.prepare(published.message), timeout_s=30))
+        assert [report.policy_version for report in reports] == [3, 4, 5]
+        assert len({report.copied_bytes for report in reports}) == 1 and reports[0].copied_bytes > 0
+        assert engine.num_commands == 1
+        published.exports[1]._arena.tensors[0].view(torch.int16).flatten()[0] ^= 1
+        with pytest.raises(WeightsCorrupt, match=r"1 of \d+ tensors.*trainer rank 1 changed after it was published"):
+            await sync.run(published.message, await sync.prepare(published.message), timeout_s=30)
+        assert engine.num_commands == 1
 
 
 # All of TP 2 first: from then on the first rank is a group of its own.

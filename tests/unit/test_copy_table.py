@@ -6,8 +6,8 @@ import random
 
 import torch
 
-from tasuki.transport.checksum import MODULUS, checksum
-from tasuki.transport.copies import HostChecksums, ViewChecksum, ViewCopy, checksum_tables, copy_tables
+from tasuki.transport.checksum import GROUP, MODULUS, checksum
+from tasuki.transport.copies import HostChecksums, HostSummedCopies, ViewChecksum, ViewCopy, checksum_tables, copy_tables
 from tasuki.transport.plan import Slice, whole
 from tasuki.transport.table import TILE_UNITS, Table
 
@@ -19,7 +19,7 @@ def elements(table: Table) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tenso
     """For each tile the start of both sides and, in elements, the distances from it; the slot too. As the kernels compute them."""
     tiles = []
     for word in table.tiles.tolist():
-        first, second, units, cols, first_row, second_row, first_col, second_col, slot = table.blocks[word >> 32].tolist()
+        first, second, units, cols, first_row, second_row, first_col, second_col, slot, _ = table.blocks[word >> 32].tolist()
         unit = torch.arange(word & 0x7FFFFFFF, min(units, (word & 0x7FFFFFFF) + TILE_UNITS))
         row, col, within = unit // cols, unit % cols, torch.arange(table.vector)
         places = [
@@ -117,3 +117,46 @@ def test_the_tables_of_checksums_add_up_to_the_checksum() -> None:
             for value, index in zip(held.view(-1)[places], (indices + int(starts[1])).tolist(), strict=True):
                 sums[slot] = (sums[slot] + checksum(value.view(1), Slice(index, (1,), (1,)))) % MODULUS
     assert sums == HostChecksums(views).read()
+
+
+def summed(copies: list[ViewCopy], *, sources: torch.Tensor, num_sums: int) -> list[int]:
+    """What the kernel that copies and sums adds up: indices are where the source's elements lie, from the block's index on."""
+    sums = [0] * num_sums
+    for _, table in copy_tables(copies, device=CPU, first_owner=0, vector=GROUP):
+        numbers = [word >> 32 for word in table.tiles.tolist()]
+        for number, (starts, places, _, slot) in zip(numbers, elements(table), strict=True):
+            first = int(starts[0] - sources.data_ptr()) // sources.element_size()
+            for place in places.tolist():
+                where = Slice(int(table.blocks[number, 9]) + place, (1,), (1,))
+                sums[slot] = (sums[slot] + checksum(sources.view(-1)[first + place].view(1), where)) % MODULUS
+    return sums
+
+
+def test_the_tables_of_summed_copies_add_up_to_the_checksums_of_the_slices() -> None:
+    generator = torch.Generator().manual_seed(0)
+    # Rows [10, 58) of a tensor of 96 columns, whose parts go to views of all kinds.
+    sources = torch.randn((48, 96), generator=generator).bfloat16()
+    first = 10 * 96
+    slices = [
+        Slice(0, (48, 8), (96, 1)),
+        Slice(16, (32, 2, 24), (96, 40, 1)),
+        Slice(9, (17, 7), (1, 96)),
+        Slice(40 * 96 + 8, (8, 16), (96, 1)),
+    ]
+    views = [sources.as_strided(at.shape, at.strides, at.offset) for at in slices]
+    copies = [
+        ViewCopy(torch.zeros(at.shape, dtype=torch.float32), view, index=first + at.offset, slot=slot % 3)
+        for slot, (at, view) in enumerate(zip(slices, views, strict=True))
+    ]
+    expected = [0, 0, 0]
+    for slot, (at, view) in enumerate(zip(slices, views, strict=True)):
+        where = Slice(first + at.offset, at.shape, at.strides)
+        expected[slot % 3] = (expected[slot % 3] + checksum(view, where)) % MODULUS
+    assert summed(copies, sources=sources, num_sums=3) == expected
+    on_host = HostSummedCopies(copies, num_sums=3)
+    for _ in range(2):
+        on_host.start()
+        assert on_host.sums().tolist() == expected
+    assert all(torch.equal(copy.destination, view.float()) for copy, view in zip(copies, views, strict=True))
+    copies[1].source.view(torch.int16)[0, 0, 0] ^= 1
+    assert summed(copies, sources=sources, num_sums=3) != expected

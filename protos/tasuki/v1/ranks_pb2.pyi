@@ -384,7 +384,7 @@ Global___RankPublished: _TypeAlias = RankPublished  # noqa: Y015
 
 @_typing.final
 class EngineRankCommand(_message.Message):
-    """What the rollout front asks an engine rank, carried as bytes through SGLang's own weight update call."""
+    """What the rollout front asks an engine rank: carried as bytes through SGLang's own weight update call, or sent straight to the rank."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -396,7 +396,7 @@ class EngineRankCommand(_message.Message):
     GET_USAGE_FIELD_NUMBER: _builtins.int
     call: _builtins.int
     reply_address: _builtins.str
-    """ZMQ address for the answer."""
+    """ZMQ address of the front: the rank answers there, and from then on hears commands from there."""
     @_builtins.property
     def receive(self) -> Global___ReceiveCommand: ...
     @_builtins.property
@@ -431,19 +431,29 @@ class ReceiveCommand(_message.Message):
 
     WEIGHTS_FIELD_NUMBER: _builtins.int
     IMPORT_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    KNOWN_LAYOUTS_FIELD_NUMBER: _builtins.int
+    FULL_READ_BACK_FIELD_NUMBER: _builtins.int
     import_timeout_ms: _builtins.int
     """How long a trainer rank's socket may take to hand out its memory."""
+    full_read_back: _builtins.bool
+    """Whether every slice is read back once more after all copies, and not only each part of it right after it was written."""
     @_builtins.property
     def weights(self) -> _weights_pb2.PublishedWeights: ...
+    @_builtins.property
+    def known_layouts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Digests of the layouts that the front has, see ReceiveResult."""
+
     def __init__(
         self,
         *,
         weights: _weights_pb2.PublishedWeights | None = ...,
         import_timeout_ms: _builtins.int = ...,
+        known_layouts: _abc.Iterable[_builtins.bytes] | None = ...,
+        full_read_back: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["import_timeout_ms", b"import_timeout_ms", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["full_read_back", b"full_read_back", "import_timeout_ms", b"import_timeout_ms", "known_layouts", b"known_layouts", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -506,14 +516,22 @@ class ReceiveResult(_message.Message):
     FALLBACK_NAMES_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
+    LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
+    SUMS_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     copied_bytes: _builtins.int
+    layout_digest: _builtins.bytes
+    """Of names and slices, in order."""
+    sums: _builtins.bytes
+    """The checksums alone, in the same order, 8 bytes each, little endian; only when the front has this layout."""
     @_builtins.property
     def fallback_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def timings(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Timing]: ...
     @_builtins.property
-    def checksums(self) -> _containers.RepeatedCompositeFieldContainer[Global___PieceChecksum]: ...
+    def checksums(self) -> _containers.RepeatedCompositeFieldContainer[Global___PieceChecksum]:
+        """One for each slice that the rank holds; only when the front does not have this layout."""
+
     def __init__(
         self,
         *,
@@ -522,10 +540,12 @@ class ReceiveResult(_message.Message):
         fallback_names: _abc.Iterable[_builtins.str] | None = ...,
         timings: _abc.Iterable[_types_pb2.Timing] | None = ...,
         checksums: _abc.Iterable[Global___PieceChecksum] | None = ...,
+        layout_digest: _builtins.bytes = ...,
+        sums: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "copied_bytes", b"copied_bytes", "fallback_names", b"fallback_names", "policy_version", b"policy_version", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "copied_bytes", b"copied_bytes", "fallback_names", b"fallback_names", "layout_digest", b"layout_digest", "policy_version", b"policy_version", "sums", b"sums", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,9 +1,9 @@
-"""The front's end of a call to every engine rank: sends a command through SGLang, collects the answers from the ranks themselves."""
+"""The front's end of a call to every engine rank: sends a command through SGLang or straight to the ranks, collects their answers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -11,8 +11,9 @@ import zmq
 import zmq.asyncio
 
 from tasuki.memory.tags import MemoryTag
+from tasuki.rollout.rank_line import line_identity
 from tasuki.rpc.usage import TAG_VALUES
-from tasuki.v1 import memory_pb2, ranks_pb2, weights_pb2
+from tasuki.v1 import memory_pb2, ranks_pb2
 from tasuki.wire.errors import DeadlineExceeded, InternalError, OutOfGpuMemory, TasukiError, from_reason
 
 Results = Sequence[ranks_pb2.EngineRankResult]
@@ -38,19 +39,23 @@ class RankCalls:
         self._path = socket_dir / "rollout-ranks.sock"
         self._path.unlink(missing_ok=True)
         self._context = zmq.asyncio.Context()
-        self._answers = self._context.socket(zmq.PULL)
-        self._answers.bind(f"ipc://{self._path}")
+        self._line = self._context.socket(zmq.ROUTER)
+        self._line.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._line.bind(f"ipc://{self._path}")
         self._path.chmod(0o600)
         self._turn = asyncio.Lock()
-        self._last: asyncio.Task[None] | None = None
+        self._last: asyncio.Future[None] | None = None
         self._call = 0
+        self._joined: set[int] = set()
+        """Ranks that have answered before, and so are on the line."""
 
-    async def receive(
-        self, weights: weights_pb2.PublishedWeights, *, import_timeout_s: float, timeout_s: float
-    ) -> list[ranks_pb2.ReceiveResult]:
-        """Every rank copies what was published. After any error the engine's weights are unknown."""
-        receive = ranks_pb2.ReceiveCommand(weights=weights, import_timeout_ms=int(import_timeout_s * 1000))
-        results = await self.call(ranks_pb2.EngineRankCommand(receive=receive), name="sync", timeout_s=timeout_s)
+    async def receive(self, receive: ranks_pb2.ReceiveCommand, *, timeout_s: float) -> list[ranks_pb2.ReceiveResult]:
+        """Every rank copies what was published. After any error the engine's weights are unknown.
+
+        No request may run: but for the first call of all it goes straight to the ranks, at once, and does not wait for batches.
+        """
+        way = self._send_to_ranks if len(self._joined) == self._engine.num_ranks else self._engine.run_on_ranks
+        results = await self._call_by(way, ranks_pb2.EngineRankCommand(receive=receive), name="sync", timeout_s=timeout_s)
         return [result.receive for result in _checked(results)]
 
     async def pause(self, tags: Sequence[MemoryTag], *, timeout_s: float) -> list[memory_pb2.PauseResponse]:
@@ -72,17 +77,22 @@ class RankCalls:
         return [result.get_usage for result in _checked(results)]
 
     async def call(self, command: ranks_pb2.EngineRankCommand, *, name: str, timeout_s: float) -> Results:
-        """Runs `command` on every rank; ranks' errors stay in their results. Raises DeadlineExceeded.
+        """Runs `command` on every rank between the same two batches; ranks' errors stay in their results. Raises DeadlineExceeded.
 
         A call that was given up goes on in the ranks: the next one waits for its end.
         """
+        return await self._call_by(self._engine.run_on_ranks, command, name=name, timeout_s=timeout_s)
+
+    async def _call_by(
+        self, send: Callable[[bytes], Awaitable[None]], command: ranks_pb2.EngineRankCommand, *, name: str, timeout_s: float
+    ) -> Results:
         try:
             async with asyncio.timeout(timeout_s), self._turn:
                 if self._last is not None:
                     await asyncio.wait([self._last])
                 self._call += 1
                 command.call, command.reply_address = self._call, f"ipc://{self._path}"
-                self._last = asyncio.create_task(self._engine.run_on_ranks(command.SerializeToString()))
+                self._last = asyncio.ensure_future(send(command.SerializeToString()))
                 answers = asyncio.create_task(self._collect())
                 try:
                     await asyncio.gather(asyncio.shield(self._last), answers)
@@ -92,17 +102,23 @@ class RankCalls:
         except TimeoutError as error:
             raise DeadlineExceeded(f"not every engine rank answered within {timeout_s:g} s", stage=name) from error
 
+    async def _send_to_ranks(self, command: bytes) -> None:
+        for tp_rank in range(self._engine.num_ranks):
+            await self._line.send_multipart([line_identity(tp_rank), command])
+
     def close(self) -> None:
         if self._last is not None:
             self._last.cancel()
-        self._answers.close(linger=0)
+        self._line.close(linger=0)
         self._context.term()
         self._path.unlink(missing_ok=True)
 
     async def _collect(self) -> Results:
         results: dict[int, ranks_pb2.EngineRankResult] = {}
         while len(results) < self._engine.num_ranks:
-            result = ranks_pb2.EngineRankResult.FromString(await self._answers.recv())
+            _, answer = await self._line.recv_multipart()
+            result = ranks_pb2.EngineRankResult.FromString(answer)
+            self._joined.add(result.tp_rank)
             # An answer to a call that timed out may still arrive.
             if result.call == self._call:
                 results[result.tp_rank] = result

@@ -1,28 +1,32 @@
 """Runs in every engine rank: carries out what the service's front asks, and answers over ZMQ.
 
-SGLang calls `run_command` as a custom weight loader, between two batches and on every rank in the same order.
+SGLang calls `run_command` as a custom weight loader, between two batches and on every rank in the same order. The first command also
+opens the rank's line to the front, on which a command comes straight to `EngineRank.run_at_once`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-import zmq
 
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.device_usage import device_usage
 from tasuki.memory.tags import MemoryTag
+from tasuki.rollout.rank_line import RankLine
 from tasuki.rollout.rank_memory import RankMemory
 from tasuki.rollout.receive import Received, WeightReceiver
 from tasuki.rollout.record import EngineModel
+from tasuki.rollout.turn import Turn
 from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.usage import TAGS, usage_response
+from tasuki.transport.verify import HeldSlice
 from tasuki.v1 import memory_pb2, ranks_pb2, types_pb2
 from tasuki.wire.errors import Busy, TasukiError
 
@@ -34,11 +38,15 @@ _log = logging.getLogger(__name__)
 class EngineRank:
     """What one engine rank does when it is told to.
 
-    scheduler: SGLang's, or None for a model without an engine around it.
+    scheduler: SGLang's, or None for a model without an engine around it. turn: the scheduler's, which it lends while it waits.
     """
 
-    def __init__(self, model: EngineModel, allocator: NativeAllocator, *, tp_rank: int, scheduler: Any = None) -> None:
+    def __init__(
+        self, model: EngineModel, allocator: NativeAllocator, *, tp_rank: int, scheduler: Any = None, turn: Turn | None = None
+    ) -> None:
         self.tp_rank = tp_rank
+        self._turn = Turn() if turn is None else turn
+        self._layout: tuple[Sequence[HeldSlice], bytes] = (), b""
         self.receiver = WeightReceiver(model)
         self._allocator, self._scheduler = allocator, scheduler
         self._heartbeat: Heartbeat | None = None
@@ -58,6 +66,13 @@ class EngineRank:
         with self._heartbeat.working() if self._heartbeat is not None else nullcontext():
             return self._run(command)
 
+    def run_at_once(self, command: bytes) -> bytes:
+        """Runs a command that came straight from the front, in another thread than the scheduler's, as soon as that waits for requests."""
+        if self._allocator.device != "cpu":
+            torch.cuda.set_device(self._allocator.device)
+        with self._turn.taken(), torch.no_grad():
+            return self.run(ranks_pb2.EngineRankCommand.FromString(command)).SerializeToString()
+
     def _run(self, command: ranks_pb2.EngineRankCommand) -> ranks_pb2.EngineRankResult:
         result = ranks_pb2.EngineRankResult(call=command.call, tp_rank=self.tp_rank)
         name = command.WhichOneof("command")
@@ -65,9 +80,7 @@ class EngineRank:
             self._failpoints.hit(str(name))
             match name:
                 case "receive":
-                    timeout_s = command.receive.import_timeout_ms / 1000
-                    received = self.receiver.receive(command.receive.weights, import_timeout_s=timeout_s)
-                    result.receive.CopyFrom(_encode_received(command.receive.weights.policy_version, received))
+                    result.receive.CopyFrom(self._receive(command.receive))
                 case "pause":
                     result.pause.CopyFrom(self._pause([TAGS[tag] for tag in command.pause.tags]))
                 case "resume":
@@ -85,6 +98,24 @@ class EngineRank:
             result.error.CopyFrom(ranks_pb2.RankError(message=f"{type(error).__name__}: {error}"))
         return result
 
+    def _receive(self, command: ranks_pb2.ReceiveCommand) -> ranks_pb2.ReceiveResult:
+        if self._scheduler is not None and not self._scheduler.is_fully_idle():
+            raise Busy("requests run", num_running=len(self._scheduler.running_batch.reqs))
+        timeout_s = command.import_timeout_ms / 1000
+        received = self.receiver.receive(command.weights, import_timeout_s=timeout_s, reads_back_in_full=command.full_read_back)
+        if self._layout[0] is not received.held:
+            self._layout = received.held, hashlib.sha256(repr(received.held).encode()).digest()
+        result = _encode_received(command.weights.policy_version, received)
+        result.layout_digest = self._layout[1]
+        if result.layout_digest in command.known_layouts:
+            result.sums = received.sums.astype("<u8").tobytes()
+        else:
+            result.checksums.extend(
+                ranks_pb2.PieceChecksum(name=name, offset=at.offset, shape=at.shape, strides=at.strides, checksum=value)
+                for name, at, value in received.checksums
+            )
+        return result
+
     def _pause(self, tags: list[MemoryTag]) -> memory_pb2.PauseResponse:
         if self._scheduler is not None:
             self._let_go()
@@ -100,24 +131,9 @@ class EngineRank:
         return usage_response(self.memory.usage(), device_usage(self._allocator.device, self.tp_rank))
 
 
-class _Answers:
-    """The socket to the front, kept open from one command to the next."""
-
-    def __init__(self) -> None:
-        self._sockets: dict[str, zmq.Socket[bytes]] = {}
-
-    def send(self, address: str, result: ranks_pb2.EngineRankResult) -> None:
-        if address not in self._sockets:
-            socket = self._sockets[address] = zmq.Context.instance().socket(zmq.PUSH)
-            # The front has gone when nobody takes the answer; then this process is about to go, too.
-            socket.setsockopt(zmq.LINGER, 5000)
-            socket.connect(address)
-        self._sockets[address].send(result.SerializeToString())
-
-
 # SGLang hands its loader the model and nothing to keep state in. One for each scheduler process.
 _ranks: list[EngineRank] = []
-_answers = _Answers()
+_lines: list[RankLine] = []
 
 
 def register_rank(rank: EngineRank) -> None:
@@ -131,11 +147,26 @@ def command_tensors(command: bytes) -> list[tuple[str, torch.Tensor]]:
 
 
 def run_command(model: EngineModel, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """SGLang's custom weight loader: an EngineRankCommand in, see `command_tensors`, an EngineRankResult out over ZMQ."""
+    """SGLang's custom weight loader: an EngineRankCommand in, see `command_tensors`, an EngineRankResult out on the rank's line."""
     ((content, _),) = named_tensors
     command = ranks_pb2.EngineRankCommand.FromString(content.encode("latin-1"))
     (rank,) = _ranks
-    _answers.send(command.reply_address, rank.run(command))
+    answer = rank.run(command).SerializeToString()
+    _line_to(command.reply_address).send(answer)
+
+
+def _line_to(address: str) -> RankLine:
+    if not _lines or _lines[0].address != address:
+        for line in _lines:
+            line.close()
+        (rank,) = _ranks
+        _lines[:] = [RankLine(address, tp_rank=rank.tp_rank, run=_run_at_once)]
+    return _lines[0]
+
+
+def _run_at_once(command: bytes) -> bytes:
+    (rank,) = _ranks
+    return rank.run_at_once(command)
 
 
 def _encode_received(policy_version: int, received: Received) -> ranks_pb2.ReceiveResult:
@@ -144,8 +175,4 @@ def _encode_received(policy_version: int, received: Received) -> ranks_pb2.Recei
         copied_bytes=received.copied_bytes,
         fallback_names=received.fallback_names,
         timings=[types_pb2.Timing(name=name, seconds=seconds) for name, seconds in received.timings.items()],
-        checksums=[
-            ranks_pb2.PieceChecksum(name=name, offset=at.offset, shape=at.shape, strides=at.strides, checksum=value)
-            for name, at, value in received.checksums
-        ],
     )

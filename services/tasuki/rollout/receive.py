@@ -1,4 +1,4 @@
-"""Runs in every engine rank: brings published weights into the live model by a copy plan and reads them back."""
+"""Runs in every engine rank: brings published weights into the live model by a copy plan and sums up what arrived."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from tasuki.rollout.record import EngineModel, Parameters, record_plan
+from tasuki.rollout.whereabouts import Whereabouts
 from tasuki.transport.checksum import checksum
-from tasuki.transport.copies import ViewChecksum, ViewCopy, prepare_checksums, prepare_copies
+from tasuki.transport.copies import ViewChecksum, ViewCopy, prepare_checksums, prepare_copies, prepare_summed_copies
 from tasuki.transport.imported_weights import ImportedWeights, import_weights
 from tasuki.transport.plan import Constant, CopyPlan, Slice, split_by_rows, whole
+from tasuki.transport.verify import HeldSlice
 from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import UnsupportedModel, WeightsCorrupt
 
@@ -25,8 +28,14 @@ class Received:
     copied_bytes: int
     fallback_names: tuple[str, ...]
     timings: dict[str, float]
-    checksums: tuple[tuple[str, Slice, int], ...]
-    """Checkpoint name, slice of it that the rank holds, checksum as read back."""
+    held: tuple[HeldSlice, ...]
+    """The slices that the rank holds; the same object for as long as the plan is the same."""
+    sums: np.ndarray
+    """Checksum of each of them, uint64, of what its memory held after the copy."""
+
+    @property
+    def checksums(self) -> tuple[tuple[str, Slice, int], ...]:
+        return tuple((name, source, value) for (name, source), value in zip(self.held, self.sums.tolist(), strict=True))
 
 
 @dataclass(slots=True)
@@ -43,24 +52,24 @@ class WeightReceiver:
         """The plan of the last sync."""
         return None if self._prepared is None else self._prepared.plan
 
-    def receive(self, weights: weights_pb2.PublishedWeights, *, import_timeout_s: float) -> Received:
-        """Copies the published version into the model, waits for the copies, and reads them back.
+    def receive(
+        self, weights: weights_pb2.PublishedWeights, *, import_timeout_s: float, reads_back_in_full: bool = False
+    ) -> Received:
+        """Copies the published version into the model, sums up what arrived, and waits for both.
 
+        reads_back_in_full: once more after all copies, from views of their own, and not only each part right after it was written.
         Raises BadHandle or VersionOrder before anything is written; after any other error the model must not be served.
         """
         self._timings = dict.fromkeys(("import", "record", "copy", "verify"), 0.0)
         with self._timed("import"):
             imported = self._import(weights, import_timeout_s)
         imported.check_version(weights.policy_version)
-        with self._timed("record"):
-            prepared = self._prepare(imported)
-        with self._timed("copy"):
-            prepared.replay(self.model)
+        prepared = self._replay(imported)
         with self._timed("verify"):
-            checksums = prepared.read_back()
+            sums = prepared.sums(read_back=reads_back_in_full)
             # The trainer may have begun to overwrite what was being copied.
             imported.check_version(weights.policy_version)
-        return Received(prepared.copied_bytes, prepared.plan.fallback_names, dict(self._timings), checksums)
+        return Received(prepared.copied_bytes, prepared.plan.fallback_names, dict(self._timings), prepared.held, sums)
 
     def _import(self, weights: weights_pb2.PublishedWeights, timeout_s: float) -> ImportedWeights:
         if self._imported is None or not self._imported.is_of(weights):
@@ -71,81 +80,108 @@ class WeightReceiver:
             self._imported = import_weights(weights, timeout_s=timeout_s, device=Parameters(self.model).device)
         return self._imported
 
+    def _replay(self, imported: ImportedWeights) -> _PreparedPlan:
+        """Brings the weights in, by a new plan when parameters have moved."""
+        with self._timed("record"):
+            prepared = self._prepare(imported)
+        with self._timed("copy"):
+            prepared.start()
+            # Looked at while the copies run, which write to memory that the plan holds wherever the parameters are.
+            is_current = prepared.whereabouts.are_as_before()
+            prepared.finish(self.model)
+        if is_current:
+            return prepared
+        # Not for ever: recording refuses a loader that moves parameters.
+        self._prepared = None
+        return self._replay(imported)
+
     def _prepare(self, imported: ImportedWeights) -> _PreparedPlan:
-        parameters = Parameters(self.model)
-        if self._prepared is None or self._prepared.parameters.fingerprint() != parameters.fingerprint():
+        if self._prepared is None or not self._prepared.whereabouts.is_memory_held():
             _refuse_packed(self.model)
-            self._prepared = _PreparedPlan(record_plan(self.model, imported), parameters, imported)
+            whereabouts, parameters = Whereabouts(self.model), Parameters(self.model)
+            self._prepared = _PreparedPlan(record_plan(self.model, imported), whereabouts, parameters, imported)
         return self._prepared
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self._timings[name] = time.perf_counter() - start
+        self._timings[name] += time.perf_counter() - start
 
 
 class _PreparedPlan:
-    """A plan with its views made: replaying it is nothing but copies."""
+    """A plan with its views made: replaying it is nothing but copies and their sums."""
 
-    def __init__(self, plan: CopyPlan, parameters: Parameters, imported: ImportedWeights) -> None:
-        self.plan, self.parameters = plan, parameters
-        self._imported = imported
-        device = parameters.device
+    def __init__(self, plan: CopyPlan, whereabouts: Whereabouts, parameters: Parameters, imported: ImportedWeights) -> None:
+        self.plan, self.whereabouts, self._imported = plan, whereabouts, imported
+        self._device = device = parameters.device
         copies = [
             ViewCopy(
                 parameters.view(piece.parameter, copy.destination),
                 _strided(imported.tensor(copy.entry), copy.source),
                 imported.owner(copy.entry),
+                index=copy.entry.first_element + copy.source.offset,
+                slot=slot,
             )
-            for piece in plan.pieces
+            for slot, piece in enumerate(plan.pieces)
             for copy in split_by_rows(piece, imported.entries[piece.name])
         ]
         fallback_bytes = sum(entry.num_bytes for name in plan.fallback_names for entry in imported.entries[name])
         self.copied_bytes = fallback_bytes + sum(copy.source.numel() * copy.source.element_size() for copy in copies)
-        constants = [
-            (parameters.view(constant.parameter, constant.destination), _expanded(constant, parameters))
-            for constant in plan.constants
-        ]
-        fills = [ViewCopy(held, value) for held, value in constants]
-        self._copies = prepare_copies([*copies, *fills], device=device, first_owner=imported.first_owner(device))
+        first_owner = imported.first_owner(device)
+        self._copies = prepare_summed_copies(copies, num_sums=len(plan.pieces), device=device, first_owner=first_owner)
         layout = imported.layout()
+        held = [(piece.name, piece.source) for piece in plan.pieces]
+        self.held = (*held, *((name, whole(layout[name][0])) for name in plan.fallback_names))
         views = [
             ViewChecksum(parameters.view(piece.parameter, piece.destination), piece.source, layout[piece.name][1])
             for piece in plan.pieces
         ]
-        views += [ViewChecksum(held, whole(held.shape), held.dtype) for held, _ in constants]
         self._checksums = prepare_checksums(views, device=device)
-        self._constant_sums = [checksum(value, whole(value.shape)) for _, value in constants]
+        self._is_proven = False
+        constants = [
+            (parameters.view(constant.parameter, constant.destination), _expanded(constant, parameters))
+            for constant in plan.constants
+        ]
+        self._fills = prepare_copies([ViewCopy(filled, value) for filled, value in constants], device=device)
+        filled = [ViewChecksum(filled, whole(filled.shape), filled.dtype) for filled, _ in constants]
+        self._fill_checksums = prepare_checksums(filled, device=device)
+        self._fill_sums = [checksum(value, whole(value.shape)) for _, value in constants]
 
     @torch.no_grad()
-    def replay(self, model: EngineModel) -> None:
-        """Writes every parameter and returns when the copies are done."""
+    def start(self) -> None:
+        """Starts to write every parameter but what the engine's own loader writes."""
         self._copies.start()
+        self._fills.start()
+
+    @torch.no_grad()
+    def finish(self, model: EngineModel) -> None:
+        """Writes the rest and returns when all is done."""
         if self.plan.fallback_names:
             model.load_weights([(name, self._imported.gathered(name)) for name in self.plan.fallback_names])
-        if self.parameters.device.type == "cuda":
-            torch.cuda.synchronize(self.parameters.device)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     @torch.no_grad()
-    def read_back(self) -> tuple[tuple[str, Slice, int], ...]:
-        """Checksums of what the parameters now hold; for fallback tensors, which the engine transformed, of what it was given.
+    def sums(self, *, read_back: bool) -> np.ndarray:
+        """Checksums of `held`; of fallback tensors, which the engine transformed, those of what it was given.
 
-        Raises WeightsCorrupt naming a parameter whose constant rows differ.
+        read_back: of what the parameters hold now, which a plan's first sync does in any case: the copies' own sums could not tell that
+        the plan was lowered to addresses wrongly. Raises WeightsCorrupt naming a parameter whose constant rows differ.
         """
-        sums = self._checksums.read()
-        num_pieces = len(self.plan.pieces)
-        for constant, expected, held in zip(self.plan.constants, self._constant_sums, sums[num_pieces:], strict=True):
+        is_read_back = read_back or not self._is_proven
+        sums = np.array(self._checksums.read(), dtype=np.uint64) if is_read_back else self._copies.sums()
+        self._is_proven = True
+        for constant, expected, held in zip(self.plan.constants, self._fill_sums, self._read_fills(), strict=True):
             if held != expected:
                 raise WeightsCorrupt(
                     f"{constant.parameter}: rows that must be {constant.value} are not", tensors=constant.parameter
                 )
-        pieces = [(piece.name, piece.source, sums[index]) for index, piece in enumerate(self.plan.pieces)]
-        layout = self._imported.layout()
-        for name in self.plan.fallback_names:
-            where = whole(layout[name][0])
-            pieces.append((name, where, checksum(self._imported.gathered(name), where)))
-        return tuple(pieces)
+        gathered = [checksum(self._imported.gathered(name), source) for name, source in self.held[len(sums) :]]
+        return np.concatenate([sums, np.array(gathered, dtype=np.uint64)])
+
+    def _read_fills(self) -> list[int]:
+        return self._fill_checksums.read() if self.plan.constants else []
 
 
 def _expanded(constant: Constant, parameters: Parameters) -> torch.Tensor:

@@ -22,6 +22,7 @@ from tasuki.rollout.ranks import RankReport
 from tasuki.rollout.record import EngineModel
 from tasuki.rollout.saver import install_saver
 from tasuki.rollout.seeded import multinomial_with_seed
+from tasuki.rollout.turn import Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,17 @@ class StopTokens:
             return None
         first, *others = sorted(eos_token_ids)
         return cls(first, set(others))
+
+
+class LendingReceiver:
+    """SGLang's receiver of requests; while it waits for them, or for the first rank to pass them on, the turn is lent."""
+
+    def __init__(self, receiver: Any, turn: Turn) -> None:
+        self._receiver, self._turn = receiver, turn
+
+    def recv_requests(self) -> list[Any]:
+        with self._turn.lent():
+            return list(self._receiver.recv_requests())
 
 
 def run_scheduler(
@@ -61,6 +73,7 @@ def run_scheduler(
         set_host_budget(config.memory.host_budget_bytes // config.rollout.tp_size)
     allocator = rank_allocator("cpu" if server_args.device == "cpu" else f"{server_args.device}:{gpu_id}")
     install_saver(allocator)
+    turn = Turn()
 
     class ReportingScheduler(sglang_scheduler.Scheduler):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -81,7 +94,9 @@ def run_scheduler(
             if self.server_args.device == "cpu":
                 _sample_by_seeds()
             model = cast(EngineModel, self.tp_worker.model_runner.model)
-            rank = EngineRank(model, allocator, tp_rank=tp_rank, scheduler=self)
+            rank = EngineRank(model, allocator, tp_rank=tp_rank, scheduler=self, turn=turn)
+            turn.take()
+            self.request_receiver = LendingReceiver(self.request_receiver, turn)
             if config is not None:
                 rank.join_node(config)
             register_rank(rank)
@@ -89,6 +104,10 @@ def run_scheduler(
             gc.collect()
             gc.freeze()
             return dict(report)
+
+        def maybe_sleep_on_idle(self) -> None:
+            with turn.lent():
+                super().maybe_sleep_on_idle()
 
     sglang_scheduler.Scheduler = ReportingScheduler
     if server_args.device == "cpu":

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from tasuki.rollout.rank_calls import RankCalls
 from tasuki.transport.imported_weights import ImportedWeights, import_weights
 from tasuki.transport.plan import Slice
-from tasuki.transport.verify import ReceivedPiece, check_received
+from tasuki.transport.verify import Comparison, HeldSlice
 from tasuki.v1 import ranks_pb2, weights_pb2
 from tasuki.wire.errors import BadHandle
 
@@ -31,18 +34,23 @@ class SyncReport:
 class WeightSync:
     """Moves published weights into the engine; `close` lets go of the trainer's memory.
 
-    socket_dir: the node's private folder; handles that point elsewhere are refused.
+    socket_dir: the node's private folder; handles that point elsewhere are refused. full_read_back: at every sync, not only at a plan's
+    first, ranks read everything back once more after all copies.
     """
 
-    def __init__(self, calls: RankCalls, *, socket_dir: Path) -> None:
+    def __init__(self, calls: RankCalls, *, socket_dir: Path, full_read_back: bool = False) -> None:
         self._calls = calls
         self._socket_dir = socket_dir
+        self._full_read_back = full_read_back
         self._imported: ImportedWeights | None = None
+        self._layouts: dict[bytes, Sequence[HeldSlice]] = {}
+        """What ranks hold, by digest, as of the last sync; ranks then send checksums alone."""
+        self._comparison: tuple[Sequence[bytes], ImportedWeights, Comparison] | None = None
 
     async def prepare(self, weights: weights_pb2.PublishedWeights) -> ImportedWeights:
         """Maps and checks what was published; touches no engine. Raises BadHandle or VersionOrder."""
         for index, handle in enumerate(weights.handles):
-            if Path(handle.socket_path).parent != self._socket_dir:
+            if os.path.dirname(handle.socket_path) != str(self._socket_dir):
                 raise BadHandle(f"weights.handles[{index}].socket_path is not in {self._socket_dir}", socket=handle.socket_path)
         if self._imported is None or not self._imported.is_of(weights):
             imported = await asyncio.to_thread(import_weights, weights, timeout_s=_IMPORT_TIMEOUT_S)
@@ -57,22 +65,45 @@ class WeightSync:
 
         Raises WeightsCorrupt naming tensors and rank, DeadlineExceeded, or what a rank reported.
         """
-        results = await self._calls.receive(weights, import_timeout_s=_IMPORT_TIMEOUT_S, timeout_s=timeout_s)
-        await asyncio.to_thread(check_received, list(_pieces(results)), imported)
+        command = ranks_pb2.ReceiveCommand(
+            weights=weights,
+            import_timeout_ms=int(_IMPORT_TIMEOUT_S * 1000),
+            known_layouts=list(self._layouts),
+            full_read_back=self._full_read_back,
+        )
+        results = await self._calls.receive(command, timeout_s=timeout_s)
+        await self._compare(results, imported)
         # A publisher that began the next version meanwhile would have changed what was compared.
         imported.check_version(weights.policy_version)
         return _report(weights.policy_version, results)
+
+    async def _compare(self, results: Sequence[ranks_pb2.ReceiveResult], imported: ImportedWeights) -> None:
+        digests = [result.layout_digest for result in results]
+        self._layouts = {
+            result.layout_digest: _held(result) if result.checksums else self._layouts[result.layout_digest]
+            for result in results
+        }
+        if self._comparison is None or self._comparison[:2] != (digests, imported):
+            held = [(tp_rank, *one) for tp_rank, digest in enumerate(digests) for one in self._layouts[digest]]
+            self._comparison = digests, imported, await asyncio.to_thread(Comparison, held, imported)
+        comparison = self._comparison[2]
+        sums = np.concatenate([_sums(result) for result in results])
+        if not comparison.agrees(sums):
+            await asyncio.to_thread(comparison.refuse, sums)
 
     def close(self) -> None:
         if self._imported is not None:
             self._imported.close()
 
 
-def _pieces(results: Sequence[ranks_pb2.ReceiveResult]) -> Iterable[ReceivedPiece]:
-    for tp_rank, result in enumerate(results):
-        for piece in result.checksums:
-            source = Slice(piece.offset, tuple(piece.shape), tuple(piece.strides))
-            yield ReceivedPiece(tp_rank, piece.name, source, piece.checksum)
+def _held(result: ranks_pb2.ReceiveResult) -> Sequence[HeldSlice]:
+    return [(piece.name, Slice(piece.offset, tuple(piece.shape), tuple(piece.strides))) for piece in result.checksums]
+
+
+def _sums(result: ranks_pb2.ReceiveResult) -> np.ndarray:
+    if result.checksums:
+        return np.array([piece.checksum for piece in result.checksums], dtype=np.uint64)
+    return np.frombuffer(result.sums, dtype="<u8").astype(np.uint64)
 
 
 def _report(policy_version: int, results: Sequence[ranks_pb2.ReceiveResult]) -> SyncReport:

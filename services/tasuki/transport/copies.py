@@ -7,22 +7,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from tasuki.transport.checksum import GROUP, MODULUS, checksum
 from tasuki.transport.plan import Slice
 from tasuki.transport.table import TILE_UNITS, VECTOR_BYTES, Side, Table, Transfer, build_tables, memory_side
 
-_NUM_WARPS = 8
+_NUM_WARPS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class ViewCopy:
-    """One copy between views of the same shape. owner: the trainer rank in whose memory the source lies."""
+    """One copy between views of the same shape. owner: the trainer rank in whose memory the source lies.
+
+    Of copies that are summed, index: of the source's first element in the whole tensor, whose strides the source has; slot: of the sum.
+    """
 
     destination: torch.Tensor
     source: torch.Tensor
     owner: int = 0
+    index: int = 0
+    slot: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,18 @@ class Copies(Protocol):
         ...
 
 
+class SummedCopies(Protocol):
+    """Copies whose views stay where they are, which also sum up what their destinations hold right after they were written."""
+
+    def start(self) -> None:
+        """Makes all copies; on a GPU behind the work that the current stream has."""
+        ...
+
+    def sums(self) -> np.ndarray:
+        """Of the copies that were started last, by slot, uint64; waits for them."""
+        ...
+
+
 class Checksums(Protocol):
     """Checksums of views that stay where they are."""
 
@@ -53,6 +71,15 @@ class Checksums(Protocol):
 def prepare_copies(copies: Sequence[ViewCopy], *, device: torch.device, first_owner: int = 0) -> Copies:
     """first_owner: whose memory is read first; ranks that read at the same time pass different ones."""
     return DeviceCopies(copies, device=device, first_owner=first_owner) if device.type == "cuda" else HostCopies(copies)
+
+
+def prepare_summed_copies(
+    copies: Sequence[ViewCopy], *, num_sums: int, device: torch.device, first_owner: int = 0
+) -> SummedCopies:
+    """What a sum counts are the bit patterns of the sources' dtype."""
+    if device.type == "cuda":
+        return DeviceSummedCopies(copies, num_sums=num_sums, device=device, first_owner=first_owner)
+    return HostSummedCopies(copies, num_sums=num_sums)
 
 
 def prepare_checksums(views: Sequence[ViewChecksum], *, device: torch.device) -> Checksums:
@@ -69,6 +96,26 @@ class HostCopies:
     def start(self) -> None:
         for copy in self._copies:
             copy.destination.copy_(copy.source)
+
+
+class HostSummedCopies:
+    """One `copy_` and one `checksum` after the other."""
+
+    def __init__(self, copies: Sequence[ViewCopy], *, num_sums: int) -> None:
+        self._copies = list(copies)
+        self._sums = [0] * num_sums
+
+    @torch.no_grad()
+    def start(self) -> None:
+        self._sums = [0] * len(self._sums)
+        for copy in self._copies:
+            copy.destination.copy_(copy.source)
+            where = Slice(copy.index, tuple(copy.source.shape), copy.source.stride())
+            held = checksum(copy.destination, where, dtype=copy.source.dtype)
+            self._sums[copy.slot] = (self._sums[copy.slot] + held) % MODULUS
+
+    def sums(self) -> np.ndarray:
+        return np.array(self._sums, dtype=np.uint64)
 
 
 class HostChecksums:
@@ -101,6 +148,30 @@ class DeviceCopies:
                 _launch(copy_tiles, table, SOURCE=source, DESTINATION=destination)
 
 
+class DeviceSummedCopies:
+    """As DeviceCopies, by a kernel that reads back what it has just written and sums that."""
+
+    def __init__(self, copies: Sequence[ViewCopy], *, num_sums: int, device: torch.device, first_owner: int = 0) -> None:
+        self._copies = list(copies)
+        self._launches = [
+            (table, *_copy_types(*dtypes), *_sum_types(dtypes[1], dtypes[0])[1:])
+            for dtypes, table in copy_tables(copies, device=device, first_owner=first_owner, vector=GROUP)
+        ]
+        self._sums = torch.zeros(num_sums, dtype=torch.int64, device=device)
+
+    def start(self) -> None:
+        from tasuki.transport.kernels import copy_and_sum_tiles
+
+        with torch.cuda.device(self._sums.device):
+            self._sums.zero_()
+            for table, source, destination, bits, cast in self._launches:
+                types = {"SOURCE": source, "DESTINATION": destination, "BITS": bits, "CAST": cast}
+                _launch(copy_and_sum_tiles, table, self._sums, **types)
+
+    def sums(self) -> np.ndarray:
+        return self._sums.cpu().numpy().view(np.uint64)
+
+
 class DeviceChecksums:
     """One launch for each dtype and kind of access, and one transfer of all sums."""
 
@@ -122,17 +193,19 @@ class DeviceChecksums:
 Dtypes = tuple[torch.dtype, torch.dtype]
 
 
-def copy_tables(copies: Sequence[ViewCopy], *, device: torch.device, first_owner: int) -> list[tuple[Dtypes, Table]]:
-    """Tables for each pair of source and destination dtype."""
+def copy_tables(
+    copies: Sequence[ViewCopy], *, device: torch.device, first_owner: int, vector: int | None = None
+) -> list[tuple[Dtypes, Table]]:
+    """Tables for each pair of source and destination dtype. vector: elements of a unit; by default 16 bytes of the smaller dtype."""
     by_dtypes: defaultdict[Dtypes, list[Transfer]] = defaultdict(list)
     for copy in copies:
         sides = memory_side(copy.source), memory_side(copy.destination)
-        transfer = Transfer(tuple(copy.destination.shape), *sides, lane=copy.owner)
+        transfer = Transfer(tuple(copy.destination.shape), *sides, slot=copy.slot, lane=copy.owner, index=copy.index)
         by_dtypes[copy.source.dtype, copy.destination.dtype].append(transfer)
     return [
         (dtypes, _on(table, device))
         for dtypes, transfers in by_dtypes.items()
-        for table in build_tables(transfers, vector=_vector(*dtypes), first_lane=first_owner)
+        for table in build_tables(transfers, vector=vector or _vector(*dtypes), first_lane=first_owner)
     ]
 
 

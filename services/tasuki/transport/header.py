@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+import numpy as np
+
 from tasuki.transport.manifest import HEADER_FIXED_WORDS, Manifest, header_bytes
 from tasuki.wire.errors import BadHandle
 
@@ -31,11 +33,10 @@ class ArenaState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class HeaderContent:
-    """What the header says: version and checksums count only when the state is PUBLISHED."""
+    """What the header says: the version counts only when the state is PUBLISHED."""
 
     state: ArenaState
     version: int | None
-    checksums: tuple[int, ...]
 
 
 class Header:
@@ -53,7 +54,11 @@ class Header:
         if magic != _MAGIC or num_entries != self._num_entries or state not in list(ArenaState):
             raise BadHandle(f"the arena of rank {self._rank} has no valid header", rank=self._rank)
         is_published = state == ArenaState.PUBLISHED and version != _NO_VERSION
-        return HeaderContent(ArenaState(state), version if is_published else None, tuple(self._words[HEADER_FIXED_WORDS:]))
+        return HeaderContent(ArenaState(state), version if is_published else None)
+
+    def checksums(self) -> np.ndarray:
+        """Of the entries, uint64; they count only when the state is PUBLISHED."""
+        return np.array(self._words[HEADER_FIXED_WORDS:], dtype=np.uint64)
 
     def write_state(self, state: ArenaState) -> None:
         """Marks the entries as unreadable: any state but PUBLISHED."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import torch
 from google.protobuf.message import DecodeError
 
 from tasuki.transport import cuda_memory, fd_socket, host_memory
-from tasuki.transport.checksum import MODULUS, checksum
+from tasuki.transport.checksum import checksum
 from tasuki.transport.manifest import Entry, Manifest, check_complete, entries_by_name, from_proto
 from tasuki.transport.plan import whole
 from tasuki.transport.weight_arena import WeightArena
@@ -29,6 +29,8 @@ class ImportedWeights:
         self.entries = entries_by_name(arena.manifest for arena in arenas)
         self._digests = [handle.manifest_digest for handle in handles]
         self._arenas = list(arenas)
+        places = {name: place for place, name in enumerate(self.entries)}
+        self._places = [np.array([places[entry.name] for entry in arena.manifest.entries], dtype=np.intp) for arena in arenas]
         self._tensors = {
             (entry.name, entry.row_start): (tensor, arena.manifest.rank)
             for arena in arenas
@@ -82,19 +84,18 @@ class ImportedWeights:
                     rank=arena.manifest.rank,
                 )
 
-    def checksums(self) -> dict[str, int]:
-        """What each whole tensor must add up to, as its publishers say."""
-        totals: defaultdict[str, int] = defaultdict(int)
-        for arena in self._arenas:
-            for entry, value in zip(arena.manifest.entries, arena.header.read().checksums, strict=True):
-                totals[entry.name] = (totals[entry.name] + value) % MODULUS
-        return dict(totals)
+    def checksums(self) -> np.ndarray:
+        """What each whole tensor must add up to, as its publishers say: uint64, in the order of `entries`."""
+        totals = np.zeros(len(self.entries), dtype=np.uint64)
+        for arena, places in zip(self._arenas, self._places, strict=True):
+            np.add.at(totals, places, arena.header.checksums())
+        return totals
 
     def changed_ranks(self, name: str) -> set[int]:
         """Trainer ranks whose rows of the tensor no longer have the checksum that they were published with."""
         changed: set[int] = set()
         for arena in self._arenas:
-            for entry, value in zip(arena.manifest.entries, arena.header.read().checksums, strict=True):
+            for entry, value in zip(arena.manifest.entries, arena.header.checksums().tolist(), strict=True):
                 if entry.name == name and checksum(self.tensor(entry), whole(entry.shape, offset=entry.first_element)) != value:
                     changed.add(arena.manifest.rank)
         return changed

@@ -9,6 +9,8 @@ import triton.language as tl
 
 from tasuki.transport import checksum, table
 
+# What copy_and_sum_tiles handles at a time.
+_STEP_UNITS = tl.constexpr(256)
 _BLOCK_WORDS = tl.constexpr(table.BLOCK_WORDS)
 _STEP = tl.constexpr(checksum.STEP % checksum.MODULUS)
 _MIX = tl.constexpr(checksum.MIX % checksum.MODULUS)
@@ -60,6 +62,59 @@ def _keys(places):
 
 
 @triton.jit
+def _terms(values, firsts, within, HELD: tl.constexpr, BITS: tl.constexpr, CAST: tl.constexpr, VECTOR: tl.constexpr):
+    """Sum of bit pattern * weight(index) over each unit, as checksum.checksum. firsts: index of each unit's first element."""
+    if CAST != HELD:
+        values = values.to(CAST).to(BITS, bitcast=True)
+    mixed = (firsts // _GROUP).to(tl.uint64) * _STEP
+    mixed ^= mixed >> 32
+    mixed *= _MIX
+    high = (mixed >> 32).to(tl.uint32)
+    low = mixed.to(tl.uint32) ^ high
+    # A vector is a group: its first index is a multiple of the group's size.
+    keys = _keys(within if VECTOR == _GROUP else (firsts % _GROUP).to(tl.int32)[:, None])
+    weights = (low[:, None] * keys + high[:, None] | 1).to(tl.int32)
+    # One instruction, where 64-bit operands would take six.
+    patterns = values.to(tl.int32)
+    terms = tl.inline_asm_elementwise(_MULTIPLY, "=l,r,r", [patterns, weights], dtype=tl.int64, is_pure=True, pack=1)
+    return tl.sum(terms, axis=1)
+
+
+@triton.jit
+def copy_and_sum_tiles(
+    blocks,
+    tiles,
+    sums,
+    SOURCE: tl.constexpr,
+    DESTINATION: tl.constexpr,
+    BITS: tl.constexpr,
+    CAST: tl.constexpr,
+    VECTOR: tl.constexpr,
+    UNITS: tl.constexpr,
+):
+    """As copy_tiles; then reads back what it has written, past the first cache, and adds it to sums[slot] as sum_tiles does.
+
+    SOURCE is DESTINATION is BITS where nothing is cast; else CAST is the source's type, whose bit patterns count.
+    """
+    word = tl.load(tiles + tl.program_id(0))
+    block = blocks + (word >> 32) * _BLOCK_WORDS
+    within = tl.arange(0, VECTOR)[None, :]
+    totals = tl.zeros((_STEP_UNITS,), tl.int64)
+    # In steps, since what a whole tile needs in registers would leave few programs on a processor.
+    for step in range(UNITS // _STEP_UNITS):
+        rows, cols, is_there = _units(block, word + step * _STEP_UNITS, _STEP_UNITS)
+        sources = (rows * tl.load(block + 4) + cols * tl.load(block + 6)) * VECTOR
+        destinations = (rows * tl.load(block + 5) + cols * tl.load(block + 7)) * VECTOR
+        source = _address(tl.load(block), SOURCE, VECTOR) + (sources[:, None] + within)
+        destination = _address(tl.load(block + 1), DESTINATION, VECTOR) + (destinations[:, None] + within)
+        tl.store(destination, tl.load(source, mask=is_there[:, None]).to(DESTINATION), mask=is_there[:, None])
+        # Volatile: not what a register or this processor's own cache still holds, but what the GPU's memory system answers.
+        held = tl.load(destination, mask=is_there[:, None], other=0, volatile=True)
+        totals += _terms(held, tl.load(block + 9) + sources, within, DESTINATION, BITS, CAST, VECTOR)
+    tl.atomic_add(sums + tl.load(block + 8), tl.sum(totals, axis=0), sem="relaxed")
+
+
+@triton.jit
 def sum_tiles(
     blocks, tiles, sums, HELD: tl.constexpr, BITS: tl.constexpr, CAST: tl.constexpr, VECTOR: tl.constexpr, UNITS: tl.constexpr
 ):
@@ -73,18 +128,6 @@ def sum_tiles(
     within = tl.arange(0, VECTOR)[None, :]
     places = (rows * tl.load(block + 4) + cols * tl.load(block + 6))[:, None] * VECTOR + within
     values = tl.load(_address(tl.load(block), HELD, VECTOR) + places, mask=is_there[:, None], other=0)
-    if CAST != HELD:
-        values = values.to(CAST).to(BITS, bitcast=True)
     firsts = tl.load(block + 1) + (rows * tl.load(block + 5) + cols * tl.load(block + 7)) * VECTOR
-    mixed = (firsts // _GROUP).to(tl.uint64) * _STEP
-    mixed ^= mixed >> 32
-    mixed *= _MIX
-    high = (mixed >> 32).to(tl.uint32)
-    low = mixed.to(tl.uint32) ^ high
-    # A vector is a group: its first index is a multiple of the group's size.
-    keys = _keys(within if VECTOR == _GROUP else (firsts % _GROUP).to(tl.int32)[:, None])
-    weights = (low[:, None] * keys + high[:, None] | 1).to(tl.int32)
-    # One instruction, where 64-bit operands would take six.
-    patterns = values.to(tl.int32)
-    terms = tl.inline_asm_elementwise(_MULTIPLY, "=l,r,r", [patterns, weights], dtype=tl.int64, is_pure=True, pack=1)
-    tl.atomic_add(sums + tl.load(block + 8), tl.sum(tl.sum(terms, axis=1), axis=0), sem="relaxed")
+    totals = _terms(values, firsts, within, HELD, BITS, CAST, VECTOR)
+    tl.atomic_add(sums + tl.load(block + 8), tl.sum(totals, axis=0), sem="relaxed")

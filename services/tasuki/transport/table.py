@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-BLOCK_WORDS = 9
-"""64-bit words of a block: start of both sides, units, columns, row stride of both, column stride of both, slot."""
+BLOCK_WORDS = 10
+"""64-bit words of a block: start of both sides, units, columns, row stride of both, column stride of both, slot, index."""
 TILE_UNITS = 2048
 """Units that one program of the kernel handles."""
 VECTOR_BYTES = 16
@@ -42,6 +42,7 @@ class Transfer:
     """Elements of one shape that lie differently on two sides.
 
     slot: for checksums the sum that they add to. lane: tiles of different lanes are interleaved, such as those of several owners.
+    index: for copies that are summed the index of the first element; the first side's strides are then those of the indices, too.
     """
 
     shape: tuple[int, ...]
@@ -49,6 +50,11 @@ class Transfer:
     second: Side
     slot: int = 0
     lane: int = 0
+    index: int = 0
+
+    def part(self, shape: tuple[int, ...], first: Side, second: Side, *, skipped: int = 0) -> Transfer:
+        """A part of this transfer whose first element comes `skipped` elements later on the first side."""
+        return Transfer(shape, first, second, self.slot, self.lane, self.index + skipped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +98,10 @@ def _collapsed(transfer: Transfer) -> Transfer:
             merged.append((size, first, second))
     shape = tuple(size for size, _, _ in merged)
     first, second = transfer.first, transfer.second
-    return Transfer(
+    return transfer.part(
         shape,
         Side(first.start, tuple(stride for _, stride, _ in merged), first.item_bytes, first.alignment),
         Side(second.start, tuple(stride for _, _, stride in merged), second.item_bytes, second.alignment),
-        transfer.slot,
-        transfer.lane,
     )
 
 
@@ -108,25 +112,26 @@ def _blocks(transfer: Transfer) -> Iterator[Transfer]:
         return
     if len(shape) > 2:
         for index in range(shape[0]):
-            part = first.shifted(0, index).without(0), second.shifted(0, index).without(0)
-            yield from _blocks(Transfer(shape[1:], *part, transfer.slot, transfer.lane))
+            sides = first.shifted(0, index).without(0), second.shifted(0, index).without(0)
+            yield from _blocks(transfer.part(shape[1:], *sides, skipped=index * first.strides[0]))
     elif math.prod(shape) > _MAX_BLOCK_ELEMENTS:
         dim = max(range(len(shape)), key=lambda dim: shape[dim])
         half = -(-shape[dim] // 2 // 64) * 64
         for start, size in ((0, half), (half, shape[dim] - half)):
-            part = first.shifted(dim, start), second.shifted(dim, start)
-            yield from _blocks(Transfer((*shape[:dim], size, *shape[dim + 1 :]), *part, transfer.slot, transfer.lane))
+            sides = first.shifted(dim, start), second.shifted(dim, start)
+            part = (*shape[:dim], size, *shape[dim + 1 :])
+            yield from _blocks(transfer.part(part, *sides, skipped=start * first.strides[dim]))
     else:
         missing = 2 - len(shape)
         padded = [
             Side(side.start, (*[0] * missing, *side.strides), side.item_bytes, side.alignment) for side in (first, second)
         ]
-        yield Transfer((*[1] * missing, *shape), padded[0], padded[1], transfer.slot, transfer.lane)
+        yield transfer.part((*[1] * missing, *shape), *padded)
 
 
 def _is_vectorizable(block: Transfer, vector: int) -> bool:
     rows, cols = block.shape
-    return all(
+    return block.index % vector == 0 and all(
         side.strides[1] == 1
         and cols % vector == 0
         and side.start % side.alignment == 0
@@ -140,7 +145,8 @@ def _words(block: Transfer, width: int) -> list[int]:
     units, cols = rows * cols // width, cols // width
     if width > 1:
         first_row, second_row, first_col, second_col = first_row // width, second_row // width, 1, 1
-    return [block.first.start, block.second.start, units, cols, first_row, second_row, first_col, second_col, block.slot]
+    strides = [first_row, second_row, first_col, second_col]
+    return [block.first.start, block.second.start, units, cols, *strides, block.slot, block.index]
 
 
 def _table(width: int, rows: Sequence[tuple[list[int], int]], first_lane: int) -> Table:

@@ -6,12 +6,16 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tasuki.transport.checksum import MODULUS, checksum
+import numpy as np
+
+from tasuki.transport.checksum import checksum
 from tasuki.transport.imported_weights import ImportedWeights
 from tasuki.transport.plan import Slice, count_uncovered, whole
 from tasuki.wire.errors import WeightsCorrupt
 
 _NAMED_TENSORS = 5
+HeldSlice = tuple[str, Slice]
+"""Name of a checkpoint tensor, and the slice of it that an engine rank holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,62 +29,96 @@ class ReceivedPiece:
 
 
 def check_received(pieces: Sequence[ReceivedPiece], published: ImportedWeights) -> None:
-    """Raises WeightsCorrupt, naming the first five tensors and the ranks, unless every tensor arrived whole and unchanged.
+    """Raises WeightsCorrupt, naming the first five tensors and the ranks, unless every tensor arrived whole and unchanged."""
+    comparison = Comparison([(piece.tp_rank, piece.name, piece.source) for piece in pieces], published)
+    sums = np.array([piece.checksum for piece in pieces], dtype=np.uint64)
+    if not comparison.agrees(sums):
+        comparison.refuse(sums)
+
+
+class Comparison:
+    """Compares what engine ranks hold with what was published; made once for the slices that they hold, asked at every sync.
 
     A slice that several ranks hold must be equal on all of them; different slices of a tensor must not overlap, must cover it, and
     their sums must add up to what the publishers wrote in their headers.
     """
-    by_name: defaultdict[str, list[ReceivedPiece]] = defaultdict(list)
-    for piece in pieces:
-        by_name[piece.name].append(piece)
-    problems: dict[str, str] = {}
-    ranks: set[int] = set()
-    for name, expected in published.checksums().items():
-        problem = _problem(by_name[name], numel=_numel(published, name), expected=expected)
-        if problem is not None:
-            at_fault, where = _find_fault(by_name[name], published, name)
+
+    def __init__(self, held: Sequence[tuple[int, str, Slice]], published: ImportedWeights) -> None:
+        """held: for each sum its rank, tensor and slice."""
+        self._held, self._published = list(held), published
+        place_of = {name: place for place, name in enumerate(published.entries)}
+        first_of: dict[HeldSlice, int] = {}
+        for place, (_, name, source) in enumerate(self._held):
+            first_of.setdefault((name, source), place)
+        self._first_holders = np.array([first_of[name, source] for _, name, source in self._held], dtype=np.intp)
+        self._parts = np.array(list(first_of.values()), dtype=np.intp)
+        self._tensor_of_part = np.array([place_of[name] for name, _ in first_of], dtype=np.intp)
+        slices: defaultdict[str, list[Slice]] = defaultdict(list)
+        for name, source in first_of:
+            slices[name].append(source)
+        self._gaps = {name: gap for name in published.entries if (gap := _gap(_numel(published, name), slices[name]))}
+
+    def agrees(self, sums: np.ndarray) -> bool:
+        """sums: uint64, in the order of `held`."""
+        return not (self._gaps or self._differing(sums).any() or self._wrong(sums).any())
+
+    def refuse(self, sums: np.ndarray) -> None:
+        """Raises WeightsCorrupt for sums that do not agree."""
+        problems = dict.fromkeys(self._names(self._differing(sums)), "engine ranks that hold the same rows differ")
+        problems = self._gaps | problems
+        names = list(self._published.entries)
+        for place in self._wrong(sums).nonzero()[0].tolist():
+            problems.setdefault(names[place], "checksum differs")
+        named = [name for name in names if name in problems]
+        ranks: set[int] = set()
+        for name in named:
+            at_fault, where = self._find_fault(name, sums)
             ranks |= at_fault
-            problems[name] = f"{problem}{where}"
-    if problems:
-        named = list(problems.items())[:_NAMED_TENSORS]
+            problems[name] += where
         raise WeightsCorrupt(
-            f"{len(problems)} of {len(published.entries)} tensors did not arrive as published: "
-            + "; ".join(f"{name}: {problem}" for name, problem in named),
-            tensors=",".join(name for name, _ in named),
+            f"{len(named)} of {len(names)} tensors did not arrive as published: "
+            + "; ".join(f"{name}: {problems[name]}" for name in named[:_NAMED_TENSORS]),
+            tensors=",".join(named[:_NAMED_TENSORS]),
             rank=",".join(str(rank) for rank in sorted(ranks)),
         )
 
+    def _differing(self, sums: np.ndarray) -> np.ndarray:
+        """Which sums are not those of the first rank that holds the same slice."""
+        return sums != sums[self._first_holders]
 
-def _problem(pieces: Sequence[ReceivedPiece], *, numel: int, expected: int) -> str | None:
-    if not pieces:
+    def _wrong(self, sums: np.ndarray) -> np.ndarray:
+        """Which tensors do not add up; unsigned numbers of 64 bits wrap as the checksum wants."""
+        totals = np.zeros(len(self._published.entries), dtype=np.uint64)
+        np.add.at(totals, self._tensor_of_part, sums[self._parts])
+        return totals != self._published.checksums()
+
+    def _names(self, which: np.ndarray) -> list[str]:
+        return [self._held[place][1] for place in which.nonzero()[0].tolist()]
+
+    def _find_fault(self, name: str, sums: np.ndarray) -> tuple[set[int], str]:
+        """Looks at the published memory again, if it can: engine ranks at fault, and words that say where the difference is."""
+        if not self._published.is_mapped:
+            return set(), ""
+        changed = self._published.changed_ranks(name)
+        if changed:
+            return set(), f" (memory of trainer rank {_listed(changed)} changed after it was published)"
+        values = self._published.gathered(name).flatten()
+        wrong = {
+            tp_rank
+            for (tp_rank, held, source), value in zip(self._held, sums.tolist(), strict=True)
+            if held == name and checksum(values.as_strided(source.shape, source.strides, source.offset), source) != value
+        }
+        return wrong, f" (engine rank {_listed(wrong)})" if wrong else ""
+
+
+def _gap(numel: int, slices: Sequence[Slice]) -> str:
+    """What is wrong with the slices whatever they contain; empty when nothing is."""
+    if not slices:
         return "no engine rank reads it"
-    sums: dict[Slice, int] = {}
-    for piece in pieces:
-        if sums.setdefault(piece.source, piece.checksum) != piece.checksum:
-            return "engine ranks that hold the same rows differ"
-    missing, repeated = count_uncovered(numel, list(sums))
+    missing, repeated = count_uncovered(numel, slices)
     if missing or repeated:
         return f"of {numel} elements {missing} were not received and {repeated} were received as parts of different slices"
-    if sum(sums.values()) % MODULUS != expected:
-        return "checksum differs"
-    return None
-
-
-def _find_fault(pieces: Sequence[ReceivedPiece], published: ImportedWeights, name: str) -> tuple[set[int], str]:
-    """Looks at the published memory again, if it can: engine ranks at fault, and words that say where the difference is."""
-    if not published.is_mapped:
-        return set(), ""
-    changed = published.changed_ranks(name)
-    if changed:
-        return set(), f" (memory of trainer rank {_listed(changed)} changed after it was published)"
-    values = published.gathered(name).flatten()
-    wrong = {
-        piece.tp_rank
-        for piece in pieces
-        if checksum(values.as_strided(piece.source.shape, piece.source.strides, piece.source.offset), piece.source)
-        != piece.checksum
-    }
-    return wrong, f" (engine rank {_listed(wrong)})" if wrong else ""
+    return ""
 
 
 def _numel(published: ImportedWeights, name: str) -> int:

@@ -1,0 +1,59 @@
+"""Has any parameter of a model been moved, reshaped or replaced?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tasuki.rollout.record import EngineModel
+
+
+class Whereabouts:
+    """Where a model's parameters were when this was made. Asked at every sync, so no name is looked up and no view made.
+
+    Holds the memory that the parameters had: whoever writes there meets nobody else's, even if they have moved meanwhile.
+    """
+
+    def __init__(self, model: EngineModel) -> None:
+        self._model = model
+        self._modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
+        self._children = self._children_now()
+        # Held, so that a new one cannot come to an old one's identity.
+        self._parameters = self._parameters_now()
+        self._places = _places(self._parameters)
+        self._memory = [parameter.data for parameter in self._parameters]
+        self._addresses = _addresses(self._memory)
+
+    def is_memory_held(self) -> bool:
+        """Whether it still is where it was; no more than that, but soon told. A storage can be resized whoever holds it."""
+        return _addresses(self._memory) == self._addresses
+
+    def are_as_before(self) -> bool:
+        """Whether a plan made then still fits: the same modules with the same parameters, at the same addresses."""
+        children, parameters = self._children_now(), self._parameters_now()
+        return (
+            _are_same(children, self._children)
+            and _are_same(parameters, self._parameters)
+            and _places(parameters) == self._places
+        )
+
+    def _children_now(self) -> list[torch.nn.Module | None]:
+        return [child for module in self._modules for child in module._modules.values()]
+
+    def _parameters_now(self) -> list[torch.nn.Parameter]:
+        if not self._modules:
+            return [parameter for _, parameter in self._model.named_parameters()]
+        return [parameter for module in self._modules for parameter in module._parameters.values() if parameter is not None]
+
+
+def _are_same(left: Sequence[object], right: Sequence[object]) -> bool:
+    return list(map(id, left)) == list(map(id, right))
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def _places(parameters: list[torch.nn.Parameter]) -> list[tuple[object, ...]]:
+    return [(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) for tensor in parameters]

@@ -1,0 +1,72 @@
+"""Every way in which a parameter can move is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from torch import nn
+
+from tasuki.rollout.whereabouts import Whereabouts
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4, bias=False))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None: ...
+
+
+def move(model: Model) -> None:
+    model.first.weight.data = model.first.weight.data.clone()
+
+
+def reshape(model: Model) -> None:
+    model.first.weight.data = model.first.weight.data.view(2, 8)
+
+
+def transpose(model: Model) -> None:
+    model.first.weight.data = model.first.weight.data.t()
+
+
+def change_dtype(model: Model) -> None:
+    model.first.weight.data = model.first.weight.data.view(torch.int32)
+
+
+def replace(model: Model) -> None:
+    model.first.weight = nn.Parameter(model.first.weight.data)
+
+
+def replace_module(model: Model) -> None:
+    model.second[0] = nn.Linear(4, 4, bias=False)
+
+
+def add(model: Model) -> None:
+    model.second.register_parameter("extra", nn.Parameter(torch.zeros(1)))
+
+
+def remove(model: Model) -> None:
+    model.first.register_parameter("bias", None)
+
+
+@pytest.mark.parametrize("change", [move, reshape, transpose, change_dtype, replace, replace_module, add, remove])
+def test_a_parameter_that_is_not_where_it_was_is_noticed(change: Callable[[Model], None]) -> None:
+    model = Model().requires_grad_(False)
+    whereabouts = Whereabouts(model)
+    for parameter in model.parameters():
+        parameter.fill_(1)
+    assert whereabouts.are_as_before()
+    change(model)
+    assert not whereabouts.are_as_before()
+    assert Whereabouts(model).are_as_before()
+
+
+def test_what_holds_the_memory_of_parameters_notices_when_it_is_taken_away_all_the_same() -> None:
+    model = Model().requires_grad_(False)
+    whereabouts = Whereabouts(model)
+    move(model)
+    assert whereabouts.is_memory_held()
+    model.second[0].weight.untyped_storage().resize_(0)
+    assert not whereabouts.is_memory_held()
