@@ -51,6 +51,12 @@ class WeightReceiver:
         self._timings = dict.fromkeys(("import", "record", "copy", "verify"), 0.0)
         with self._timed("import"):
             imported = self._import(weights, import_timeout_s)
+        try:
+            return self._receive(imported, weights)
+        finally:
+            imported.let_go()
+
+    def _receive(self, imported: ImportedWeights, weights: weights_pb2.PublishedWeights) -> Received:
         imported.check_version(weights.policy_version)
         with self._timed("record"):
             prepared = self._prepare(imported)
@@ -69,6 +75,7 @@ class WeightReceiver:
                 self._imported.close()
                 self._imported = None
             self._imported = import_weights(weights, timeout_s=timeout_s, device=Parameters(self.model).device)
+        self._imported.renew(weights, timeout_s=timeout_s)
         return self._imported
 
     def _prepare(self, imported: ImportedWeights) -> _PreparedPlan:

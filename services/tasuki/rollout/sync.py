@@ -49,6 +49,7 @@ class WeightSync:
             if self._imported is not None:
                 self._imported.close()
             self._imported = imported
+        await asyncio.to_thread(self._imported.renew, weights, timeout_s=_IMPORT_TIMEOUT_S)
         self._imported.check_version(weights.policy_version)
         return self._imported
 
@@ -57,10 +58,13 @@ class WeightSync:
 
         Raises WeightsCorrupt naming tensors and rank, DeadlineExceeded, or what a rank reported.
         """
-        results = await self._calls.receive(weights, import_timeout_s=_IMPORT_TIMEOUT_S, timeout_s=timeout_s)
-        await asyncio.to_thread(check_received, list(_pieces(results)), imported)
-        # A publisher that began the next version meanwhile would have changed what was compared.
-        imported.check_version(weights.policy_version)
+        try:
+            results = await self._calls.receive(weights, import_timeout_s=_IMPORT_TIMEOUT_S, timeout_s=timeout_s)
+            await asyncio.to_thread(check_received, list(_pieces(results)), imported)
+            # A publisher that began the next version meanwhile would have changed what was compared.
+            imported.check_version(weights.policy_version)
+        finally:
+            imported.let_go()
         return _report(weights.policy_version, results)
 
     def close(self) -> None:
