@@ -59,7 +59,7 @@ class TrainerRank:
         num_ranks: int = 1,
     ) -> None:
         self.keep = Keep.CHUNKS if in_place and not leaves else Keep.CONTENT
-        self.allocator = NativeAllocator(tags=[WEIGHTS, EXPORT], device="cpu", keep={WEIGHTS: self.keep})
+        self.allocator = NativeAllocator(tags=[WEIGHTS], device="cpu", keep={WEIGHTS: self.keep})
         self.leaves, self.published = leaves, published
         shards = []
         with self.allocator.region(WEIGHTS):
@@ -70,12 +70,13 @@ class TrainerRank:
                 shards.append(Shard(name, shape, rank * rows, torch.randn((count, *shape[1:])).to(dtype)))
             self.after = torch.full((20 * MIB,), 7, dtype=torch.uint8)
         self.tensors = {shard.name: shard.local for shard in shards}
-        memory = ExportMemory(
-            copies=self.allocator.arena(EXPORT), parameters=self.allocator.arena(WEIGHTS) if in_place else None, leaves=leaves
-        )
+        memory = ExportMemory(self.allocator.arena(WEIGHTS) if in_place else None, leaves=leaves)
         self.export = WeightExport(
             shards, rank=rank, num_ranks=num_ranks, dtype=published, socket_path=folder / f"w{rank}.sock", memory=memory
         )
+
+        assert self.export.copies is not None
+        self.allocator.adopt(EXPORT, self.export.copies)
 
     def publish(self, version: int) -> weights_pb2.PublishedWeights:
         self.allocator.resume([EXPORT])

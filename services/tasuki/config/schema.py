@@ -69,7 +69,19 @@ class TrainerConfig(Schema):
     micro_batch_tokens: PositiveInt = 8192
     """Upper bound of padded tokens in one micro-batch; a longer single sample is refused."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of forward and backward; master weights and optimizer state are float32."""
+    """Dtype of forward and backward."""
+    param_dtype: Literal["bfloat16", "float32"] = "float32"
+    """Dtype of the weights that are trained, of their gradients and of the optimizer state. In bfloat16 an update below about 1/256 of a
+    weight is lost, and all four take half the memory."""
+    export: Literal["auto", "parameters", "copy"] = "auto"
+    """What rollout reads at a sync: the parameters themselves, which takes no memory and needs `param_dtype` to be `rollout.dtype`, or a
+    copy in that dtype. "auto" is "parameters" where that is possible."""
+    export_stays: bool | None = None
+    """Whether what rollout reads (the copy, or the parameters) stays on the GPU over OFFLOAD. If not, it leaves and rollout maps it anew at
+    every sync. By default it stays where the planner says that everything fits then."""
+    export_handles: Literal["vmm", "ipc"] = "vmm"
+    """How a GPU's memory is given to rollout: as file descriptors of our own arenas, or a copy in torch's memory by a legacy CUDA IPC
+    handle, where descriptors do not work."""
     gradient_checkpointing: bool = False
     collective_timeout_s: PositiveFloat = 600.0
     """Time-out of every process group; a rank that is lost is noticed after this."""
@@ -79,6 +91,14 @@ class TrainerConfig(Schema):
     def _schedule_has_length(self) -> TrainerConfig:
         if self.lr_schedule != "constant" and self.total_steps is None:
             raise ValueError("total_steps is needed with lr_schedule = linear or cosine")
+        return self
+
+    @model_validator(mode="after")
+    def _ipc_handles_are_for_copies_that_stay(self) -> TrainerConfig:
+        if self.export_handles == "ipc" and (self.export == "parameters" or self.export_stays is False):
+            raise ValueError(
+                'export_handles = "ipc" is for a copy that stays: not with export = "parameters" or export_stays = false'
+            )
         return self
 
 
@@ -175,6 +195,28 @@ class NodeConfig(Schema):
     """Whether `failpoints` may be set."""
     failpoints: tuple[str, ...] = ()
     """Faults for tests of recovery, such as "rollout@SYNC=kill"; see docs/recovery.md."""
+
+    @property
+    def exports_parameters(self) -> bool:
+        """Whether rollout reads the trainer's parameters themselves."""
+        trainer = self.trainer
+        is_possible = trainer.param_dtype == self.rollout.dtype and trainer.export_handles == "vmm"
+        return trainer.export == "parameters" or (trainer.export == "auto" and is_possible)
+
+    @model_validator(mode="after")
+    def _published_parameters_have_the_engines_dtype(self) -> NodeConfig:
+        if self.trainer.export == "parameters" and self.trainer.param_dtype != self.rollout.dtype:
+            raise ValueError(
+                f'trainer.export = "parameters" needs trainer.param_dtype = {self.trainer.param_dtype} to be rollout.dtype = '
+                f'{self.rollout.dtype}; "copy" casts'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ipc_handles_are_of_gpus(self) -> NodeConfig:
+        if self.trainer.export_handles == "ipc" and self.device == "cpu":
+            raise ValueError('trainer.export_handles = "ipc" needs device = "cuda"')
+        return self
 
     @model_validator(mode="after")
     def _failpoints_are_unsafe(self) -> NodeConfig:

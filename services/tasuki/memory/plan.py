@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from tasuki.config.schema import NodeConfig
@@ -127,7 +127,7 @@ def needed_bytes(plan: Plan, stage: PlanStage, *, has_published: bool = True) ->
     """What `stage` takes beyond the one before it, on each GPU and on the host: it must be free when the stage starts.
 
     LOAD_TRAINER counts the working memory of the step that follows, and RESUME_KV that of a full batch: nobody asks again before them.
-    has_published: whether the trainer has its export arena already, which it keeps from its first LOAD_WEIGHTS on.
+    has_published: whether the trainer has its copies for the engine already; where they stay, it keeps them from its first LOAD_WEIGHTS on.
     """
     reached = {PlanStage.LOAD_TRAINER: PlanStage.TRAIN, PlanStage.RESUME_KV: PlanStage.ROLLOUT}.get(stage, stage)
     order = list(PlanStage)
@@ -156,10 +156,10 @@ def node_layout(
     num_gpus: int | None = None,
     overheads: Overheads | None = None,
 ) -> Layout:
-    """num_gpus: by default as many as the larger service has ranks."""
+    """num_gpus: by default as many as the larger service has ranks. Where trainer.export_stays is open, it stays if all fits then."""
     trainer, rollout = config.trainer, config.rollout
     is_full = trainer.gradient_checkpointing
-    return Layout(
+    layout = Layout(
         model=model,
         num_gpus=max(trainer.num_ranks, rollout.tp_size) if num_gpus is None else num_gpus,
         gpu_bytes=gpu_bytes,
@@ -169,6 +169,9 @@ def node_layout(
         tp_size=rollout.tp_size,
         compute_bytes=_ELEMENT_BYTES[trainer.compute_dtype],
         engine_bytes=_ELEMENT_BYTES[rollout.dtype],
+        param_bytes=_ELEMENT_BYTES[trainer.param_dtype],
+        exports_parameters=config.exports_parameters,
+        export_stays=trainer.export_stays is not False,
         micro_batch_tokens=trainer.micro_batch_tokens,
         checkpointing=Checkpointing.FULL if is_full else Checkpointing.NONE,
         has_reference=config.train is not None and config.train.kl_coef > 0,
@@ -178,6 +181,8 @@ def node_layout(
         max_running_requests=rollout.max_running_requests or Layout.__dataclass_fields__["max_running_requests"].default,
         overheads=overheads or Overheads(),
     )
+    is_open = trainer.export_stays is None and trainer.export_handles == "vmm"
+    return replace(layout, export_stays=False) if is_open and not plan(layout).fits else layout
 
 
 def _stage(layout: Layout, stage: PlanStage, *, trainer: Bytes, engine: Bytes, work: Bytes) -> StagePlan:
@@ -214,9 +219,11 @@ def _present(layout: Layout, stage: PlanStage) -> tuple[set[Part], set[Part]]:
     engine = {Part.ROLLOUT_WEIGHTS, Part.KV_CACHE, Part.CUDA_GRAPH}
     if layout.sync_bucket_bytes is not None and stage is not PlanStage.SYNC:
         trainer.discard(Part.EXPORT)
+    if not layout.export_stays and layout.strategy is not Strategy.RESIDENT and stage not in _RISING:
+        trainer.discard(Part.EXPORT)
     is_alone = layout.strategy is Strategy.RELAUNCH
     if stage in _WITHOUT_TRAINER or (is_alone and stage in _RISING[1:]):
-        trainer -= layout.sleeping if layout.strategy is not Strategy.RESIDENT else set()
+        trainer -= layout.leaving if layout.strategy is not Strategy.RESIDENT else set()
     elif stage in _RISING:
         trainer -= layout.leaves_early
         if not layout.empties_cache:
@@ -248,7 +255,7 @@ def _host(layout: Layout, stage: PlanStage, *, trainer: Bytes, gpus: list[Bytes]
     host = {Part.CONTEXTS: layout.overheads.host_process * (layout.num_ranks + layout.num_engine_ranks + 1)}
     if layout.strategy is not Strategy.RESIDENT:
         # Pinned once, at the first pause, and kept.
-        leaving = layout.sleeping | layout.leaves_early
+        leaving = layout.leaving | layout.leaves_early
         host |= {part: trainer[part] * layout.num_ranks for part in _COPIED if part in leaving}
     if layout.strategy is Strategy.RELAUNCH and stage is PlanStage.LOAD_WEIGHTS:
         # The checkpoint on its way to a disk.
@@ -276,7 +283,7 @@ def _taken_at_start(layout: Layout) -> int:
     if layout.device == "cpu":
         return 0
     tags = trainer_tags(layout)
-    stays = sum(size for part, size in tags.items() if part not in layout.sleeping)
+    stays = sum(size for part, size in tags.items() if part not in layout.leaving)
     return _contexts(layout, 0, has_engine=True) - layout.overheads.rollout_cached + stays
 
 

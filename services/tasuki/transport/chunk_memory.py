@@ -12,23 +12,20 @@ from typing import Any
 import torch
 
 from tasuki.memory.arena import Access, Arena, Export, Import, SharedChunk
+from tasuki.memory.granularity import equal_chunks
+from tasuki.memory.tags import MemoryTag
 from tasuki.transport.device import device_uuid
 from tasuki.transport.manifest import ALIGNMENT, Entry, Manifest, place
 from tasuki.transport.weight_arena import PeerMemory
 from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import BadHandle, InternalError
 
-# Chunks on a host: as in memory/allocator.py, a mapping costs the same whatever its size there.
-_HOST_CHUNKS = {"min_chunk_bytes": 2 << 20, "max_chunk_bytes": 64 << 20}
 
-
-def new_arena(device: torch.device) -> Arena:
-    """For copies of an export that is part of no service."""
-    return (
-        Arena("export", device="cpu", **_HOST_CHUNKS)
-        if device.type == "cpu"
-        else Arena("export", device=f"cuda:{device.index}")
-    )
+def new_arena(num_bytes: int, *, device: torch.device) -> Arena:
+    """For one block of copies."""
+    most = equal_chunks(num_bytes, device=device.type)
+    name = "cpu" if device.type == "cpu" else f"cuda:{device.index}"
+    return Arena(MemoryTag.EXPORT, device=name, min_chunk_bytes=2 << 20, max_chunk_bytes=most)
 
 
 class ExportedChunks:
@@ -82,20 +79,23 @@ class ExportedChunks:
 class ChunkMemory:
     """Memory of one rank's published tensors: parameters where they are, the others as copies.
 
-    copies: where the copies go. parameters: the arena whose tensors are published in place when they have the published dtype.
+    parameters: the arena whose tensors are published in place when they have the published dtype.
     """
 
-    def __init__(self, *, copies: Arena | None, parameters: Arena | None, device: torch.device) -> None:
-        self._device = device
-        self._owns_copies = copies is None
-        self._copies = new_arena(device) if copies is None else copies
-        self._parameters = parameters
+    def __init__(self, *, parameters: Arena | None, device: torch.device) -> None:
+        self._device, self._parameters = device, parameters
+        self._copies: Arena | None = None
         self._block: tuple[int, int] | None = None
         self._exported = ExportedChunks()
 
     @property
     def kind(self) -> weights_pb2.HandleKind.ValueType:
         return weights_pb2.HANDLE_KIND_CUDA_VMM_FD if self._device.type == "cuda" else weights_pb2.HANDLE_KIND_HOST_MEMFD
+
+    @property
+    def copies(self) -> Arena | None:
+        """The arena of the copies; None when there are none."""
+        return self._copies
 
     @property
     def fds(self) -> Sequence[int]:
@@ -113,13 +113,13 @@ class ChunkMemory:
         copied = [index for index in range(len(entries)) if index not in offsets]
         placed, num_bytes = place(entries[index] for index in copied)
         if num_bytes:
-            address = self._allocate(num_bytes)
-            self._exported.add(self._copies, [(address, num_bytes)])
+            arena, address = self._allocate(num_bytes)
+            self._exported.add(arena, [(address, num_bytes)])
             start = self._exported.offset_of(address, num_bytes)
             assert start is not None, "a block lies in its arena's chunks"
             for index, entry in zip(copied, placed, strict=True):
                 offsets[index] = start + entry.offset
-            view = self._copies.view(address, num_bytes) if self._device.type == "cpu" else None
+            view = arena.view(address, num_bytes) if self._device.type == "cpu" else None
             for index, tensor in zip(
                 copied, tensors_at(address, placed, num_bytes, device=self._device, view=view), strict=True
             ):
@@ -134,12 +134,11 @@ class ChunkMemory:
     def close(self) -> None:
         """Idempotent."""
         self.let_go()
-        if self._block is not None:
-            self._copies.free(self._block[0])
-            self._block = None
-        if self._owns_copies:
+        if self._copies is not None:
+            if self._block is not None:
+                self._copies.free(self._block[0])
             self._copies.close()
-            self._owns_copies = False
+            self._copies = self._block = None
 
     def _in_place(self, entries: Sequence[Entry], sources: Sequence[torch.Tensor]) -> dict[int, int]:
         """Offset of every entry that a peer can read where the trainer has it."""
@@ -155,13 +154,15 @@ class ChunkMemory:
         offsets = {index: self._exported.offset_of(*span) for index, span in spans.items()}
         return {index: offset for index, offset in offsets.items() if offset is not None and offset % ALIGNMENT == 0}
 
-    def _allocate(self, num_bytes: int) -> int:
+    def _allocate(self, num_bytes: int) -> tuple[Arena, int]:
+        if self._copies is None:
+            self._copies = new_arena(num_bytes, device=self._device)
         if self._block is not None and self._block[1] != num_bytes:
             self._copies.free(self._block[0])
             self._block = None
         if self._block is None:
             self._block = self._copies.allocate(num_bytes), num_bytes
-        return self._block[0]
+        return self._copies, self._block[0]
 
     def _complete(self, manifest: Manifest, entries: Sequence[Entry]) -> Manifest:
         sizes = tuple(self._exported.sizes)

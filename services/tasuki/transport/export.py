@@ -30,12 +30,11 @@ __all__ = ["ExportMemory", "Shard", "WeightExport"]
 class ExportMemory:
     """Where published weights lie.
 
-    copies: arena of what has to be copied; by default the export has its own. parameters: arena whose tensors are published where they
-    are, if their dtype is the published one. leaves: whether all this is given back between two publications (`WeightExport.leaving`).
-    handles: "ipc" copies everything into an allocation of torch's, which cannot leave.
+    parameters: arena whose tensors are published where they are, if their dtype is the published one; all others are copied.
+    leaves: whether all this is given back between two publications (`WeightExport.leaving`). handles: "ipc" copies everything into an
+    allocation of torch's, which cannot leave.
     """
 
-    copies: Arena | None = None
     parameters: Arena | None = None
     leaves: bool = False
     handles: Literal["vmm", "ipc"] = "vmm"
@@ -46,6 +45,8 @@ class _Memory(Protocol):
     def kind(self) -> weights_pb2.HandleKind.ValueType: ...
     @property
     def fds(self) -> Sequence[int]: ...
+    @property
+    def copies(self) -> Arena | None: ...
     def open(self, manifest: Manifest, sources: Sequence[torch.Tensor]) -> tuple[Manifest, list[torch.Tensor]]: ...
     def let_go(self) -> None: ...
     def close(self) -> None: ...
@@ -93,6 +94,11 @@ class WeightExport:
             self._server = FdServer(socket_path, message=self._message(), fds=self._arena.fds)
             cleanup.callback(self._server.close)
             self._cleanup = cleanup.pop_all()
+
+    @property
+    def copies(self) -> Arena | None:
+        """The arena of what is copied, for its memory to be paused and counted; None when it holds nothing or is not ours."""
+        return self._memory.copies
 
     def handle(self) -> weights_pb2.WeightHandle:
         return weights_pb2.WeightHandle(
@@ -183,4 +189,4 @@ def _memory(memory: ExportMemory, *, device: torch.device) -> _Memory:
     if memory.handles == "ipc":
         assert not memory.leaves and memory.parameters is None
         return IpcAllocation(device=device)
-    return ChunkMemory(copies=memory.copies, parameters=memory.parameters, device=device)
+    return ChunkMemory(parameters=memory.parameters, device=device)

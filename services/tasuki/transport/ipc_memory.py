@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from tasuki.memory.arena import Arena
 from tasuki.memory.region_cuda import refuse_expandable_segments
 from tasuki.transport.chunk_memory import tensor_in
 from tasuki.transport.device import device_uuid
@@ -26,6 +27,7 @@ class IpcAllocation:
 
     kind = weights_pb2.HANDLE_KIND_CUDA_IPC
     fds: Sequence[int] = ()
+    copies: Arena | None = None
 
     def __init__(self, *, device: torch.device) -> None:
         """Raises InvalidArgument when torch's segments are such that their handles need ptrace rights."""
