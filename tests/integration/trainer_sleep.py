@@ -146,7 +146,7 @@ def everyone(mine: bytes) -> list[bytes]:
 
 
 def main(output: Path, model: Path) -> None:
-    mesh = start_mesh("cpu", local_rank=0, num_threads=1, timeout_s=60)
+    mesh = start_mesh("cpu", gpu=0, num_threads=1, timeout_s=60)
     awake, sleeper = make_worker(model, mesh=mesh), make_worker(model, mesh=mesh)
     at_start = [tensor.data_ptr() for tensor in local_tensors(sleeper)]
     losses: dict[str, list[list[float]]] = {"awake": [], "sleeper": []}

@@ -24,10 +24,18 @@ def _loopback(listen: str) -> str:
     return listen
 
 
+def _distinct(devices: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(devices)) < len(devices):
+        raise ValueError("names a GPU twice")
+    return devices
+
+
 MAX_PORT = 65535
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 Listen = Annotated[str, AfterValidator(_loopback)]
+Device = Annotated[str, Field(pattern=r"^(GPU-[0-9a-fA-F-]+|[0-9]+)$")]
 Port = Annotated[int, Field(ge=1, le=MAX_PORT)]
+Devices = Annotated[tuple[Device, ...], AfterValidator(_distinct)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -54,6 +62,9 @@ class TrainerConfig(Schema):
     metrics_port: Port | None = None
     num_ranks: PositiveInt = 1
     """FSDP2 ranks; one GPU each, or one process each on a CPU."""
+    devices: Devices | None = None
+    """GPU of each rank: UUIDs as nvidia-smi -L tells them ("GPU-..."), or all by number. Goes with `rollout.devices`, which may name other
+    GPUs, fewer or more. By default rank i is on GPU i."""
     num_threads: PositiveInt = 1
     """Torch threads for each rank on a CPU."""
     learning_rate: float = Field(default=1e-6, ge=0)
@@ -106,6 +117,8 @@ class RolloutConfig(Schema):
     listen: Listen = "unix"
     metrics_port: Port | None = None
     tp_size: PositiveInt = 1
+    devices: Devices | None = None
+    """GPU of each engine rank, as `trainer.devices`."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     context_length: PositiveInt | None = None
     """Longest prompt plus completion; by default the model's own."""
@@ -210,6 +223,24 @@ class NodeConfig(Schema):
                 f'trainer.export = "parameters" needs trainer.param_dtype = {self.trainer.param_dtype} to be rollout.dtype = '
                 f'{self.rollout.dtype}; "copy" casts'
             )
+        return self
+
+    @model_validator(mode="after")
+    def _devices_are_those_of_all_ranks(self) -> NodeConfig:
+        named = {
+            "trainer": (self.trainer.devices, self.trainer.num_ranks),
+            "rollout": (self.rollout.devices, self.rollout.tp_size),
+        }
+        given = {service: devices for service, (devices, _) in named.items() if devices is not None}
+        if not given:
+            return self
+        if self.device == "cpu" or len(given) < len(named):
+            raise ValueError('devices are given for both, trainer and rollout, and with device = "cuda"')
+        for service, (devices, num_ranks) in named.items():
+            if devices is not None and len(devices) != num_ranks:
+                raise ValueError(f"{service}.devices names {len(devices)} GPUs for {num_ranks} ranks")
+        if len({name.startswith("GPU-") for devices in given.values() for name in devices}) > 1:
+            raise ValueError("devices are UUIDs or numbers, not both")
         return self
 
     @model_validator(mode="after")

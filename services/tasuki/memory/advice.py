@@ -146,7 +146,7 @@ def _for_training(layout: Layout) -> Iterator[_Change]:
         yield _Change(
             "gradients", "whole until the last micro-batch", "sharded after each", replace(layout, accumulates=False), False
         )
-    if layout.num_ranks < layout.num_gpus:
+    if layout.num_ranks < layout.num_gpus and layout.rank_gpus is None:
         yield _Change(
             "trainer.num_ranks", str(layout.num_ranks), str(layout.num_gpus), replace(layout, num_ranks=layout.num_gpus)
         )
@@ -227,7 +227,7 @@ def _fewer_tokens(layout: Layout) -> Iterator[_Change]:
 
 def _wider_engines(layout: Layout) -> Iterator[_Change]:
     wider = layout.tp_size * 2
-    if wider <= layout.num_gpus and layout.model.num_heads % wider == 0:
+    if layout.engine_gpus is None and wider <= layout.num_gpus and layout.model.num_heads % wider == 0:
         changed = replace(layout, tp_size=wider, num_engines=max(1, layout.num_engine_ranks // wider))
         yield _Change("rollout.tp_size", str(layout.tp_size), str(wider), changed)
 

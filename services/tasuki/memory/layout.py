@@ -96,6 +96,10 @@ class Layout:
     tp_size: int = 1
     num_engines: int = 1
     """Engines of `tp_size` GPUs each, on the first GPUs."""
+    rank_gpus: tuple[int, ...] | None = None
+    """GPU of each FSDP2 rank, where they are not the first ones."""
+    engine_gpus: tuple[int, ...] | None = None
+    """GPU of each engine rank, where they are not the first ones."""
     compute_bytes: int = 2
     """Of one element in forward and backward; 2 is bfloat16."""
     engine_bytes: int = 2
@@ -155,9 +159,20 @@ class Layout:
                 "exports_parameters",
                 f"parameters of {self.param_bytes} bytes an element cannot be read by an engine that holds {self.engine_bytes}",
             )
+        for name, on, num_ranks in (
+            ("rank_gpus", self.rank_gpus, self.num_ranks), ("engine_gpus", self.engine_gpus, self.num_engine_ranks)
+        ):  # fmt: skip
+            if on is not None and (len(set(on)) != num_ranks or not set(on) <= set(range(self.num_gpus))):
+                raise InvalidArgument(name, f"must be {num_ranks} of {self.num_gpus} GPUs, not {on}")
         wrong = (self.sleeping | self.leaves_early) - frozenset(TAGS)
         if wrong:
             raise InvalidArgument("sleeping", f"{', '.join(sorted(wrong))} cannot leave; what can is {', '.join(TAGS)}")
+
+    def has_rank(self, gpu: int) -> bool:
+        return gpu < self.num_ranks if self.rank_gpus is None else gpu in self.rank_gpus
+
+    def has_engine(self, gpu: int) -> bool:
+        return gpu < self.num_engine_ranks if self.engine_gpus is None else gpu in self.engine_gpus
 
     @property
     def leaving(self) -> frozenset[Part]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from tasuki.config.gpus import gpus_of
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.layout import Checkpointing, Layout, Overheads, Part, Strategy
 from tasuki.memory.model_shape import ModelShape, read_model_shape
@@ -159,9 +160,12 @@ def node_layout(
     """num_gpus: by default as many as the larger service has ranks. Where trainer.export_stays is open, it stays if all fits then."""
     trainer, rollout = config.trainer, config.rollout
     is_full = trainer.gradient_checkpointing
+    gpus = gpus_of(config)
     layout = Layout(
         model=model,
-        num_gpus=max(trainer.num_ranks, rollout.tp_size) if num_gpus is None else num_gpus,
+        num_gpus=max(*gpus.trainer, *gpus.rollout) + 1 if num_gpus is None else num_gpus,
+        rank_gpus=gpus.trainer if gpus.names else None,
+        engine_gpus=gpus.rollout if gpus.names else None,
         gpu_bytes=gpu_bytes,
         host_bytes=host_bytes,
         device=config.device,
@@ -197,9 +201,9 @@ def _stage(layout: Layout, stage: PlanStage, *, trainer: Bytes, engine: Bytes, w
     gpus: list[Bytes] = []
     for index in range(layout.num_gpus):
         parts: Bytes = {}
-        if index < layout.num_ranks:
+        if layout.has_rank(index):
             parts |= of_trainer
-        if index < layout.num_engine_ranks:
+        if layout.has_engine(index):
             parts |= of_engine
         if is_gpu:
             has_process = not (layout.strategy is Strategy.RELAUNCH and Part.ROLLOUT_WEIGHTS not in has_engine)
@@ -271,20 +275,23 @@ def _host(layout: Layout, stage: PlanStage, *, trainer: Bytes, gpus: list[Bytes]
 
 def _contexts(layout: Layout, index: int, *, has_engine: bool) -> int:
     overheads, total = layout.overheads, 0
-    if index < layout.num_ranks:
+    if layout.has_rank(index):
         total += overheads.trainer_context + overheads.nccl
-    if index < layout.num_engine_ranks and has_engine:
+    if layout.has_engine(index) and has_engine:
         total += overheads.rollout_context + overheads.rollout_cached + (overheads.nccl if layout.tp_size > 1 else 0)
     return total
 
 
 def _taken_at_start(layout: Layout) -> int:
-    """On a GPU when the engine sizes its cache: contexts, and the trainer's tags that never leave."""
+    """On the fullest of its GPUs when the engine sizes its cache: contexts, and the trainer's tags that never leave."""
     if layout.device == "cpu":
         return 0
-    tags = trainer_tags(layout)
-    stays = sum(size for part, size in tags.items() if part not in layout.leaving)
-    return _contexts(layout, 0, has_engine=True) - layout.overheads.rollout_cached + stays
+    stays = sum(size for part, size in trainer_tags(layout).items() if part not in layout.leaving)
+    return max(
+        _contexts(layout, gpu, has_engine=True) - layout.overheads.rollout_cached + (stays if layout.has_rank(gpu) else 0)
+        for gpu in range(layout.num_gpus)
+        if layout.has_engine(gpu)
+    )
 
 
 def _is_captured(layout: Layout) -> bool:
