@@ -60,6 +60,8 @@ def test_one_rank_without_room_leaves_all_asleep_and_says_how_much_is_missing(ra
 def test_300_sleeps_leave_nothing_behind(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         before, after = rank["resources"]
+        # Python's own heap may have grown by a mapping meanwhile; one left behind by every sleep would be hundreds.
+        assert abs(after.pop("mappings") - before.pop("mappings")) < 10
         assert after == before
 
 
