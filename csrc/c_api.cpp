@@ -35,6 +35,12 @@ Access to_access(int access) { return access == TASUKI_READ_ONLY ? Access::read_
 
 Memory::Ids to_ids(const uint64_t* arenas, size_t num_arenas) { return Memory::Ids(arenas, arenas + num_arenas); }
 
+std::vector<SharedChunk> to_chunks(const tasuki_chunk* chunks, size_t num_chunks) {
+  std::vector<SharedChunk> shared;
+  for (size_t i = 0; i < num_chunks; ++i) shared.push_back({chunks[i].offset, chunks[i].bytes, chunks[i].fd});
+  return shared;
+}
+
 Status check_ids(const uint64_t* arenas, size_t num_arenas) {
   return arenas == nullptr && num_arenas != 0 ? bad("arenas: null") : Status{};
 }
@@ -225,11 +231,9 @@ int tasuki_import(int driver, int device, int access, const tasuki_chunk* chunks
     if (import_id == nullptr || base == nullptr || (chunks == nullptr && num_chunks != 0)) return bad("chunks, import_id, base: null");
     if (!is_driver(driver)) return bad("driver: neither TASUKI_HOST nor TASUKI_CUDA");
     if (!is_access(access)) return bad("access: neither TASUKI_READ_ONLY nor TASUKI_READ_WRITE");
-    std::vector<SharedChunk> shared;
-    for (size_t i = 0; i < num_chunks; ++i) shared.push_back({chunks[i].offset, chunks[i].bytes, chunks[i].fd});
     uintptr_t start = 0;
-    Status status =
-        process().memory.open_import(static_cast<DriverKind>(driver), device, to_access(access), shared, import_id, &start);
+    Status status = process().memory.open_import(static_cast<DriverKind>(driver), device, to_access(access), to_chunks(chunks, num_chunks),
+                                                 import_id, &start);
     *base = reinterpret_cast<void*>(start);
     return status;
   });
@@ -241,6 +245,17 @@ int tasuki_unmap_import(uint64_t import_id) {
 
 int tasuki_map_import(uint64_t import_id) {
   return guarded([&] { return process().memory.map_import(import_id); });
+}
+
+int tasuki_drop_import(uint64_t import_id) {
+  return guarded([&] { return process().memory.drop_import(import_id); });
+}
+
+int tasuki_renew_import(uint64_t import_id, const tasuki_chunk* chunks, size_t num_chunks) {
+  return guarded([&]() -> Status {
+    if (chunks == nullptr && num_chunks != 0) return bad("chunks: null");
+    return process().memory.renew_import(import_id, to_chunks(chunks, num_chunks));
+  });
 }
 
 int tasuki_close_import(uint64_t import_id) {

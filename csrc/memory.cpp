@@ -223,6 +223,18 @@ Status Memory::unmap_import(uint64_t id) {
   return found == imports_.end() ? failure(Code::not_found, "no such import") : found->second->unmap();
 }
 
+Status Memory::drop_import(uint64_t id) {
+  Lock lock(mutex_);
+  auto found = imports_.find(id);
+  return found == imports_.end() ? failure(Code::not_found, "no such import") : found->second->drop();
+}
+
+Status Memory::renew_import(uint64_t id, const std::vector<SharedChunk>& chunks) {
+  Lock lock(mutex_);
+  auto found = imports_.find(id);
+  return found == imports_.end() ? failure(Code::not_found, "no such import") : found->second->renew(chunks);
+}
+
 Status Memory::close_import(uint64_t id) {
   Lock lock(mutex_);
   auto found = imports_.find(id);

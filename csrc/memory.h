@@ -67,6 +67,8 @@ class Memory {
   Status open_import(DriverKind kind, int device, Access access, const std::vector<SharedChunk>& chunks, uint64_t* id, uintptr_t* base);
   Status map_import(uint64_t id);
   Status unmap_import(uint64_t id);
+  Status drop_import(uint64_t id);
+  Status renew_import(uint64_t id, const std::vector<SharedChunk>& chunks);
   Status close_import(uint64_t id);
 
  private:

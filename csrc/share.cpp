@@ -97,6 +97,7 @@ Status Import::import_chunks(const std::vector<SharedChunk>& chunks) {
 
 Status Import::map() {
   if (is_mapped_) return {};
+  if (pieces_.empty()) return failure(Code::bad_argument, "the import was dropped: renew it first");
   Status status = map_first(pieces_.size());
   is_mapped_ = status.ok();
   return status;
@@ -115,6 +116,29 @@ Status Import::unmap() {
   }
   is_mapped_ = false;
   return {};
+}
+
+Status Import::drop() {
+  Status status = unmap();
+  while (status.ok() && !pieces_.empty()) {
+    status = driver_.release(pieces_.back().physical);
+    if (status.ok()) pieces_.pop_back();
+  }
+  return status;
+}
+
+Status Import::renew(const std::vector<SharedChunk>& chunks) {
+  if (!pieces_.empty()) return failure(Code::bad_argument, "the import still holds chunks: drop it first");
+  size_t granularity = 0;
+  Status status = driver_.granularity(device_, &granularity);
+  if (status.ok()) status = check_layout(chunks, granularity);
+  if (status.ok() && chunks.back().offset + chunks.back().bytes > span_bytes_) {
+    status = failure(Code::bad_handle, "the chunks span more than those before them, " + readable(span_bytes_));
+  }
+  if (status.ok()) status = import_chunks(chunks);
+  if (status.ok()) status = map();
+  if (!status.ok()) static_cast<void>(drop());
+  return status;
 }
 
 uint64_t Import::bytes() const {

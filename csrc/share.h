@@ -60,6 +60,10 @@ class Import {
 
   Status map();
   Status unmap();
+  // Lets go of the peer's memory; the addresses stay ours. Idempotent.
+  Status drop();
+  // After a drop: other chunks of the peer at the same addresses.
+  Status renew(const std::vector<SharedChunk>& chunks);
   uintptr_t base() const { return base_; }
   uint64_t bytes() const;
 

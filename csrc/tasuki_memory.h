@@ -14,7 +14,7 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
-#define TASUKI_ABI_VERSION 1
+#define TASUKI_ABI_VERSION 2
 
 enum tasuki_code {
   TASUKI_OK = 0,
@@ -119,6 +119,9 @@ int tasuki_close_export(uint64_t export_id);
 int tasuki_import(int driver, int device, int access, const tasuki_chunk* chunks, size_t num_chunks, uint64_t* import_id, void** base);
 int tasuki_unmap_import(uint64_t import_id);
 int tasuki_map_import(uint64_t import_id);
+/* Drop lets go of the peer's memory and keeps the addresses; renew maps other chunks there, none beyond where the first ones ended. */
+int tasuki_drop_import(uint64_t import_id);
+int tasuki_renew_import(uint64_t import_id, const tasuki_chunk* chunks, size_t num_chunks);
 int tasuki_close_import(uint64_t import_id);
 
 /* torch.cuda.memory.CUDAPluggableAllocator(path, "tasuki_torch_alloc_<slot>", "tasuki_torch_free"): each slot stands for one tag. */

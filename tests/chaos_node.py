@@ -101,7 +101,7 @@ class ChaosNode:
                     ready.set()
                     event = watched.event
                     if event is not None and event.stage is stage and event.status == "STARTED":
-                        action()  # pyright: ignore[reportCallIssue]
+                        action()
                         done.set()
                         return
 

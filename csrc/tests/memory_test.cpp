@@ -477,6 +477,53 @@ TEST(an_import_that_fails_at_any_call_leaves_nothing) {
   }
 }
 
+TEST(a_dropped_import_holds_nothing_and_gets_other_chunks_at_the_same_addresses) {
+  Setup s;
+  uint64_t arena = s.arena("weights"), id = 0, import = 0;
+  uintptr_t a = s.block(arena, 32 * kPage, 3), base = 0, there = 0;
+  std::vector<SharedChunk> chunks;
+  CHECK_OK(s.memory.export_arena(arena, Access::read_write, 99, &chunks, &base, &id));
+  CHECK_OK(s.memory.open_import(DriverKind::cuda, 0, Access::read_only, chunks, &import, &there));
+  CHECK(s.memory.renew_import(import, chunks).code == Code::bad_argument);
+  CHECK_OK(s.memory.drop_import(import));
+  CHECK_OK(s.memory.drop_import(import));
+  CHECK(!s.fake->is_mapped(there) && s.memory.totals().imported_bytes == 0);
+  CHECK(s.memory.map_import(import).code == Code::bad_argument);
+  for (const auto& [physical, chunk] : s.fake->chunks) CHECK(chunk.num_references == 1);
+  CHECK_OK(s.memory.close_export(id));
+  CHECK(s.pause({arena}) == 32 * kPage);
+  CHECK(s.resume({arena}) == 32 * kPage);
+  for (size_t i = 0; i < 32 * kPage; i += 512) s.fake->at(a + i) = static_cast<unsigned char>(4 + i / 512);
+  chunks.clear();
+  CHECK_OK(s.memory.export_arena(arena, Access::read_write, 99, &chunks, &base, &id));
+  std::vector<SharedChunk> beyond = chunks;
+  beyond.back().offset += kPage;
+  CHECK(s.memory.renew_import(import, beyond).code == Code::bad_handle);
+  CHECK_OK(s.memory.renew_import(import, chunks));
+  CHECK(s.holds(there + (a - base), 32 * kPage, 4));
+  CHECK_OK(s.memory.close_import(import));
+}
+
+TEST(a_renewal_that_fails_at_any_call_holds_nothing_and_may_be_tried_again) {
+  for (const char* call : {"import_fd", "map", "allow"}) {
+    for (int after = 0; after < 2; ++after) {
+      Setup s;
+      uint64_t arena = s.arena("weights"), id = 0, import = 0;
+      uintptr_t a = s.block(arena, 32 * kPage, 3), base = 0, there = 0;
+      std::vector<SharedChunk> chunks;
+      CHECK_OK(s.memory.export_arena(arena, Access::read_write, 99, &chunks, &base, &id));
+      CHECK_OK(s.memory.open_import(DriverKind::cuda, 0, Access::read_only, chunks, &import, &there));
+      CHECK_OK(s.memory.drop_import(import));
+      s.fake->fail(call, after);
+      CHECK(!s.memory.renew_import(import, chunks).ok());
+      CHECK(!s.fake->is_mapped(there));
+      for (const auto& [physical, chunk] : s.fake->chunks) CHECK(chunk.num_references == 1);
+      CHECK_OK(s.memory.renew_import(import, chunks));
+      CHECK(s.holds(there + (a - base), 32 * kPage, 3));
+    }
+  }
+}
+
 TEST(a_handle_that_lies_about_its_layout_is_refused) {
   Setup s;
   uint64_t import = 0;

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ByRows
 
-from tasuki.transport.cuda_memory import device_uuid
+from tasuki.transport.device import device_uuid
 from tasuki.transport.export import WeightExport
 from tests.bench.sync_ranks import answer
 from tests.bench.sync_shapes import QWEN, random_shards

@@ -68,7 +68,7 @@ def measure(folder: Path, layout: Layout, device: str) -> dict[str, Any]:
     from tasuki.trainer.worker import PolicyLossConfig, Worker
     from tasuki.v1.types_pb2 import TrainingSample
 
-    mesh = start_mesh(device, local_rank=int(os.environ["LOCAL_RANK"]), num_threads=1, timeout_s=60)
+    mesh = start_mesh(device, gpu=int(os.environ["LOCAL_RANK"]), num_threads=1, timeout_s=60)
     trainer = {"gradient_checkpointing": True, "micro_batch_tokens": layout.micro_batch_tokens}
     node = {"state_dir": folder / "state", "device": device, "model": {"path": folder}, "trainer": trainer}
     worker = Worker(NodeConfig.model_validate(node), mesh=mesh)

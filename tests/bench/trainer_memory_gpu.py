@@ -55,7 +55,7 @@ def train(model: Path, *, device: str, sleeps: bool) -> dict[str, Any]:
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
     torch.use_deterministic_algorithms(True)
-    mesh = start_mesh(device, local_rank=0, num_threads=1, timeout_s=60)
+    mesh = start_mesh(device, gpu=0, num_threads=1, timeout_s=60)
     node = {"state_dir": model, "device": device, "model": {"path": model}}
     settings = {"learning_rate": 1e-4, "gradient_checkpointing": True}
     worker = Worker(NodeConfig.model_validate(node | {"trainer": settings}), mesh=mesh)

@@ -224,7 +224,7 @@ def test_other_versions_and_withdrawn_weights_are_refused(trainer: Trainer) -> N
     ("changes", "message"),
     [
         ({"device_uuid": "GPU-0"}, "which cuda:0 .* cannot read"),
-        ({"device_uuid": ""}, "cannot hold an arena"),
+        ({"device_uuid": ""}, "in host memory cannot be imported on cuda:0"),
         ({"chunk_bytes": (1 << 40,)}, "sent memory that cuda:0 does not map"),
         ({"chunk_bytes": (1 << 26,) * 3}, "descriptors for a header and 3 chunks"),
     ],

@@ -75,6 +75,10 @@ async def test_a_repeated_pause_or_resume_moves_nothing(memory: EngineMemory) ->
 # --- weights
 
 
+# Fewer trainer ranks than engine ranks, as many, and more, with rows that do not divide evenly.
+LAYOUTS = [(2, kind) for kind in CONFIGS] + [(num_ranks, kind) for num_ranks in (1, 3) for kind in ("qwen2_tied", "qwen3_moe")]
+
+
 class CountingRanks:
     """Ranks that count how often SGLang's way is taken."""
 
@@ -116,11 +120,13 @@ async def test_later_syncs_go_straight_to_the_ranks_and_are_compared_as_the_firs
 
 
 # All of TP 2 first: from then on the first rank is a group of its own.
-@pytest.mark.parametrize("kind", list(CONFIGS))
+@pytest.mark.parametrize(("num_ranks", "kind"), LAYOUTS)
 @pytest.mark.parametrize("tp_size", [2, 1])
-def test_sync_equals_loading_the_checkpoint_from_disk(ranks: EngineRanks, kind: str, tp_size: int, tmp_path: Path) -> None:
+def test_sync_equals_loading_the_checkpoint_from_disk(
+    ranks: EngineRanks, num_ranks: int, kind: str, tp_size: int, tmp_path: Path
+) -> None:
     with ExitStack() as stack:
-        published = Published(kind, tmp_path, stack)
+        published = Published(kind, tmp_path, stack, devices=["cpu"] * num_ranks)
         outcomes = ranks.receive(published.folder, published.message, tp_size=tp_size)
         assert [outcome.different for outcome in outcomes] == [[]] * tp_size
         assert all(outcome.fallback_names == () for outcome in outcomes)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import mmap
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -288,28 +290,34 @@ def test_handles_that_miss_a_rank_or_repeat_one_are_refused(trainer: Trainer) ->
 def test_handles_of_another_kind_are_refused(trainer: Trainer) -> None:
     weights = trainer.publish(0)
     weights.handles[0].kind = weights_pb2.HANDLE_KIND_CUDA_IPC
-    assert "HANDLE_KIND_CUDA_IPC" in str(refusal(WeightReceiver(AwkwardModel()), weights))
+    assert "HANDLE_KIND_CUDA_IPC for weights in host memory cannot" in str(refusal(WeightReceiver(AwkwardModel()), weights))
+    weights.handles[0].kind = weights_pb2.HANDLE_KIND_UNSPECIFIED
+    assert "HANDLE_KIND_UNSPECIFIED cannot be imported" in str(refusal(WeightReceiver(AwkwardModel()), weights))
     weights.handles[0].kind = weights_pb2.HANDLE_KIND_CUDA_VMM_FD
     assert "CUDA_VMM_FD for weights in host memory cannot" in str(refusal(WeightReceiver(AwkwardModel()), weights))
 
 
 def published_by(
-    folder: Path, message: bytes, *, digest: str, num_bytes: int = 4096, seals: int = 0xF
+    folder: Path, message: bytes, *, digest: str, header_bytes: int = 4096, num_bytes: int = 4096, seals: int = 0xF
 ) -> weights_pb2.PublishedWeights:
-    """Handles of a trainer that sends `message` and memory of `num_bytes`."""
-    import fcntl
-
-    fd = os.memfd_create("rogue", os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, num_bytes)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals & ~fcntl.F_SEAL_WRITE)
+    """Handles of a trainer that sends `message`, a header and one chunk of `num_bytes`; `seals` are the header's."""
+    fds = [rogue_memory(header_bytes, seals=seals), rogue_memory(num_bytes, seals=0xF)]
     path = folder / "rogue.sock"
-    FdServer(path, message=message, fds=[fd])
+    FdServer(path, message=message, fds=fds)
     kind = weights_pb2.HANDLE_KIND_HOST_MEMFD
     handle = weights_pb2.WeightHandle(rank=0, socket_path=str(path), manifest_digest=digest, kind=kind)
     return weights_pb2.PublishedWeights(policy_version=0, boot_id="rogue", handles=[handle])
 
 
-GOOD = manifest.lay_out([manifest.Entry("plain", "bfloat16", (6, 4), 0, 6)], rank=0, num_ranks=1)
+def rogue_memory(num_bytes: int, *, seals: int) -> int:
+    fd = os.memfd_create("rogue", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, num_bytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals & ~fcntl.F_SEAL_WRITE)
+    return fd
+
+
+GOOD = replace(manifest.lay_out([manifest.Entry("plain", "bfloat16", (6, 4), 0, 6)], rank=0, num_ranks=1), chunk_bytes=(4096,))
+HEADER_BYTES = manifest.header_bytes(1)
 
 
 def test_a_truncated_manifest_is_refused(tmp_path: Path) -> None:
@@ -324,34 +332,43 @@ def test_a_manifest_with_overlapping_entries_is_refused(tmp_path: Path) -> None:
     assert "doubled and plain overlap" in str(refusal(WeightReceiver(AwkwardModel()), weights))
 
 
-@pytest.mark.parametrize("changes", [{"num_bytes": 256}, {"seals": 0}])
-def test_memory_that_is_smaller_or_could_shrink_is_refused(tmp_path: Path, changes: dict[str, int]) -> None:
-    message = manifest.to_proto(GOOD).SerializeToString()
-    arguments = {"num_bytes": GOOD.arena_bytes, **changes}
-    weights = published_by(tmp_path, message, digest=GOOD.digest(), **arguments)
-    assert "must be sealed" in str(refusal(WeightReceiver(AwkwardModel()), weights))
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"header_bytes": 16}, "must be sealed"),
+        ({"seals": 0}, "must be sealed"),
+        ({"num_bytes": 8192}, "rank 0 sent memory that cpu does not map: .*the file holds 8192 bytes"),
+    ],
+)
+def test_memory_that_is_of_another_size_or_could_shrink_is_refused(
+    tmp_path: Path, changes: dict[str, int], message: str
+) -> None:
+    arguments = {"header_bytes": HEADER_BYTES, **changes}
+    weights = published_by(tmp_path, manifest.to_proto(GOOD).SerializeToString(), digest=GOOD.digest(), **arguments)
+    assert re.search(message, str(refusal(WeightReceiver(AwkwardModel()), weights)))
 
 
 def test_memory_without_a_header_is_refused(tmp_path: Path) -> None:
     message = manifest.to_proto(GOOD).SerializeToString()
-    weights = published_by(tmp_path, message, digest=GOOD.digest(), num_bytes=GOOD.arena_bytes)
+    weights = published_by(tmp_path, message, digest=GOOD.digest(), header_bytes=HEADER_BYTES)
     assert "no valid header" in str(refusal(WeightReceiver(AwkwardModel()), weights))
 
 
 def test_a_receiver_cannot_map_the_memory_for_writing(trainer: Trainer) -> None:
     weights = trainer.publish(0)
-    _, [fd] = fd_socket.fetch(Path(weights.handles[0].socket_path), timeout_s=2)
-    with pytest.raises(PermissionError):
-        mmap.mmap(fd, 256, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-    with pytest.raises(PermissionError):
-        os.ftruncate(fd, 0)
-    os.close(fd)
+    _, [header, chunk] = fd_socket.fetch(Path(weights.handles[0].socket_path), timeout_s=2)
+    for fd in (header, chunk):
+        with pytest.raises(PermissionError):
+            mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        with pytest.raises(OSError, match="not permitted|Invalid argument"):
+            os.ftruncate(fd, 0)
+        os.close(fd)
 
 
 def test_closing_leaves_no_descriptor_mapping_or_socket(tmp_path: Path) -> None:
     def footprint() -> tuple[int, int]:
         gc.collect()  # what earlier tests' errors still hold
-        maps = Path("/proc/self/maps").read_text().count("tasuki-weights")
+        maps = Path("/proc/self/maps").read_text().count("memfd:tasuki")
         return len(os.listdir("/proc/self/fd")), maps
 
     before = footprint()

@@ -23,7 +23,10 @@ from tasuki.trainer.batch import count_loss_tokens, plan_micro_batches, sample_l
 from tasuki.trainer.memory import TAGS
 from tasuki.trainer.mesh import start_mesh
 from tasuki.trainer.micro_batch import loss_batch, token_batch
+from tasuki.trainer.shards import whole_tensors
 from tasuki.trainer.worker import PolicyLossConfig, Worker
+from tasuki.transport.imported_weights import ImportedWeights, import_weights
+from tasuki.v1.weights_pb2 import PublishedWeights, WeightHandle
 from tasuki.wire.errors import OutOfGpuMemory
 from tests.integration.trainer_samples import make_samples
 from tests.models import VOCAB_SIZE
@@ -31,9 +34,10 @@ from tests.models import VOCAB_SIZE
 NUM_STEPS, NUM_CYCLES, NUM_SAMPLES = 4, 300, 11
 
 
-def make_worker(model: Path, *, mesh: DeviceMesh) -> Worker:
-    trainer = {"num_ranks": mesh.size(), "compute_dtype": "float32", "learning_rate": 1e-2}
-    return Worker(NodeConfig.model_validate({"state_dir": model, "model": {"path": model}, "trainer": trainer}), mesh=mesh)
+def make_worker(model: Path, *, mesh: DeviceMesh, engine_dtype: str = "bfloat16", **settings: Any) -> Worker:
+    trainer = {"num_ranks": mesh.size(), "compute_dtype": "float32", "learning_rate": 1e-2, **settings}
+    node = {"state_dir": model, "model": {"path": model}, "trainer": trainer, "rollout": {"dtype": engine_dtype}}
+    return Worker(NodeConfig.model_validate(node), mesh=mesh)
 
 
 def train_step(worker: Worker) -> list[float]:
@@ -95,8 +99,54 @@ def without_room(worker: Worker) -> dict[str, Any]:
     return {"metadata": error.metadata, "mapped": mapped}
 
 
+PUBLISHING = {
+    "copy_stays": {"export_stays": True},
+    "copy_leaves": {"export_stays": False},
+    "parameters_stay": {"engine_dtype": "float32", "export_stays": True},
+    "parameters_leave": {"engine_dtype": "float32", "export_stays": False},
+    "bfloat16_parameters_stay": {"param_dtype": "bfloat16", "export_stays": True},
+    "same_dtype_copied": {"engine_dtype": "float32", "export": "copy", "export_stays": False},
+    "planned": {},
+}
+
+
+def publish_rounds(worker: Worker) -> dict[str, Any]:
+    """Three rounds of a changeover as one reader sees them, which lets go when it is told to; what each of them was like."""
+    reader: ImportedWeights | None = None
+    facts: dict[str, list[Any]] = {"is_equal": [], "num_imports": [], "tags": []}
+    for _ in range(3):
+        version, handles = worker.policy_version, everyone(worker.publish_weights().handle.SerializeToString())
+        weights = PublishedWeights(policy_version=version, boot_id="boot", handles=map(WeightHandle.FromString, handles))
+        if reader is None or not reader.is_of(weights):
+            reader = import_weights(weights, timeout_s=10)
+        reader.renew(weights, timeout_s=10)
+        reader.check_version(version)
+        dtype = getattr(torch, worker.node.rollout.dtype)
+        wanted = [shard for name, param in worker.policy.causal_lm.named_parameters() for shard in whole_tensors(name, param)]
+        facts["is_equal"].append(all(torch.equal(reader.gathered(shard.name), shard.local.to(dtype)) for shard in wanted))
+        reader.let_go()
+        dist.barrier()
+        worker.memory.pause(TAGS)
+        facts["tags"].append({usage.tag: [usage.mapped_bytes, usage.kept_bytes] for usage in worker.memory.usage()})
+        facts["num_imports"].append(native.totals().imported_bytes)
+        worker.memory.resume(TAGS)
+        worker.withdraw_weights()
+        train_step(worker)
+    assert reader is not None
+    reader.close()
+    worker.close()
+    return facts
+
+
+def everyone(mine: bytes) -> list[bytes]:
+    """What each rank gives, in the order of ranks."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return gathered
+
+
 def main(output: Path, model: Path) -> None:
-    mesh = start_mesh("cpu", local_rank=0, num_threads=1, timeout_s=60)
+    mesh = start_mesh("cpu", gpu=0, num_threads=1, timeout_s=60)
     awake, sleeper = make_worker(model, mesh=mesh), make_worker(model, mesh=mesh)
     at_start = [tensor.data_ptr() for tensor in local_tensors(sleeper)]
     losses: dict[str, list[list[float]]] = {"awake": [], "sleeper": []}
@@ -124,6 +174,7 @@ def main(output: Path, model: Path) -> None:
         "is_address_kept": at_start == [tensor.data_ptr() for tensor in local_tensors(sleeper)],
         "no_room": no_room,
         "resources": [before, resources()],
+        "published": {name: publish_rounds(make_worker(model, mesh=mesh, **settings)) for name, settings in PUBLISHING.items()},
     }
     (output / f"rank-{dist.get_rank()}.json").write_text(json.dumps(facts))
     dist.destroy_process_group()

@@ -65,7 +65,7 @@ def run_step(model: Path, *, max_tokens: int, output: Path, mesh: DeviceMesh) ->
 
 
 def main(output: str, *cases: str) -> None:
-    mesh = start_mesh("cpu", local_rank=0, num_threads=1, timeout_s=60)
+    mesh = start_mesh("cpu", gpu=0, num_threads=1, timeout_s=60)
     for case in cases:
         model, _, max_tokens = case.rpartition(":")
         run_step(Path(model), max_tokens=int(max_tokens), output=Path(output), mesh=mesh)

@@ -146,7 +146,9 @@ def test_the_limit_of_open_files_is_a_clean_error(weights):
     block = filled(weights, 20 * MIB)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     before = num_open_fds()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))
+    lowest_free = os.open("/dev/null", os.O_RDONLY)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
     try:
         with pytest.raises(InternalError, match=r"Too many open files.*ulimit -n"):
             weights.export(Access.READ_ONLY)

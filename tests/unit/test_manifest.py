@@ -9,11 +9,11 @@ import pytest
 from tasuki.transport.manifest import (
     ALIGNMENT,
     Entry,
+    IpcMemory,
     Manifest,
     check,
     check_complete,
     from_proto,
-    header_bytes,
     lay_out,
     to_proto,
 )
@@ -35,10 +35,9 @@ def with_entry(index: int, **changes: object) -> Manifest:
     return replace(good, entries=tuple(entries))
 
 
-def test_entries_are_aligned_and_lie_behind_the_header() -> None:
+def test_entries_are_aligned_and_apart() -> None:
     laid_out = manifest()
     assert [e.offset % ALIGNMENT for e in laid_out.entries] == [0, 0]
-    assert laid_out.entries[0].offset >= header_bytes(2)
     assert laid_out.entries[1].offset >= laid_out.entries[0].offset + 6 * 5 * 2
     assert laid_out.arena_bytes >= laid_out.entries[1].offset + 600
 
@@ -77,7 +76,6 @@ def test_digest_sees_every_field(changes: dict[str, object]) -> None:
         (0, {"num_rows": 0}, r"a: rows \[0, 0\)"),
         (0, {"row_start": 1}, r"a: rows \[1, 7\) are not in \[0, 6\)"),
         (0, {"offset": 257}, "a: offset 257"),
-        (0, {"offset": 0}, "header and a overlap"),
         (1, {"offset": 1 << 40}, "b: ends at byte"),
         (1, {"global_shape": (1 << 40,), "num_rows": 1 << 40}, "b: ends at byte"),
     ],
@@ -104,13 +102,39 @@ def test_the_gpu_and_its_chunks_survive_the_wire_and_count_for_the_digest() -> N
 
 
 @pytest.mark.parametrize(
-    "changes", [{"chunk_bytes": ()}, {"chunk_bytes": (64,)}, {"chunk_bytes": (1 << 21, 0)}, {"device_uuid": ""}]
+    "changes",
+    [{"chunk_bytes": ()}, {"chunk_bytes": (64,)}, {"chunk_bytes": (1 << 21, 0)}, {"chunk_bytes": (64,), "device_uuid": ""}],
 )
 def test_chunks_that_cannot_hold_the_arena_are_refused(changes: dict[str, object]) -> None:
     with pytest.raises(BadHandle, match="cannot hold an arena"):
         check(replace(manifest(), **{**ON_GPU, **changes}))
     with pytest.raises(BadHandle, match="1 to 252 chunks"):
         check(replace(manifest(), **{**ON_GPU, "chunk_bytes": (1 << 21,) * 253}))
+
+
+IPC = IpcMemory(handle=b"\1c" + bytes(64), num_bytes=1 << 20, offset=512, counter=b"/torch_1", counter_offset=3, process_id=7)
+
+
+def test_an_ipc_handle_survives_the_wire_and_counts_for_the_digest() -> None:
+    by_handle = replace(manifest(), device_uuid="b1946ac9", ipc_memory=IPC)
+    assert from_proto(to_proto(by_handle)) == by_handle
+    other = replace(by_handle, ipc_memory=replace(IPC, handle=IPC.handle[:-1] + b"\1"))
+    assert len({by_handle.digest(), other.digest(), manifest().digest()}) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ipc_memory": replace(IPC, handle=IPC.handle[:40])}, "IPC handle of 40 bytes is cut"),
+        ({"ipc_memory": replace(IPC, counter=b"x" * 600)}, "of a wrong form"),
+        ({"ipc_memory": replace(IPC, num_bytes=64)}, "allocation of 64 bytes cannot hold"),
+        ({"chunk_bytes": (1 << 21,)}, "either an IPC handle on a GPU or chunks"),
+        ({"device_uuid": ""}, "either an IPC handle on a GPU or chunks"),
+    ],
+)
+def test_ipc_memory_that_cannot_hold_the_arena_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(BadHandle, match=message):
+        check(replace(manifest(), **{"device_uuid": "b1946ac9", "ipc_memory": IPC, **changes}))
 
 
 def test_rank_outside_the_number_of_ranks_is_refused() -> None:

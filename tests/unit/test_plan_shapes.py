@@ -20,6 +20,7 @@ from tasuki.memory.rollout_bytes import kv_bytes_per_token, kv_pool
 from tasuki.memory.trainer_bytes import kept_per_token, shards, trainer_tags
 from tasuki.rollout.arguments import engine_arguments
 from tasuki.rollout.model import ModelFacts
+from tasuki.transport.chunk_memory import new_arena
 
 TINY: dict[str, Any] = {
     "hidden_size": 64,
@@ -143,10 +144,19 @@ def test_arenas_on_a_cpu_have_smaller_chunks_and_no_small_tensors():
     assert arena_bytes((64 * MIB, 2048), device="cpu") == 72 * MIB
 
 
-def test_an_export_arena_has_chunks_of_equal_size():
+def test_copies_on_a_gpu_have_chunks_of_equal_size():
     assert export_bytes(0) == 0
     assert export_bytes(3 * 2**30) == 3 * 2**30
-    assert export_bytes(2**30 + 1) == 2 * math.ceil((2**29 + 0.5) / (2 * MIB)) * 2 * MIB
+    assert export_bytes(2**30 + 1) == 2**30 + 2 * MIB
+
+
+@pytest.mark.parametrize("num_bytes", [3000, 64 * MIB, 65 * MIB, 301 * MIB + 1])
+def test_an_arena_of_copies_has_the_chunks_of_a_real_one(num_bytes: int):
+    arena = new_arena(num_bytes, device=torch.device("cpu"))
+    address = arena.allocate(num_bytes)
+    assert arena.usage().total_bytes == export_bytes(num_bytes, device="cpu")
+    arena.free(address)
+    arena.close()
 
 
 @pytest.mark.parametrize("max_total_tokens", [None, 5000])

@@ -36,6 +36,10 @@ class _MemoryTagEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MemoryTag.V
     """Key/value cache of the rollout engine."""
     MEMORY_TAG_CUDA_GRAPH: _MemoryTag.ValueType  # 5
     """Private pools of captured CUDA graphs."""
+    MEMORY_TAG_EXPORT: _MemoryTag.ValueType  # 6
+    """The trainer's copy of its weights that rollout reads. It comes with LOAD_WEIGHTS and goes, unless it may stay, with the weights at
+    OFFLOAD; no request names it.
+    """
 
 class MemoryTag(_MemoryTag, metaclass=_MemoryTagEnumTypeWrapper):
     """A named class of GPU memory that is paused and resumed as a whole."""
@@ -51,6 +55,10 @@ MEMORY_TAG_KV_CACHE: MemoryTag.ValueType  # 4
 """Key/value cache of the rollout engine."""
 MEMORY_TAG_CUDA_GRAPH: MemoryTag.ValueType  # 5
 """Private pools of captured CUDA graphs."""
+MEMORY_TAG_EXPORT: MemoryTag.ValueType  # 6
+"""The trainer's copy of its weights that rollout reads. It comes with LOAD_WEIGHTS and goes, unless it may stay, with the weights at
+OFFLOAD; no request names it.
+"""
 Global___MemoryTag: _TypeAlias = MemoryTag  # noqa: Y015
 
 class _Phase:

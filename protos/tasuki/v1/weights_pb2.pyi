@@ -31,7 +31,7 @@ class _HandleKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HandleKind
     HANDLE_KIND_CUDA_VMM_FD: _HandleKind.ValueType  # 2
     """CUDA virtual memory exported as POSIX file descriptors."""
     HANDLE_KIND_CUDA_IPC: _HandleKind.ValueType  # 3
-    """Legacy cudaIpcMemHandle."""
+    """Legacy cudaIpcMemHandle, for memory that somebody else's allocator took; its manifest holds it, and only the header has a descriptor."""
 
 class HandleKind(_HandleKind, metaclass=_HandleKindEnumTypeWrapper):
     """What a memory handle is."""
@@ -42,7 +42,7 @@ HANDLE_KIND_HOST_MEMFD: HandleKind.ValueType  # 1
 HANDLE_KIND_CUDA_VMM_FD: HandleKind.ValueType  # 2
 """CUDA virtual memory exported as POSIX file descriptors."""
 HANDLE_KIND_CUDA_IPC: HandleKind.ValueType  # 3
-"""Legacy cudaIpcMemHandle."""
+"""Legacy cudaIpcMemHandle, for memory that somebody else's allocator took; its manifest holds it, and only the header has a descriptor."""
 Global___HandleKind: _TypeAlias = HandleKind  # noqa: Y015
 
 @_typing.final
@@ -55,12 +55,18 @@ class WeightHandle(_message.Message):
     SOCKET_PATH_FIELD_NUMBER: _builtins.int
     MANIFEST_DIGEST_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    LEAVES_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     socket_path: _builtins.str
     """Socket in the node's private folder that hands out this rank's file descriptors and manifest."""
     manifest_digest: _builtins.str
     """Digest of the rank's manifest: names, dtypes, shapes, offsets."""
     kind: Global___HandleKind.ValueType
+    generation: _builtins.int
+    """Which memory is behind the descriptors: another number after it was given back and taken anew, at the same places of the manifest."""
+    leaves: _builtins.bool
+    """Whether the memory is given back at OFFLOAD. Who reads it lets go of it as soon as it has read, and fetches descriptors anew."""
     def __init__(
         self,
         *,
@@ -68,10 +74,12 @@ class WeightHandle(_message.Message):
         socket_path: _builtins.str = ...,
         manifest_digest: _builtins.str = ...,
         kind: Global___HandleKind.ValueType = ...,
+        generation: _builtins.int = ...,
+        leaves: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "manifest_digest", b"manifest_digest", "rank", b"rank", "socket_path", b"socket_path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "kind", b"kind", "leaves", b"leaves", "manifest_digest", b"manifest_digest", "rank", b"rank", "socket_path", b"socket_path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -119,19 +127,24 @@ class WeightManifest(_message.Message):
     ENTRIES_FIELD_NUMBER: _builtins.int
     DEVICE_UUID_FIELD_NUMBER: _builtins.int
     CHUNK_BYTES_FIELD_NUMBER: _builtins.int
+    IPC_MEMORY_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     num_ranks: _builtins.int
     arena_bytes: _builtins.int
     """From the start of the arena to the end of its last entry."""
     header_offset: _builtins.int
-    """Offset of the header: version and checksums, written last. The header of an arena on a GPU has a memfd of its own."""
+    """Offset of the header in its memfd, which is the first descriptor: version and checksums, written last."""
     device_uuid: _builtins.str
     """GPU that holds the arena, as CUDA names it; empty in host memory."""
     @_builtins.property
     def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___ManifestEntry]: ...
     @_builtins.property
     def chunk_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """On a GPU: sizes of the pieces of memory behind the descriptors that follow the header's, which make up the arena in this order."""
+        """Sizes of the pieces of memory behind the descriptors that follow the header's, which make up the arena in this order."""
+
+    @_builtins.property
+    def ipc_memory(self) -> Global___IpcMemory:
+        """In place of chunks, with HANDLE_KIND_CUDA_IPC."""
 
     def __init__(
         self,
@@ -143,14 +156,56 @@ class WeightManifest(_message.Message):
         entries: _abc.Iterable[Global___ManifestEntry] | None = ...,
         device_uuid: _builtins.str = ...,
         chunk_bytes: _abc.Iterable[_builtins.int] | None = ...,
+        ipc_memory: Global___IpcMemory | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ipc_memory", b"ipc_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "chunk_bytes", b"chunk_bytes", "device_uuid", b"device_uuid", "entries", b"entries", "header_offset", b"header_offset", "num_ranks", b"num_ranks", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "chunk_bytes", b"chunk_bytes", "device_uuid", b"device_uuid", "entries", b"entries", "header_offset", b"header_offset", "ipc_memory", b"ipc_memory", "num_ranks", b"num_ranks", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WeightManifest: _TypeAlias = WeightManifest  # noqa: Y015
+
+@_typing.final
+class IpcMemory(_message.Message):
+    """An allocation on a GPU as torch shares it with other processes of the machine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    COUNTER_FIELD_NUMBER: _builtins.int
+    COUNTER_OFFSET_FIELD_NUMBER: _builtins.int
+    PROCESS_ID_FIELD_NUMBER: _builtins.int
+    handle: _builtins.bytes
+    """cudaIpcMemHandle, in torch's wrapping."""
+    num_bytes: _builtins.int
+    """Of the arena."""
+    offset: _builtins.int
+    """Where the arena begins in the allocation."""
+    counter: _builtins.bytes
+    """Torch's count of readers: a file in /dev/shm, and the place in it."""
+    counter_offset: _builtins.int
+    process_id: _builtins.int
+    """Of the exporting process, which cannot open the handle itself."""
+    def __init__(
+        self,
+        *,
+        handle: _builtins.bytes = ...,
+        num_bytes: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        counter: _builtins.bytes = ...,
+        counter_offset: _builtins.int = ...,
+        process_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counter", b"counter", "counter_offset", b"counter_offset", "handle", b"handle", "num_bytes", b"num_bytes", "offset", b"offset", "process_id", b"process_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___IpcMemory: _TypeAlias = IpcMemory  # noqa: Y015
 
 @_typing.final
 class ManifestEntry(_message.Message):

@@ -26,10 +26,18 @@ def _loopback(listen: str) -> str:
     return listen
 
 
+def _distinct(devices: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(devices)) < len(devices):
+        raise ValueError("names a GPU twice")
+    return devices
+
+
 MAX_PORT = 65535
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 Listen = Annotated[str, AfterValidator(_loopback)]
+Device = Annotated[str, Field(pattern=r"^(GPU-[0-9a-fA-F-]+|[0-9]+)$")]
 Port = Annotated[int, Field(ge=1, le=MAX_PORT)]
+Devices = Annotated[tuple[Device, ...], AfterValidator(_distinct)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -56,6 +64,9 @@ class TrainerConfig(Schema):
     metrics_port: Port | None = None
     num_ranks: PositiveInt = 1
     """FSDP2 ranks; one GPU each, or one process each on a CPU."""
+    devices: Devices | None = None
+    """GPU of each rank: UUIDs as nvidia-smi -L tells them ("GPU-..."), or all by number. Goes with `rollout.devices`, which may name other
+    GPUs, fewer or more. By default rank i is on GPU i."""
     num_threads: PositiveInt = 1
     """Torch threads for each rank on a CPU."""
     learning_rate: float = Field(default=1e-6, ge=0)
@@ -71,7 +82,19 @@ class TrainerConfig(Schema):
     micro_batch_tokens: PositiveInt = 8192
     """Upper bound of padded tokens in one micro-batch; a longer single sample is refused."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of forward and backward; master weights and optimizer state are float32."""
+    """Dtype of forward and backward."""
+    param_dtype: Literal["bfloat16", "float32"] = "float32"
+    """Dtype of the weights that are trained, of their gradients and of the optimizer state. In bfloat16 an update below about 1/256 of a
+    weight is lost, and all four take half the memory."""
+    export: Literal["auto", "parameters", "copy"] = "auto"
+    """What rollout reads at a sync: the parameters themselves, which takes no memory and needs `param_dtype` to be `rollout.dtype`, or a
+    copy in that dtype. "auto" is "parameters" where that is possible."""
+    export_stays: bool | None = None
+    """Whether what rollout reads (the copy, or the parameters) stays on the GPU over OFFLOAD. If not, it leaves and rollout maps it anew at
+    every sync. By default it stays where the planner says that everything fits then."""
+    export_handles: Literal["vmm", "ipc"] = "vmm"
+    """How a GPU's memory is given to rollout: as file descriptors of our own arenas, or a copy in torch's memory by a legacy CUDA IPC
+    handle, where descriptors do not work."""
     gradient_checkpointing: bool = False
     collective_timeout_s: PositiveFloat = 600.0
     """Time-out of every process group; a rank that is lost is noticed after this."""
@@ -83,11 +106,21 @@ class TrainerConfig(Schema):
             raise ValueError("total_steps is needed with lr_schedule = linear or cosine")
         return self
 
+    @model_validator(mode="after")
+    def _ipc_handles_are_for_copies_that_stay(self) -> TrainerConfig:
+        if self.export_handles == "ipc" and (self.export == "parameters" or self.export_stays is False):
+            raise ValueError(
+                'export_handles = "ipc" is for a copy that stays: not with export = "parameters" or export_stays = false'
+            )
+        return self
+
 
 class RolloutConfig(Schema):
     listen: Listen = "unix"
     metrics_port: Port | None = None
     tp_size: PositiveInt = 1
+    devices: Devices | None = None
+    """GPU of each engine rank, as `trainer.devices`."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     context_length: PositiveInt | None = None
     """Longest prompt plus completion; by default the model's own."""
@@ -182,6 +215,46 @@ class NodeConfig(Schema):
     """Whether `failpoints` may be set."""
     failpoints: tuple[str, ...] = ()
     """Faults for tests of recovery, such as "rollout@SYNC=kill"; see docs/recovery.md."""
+
+    @property
+    def exports_parameters(self) -> bool:
+        """Whether rollout reads the trainer's parameters themselves."""
+        trainer = self.trainer
+        is_possible = trainer.param_dtype == self.rollout.dtype and trainer.export_handles == "vmm"
+        return trainer.export == "parameters" or (trainer.export == "auto" and is_possible)
+
+    @model_validator(mode="after")
+    def _published_parameters_have_the_engines_dtype(self) -> NodeConfig:
+        if self.trainer.export == "parameters" and self.trainer.param_dtype != self.rollout.dtype:
+            raise ValueError(
+                f'trainer.export = "parameters" needs trainer.param_dtype = {self.trainer.param_dtype} to be rollout.dtype = '
+                f'{self.rollout.dtype}; "copy" casts'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _devices_are_those_of_all_ranks(self) -> NodeConfig:
+        named = {
+            "trainer": (self.trainer.devices, self.trainer.num_ranks),
+            "rollout": (self.rollout.devices, self.rollout.tp_size),
+        }
+        given = {service: devices for service, (devices, _) in named.items() if devices is not None}
+        if not given:
+            return self
+        if self.device == "cpu" or len(given) < len(named):
+            raise ValueError('devices are given for both, trainer and rollout, and with device = "cuda"')
+        for service, (devices, num_ranks) in named.items():
+            if devices is not None and len(devices) != num_ranks:
+                raise ValueError(f"{service}.devices names {len(devices)} GPUs for {num_ranks} ranks")
+        if len({name.startswith("GPU-") for devices in given.values() for name in devices}) > 1:
+            raise ValueError("devices are UUIDs or numbers, not both")
+        return self
+
+    @model_validator(mode="after")
+    def _ipc_handles_are_of_gpus(self) -> NodeConfig:
+        if self.trainer.export_handles == "ipc" and self.device == "cpu":
+            raise ValueError('trainer.export_handles = "ipc" needs device = "cuda"')
+        return self
 
     @model_validator(mode="after")
     def _failpoints_are_unsafe(self) -> NodeConfig:

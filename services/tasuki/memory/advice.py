@@ -151,6 +151,8 @@ def _for_training(layout: Layout) -> Iterator[_Change]:
     if layout.checkpointing is not Checkpointing.OFFLOADED:
         changed = replace(layout, checkpointing=Checkpointing.OFFLOADED)
         yield _Change("activations", "on the GPU", "in host memory", changed, False)
+    yield from _export_leaves(layout)
+    yield from _export_in_place(layout)
     yield from _fewer_tokens(layout)
     away = layout.sleeping | {Part.ROLLOUT_WEIGHTS, Part.KV_CACHE}
     if layout.sleeping != away:
@@ -161,7 +163,7 @@ def _for_training(layout: Layout) -> Iterator[_Change]:
         yield _Change(
             "gradients", "whole until the last micro-batch", "sharded after each", replace(layout, accumulates=False), False
         )
-    if layout.num_ranks < layout.num_gpus:
+    if layout.num_ranks < layout.num_gpus and layout.rank_gpus is None:
         yield _Change(
             "trainer.num_ranks", str(layout.num_ranks), str(layout.num_gpus), replace(layout, num_ranks=layout.num_gpus)
         )
@@ -170,6 +172,7 @@ def _for_training(layout: Layout) -> Iterator[_Change]:
 
 
 def _for_rollout(layout: Layout) -> Iterator[_Change]:
+    yield from _export_leaves(layout)
     if (ratio := largest_kv_ratio(layout)) is not None and ratio < layout.kv_ratio:
         yield _Change("rollout.kv_ratio", f"{layout.kv_ratio:g}", f"{ratio:g}", replace(layout, kv_ratio=ratio))
     if layout.has_cuda_graphs and layout.device == "cuda":
@@ -191,6 +194,7 @@ def _for_changeover(layout: Layout) -> Iterator[_Change]:
     if layout.strategy is Strategy.STAGED and not early <= layout.leaves_early:
         changed = replace(layout, leaves_early=layout.leaves_early | early)
         yield _Change("leave before LOAD_WEIGHTS", _names(layout.leaves_early), _names(changed.leaves_early), changed, False)
+    yield from _export_in_place(layout)
     yield from _fewer_tokens(layout)
     yield from _wider_engines(layout)
 
@@ -220,6 +224,16 @@ def _for_cache(planned: Plan) -> Iterator[_Change]:
         yield _Change("rollout.max_total_tokens", str(layout.max_total_tokens), str(layout.longest_sequence), changed)
 
 
+def _export_leaves(layout: Layout) -> Iterator[_Change]:
+    if layout.export_stays and layout.sync_bucket_bytes is None and layout.strategy is not Strategy.RESIDENT:
+        yield _Change("trainer.export_stays", "true", "false", replace(layout, export_stays=False))
+
+
+def _export_in_place(layout: Layout) -> Iterator[_Change]:
+    if not layout.exports_parameters and layout.param_bytes == layout.engine_bytes and layout.sync_bucket_bytes is None:
+        yield _Change("trainer.export", "copy", "parameters", replace(layout, exports_parameters=True))
+
+
 def _fewer_tokens(layout: Layout) -> Iterator[_Change]:
     """Halves, down to the longest sequence where one is set: a sample above the budget is refused."""
     tokens, least = layout.micro_batch_tokens, layout.context_length or _MIN_TOKENS
@@ -230,7 +244,7 @@ def _fewer_tokens(layout: Layout) -> Iterator[_Change]:
 
 def _wider_engines(layout: Layout) -> Iterator[_Change]:
     wider = layout.tp_size * 2
-    if wider <= layout.num_gpus and layout.model.num_heads % wider == 0:
+    if layout.engine_gpus is None and wider <= layout.num_gpus and layout.model.num_heads % wider == 0:
         changed = replace(layout, tp_size=wider, num_engines=max(1, layout.num_engine_ranks // wider))
         yield _Change("rollout.tp_size", str(layout.tp_size), str(wider), changed)
 
@@ -245,7 +259,7 @@ def _shortage(planned: Plan) -> int:
 
 def _moved_bytes(planned: Plan) -> int:
     """What leaves a GPU over a whole round."""
-    sleeping = planned.layout.sleeping | ({Part.CUDA_GRAPH} if Part.KV_CACHE in planned.layout.sleeping else set())
+    sleeping = planned.layout.leaving | ({Part.CUDA_GRAPH} if Part.KV_CACHE in planned.layout.sleeping else set())
     trained, served = planned.stage(PlanStage.TRAIN), planned.stage(PlanStage.ROLLOUT)
     moved: list[int] = []
     for one, other in zip(trained.gpus, served.gpus, strict=True):

@@ -45,6 +45,7 @@ class NativeAllocator:
         self._arenas = {
             tag: Arena(tag, device=device, min_chunk_bytes=min_chunk_bytes, max_chunk_bytes=max_chunk_bytes) for tag in tags
         }
+        self._adopted: dict[MemoryTag, Arena] = {}
         for tag, policy in (keep or {}).items():
             self.arena(tag).set_policy(policy)
         self._cuda: CudaRegions | None = None
@@ -59,12 +60,17 @@ class NativeAllocator:
 
     @property
     def tags(self) -> tuple[MemoryTag, ...]:
-        return tuple(self._arenas)
+        return (*self._arenas, *self._adopted)
 
     def arena(self, tag: MemoryTag) -> Arena:
-        if tag not in self._arenas:
-            raise InvalidArgument("tags", f"{tag} is no tag of this process; it has {', '.join(self._arenas)}")
-        return self._arenas[tag]
+        if tag not in self.tags:
+            raise InvalidArgument("tags", f"{tag} is no tag of this process; it has {', '.join(self.tags)}")
+        return self._arenas[tag] if tag in self._arenas else self._adopted[tag]
+
+    def adopt(self, tag: MemoryTag, arena: Arena) -> None:
+        """From now on `tag` is this arena, which stays the caller's to fill and to close: it is paused, resumed and counted here."""
+        assert tag not in self.tags
+        self._adopted[tag] = arena
 
     @contextmanager
     def region(self, tag: MemoryTag) -> Iterator[None]:
@@ -94,7 +100,7 @@ class NativeAllocator:
         return self.arena(tag).buffers() if self._cuda is None else self._cuda.blocks(tag)
 
     def usage(self) -> list[TagUsage]:
-        return [_tag_usage(tag, self._device, arena.usage()) for tag, arena in self._arenas.items()]
+        return [_tag_usage(tag, self._device, arena.usage()) for tag, arena in (self._arenas | self._adopted).items()]
 
     def close(self) -> None:
         """Gives every address back. Raises Busy while a tensor in a region lives."""

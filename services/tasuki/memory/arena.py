@@ -23,7 +23,7 @@ from tasuki.wire.errors import (
     WrongPhase,
 )
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 LIBRARY_PATH = Path(__file__).with_name("libtasuki_memory.so")
 NUM_SLOTS = 8
 
@@ -134,6 +134,8 @@ def _library() -> ctypes.CDLL:
         "tasuki_import": [i32, i32, i32, pointer, ctypes.c_size_t, pointer, pointer],
         "tasuki_unmap_import": [u64],
         "tasuki_map_import": [u64],
+        "tasuki_drop_import": [u64],
+        "tasuki_renew_import": [u64, pointer, ctypes.c_size_t],
         "tasuki_close_import": [u64],
         "tasuki_bind_slot": [i32, i32, u64],
     }
@@ -243,6 +245,10 @@ class Arena:
         weakref.finalize(block, _free, address, self._buffers).atexit = False
         return block
 
+    def view(self, address: int, num_bytes: int) -> Any:
+        """Host memory of a block as a buffer; must not be used after `free` or while the arena sleeps."""
+        return (ctypes.c_char * num_bytes).from_address(address)
+
     def buffers(self) -> list[tuple[int, int]]:
         """Address and bytes of every buffer that is in use."""
         return list(self._buffers.items())
@@ -301,10 +307,9 @@ class Import:
         """The descriptors stay the caller's. Raises BadHandle for anything that is not exactly what it says."""
         self.device = device
         driver, index = _driver_and_index(device)
-        described = (_Chunk * max(1, len(chunks)))(*((chunk.offset, chunk.num_bytes, chunk.fd, 0) for chunk in chunks))
         import_id, base = ctypes.c_uint64(), ctypes.c_void_p()
         code = _library().tasuki_import(
-            driver, index, access, described, len(chunks), ctypes.byref(import_id), ctypes.byref(base)
+            driver, index, access, _described(chunks), len(chunks), ctypes.byref(import_id), ctypes.byref(base)
         )
         _check(code, device=device, tags=())
         self._id, self.base = import_id.value, base.value or 0
@@ -318,6 +323,14 @@ class Import:
 
     def map(self) -> None:
         _check(_library().tasuki_map_import(self._id), device=self.device, tags=())
+
+    def drop(self) -> None:
+        """Lets go of the peer's memory and keeps the addresses. Idempotent."""
+        _check(_library().tasuki_drop_import(self._id), device=self.device, tags=())
+
+    def renew(self, chunks: Sequence[SharedChunk]) -> None:
+        """After `drop`: other chunks of the peer at the same addresses. Raises BadHandle, and then holds nothing."""
+        _check(_library().tasuki_renew_import(self._id, _described(chunks), len(chunks)), device=self.device, tags=())
 
     def close(self) -> None:
         _check(_library().tasuki_close_import(self._id), device=self.device, tags=())
@@ -345,6 +358,10 @@ class Transfer:
     def wait_on_stream(self, stream: int) -> None:
         """Work given to the CUDA stream from now on starts after the content of a resume has come back."""
         _check_arenas(_library().tasuki_stream_after(self._ticket, stream), self._arenas)
+
+
+def _described(chunks: Sequence[SharedChunk]) -> Any:
+    return (_Chunk * max(1, len(chunks)))(*((chunk.offset, chunk.num_bytes, chunk.fd, 0) for chunk in chunks))
 
 
 def _check_arenas(code: int, arenas: Sequence[Arena]) -> None:

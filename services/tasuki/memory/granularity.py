@@ -39,10 +39,16 @@ def _chunk_bytes(blocks: Iterable[int], *, least: int, most: int) -> int:
     return chunks
 
 
-def export_bytes(num_bytes: int) -> int:
-    """Physical bytes of an arena for published weights: chunks of equal size, as transport/cuda_memory.py makes them."""
-    num_chunks = -(-num_bytes // _MAX_CHUNK)
-    return rounded_up(num_bytes, num_chunks * _SEGMENT_STEP) if num_bytes else 0
+def export_bytes(num_bytes: int, *, device: str = "cuda") -> int:
+    """Physical bytes of an arena for copies that are published: `equal_chunks`."""
+    blocks = [rounded_up(num_bytes, _BLOCK)]
+    return _chunk_bytes(blocks, least=_SEGMENT_STEP, most=equal_chunks(num_bytes, device=device))
+
+
+def equal_chunks(num_bytes: int, *, device: str) -> int:
+    """Size of the equal chunks that hold one block with little to spare, each a descriptor, none above the size that is quick to map."""
+    num_chunks = max(1, -(-num_bytes // (_CPU_MAX_CHUNK if device == "cpu" else _MAX_CHUNK)))
+    return max(_SEGMENT_STEP, rounded_up(num_bytes, num_chunks * _SEGMENT_STEP) // num_chunks)
 
 
 def _segments(tensors: Iterable[int]) -> Iterable[int]:

@@ -96,9 +96,19 @@ class Layout:
     tp_size: int = 1
     num_engines: int = 1
     """Engines of `tp_size` GPUs each, on the first GPUs."""
+    rank_gpus: tuple[int, ...] | None = None
+    """GPU of each FSDP2 rank, where they are not the first ones."""
+    engine_gpus: tuple[int, ...] | None = None
+    """GPU of each engine rank, where they are not the first ones."""
     compute_bytes: int = 2
     """Of one element in forward and backward; 2 is bfloat16."""
     engine_bytes: int = 2
+    param_bytes: int = 4
+    """Of one element of the weights that are trained, of a gradient and of a moment."""
+    exports_parameters: bool = False
+    """Whether the engine reads the parameters themselves; else a copy in its dtype."""
+    export_stays: bool = True
+    """Whether what the engine reads stays on the GPU over OFFLOAD; else it leaves then, and a copy comes back at LOAD_WEIGHTS."""
     micro_batch_tokens: int = 8192
     logit_tokens: int | None = None
     """Places of a micro-batch whose logits are computed: those of completion tokens. By default all, an upper bound."""
@@ -144,9 +154,30 @@ class Layout:
             raise InvalidArgument(
                 "tp_size", f"{self.num_engines} engines of TP {self.tp_size} need {needed} GPUs, not {self.num_gpus}"
             )
+        if self.exports_parameters and self.param_bytes != self.engine_bytes:
+            raise InvalidArgument(
+                "exports_parameters",
+                f"parameters of {self.param_bytes} bytes an element cannot be read by an engine that holds {self.engine_bytes}",
+            )
+        for name, on, num_ranks in (
+            ("rank_gpus", self.rank_gpus, self.num_ranks), ("engine_gpus", self.engine_gpus, self.num_engine_ranks)
+        ):  # fmt: skip
+            if on is not None and (len(set(on)) != num_ranks or not set(on) <= set(range(self.num_gpus))):
+                raise InvalidArgument(name, f"must be {num_ranks} of {self.num_gpus} GPUs, not {on}")
         wrong = (self.sleeping | self.leaves_early) - frozenset(TAGS)
         if wrong:
             raise InvalidArgument("sleeping", f"{', '.join(sorted(wrong))} cannot leave; what can is {', '.join(TAGS)}")
+
+    def has_rank(self, gpu: int) -> bool:
+        return gpu < self.num_ranks if self.rank_gpus is None else gpu in self.rank_gpus
+
+    def has_engine(self, gpu: int) -> bool:
+        return gpu < self.num_engine_ranks if self.engine_gpus is None else gpu in self.engine_gpus
+
+    @property
+    def leaving(self) -> frozenset[Part]:
+        """Of `sleeping`, what does leave: parameters that are to stay for the engine's next read do not."""
+        return self.sleeping - ({Part.TRAINER_WEIGHTS} if self.exports_parameters and self.export_stays else frozenset())
 
     @property
     def longest_sequence(self) -> int:
@@ -159,7 +190,7 @@ class Layout:
 
 _POSITIVE = (
     "num_gpus", "gpu_bytes", "host_bytes", "num_ranks", "tp_size", "num_engines", "compute_bytes", "engine_bytes",
-    "micro_batch_tokens", "logit_tokens", "lora_rank", "sync_bucket_bytes", "max_total_tokens", "context_length",
+    "param_bytes", "micro_batch_tokens", "logit_tokens", "lora_rank", "sync_bucket_bytes", "max_total_tokens", "context_length",
     "max_running_requests",
 )  # fmt: skip
 assert set(_POSITIVE) <= {each.name for each in fields(Layout)}

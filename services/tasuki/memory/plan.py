@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from tasuki.config.gpus import gpus_of
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.layout import Checkpointing, Layout, Overheads, Part, Strategy
 from tasuki.memory.model_shape import ModelShape, read_model_shape
@@ -128,7 +129,8 @@ def needed_bytes(plan: Plan, stage: PlanStage, *, has_published: bool = True) ->
     """What `stage` takes beyond the one before it, on each GPU and on the host: it must be free when the stage starts.
 
     LOAD_TRAINER counts the working memory of the step that follows, and RESUME_KV that of a full batch: nobody asks again before them.
-    has_published: whether weights were published before; if not, the export arena is new, and so is the engine's first batch.
+    has_published: whether weights were published before; if not, or where they do not stay, the trainer's copies for the engine are
+    new; if not, so is the engine's first batch.
     """
     reached = {PlanStage.LOAD_TRAINER: PlanStage.TRAIN, PlanStage.RESUME_KV: PlanStage.ROLLOUT}.get(stage, stage)
     order = list(PlanStage)
@@ -160,12 +162,15 @@ def node_layout(
     num_gpus: int | None = None,
     overheads: Overheads | None = None,
 ) -> Layout:
-    """num_gpus: by default as many as the larger service has ranks."""
+    """num_gpus: by default as many as the larger service has ranks. Where trainer.export_stays is open, it stays if all fits then."""
     trainer, rollout = config.trainer, config.rollout
     is_full = trainer.gradient_checkpointing
-    return Layout(
+    gpus = gpus_of(config)
+    layout = Layout(
         model=model,
-        num_gpus=max(trainer.num_ranks, rollout.tp_size) if num_gpus is None else num_gpus,
+        num_gpus=max(*gpus.trainer, *gpus.rollout) + 1 if num_gpus is None else num_gpus,
+        rank_gpus=gpus.trainer if gpus.names else None,
+        engine_gpus=gpus.rollout if gpus.names else None,
         gpu_bytes=gpu_bytes,
         host_bytes=host_bytes,
         device=config.device,
@@ -173,6 +178,9 @@ def node_layout(
         tp_size=rollout.tp_size,
         compute_bytes=_ELEMENT_BYTES[trainer.compute_dtype],
         engine_bytes=_ELEMENT_BYTES[rollout.dtype],
+        param_bytes=_ELEMENT_BYTES[trainer.param_dtype],
+        exports_parameters=config.exports_parameters,
+        export_stays=trainer.export_stays is not False,
         micro_batch_tokens=trainer.micro_batch_tokens,
         checkpointing=Checkpointing.FULL if is_full else Checkpointing.NONE,
         has_reference=config.train is not None and config.train.kl_coef > 0,
@@ -182,6 +190,8 @@ def node_layout(
         max_running_requests=rollout.max_running_requests or Layout.__dataclass_fields__["max_running_requests"].default,
         overheads=overheads or Overheads(),
     )
+    is_open = trainer.export_stays is None and trainer.export_handles == "vmm"
+    return replace(layout, export_stays=False) if is_open and not plan(layout).fits else layout
 
 
 def _stage(layout: Layout, stage: PlanStage, *, trainer: Bytes, engine: Bytes, work: Bytes) -> StagePlan:
@@ -196,9 +206,9 @@ def _stage(layout: Layout, stage: PlanStage, *, trainer: Bytes, engine: Bytes, w
     gpus: list[Bytes] = []
     for index in range(layout.num_gpus):
         parts: Bytes = {}
-        if index < layout.num_ranks:
+        if layout.has_rank(index):
             parts |= of_trainer
-        if index < layout.num_engine_ranks:
+        if layout.has_engine(index):
             parts |= of_engine
         if is_gpu:
             has_process = not (layout.strategy is Strategy.RELAUNCH and Part.ROLLOUT_WEIGHTS not in has_engine)
@@ -218,9 +228,11 @@ def _present(layout: Layout, stage: PlanStage) -> tuple[set[Part], set[Part]]:
     engine = {Part.ROLLOUT_WEIGHTS, Part.KV_CACHE, Part.CUDA_GRAPH}
     if layout.sync_bucket_bytes is not None and stage is not PlanStage.SYNC:
         trainer.discard(Part.EXPORT)
+    if not layout.export_stays and layout.strategy is not Strategy.RESIDENT and stage not in _RISING:
+        trainer.discard(Part.EXPORT)
     is_alone = layout.strategy is Strategy.RELAUNCH
     if stage in _WITHOUT_TRAINER or (is_alone and stage in _RISING[1:]):
-        trainer -= layout.sleeping if layout.strategy is not Strategy.RESIDENT else set()
+        trainer -= layout.leaving if layout.strategy is not Strategy.RESIDENT else set()
     elif stage in _RISING:
         trainer -= layout.leaves_early
         if not layout.empties_cache:
@@ -252,7 +264,7 @@ def _host(layout: Layout, stage: PlanStage, *, trainer: Bytes, gpus: list[Bytes]
     host = {Part.CONTEXTS: layout.overheads.host_process * (layout.num_ranks + layout.num_engine_ranks + 1)}
     if layout.strategy is not Strategy.RESIDENT:
         # Pinned once, at the first pause, and kept.
-        leaving = layout.sleeping | layout.leaves_early
+        leaving = layout.leaving | layout.leaves_early
         host |= {part: trainer[part] * layout.num_ranks for part in _COPIED if part in leaving}
     if layout.strategy is Strategy.RELAUNCH and stage is PlanStage.LOAD_WEIGHTS:
         # The checkpoint on its way to a disk.
@@ -268,21 +280,24 @@ def _host(layout: Layout, stage: PlanStage, *, trainer: Bytes, gpus: list[Bytes]
 
 def _contexts(layout: Layout, index: int, *, has_engine: bool) -> int:
     overheads, total = layout.overheads, 0
-    if index < layout.num_ranks:
+    if layout.has_rank(index):
         total += overheads.trainer_context + overheads.nccl
-    if index < layout.num_engine_ranks and has_engine:
+    if layout.has_engine(index) and has_engine:
         total += overheads.rollout_context + overheads.rollout_cached + (overheads.nccl if layout.tp_size > 1 else 0)
     return total
 
 
 def _taken_at_start(layout: Layout) -> int:
-    """On a GPU when the engine sizes its cache: its context, and the trainer's tags that never leave. The trainer starts after it."""
+    """On the fullest of its GPUs when the engine sizes its cache: its context, and the trainer's tags that never leave.
+
+    The trainer's context is not there yet: it starts after the engine.
+    """
     if layout.device == "cpu":
         return 0
-    tags = trainer_tags(layout)
-    stays = sum(size for part, size in tags.items() if part not in layout.sleeping)
+    stays = sum(size for part, size in trainer_tags(layout).items() if part not in layout.leaving)
+    is_shared = any(layout.has_rank(gpu) and layout.has_engine(gpu) for gpu in range(layout.num_gpus))
     own = layout.overheads.rollout_context + (layout.overheads.nccl if layout.tp_size > 1 else 0)
-    return own + stays
+    return own + (stays if is_shared else 0)
 
 
 def _is_captured(layout: Layout) -> bool:

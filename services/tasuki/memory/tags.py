@@ -14,6 +14,7 @@ class MemoryTag(StrEnum):
     OPTIMIZER = "optimizer"
     KV_CACHE = "kv_cache"
     CUDA_GRAPH = "cuda_graph"
+    EXPORT = "export"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from tasuki.memory.layout import Checkpointing, Layout, Part
 from tasuki.memory.model_shape import ModelShape, Shapes
 
 Bytes = dict[Part, int]
-_MASTER = 4
+# Of what is computed in float32 whatever the parameters' dtype.
+_FLOAT32 = 4
 _ALIGNMENT = 256
 # algorithms/log_probs.py works on blocks of this many float32 values.
 _BLOCK_VALUES = 1 << 24
@@ -19,7 +20,7 @@ _BLOCK_VALUES = 1 << 24
 
 def trainer_tags(layout: Layout) -> Bytes:
     """Weights, gradients and optimizer state of rank 0, which no rank exceeds."""
-    trained = [math.prod(shape) * _MASTER for shape in _trained_shards(layout)]
+    trained = [math.prod(shape) * layout.param_bytes for shape in _trained_shards(layout)]
     weights, frozen = list(trained), [math.prod(shape) * layout.compute_bytes for shape in shards(layout)]
     if layout.lora_rank is not None:
         weights = frozen + weights
@@ -36,12 +37,14 @@ def trainer_tags(layout: Layout) -> Bytes:
 
 
 def export_arena(layout: Layout) -> int:
-    """Published weights of rank 0, or the bucket that they pass through."""
+    """Copies of rank 0's weights for the engine, or the bucket that they pass through."""
     if layout.sync_bucket_bytes is not None:
         return layout.sync_bucket_bytes
+    if layout.exports_parameters:
+        return 0
     tensors = (math.prod(shape) * layout.engine_bytes for shape in _trained_shards(layout))
     num_bytes = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in tensors)
-    return num_bytes if layout.device == "cpu" else export_bytes(num_bytes)
+    return export_bytes(num_bytes, device=layout.device)
 
 
 def training_peak(layout: Layout) -> Bytes:
@@ -52,7 +55,9 @@ def training_peak(layout: Layout) -> Bytes:
 def step_moments(layout: Layout) -> dict[str, Bytes]:
     """Working memory at the moments of ForwardBackward and OptimStep that can be the highest."""
     trained = sum(math.prod(shape) for shape in _trained_shards(layout))
-    step = {Part.OPTIMIZER_STEP: trained * _MASTER}  # the square roots of AdamW's second moments, of all tensors at once
+    step = {
+        Part.OPTIMIZER_STEP: trained * layout.param_bytes
+    }  # the square roots of AdamW's second moments, of all tensors at once
     moments = {"loss": _at_loss(layout), "layer": _at_layer(layout), "root": _at_root(layout), "optimizer": step}
     if layout.device == "cpu":
         return moments
@@ -71,10 +76,10 @@ def _cached(layout: Layout, *, moment: str) -> int:
     trains_base = layout.lora_rank is None
     if ranks > 1:
         arriving = root * layout.compute_bytes * (ranks + 1) // ranks
-        return arriving + (_MASTER * (root + layer) // ranks if trains_base else 0)
+        return arriving + (_FLOAT32 * (root + layer) // ranks if trains_base else 0)
     idle = {"layer": root, "root": layer}.get(moment, root + layer)
     logits = 0 if layout.accumulates else _logit_places(layout) * model.vocab_size * layout.compute_bytes
-    return logits + (2 * _MASTER * idle if trains_base else 0)
+    return logits + (2 * _FLOAT32 * idle if trains_base else 0)
 
 
 def kept_per_token(model: ModelShape, layer: int, *, compute_bytes: int = 2, lora_rank: int | None = None) -> int:
@@ -110,7 +115,7 @@ def _at_loss(layout: Layout) -> Bytes:
     values = _logit_places(layout) * layout.model.vocab_size
     logits, block = values * layout.compute_bytes, min(values, _BLOCK_VALUES)
     # Forward: the scaled copy and two temporaries. Backward: the gradient of a block, in float32 and in compute dtype.
-    forward, backward = logits + 3 * _MASTER * block, 2 * logits + (_MASTER + layout.compute_bytes) * block
+    forward, backward = logits + 3 * _FLOAT32 * block, 2 * logits + (_FLOAT32 + layout.compute_bytes) * block
     return {
         Part.LAYERS: _gathered(layout, layers=0 if layout.num_ranks == 1 else 1),
         Part.WHOLE_GRADIENTS: _whole_gradients(layout),
@@ -144,13 +149,13 @@ def _at_layer(layout: Layout) -> Bytes:
 def _at_root(layout: Layout) -> Bytes:
     """The end of backward: the root's gradients on their way to their owners."""
     root = _numel(layout.model.root())
-    gradients = 0 if layout.lora_rank is not None else root * max(layout.compute_bytes + _MASTER, _sent_bytes(layout))
+    gradients = 0 if layout.lora_rank is not None else root * max(layout.compute_bytes + _FLOAT32, _sent_bytes(layout))
     return {Part.LAYERS: _gathered(layout, layers=0) + gradients, Part.WHOLE_GRADIENTS: _whole_gradients(layout)}
 
 
 def _sent_bytes(layout: Layout) -> int:
     """Of one element of a gradient on its way to its owner, in float32; a single rank copies it to itself, divided."""
-    return _MASTER * (3 if layout.num_ranks == 1 else 1)
+    return _FLOAT32 * (3 if layout.num_ranks == 1 else 1)
 
 
 def _gathered(layout: Layout, *, layers: int) -> int:
@@ -164,7 +169,7 @@ def _gathered(layout: Layout, *, layers: int) -> int:
 def _whole_gradients(layout: Layout) -> int:
     if not layout.accumulates or layout.lora_rank is not None:
         return 0
-    return layout.model.num_parameters * _MASTER
+    return layout.model.num_parameters * _FLOAT32
 
 
 def _kept(layout: Layout) -> int:

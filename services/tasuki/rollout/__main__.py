@@ -17,6 +17,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 from tasuki.config import places
+from tasuki.config.gpus import show_gpus
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
 from tasuki.rollout.environment import engine_environment
@@ -54,6 +55,7 @@ def _serve(config: NodeConfig, starting: Starting) -> int:
         # Runs when the interpreter exits, after multiprocessing has removed what it keeps there itself (at priority -100).
         Finalize(None, shutil.rmtree, args=(temp_dir, True), exitpriority=-200)
         os.environ.update(engine_environment(config, model, temp_dir=temp_dir))
+        show_gpus(config)
         ranks = RankProcesses()
         try:
             if config.device == "cuda":

@@ -17,6 +17,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput, UpdateWeightsFromTen
 from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.utils import MultiprocessingSerializer
 
+from tasuki.config.gpus import gpus_of
 from tasuki.config.schema import NodeConfig
 from tasuki.rollout.arguments import engine_arguments
 from tasuki.rollout.generate import CUT, Completion, EngineRequest
@@ -130,7 +131,7 @@ def start_engine(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, *,
     Raises InternalError, or InvalidArgument when the KV cache turns out too small.
     """
     started = time.monotonic()
-    _EmbeddedEngine.ranks = ranks
+    _EmbeddedEngine.ranks, _EmbeddedEngine.gpus = ranks, gpus_of(config).rollout
     engine = _EmbeddedEngine(**engine_arguments(config, model))
     reports = cast(list[RankReport], engine._scheduler_init_result.scheduler_infos)
     check_capacity(reports[0]["max_total_num_tokens"], model)
@@ -177,6 +178,7 @@ class _EmbeddedEngine(Engine):
     """Engine over rank processes that are there already, and without a detokenizer, since no text is made."""
 
     ranks: RankProcesses
+    gpus: tuple[int, ...]
 
     @classmethod
     def _launch_scheduler_processes(
@@ -185,9 +187,7 @@ class _EmbeddedEngine(Engine):
         # A rank that cannot start says so through its pipe; SGLang's handler of this signal would kill us before we read it.
         signal.signal(signal.SIGQUIT, _ignore)
         # Device, then the ranks in SGLang's five kinds of parallelism, of which we use the first, and none for data parallelism.
-        cls.ranks.launch(
-            [(server_args, port_args, tp_rank, tp_rank, 0, 0, 0, 0, None) for tp_rank in range(server_args.tp_size)]
-        )
+        cls.ranks.launch([(server_args, port_args, gpu, tp_rank, 0, 0, 0, 0, None) for tp_rank, gpu in enumerate(cls.gpus)])
         pids = [process.pid for process in cls.ranks.processes if process.pid is not None]
         result = SchedulerInitResult(scheduler_infos=[], all_child_pids=pids)
         result.wait_for_ready = lambda: result.scheduler_infos.extend(map(dict, cls.ranks.wait_for_reports()))

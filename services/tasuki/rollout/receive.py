@@ -63,6 +63,14 @@ class WeightReceiver:
         self._timings = dict.fromkeys(("import", "record", "copy", "verify"), 0.0)
         with self._timed("import"):
             imported = self._import(weights, import_timeout_s)
+        try:
+            return self._receive(imported, weights, reads_back_in_full=reads_back_in_full)
+        finally:
+            imported.let_go()
+
+    def _receive(
+        self, imported: ImportedWeights, weights: weights_pb2.PublishedWeights, *, reads_back_in_full: bool
+    ) -> Received:
         imported.check_version(weights.policy_version)
         prepared = self._replay(imported)
         with self._timed("verify"):
@@ -78,6 +86,7 @@ class WeightReceiver:
                 self._imported.close()
                 self._imported = None
             self._imported = import_weights(weights, timeout_s=timeout_s, device=Parameters(self.model).device)
+        self._imported.renew(weights, timeout_s=timeout_s)
         return self._imported
 
     def _replay(self, imported: ImportedWeights) -> _PreparedPlan:

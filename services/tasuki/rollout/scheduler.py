@@ -68,6 +68,10 @@ def run_scheduler(
     """SGLang's `run_scheduler_process` with a scheduler that reports. config: the node's, None for an engine that is part of none."""
 
     if server_args.device == "cuda":
+        if gpu_id >= torch.cuda.device_count():
+            problem = f"rollout.devices: its GPU is number {gpu_id}, but CUDA shows {torch.cuda.device_count()}"
+            pipe_writer.send(RankReport(status="failed", problem=problem))
+            return
         torch.cuda.set_device(gpu_id)
     if config is not None and config.memory.host_budget_bytes is not None:
         set_host_budget(config.memory.host_budget_bytes // config.rollout.tp_size)

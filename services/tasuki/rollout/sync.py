@@ -57,6 +57,7 @@ class WeightSync:
             if self._imported is not None:
                 self._imported.close()
             self._imported = imported
+        await asyncio.to_thread(self._imported.renew, weights, timeout_s=_IMPORT_TIMEOUT_S)
         self._imported.check_version(weights.policy_version)
         return self._imported
 
@@ -71,10 +72,13 @@ class WeightSync:
             known_layouts=list(self._layouts),
             full_read_back=self._full_read_back,
         )
-        results = await self._calls.receive(command, timeout_s=timeout_s)
-        await self._compare(results, imported)
-        # A publisher that began the next version meanwhile would have changed what was compared.
-        imported.check_version(weights.policy_version)
+        try:
+            results = await self._calls.receive(command, timeout_s=timeout_s)
+            await self._compare(results, imported)
+            # A publisher that began the next version meanwhile would have changed what was compared.
+            imported.check_version(weights.policy_version)
+        finally:
+            imported.let_go()
         return _report(weights.policy_version, results)
 
     async def _compare(self, results: Sequence[ranks_pb2.ReceiveResult], imported: ImportedWeights) -> None:

@@ -17,6 +17,7 @@ TAG_VALUES: Mapping[MemoryTag, types_pb2.MemoryTag.ValueType] = {
     MemoryTag.OPTIMIZER: types_pb2.MEMORY_TAG_OPTIMIZER,
     MemoryTag.KV_CACHE: types_pb2.MEMORY_TAG_KV_CACHE,
     MemoryTag.CUDA_GRAPH: types_pb2.MEMORY_TAG_CUDA_GRAPH,
+    MemoryTag.EXPORT: types_pb2.MEMORY_TAG_EXPORT,
 }
 TAGS = {value: tag for tag, value in TAG_VALUES.items()}
 _INTERVAL_MS = range(20, 60_001)

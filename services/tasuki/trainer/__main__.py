@@ -19,6 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 import uvloop
 
+from tasuki.config.gpus import gpus_of, show_gpus
 from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock
 from tasuki.config.places import grpc_target, node_targets, socket_dir, training_log_path
@@ -73,6 +74,7 @@ def main(argv: list[str] | None = None) -> int:
             raise InvalidArgument(
                 "trainer.num_ranks", f"is {config.trainer.num_ranks}, but torchrun started {launch.num_ranks}"
             )
+        show_gpus(config)
         if config.device == "cuda":
             wait_for_rollout_to_leave(node_targets(config)["rollout"])
         if launch.rank != 0:
@@ -106,7 +108,10 @@ def _run_rank(config: NodeConfig, *, launch: Launch) -> bool:
     def start() -> tuple[RankReady, Handlers]:
         trainer = config.trainer
         mesh = start_mesh(
-            config.device, local_rank=launch.local_rank, num_threads=trainer.num_threads, timeout_s=trainer.collective_timeout_s
+            config.device,
+            gpu=gpus_of(config).trainer[launch.local_rank],
+            num_threads=trainer.num_threads,
+            timeout_s=trainer.collective_timeout_s,
         )
         cleanup.callback(dist.destroy_process_group)
         worker = Worker(config, mesh=mesh, progressed=heartbeat.progressed)

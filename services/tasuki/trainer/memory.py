@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import cast
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -13,25 +14,59 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from tasuki.config.schema import NodeConfig
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import Keep, Transfer
 from tasuki.memory.device_usage import device_usage
+from tasuki.memory.model_shape import read_model_shape
+from tasuki.memory.plan import node_layout
 from tasuki.memory.tags import DeviceUsage, MemoryTag, TagUsage
 from tasuki.trainer.mesh import mesh_device
+from tasuki.transport.export import ExportMemory, WeightExport
 from tasuki.wire.errors import OutOfGpuMemory, TasukiError
 
 TAGS = (MemoryTag.WEIGHTS, MemoryTag.GRADIENTS, MemoryTag.OPTIMIZER)
+"""What is told to leave. The copies that are published follow the weights."""
 # Nothing is offloaded while gradients are pending, so there is nothing to keep of them.
 _KEEP = {MemoryTag.WEIGHTS: Keep.CONTENT, MemoryTag.OPTIMIZER: Keep.CONTENT}
+
+
+@dataclass(frozen=True, slots=True)
+class ExportChoice:
+    """How weights are published: the parameters themselves or a copy, staying over OFFLOAD or not, and under which handles."""
+
+    of_parameters: bool
+    stays: bool
+    handles: Literal["vmm", "ipc"] = "vmm"
+
+    @classmethod
+    def of(cls, config: NodeConfig, mesh: DeviceMesh) -> ExportChoice:
+        """The configuration's, and the planner's where that leaves it open. The same on every rank, all of which must call it."""
+        device = mesh_device(mesh)
+        stays = config.trainer.export_stays
+        if stays is None:
+            rank = mesh.get_local_rank()
+            gpu_bytes, host_bytes = (device_usage(name, rank).total_bytes for name in (str(device), "cpu"))
+            shape = read_model_shape(config.model.path)
+            fits = node_layout(config, shape, gpu_bytes=gpu_bytes, host_bytes=host_bytes).export_stays
+            vote = torch.tensor(int(fits), device=device)
+            dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=mesh.get_group("dp"))
+            stays = bool(vote)
+        return cls(config.exports_parameters, stays or config.trainer.export_handles == "ipc", config.trainer.export_handles)
 
 
 class TrainerMemory:
     """Pausable memory of one rank. Tensors keep their addresses from their making to the end of the process."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, export: ExportChoice) -> None:
         device = mesh_device(mesh)
-        self._mesh, self._device = mesh, device
+        self._mesh, self._device, self._choice = mesh, device, export
         self._allocator = NativeAllocator(tags=TAGS, device=str(device), keep=_KEEP)
+        if export.of_parameters and export.stays:
+            # The very chunks that rollout has mapped.
+            self._allocator.arena(MemoryTag.WEIGHTS).set_policy(Keep.CHUNKS)
+        self._export: WeightExport | None = None
+        self._is_export_there = False
         self._gradients: list[Tensor] = []
         self._optimizer_transfer: Transfer | None = None
 
@@ -62,10 +97,32 @@ class TrainerMemory:
                         "exp_avg_sq": torch.zeros_like(parameter),
                     }
 
+    def export(self, make: Callable[[ExportMemory], WeightExport]) -> WeightExport:
+        """The export, with its memory: made at the first call, and taken anew after it has left. Every rank must call it.
+
+        Raises OutOfGpuMemory on all ranks when one of them has no room.
+        """
+        if not (self._is_export_there and self._choice.stays):
+            error: TasukiError | None = None
+            try:
+                if self._export is None:
+                    self._export = self._made(make)
+                self._allocator.resume(self._copies())
+            except TasukiError as raised:
+                error = raised
+            self._raise_if_any(error, self._copies())
+            self._is_export_there = True
+        assert self._export is not None
+        return self._export
+
     def pause(self, tags: Sequence[MemoryTag]) -> int:
         """Gives the pages of `tags` back; parameters and optimizer state move to host memory. Returns the bytes released."""
         self.wait_for_optimizer()
-        released = self._allocator.pause(tags)
+        if MemoryTag.WEIGHTS in tags and not self._choice.stays:
+            tags = [*tags, *self._copies()]
+        is_shared = MemoryTag.EXPORT in tags or (MemoryTag.WEIGHTS in tags and not self._choice.stays)
+        with self._export.leaving() if self._export is not None and is_shared else nullcontext():
+            released = self._allocator.pause(tags)
         if self._device.type == "cuda":
             # What torch only caches nobody else could take.
             torch.cuda.empty_cache()
@@ -104,6 +161,17 @@ class TrainerMemory:
 
     def device_usage(self) -> DeviceUsage:
         return device_usage(str(self._device), self._mesh.get_local_rank())
+
+    def _made(self, make: Callable[[ExportMemory], WeightExport]) -> WeightExport:
+        choice = self._choice
+        parameters = self._allocator.arena(MemoryTag.WEIGHTS) if choice.of_parameters else None
+        export = make(ExportMemory(parameters, leaves=not choice.stays, handles=choice.handles))
+        if export.copies is not None:
+            self._allocator.adopt(MemoryTag.EXPORT, export.copies)
+        return export
+
+    def _copies(self) -> list[MemoryTag]:
+        return [MemoryTag.EXPORT] if MemoryTag.EXPORT in self._allocator.tags else []
 
     def _take_pages(self, tags: Sequence[MemoryTag]) -> int:
         others = [tag for tag in tags if tag is not MemoryTag.OPTIMIZER]

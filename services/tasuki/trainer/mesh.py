@@ -9,16 +9,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tasuki.wire.errors import InvalidArgument
+
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
-def start_mesh(device: Literal["cpu", "cuda"], *, local_rank: int, num_threads: int, timeout_s: float) -> DeviceMesh:
+def start_mesh(device: Literal["cpu", "cuda"], *, gpu: int, num_threads: int, timeout_s: float) -> DeviceMesh:
     """Joins this launch's process group and returns its 1-D mesh. Torch's thread count is set for the calling thread.
 
-    A collective that waits longer than `timeout_s` for a peer fails.
+    gpu: this rank's, on "cuda". A collective that waits longer than `timeout_s` for a peer fails. Raises InvalidArgument without the GPU.
     """
     if device == "cuda":
-        torch.cuda.set_device(local_rank)
+        if gpu >= torch.cuda.device_count():
+            raise InvalidArgument(
+                "trainer.devices", f"this rank's GPU is number {gpu}, but CUDA shows {torch.cuda.device_count()}"
+            )
+        torch.cuda.set_device(gpu)
     else:
         torch.set_num_threads(num_threads)
     timeout = timedelta(seconds=timeout_s)

@@ -20,13 +20,13 @@ from tasuki.config.schema import NodeConfig
 from tasuki.memory.arena import set_host_budget
 from tasuki.memory.tags import MemoryTag
 from tasuki.trainer import checkpoint, export
-from tasuki.trainer.memory import TrainerMemory
+from tasuki.trainer.memory import ExportChoice, TrainerMemory
 from tasuki.trainer.mesh import mesh_device
 from tasuki.trainer.micro_batch import LossBatch, TokenBatch
 from tasuki.trainer.model import Policy, load_policy, read_model_config
 from tasuki.trainer.schedule import learning_rate_at
 from tasuki.trainer.shards import local_shards
-from tasuki.transport.export import WeightExport
+from tasuki.transport.export import ExportMemory, WeightExport
 from tasuki.v1.weights_pb2 import WeightHandle
 from tasuki.wire.errors import GradientsNotFinite
 
@@ -85,8 +85,8 @@ class Worker:
         torch.manual_seed(config.seed)
         if node.memory.host_budget_bytes is not None:
             set_host_budget(node.memory.host_budget_bytes // mesh.size())
-        self.memory = TrainerMemory(mesh)
-        self.policy = self._load(torch.float32)
+        self.memory = TrainerMemory(mesh, ExportChoice.of(node, mesh))
+        self.policy = self._load(getattr(torch, config.param_dtype))
         if config.gradient_checkpointing:
             self.policy.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
         self.policy.train()
@@ -178,16 +178,8 @@ class Worker:
         return self._log_probs(self._reference, batches, temperature=temperature)
 
     def publish_weights(self) -> PublishReport:
-        """Writes this rank's shards, in the engine's dtype, where rollout can map them."""
-        if self._export is None:
-            rank = self.mesh.get_local_rank()
-            self._export = WeightExport(
-                local_shards(self.policy.causal_lm),
-                rank=rank,
-                num_ranks=self.mesh.size(),
-                dtype=getattr(torch, self.node.rollout.dtype),
-                socket_path=socket_dir(self.node.state_dir) / f"weights-{rank}.sock",
-            )
+        """Has this rank's shards, in the engine's dtype, where rollout can map them. Raises OutOfGpuMemory."""
+        self._export = self.memory.export(self._make_export)
         num_bytes = self._export.publish(self.policy_version)
         return PublishReport(handle=self._export.handle(), num_bytes=num_bytes)
 
@@ -217,6 +209,17 @@ class Worker:
         if self._export is not None:
             self._export.close()
 
+    def _make_export(self, memory: ExportMemory) -> WeightExport:
+        rank = self.mesh.get_local_rank()
+        return WeightExport(
+            local_shards(self.policy.causal_lm),
+            rank=rank,
+            num_ranks=self.mesh.size(),
+            dtype=getattr(torch, self.node.rollout.dtype),
+            socket_path=socket_dir(self.node.state_dir) / f"weights-{rank}.sock",
+            memory=memory,
+        )
+
     @torch.no_grad()
     def _log_probs(self, policy: Policy, batches: Sequence[TokenBatch], *, temperature: float) -> list[list[float]]:
         scored: list[list[float]] = []
@@ -233,7 +236,7 @@ class Worker:
 
     def _grad_norm(self, local_grads: list[Tensor]) -> float:
         """L2 norm over all ranks."""
-        norms = torch.stack(torch._foreach_norm(local_grads)).to(torch.float64)
+        norms = torch.stack(torch._foreach_norm(local_grads, dtype=torch.float32)).to(torch.float64)
         square = norms.square().sum()
         dist.all_reduce(square, group=self.mesh.get_group("dp"))
         return math.sqrt(float(square))

@@ -1,44 +1,104 @@
-"""The trainer's end of the weight exchange: one arena a rank, filled at every publish."""
+"""The trainer's end of the weight exchange: one arena a rank, brought up to date at every publish."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, Protocol
 
 import torch
 
-from tasuki.transport import cuda_memory, host_memory
+from tasuki.memory.arena import Arena
+from tasuki.transport.chunk_memory import ChunkMemory
 from tasuki.transport.copies import Checksums, Copies, ViewChecksum, ViewCopy, prepare_checksums, prepare_copies
 from tasuki.transport.fd_socket import FdServer
-from tasuki.transport.header import ArenaState
-from tasuki.transport.manifest import Entry, Manifest, lay_out, to_proto
+from tasuki.transport.header import ArenaState, Header, create_sealed
+from tasuki.transport.ipc_memory import IpcAllocation
+from tasuki.transport.manifest import Entry, Manifest, check, header_bytes, lay_out, to_proto
 from tasuki.transport.plan import whole
 from tasuki.transport.shards import Shard
 from tasuki.transport.weight_arena import WeightArena
 from tasuki.v1 import weights_pb2
 
-__all__ = ["Shard", "WeightExport"]
+__all__ = ["ExportMemory", "Shard", "WeightExport"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportMemory:
+    """Where published weights lie.
+
+    parameters: arena whose tensors are published where they are, if their dtype is the published one; all others are copied.
+    leaves: whether all this is given back between two publications (`WeightExport.leaving`). handles: "ipc" copies everything into an
+    allocation of torch's, which cannot leave.
+    """
+
+    parameters: Arena | None = None
+    leaves: bool = False
+    handles: Literal["vmm", "ipc"] = "vmm"
+
+
+class _Memory(Protocol):
+    @property
+    def kind(self) -> weights_pb2.HandleKind.ValueType: ...
+    @property
+    def fds(self) -> Sequence[int]: ...
+    @property
+    def copies(self) -> Arena | None: ...
+    def open(self, manifest: Manifest, sources: Sequence[torch.Tensor]) -> tuple[Manifest, list[torch.Tensor]]: ...
+    def let_go(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class WeightExport:
     """One trainer rank's published weights: memory, manifest and the socket that hands both out.
 
-    shards: all that this rank holds, on one device, in any order; their tensors are read at every publish. The arena is on that device.
+    shards: all that this rank holds, on one device, in any order; their tensors are read at every publish.
     dtype: of the published tensors; the engine's own.
     """
 
-    def __init__(self, shards: Sequence[Shard], *, rank: int, num_ranks: int, dtype: torch.dtype, socket_path: Path) -> None:
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        *,
+        rank: int,
+        num_ranks: int,
+        dtype: torch.dtype,
+        socket_path: Path,
+        memory: ExportMemory | None = None,
+    ) -> None:
+        """Raises OutOfGpuMemory when there is no room for the copies."""
         self._shards = list(shards)
+        self._device = shards[0].local.device if shards else torch.device("cpu")
+        self._leaves = memory is not None and memory.leaves
         entries = [
             Entry(shard.name, str(dtype).removeprefix("torch."), shard.global_shape, shard.row_start, shard.local.shape[0])
             for shard in self._shards
         ]
-        self._device = shards[0].local.device if shards else torch.device("cpu")
-        self._arena = _create_arena(lay_out(entries, rank=rank, num_ranks=num_ranks), device=self._device)
+        self._layout = lay_out(entries, rank=rank, num_ranks=num_ranks)
+        self._generation = 0
+        self._is_away = False
+        self._opened_for: list[int] = []
         self._prepared: tuple[Copies, Checksums] | None = None
-        self._prepared_for: list[int] = []
-        message = to_proto(self._arena.manifest).SerializeToString()
-        self._server = FdServer(socket_path, message=message, fds=self._arena.fds)
+        with ExitStack() as cleanup:
+            self._memory = _memory(memory or ExportMemory(), device=self._device)
+            cleanup.callback(self._memory.close)
+            mapping, self._header_fd = create_sealed(f"tasuki-weights-{rank}", header_bytes(len(entries)))
+            cleanup.callback(os.close, self._header_fd)
+            self._header = Header(self._layout, mapping)
+            cleanup.callback(self._header.close)
+            self._header.write_state(ArenaState.EMPTY)
+            self._arena = self._open()
+            self._server = FdServer(socket_path, message=self._message(), fds=self._arena.fds)
+            cleanup.callback(self._server.close)
+            self._cleanup = cleanup.pop_all()
+
+    @property
+    def copies(self) -> Arena | None:
+        """The arena of what is copied, for its memory to be paused and counted; None when it holds nothing or is not ours."""
+        return self._memory.copies
 
     def handle(self) -> weights_pb2.WeightHandle:
         return weights_pb2.WeightHandle(
@@ -46,40 +106,87 @@ class WeightExport:
             socket_path=str(self._server.path),
             manifest_digest=self._arena.manifest.digest(),
             kind=self._arena.kind,
+            generation=self._generation,
+            leaves=self._leaves,
         )
 
     def publish(self, version: int) -> int:
-        """Casts every shard into the arena and marks it as `version`. Returns the bytes published."""
+        """Brings every shard up to date where readers see it, and marks all as `version`. Returns the bytes published.
+
+        What is published in place is only summed. Memory that was given back must be there again.
+        """
+        if self._is_away or self._opened_for != self._addresses():
+            self._hand_out_anew()
         copies, checksums = self._prepare()
-        self._arena.header.write_state(ArenaState.WRITING)
+        self._header.write_state(ArenaState.WRITING)
         copies.start()
-        self._arena.header.write_published(version, checksums.read())
+        self._header.write_published(version, checksums.read())
         return sum(entry.num_bytes for entry in self._arena.manifest.entries)
 
     def withdraw(self) -> None:
         """Makes the published version invalid; readers that check the header refuse it."""
-        self._arena.header.write_state(ArenaState.WITHDRAWN)
+        self._header.write_state(ArenaState.WITHDRAWN)
+
+    @contextmanager
+    def leaving(self) -> Iterator[None]:
+        """The arenas give their memory back inside: nothing of it is handed out any more, and what was published is withdrawn.
+
+        When that fails, it is handed out again. What a reader has mapped stays alive until the reader lets go.
+        """
+        if not self._is_away:
+            self._server.withhold()
+            self._memory.let_go()
+        try:
+            yield
+        except BaseException:
+            if not self._is_away:
+                self._hand_out_anew()
+            raise
+        self._is_away = True
+        self.withdraw()
 
     def close(self) -> None:
         """Idempotent. Readers keep what they have mapped; nobody new gets a descriptor."""
-        if self._arena.fds:
-            self._server.close()
-            self._prepared = None
-            self._arena.close()
+        self._prepared = None
+        self._arena.release_tensors()
+        self._cleanup.close()
+
+    def _hand_out_anew(self) -> None:
+        self._arena = self._open()
+        self._server.hand_out(self._message(), self._arena.fds)
+        self._is_away = False
+
+    def _open(self) -> WeightArena:
+        manifest, tensors = self._memory.open(self._layout, [shard.local.detach() for shard in self._shards])
+        check(manifest)
+        self._generation += 1
+        self._opened_for, self._prepared = self._addresses(), None
+        fds = [self._header_fd, *self._memory.fds]
+        return WeightArena(manifest, kind=self._memory.kind, header=self._header, tensors=tensors, fds=fds)
+
+    def _message(self) -> bytes:
+        return to_proto(self._arena.manifest).SerializeToString()
+
+    def _addresses(self) -> list[int]:
+        return [shard.local.data_ptr() for shard in self._shards]
 
     def _prepare(self) -> tuple[Copies, Checksums]:
-        """Prepared anew when a shard has moved."""
-        addresses = [shard.local.data_ptr() for shard in self._shards]
-        if self._prepared is None or self._prepared_for != addresses:
+        if self._prepared is None:
             published = list(zip(self._arena.manifest.entries, self._arena.tensors, strict=True))
-            copies = [ViewCopy(held, shard.local.detach()) for (_, held), shard in zip(published, self._shards, strict=True)]
+            copies = [
+                ViewCopy(held, shard.local.detach())
+                for (_, held), shard in zip(published, self._shards, strict=True)
+                if held.data_ptr() != shard.local.data_ptr()
+            ]
             views = [
                 ViewChecksum(held, whole(entry.shape, offset=entry.first_element), held.dtype) for entry, held in published
             ]
             self._prepared = prepare_copies(copies, device=self._device), prepare_checksums(views, device=self._device)
-            self._prepared_for = addresses
         return self._prepared
 
 
-def _create_arena(manifest: Manifest, *, device: torch.device) -> WeightArena:
-    return cuda_memory.create_arena(manifest, device=device) if device.type == "cuda" else host_memory.create_arena(manifest)
+def _memory(memory: ExportMemory, *, device: torch.device) -> _Memory:
+    if memory.handles == "ipc":
+        assert not memory.leaves and memory.parameters is None
+        return IpcAllocation(device=device)
+    return ChunkMemory(parameters=memory.parameters, device=device)

@@ -24,19 +24,29 @@ _log = logging.getLogger(__name__)
 
 
 class FdServer:
-    """Sends every peer that connects the same message and descriptors, from a thread of its own, until `close`.
+    """Sends every peer that connects a message and descriptors, from a thread of its own, until `close`.
 
     fds: 1 to MAX_FDS, which stay the caller's. Raises NodeRunning when something answers on the socket; a left-over file is replaced.
     """
 
     def __init__(self, path: Path, *, message: bytes, fds: Sequence[int]) -> None:
         self.path = path
-        self._frame = _LENGTH.pack(len(message)) + message
-        assert 1 <= len(fds) <= MAX_FDS
-        self._fds = list(fds)
+        self._lock = threading.Lock()
+        self.hand_out(message, fds)
         self._listener = _listen(path)
         self._thread = threading.Thread(target=self._serve, name=f"fd-server-{path.name}", daemon=True)
         self._thread.start()
+
+    def hand_out(self, message: bytes, fds: Sequence[int]) -> None:
+        """From now on this; the descriptors that were handed out before are not used any more."""
+        assert 1 <= len(fds) <= MAX_FDS
+        with self._lock:
+            self._frame, self._fds = _LENGTH.pack(len(message)) + message, list(fds)
+
+    def withhold(self) -> None:
+        """From now on nothing: who connects is hung up on."""
+        with self._lock:
+            self._frame, self._fds = b"", []
 
     def close(self) -> None:
         """Idempotent."""
@@ -65,9 +75,12 @@ class FdServer:
             _log.warning("event=fd_refused socket=%s peer_uid=%d", self.path.name, uid)
             return
         try:
-            sent = socket.send_fds(peer, [self._frame], self._fds)
-            if sent < len(self._frame):  # one that has all may have hung up already
-                peer.sendall(self._frame[sent:])
+            with self._lock:
+                # The descriptors go with the first bytes, for which the socket has room.
+                frame = self._frame
+                sent = socket.send_fds(peer, [frame], self._fds) if self._fds else 0
+            if sent < len(frame):  # one that has all may have hung up already
+                peer.sendall(frame[sent:])
         except OSError as error:
             # The peer hung up or stands still: its loss alone.
             _log.warning("event=fd_send_failed socket=%s error=%s", self.path.name, error)
@@ -88,6 +101,8 @@ def fetch(path: Path, *, timeout_s: float) -> tuple[bytes, list[int]]:
                 raise BadHandle(f"{path} belongs to user {uid}", socket=path)
             first, fds, flags, _ = socket.recv_fds(peer, 64 * 1024, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
             try:
+                if not fds and not first:
+                    raise BadHandle(f"{path} hands nothing out now: what was published has been given back", socket=path)
                 if not fds or flags & socket.MSG_CTRUNC:
                     raise BadHandle(f"{path} sent {len(fds)} descriptors, and perhaps more; 1 to {MAX_FDS} fit", socket=path)
                 return _read_message(peer, first, path=path, deadline=deadline), fds

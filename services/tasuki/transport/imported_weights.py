@@ -12,9 +12,13 @@ import numpy as np
 import torch
 from google.protobuf.message import DecodeError
 
-from tasuki.transport import cuda_memory, fd_socket, host_memory
+from tasuki.transport import fd_socket
 from tasuki.transport.checksum import checksum
-from tasuki.transport.manifest import Entry, Manifest, check_complete, entries_by_name, from_proto
+from tasuki.transport.chunk_memory import ImportedChunks
+from tasuki.transport.device import check_reach, device_uuid
+from tasuki.transport.header import Header, map_sealed
+from tasuki.transport.ipc_memory import ImportedAllocation
+from tasuki.transport.manifest import Entry, Manifest, check_complete, entries_by_name, from_proto, header_bytes
 from tasuki.transport.plan import whole
 from tasuki.transport.weight_arena import WeightArena
 from tasuki.v1 import weights_pb2
@@ -28,6 +32,8 @@ class ImportedWeights:
         self.boot_id = boot_id
         self.entries = entries_by_name(arena.manifest for arena in arenas)
         self._digests = [handle.manifest_digest for handle in handles]
+        self._generations = [handle.generation for handle in handles]
+        self._leaves = [handle.leaves for handle in handles]
         self._arenas = list(arenas)
         places = {name: place for place, name in enumerate(self.entries)}
         self._places = [np.array([places[entry.name] for entry in arena.manifest.entries], dtype=np.intp) for arena in arenas]
@@ -44,8 +50,30 @@ class ImportedWeights:
         return all(arena.is_mapped for arena in self._arenas)
 
     def is_of(self, published: weights_pb2.PublishedWeights) -> bool:
-        """Whether `published` names these very arenas, so that they need not be imported again."""
+        """Whether `published` names these very arenas, so that they need not be imported again, at most renewed."""
         return self.boot_id == published.boot_id and self._digests == [handle.manifest_digest for handle in published.handles]
+
+    def renew(self, published: weights_pb2.PublishedWeights, *, timeout_s: float) -> None:
+        """Maps again what was let go of or is other memory by now, at the same addresses. Raises BadHandle.
+
+        published: of these arenas (`is_of`).
+        """
+        deadline = time.monotonic() + timeout_s
+        for index, (arena, handle) in enumerate(zip(self._arenas, published.handles, strict=True)):
+            is_current = arena.holds_memory and self._generations[index] == handle.generation
+            if arena.is_mapped and arena.manifest.entries and not is_current:
+                manifest, fds = _fetch(handle, timeout_s=max(0.001, deadline - time.monotonic()))
+                try:
+                    arena.renew(manifest, fds)
+                finally:
+                    _close(fds)
+            self._generations[index], self._leaves[index] = handle.generation, handle.leaves
+
+    def let_go(self) -> None:
+        """Lets go of memory that its owner is about to give back, which nobody could use while it is mapped here. Headers stay."""
+        for arena, leaves in zip(self._arenas, self._leaves, strict=True):
+            if leaves and arena.is_mapped:
+                arena.drop()
 
     def layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of every whole tensor."""
@@ -63,7 +91,7 @@ class ImportedWeights:
         """Whose memory `device` should read first, so that the GPUs begin at different owners: the rank after its own."""
         if device.type != "cuda":
             return 0
-        here = cuda_memory.device_uuid(device)
+        here = device_uuid(device)
         local = [arena.manifest.rank for arena in self._arenas if arena.manifest.device_uuid == here]
         return (local[0] + 1 if local else device.index or 0) % len(self._arenas)
 
@@ -101,7 +129,7 @@ class ImportedWeights:
         return changed
 
     def close(self) -> None:
-        """Unmaps the arenas: those on a GPU at once, those of the host once no tensor from them is in use."""
+        """Unmaps the arenas: no tensor from them may be used any more."""
         self._tensors.clear()
         for arena in self._arenas:
             arena.close()
@@ -128,37 +156,84 @@ def import_weights(
     return ImportedWeights(published.handles, arenas, boot_id=published.boot_id)
 
 
+_PLACES = {
+    weights_pb2.HANDLE_KIND_HOST_MEMFD: "cpu",
+    weights_pb2.HANDLE_KIND_CUDA_VMM_FD: "cuda",
+    weights_pb2.HANDLE_KIND_CUDA_IPC: "cuda",
+}
+
+
 def _import_arena(handle: weights_pb2.WeightHandle, *, timeout_s: float, device: torch.device | None) -> WeightArena:
-    if handle.kind not in (weights_pb2.HANDLE_KIND_HOST_MEMFD, weights_pb2.HANDLE_KIND_CUDA_VMM_FD):
-        kind = weights_pb2.HandleKind.Name(handle.kind) if handle.kind in weights_pb2.HandleKind.values() else handle.kind
-        raise BadHandle(f"rank {handle.rank}: handles of kind {kind} cannot be imported", rank=handle.rank)
+    if handle.kind not in _PLACES:
+        raise BadHandle(f"rank {handle.rank}: handles of kind {_kind_name(handle)} cannot be imported", rank=handle.rank)
+    manifest, fds = _fetch(handle, timeout_s=timeout_s)
+    try:
+        return _map_arena(manifest, fds, handle=handle, device=device)
+    finally:
+        _close(fds)
+
+
+def _fetch(handle: weights_pb2.WeightHandle, *, timeout_s: float) -> tuple[Manifest, list[int]]:
+    """What the handle's socket gives out now. The descriptors belong to the caller. Raises BadHandle."""
     message, fds = fd_socket.fetch(Path(handle.socket_path), timeout_s=timeout_s)
     try:
+        return _checked_manifest(message, handle), fds
+    except BaseException:
+        _close(fds)
+        raise
+
+
+def _checked_manifest(message: bytes, handle: weights_pb2.WeightHandle) -> Manifest:
+    try:
         manifest = from_proto(weights_pb2.WeightManifest.FromString(message))
-        if manifest.rank != handle.rank or manifest.digest() != handle.manifest_digest:
-            raise BadHandle(
-                f"{handle.socket_path} gave another manifest than the handle of rank {handle.rank} names", rank=handle.rank
-            )
-        return _map_arena(manifest, fds, kind=handle.kind, device=device)
     except DecodeError as error:
         raise BadHandle(f"{handle.socket_path} sent no manifest: {error}", rank=handle.rank) from error
-    finally:
-        for fd in fds:
-            os.close(fd)
+    if manifest.rank != handle.rank or manifest.digest() != handle.manifest_digest:
+        raise BadHandle(
+            f"{handle.socket_path} gave another manifest than the handle of rank {handle.rank} names", rank=handle.rank
+        )
+    return manifest
+
+
+def _close(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def _map_arena(
-    manifest: Manifest, fds: Sequence[int], *, kind: weights_pb2.HandleKind.ValueType, device: torch.device | None
+    manifest: Manifest, fds: Sequence[int], *, handle: weights_pb2.WeightHandle, device: torch.device | None
 ) -> WeightArena:
-    is_on_gpu = kind == weights_pb2.HANDLE_KIND_CUDA_VMM_FD
-    wanted = "cuda" if is_on_gpu else "cpu"
-    if bool(manifest.device_uuid) != is_on_gpu or (device is not None and device.type != wanted):
+    wanted = _PLACES[handle.kind]
+    if bool(manifest.device_uuid) != (wanted == "cuda") or (device is not None and device.type != wanted):
         place = f"GPU {manifest.device_uuid}" if manifest.device_uuid else "host memory"
-        name = weights_pb2.HandleKind.Name(kind)
         raise BadHandle(
-            f"rank {manifest.rank}: handle of kind {name} for weights in {place} cannot be imported on {device or 'the host'}",
+            f"rank {manifest.rank}: handle of kind {_kind_name(handle)} for weights in {place} cannot be imported on "
+            f"{device or 'the host'}",
             rank=manifest.rank,
         )
-    if not is_on_gpu:
-        return host_memory.map_arena(manifest, fds)
-    return cuda_memory.map_header(manifest, fds) if device is None else cuda_memory.map_arena(manifest, fds, device=device)
+    if (manifest.ipc_memory is not None) != (handle.kind == weights_pb2.HANDLE_KIND_CUDA_IPC):
+        raise BadHandle(f"rank {manifest.rank}: its manifest is not one of {_kind_name(handle)}", rank=manifest.rank)
+    if len(fds) != 1 + len(manifest.chunk_bytes):
+        raise BadHandle(
+            f"rank {manifest.rank} sent {len(fds)} descriptors for a header and {len(manifest.chunk_bytes)} chunks",
+            rank=manifest.rank,
+        )
+    header = Header(
+        manifest, map_sealed(fds[0], manifest.header_offset + header_bytes(len(manifest.entries)), rank=manifest.rank)
+    )
+    if not manifest.entries or (device is None and wanted == "cuda"):
+        return WeightArena(manifest, kind=handle.kind, header=header, tensors=())
+    memory = _map_memory(manifest, fds[1:], device=device or torch.device("cpu"))
+    return WeightArena(manifest, kind=handle.kind, header=header, tensors=memory.tensors(), memory=memory)
+
+
+def _map_memory(manifest: Manifest, fds: Sequence[int], *, device: torch.device) -> ImportedChunks | ImportedAllocation:
+    if device.type == "cuda":
+        check_reach(manifest, device)
+    if manifest.ipc_memory is not None:
+        return ImportedAllocation(manifest, device=device)
+    return ImportedChunks(manifest, fds, device=device)
+
+
+def _kind_name(handle: weights_pb2.WeightHandle) -> str:
+    return weights_pb2.HandleKind.Name(handle.kind) if handle.kind in weights_pb2.HandleKind.values() else str(handle.kind)

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 
 from tasuki.v1 import weights_pb2
@@ -18,9 +18,11 @@ ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 HEADER_FIXED_WORDS = 4
 """64-bit words before the checksums: magic, number of entries, state, version."""
 MAX_CHUNKS = 252
-"""Of an arena on a GPU: with the header's, as many descriptors as one message takes."""
+"""With the header's, as many descriptors as one message takes."""
 _WORD_BYTES = 8
 _MAX_NAME = 512
+# cudaIpcMemHandle_t; torch writes two bytes before it.
+_IPC_HANDLE_BYTES = 64
 _MAX_DIMS = 8
 
 
@@ -58,11 +60,22 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
-    """Layout of one rank's arena: a header, then the entries.
+class IpcMemory:
+    """An allocation on a GPU as torch shares it: see weights.proto."""
 
-    device_uuid: of the GPU that holds it, with the sizes of its chunks of memory there; empty in host memory. On a GPU the header's
-    place stays unused, since it has memory of its own on the host.
+    handle: bytes
+    num_bytes: int
+    offset: int
+    counter: bytes
+    counter_offset: int
+    process_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Layout of one rank's arena. The header, at `header_offset`, has memory of its own, on the host.
+
+    device_uuid: of the GPU that holds the entries; empty in host memory. Their memory is chunks of these sizes, or `ipc_memory`.
     """
 
     rank: int
@@ -72,12 +85,13 @@ class Manifest:
     entries: tuple[Entry, ...]
     device_uuid: str = ""
     chunk_bytes: tuple[int, ...] = ()
+    ipc_memory: IpcMemory | None = None
 
     def digest(self) -> str:
         """Hex SHA-256 over everything in the manifest."""
         digest = hashlib.sha256()
         digest.update(repr((self.rank, self.num_ranks, self.arena_bytes, self.header_offset)).encode())
-        digest.update(repr((self.device_uuid, self.chunk_bytes)).encode())
+        digest.update(repr((self.device_uuid, self.chunk_bytes, self.ipc_memory)).encode())
         for entry in self.entries:
             fields = (entry.name, entry.dtype, entry.global_shape, entry.row_start, entry.num_rows, entry.offset)
             digest.update(repr(fields).encode())
@@ -89,17 +103,22 @@ def header_bytes(num_entries: int) -> int:
 
 
 def lay_out(entries: Sequence[Entry], *, rank: int, num_ranks: int) -> Manifest:
-    """Gives every entry an aligned place behind the header, in the order given. Raises BadHandle as `check` does."""
-    end = header_bytes(len(entries))
+    """Gives every entry an aligned place, in the order given; says nothing of memory yet. Raises BadHandle as `check` does."""
+    placed, arena_bytes = place(entries)
+    manifest = Manifest(rank=rank, num_ranks=num_ranks, arena_bytes=arena_bytes, header_offset=0, entries=tuple(placed))
+    check(manifest)
+    return manifest
+
+
+def place(entries: Iterable[Entry]) -> tuple[list[Entry], int]:
+    """The entries one behind the other, aligned, and the bytes that they take together. Raises BadHandle for one that makes no sense."""
+    end = 0
     placed: list[Entry] = []
     for entry in entries:
         _check_content(entry)
-        start = _aligned(end)
-        placed.append(replace(entry, offset=start))
-        end = start + entry.num_bytes
-    manifest = Manifest(rank=rank, num_ranks=num_ranks, arena_bytes=_aligned(end), header_offset=0, entries=tuple(placed))
-    check(manifest)
-    return manifest
+        placed.append(replace(entry, offset=end))
+        end = _aligned(end + entry.num_bytes)
+    return placed, end
 
 
 def check(manifest: Manifest) -> None:
@@ -110,7 +129,7 @@ def check(manifest: Manifest) -> None:
         _check_content(entry)
     _check_names(manifest)
     _check_places(manifest)
-    _check_chunks(manifest)
+    _check_memory(manifest)
 
 
 def check_complete(manifests: Sequence[Manifest]) -> None:
@@ -151,6 +170,7 @@ def to_proto(manifest: Manifest) -> weights_pb2.WeightManifest:
         ],
         device_uuid=manifest.device_uuid,
         chunk_bytes=manifest.chunk_bytes,
+        ipc_memory=None if manifest.ipc_memory is None else weights_pb2.IpcMemory(**asdict(manifest.ipc_memory)),
     )
 
 
@@ -174,9 +194,14 @@ def from_proto(message: weights_pb2.WeightManifest) -> Manifest:
         ),
         device_uuid=message.device_uuid,
         chunk_bytes=tuple(message.chunk_bytes),
+        ipc_memory=_ipc_from_proto(message.ipc_memory) if message.HasField("ipc_memory") else None,
     )
     check(manifest)
     return manifest
+
+
+def _ipc_from_proto(message: weights_pb2.IpcMemory) -> IpcMemory:
+    return IpcMemory(**{field.name: getattr(message, field.name) for field in fields(IpcMemory)})
 
 
 def _aligned(offset: int) -> int:
@@ -204,8 +229,7 @@ def _check_names(manifest: Manifest) -> None:
 
 
 def _check_places(manifest: Manifest) -> None:
-    spans = [(manifest.header_offset, manifest.header_offset + header_bytes(len(manifest.entries)), "header")]
-    spans += [(entry.offset, entry.offset + entry.num_bytes, entry.name) for entry in manifest.entries]
+    spans = [(entry.offset, entry.offset + entry.num_bytes, entry.name) for entry in manifest.entries]
     for start, end, name in spans:
         if start % ALIGNMENT:
             raise BadHandle(f"{name}: offset {start} is not a multiple of {ALIGNMENT}", tensor=name)
@@ -216,14 +240,31 @@ def _check_places(manifest: Manifest) -> None:
             raise BadHandle(f"{name} and {next_name} overlap in the arena of rank {manifest.rank}", tensor=next_name)
 
 
-def _check_chunks(manifest: Manifest) -> None:
-    chunks = manifest.chunk_bytes
-    if not manifest.device_uuid and not chunks:
+def _check_memory(manifest: Manifest) -> None:
+    """Raises BadHandle unless the memory that the manifest names, if it names any, holds the arena."""
+    chunks, ipc = manifest.chunk_bytes, manifest.ipc_memory
+    if not manifest.entries or not (manifest.device_uuid or chunks or ipc):
         return
-    if not 0 < len(chunks) <= MAX_CHUNKS or min(chunks) < 1 or sum(chunks) < manifest.arena_bytes or not manifest.device_uuid:
+    if ipc is not None:
+        _check_ipc(manifest, ipc)
+    elif not 0 < len(chunks) <= MAX_CHUNKS or min(chunks) < 1 or sum(chunks) < manifest.arena_bytes:
         raise BadHandle(
-            f"rank {manifest.rank}: {len(chunks)} chunks of {sum(chunks)} bytes on GPU {manifest.device_uuid!r} cannot hold an "
-            f"arena of {manifest.arena_bytes} bytes (1 to {MAX_CHUNKS} chunks)",
+            f"rank {manifest.rank}: {len(chunks)} chunks of {sum(chunks)} bytes cannot hold an arena of {manifest.arena_bytes} bytes "
+            f"(1 to {MAX_CHUNKS} chunks)",
+            rank=manifest.rank,
+        )
+
+
+def _check_ipc(manifest: Manifest, ipc: IpcMemory) -> None:
+    if manifest.chunk_bytes or not manifest.device_uuid:
+        raise BadHandle(f"rank {manifest.rank}: memory is either an IPC handle on a GPU or chunks", rank=manifest.rank)
+    if not _IPC_HANDLE_BYTES <= len(ipc.handle) <= _MAX_NAME or len(ipc.counter) > _MAX_NAME:
+        raise BadHandle(
+            f"rank {manifest.rank}: an IPC handle of {len(ipc.handle)} bytes is cut or of a wrong form", rank=manifest.rank
+        )
+    if ipc.num_bytes < manifest.arena_bytes:
+        raise BadHandle(
+            f"rank {manifest.rank}: an allocation of {ipc.num_bytes} bytes cannot hold an arena of {manifest.arena_bytes} bytes",
             rank=manifest.rank,
         )
 

@@ -1,0 +1,225 @@
+"""Published weights in chunks of the native library, on a host or a GPU: handed out as descriptors, mapped read-only by peers."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from tasuki.memory.arena import Access, Arena, Export, Import, SharedChunk
+from tasuki.memory.granularity import equal_chunks
+from tasuki.memory.tags import MemoryTag
+from tasuki.transport.device import device_uuid
+from tasuki.transport.manifest import ALIGNMENT, Entry, Manifest, place
+from tasuki.transport.weight_arena import PeerMemory
+from tasuki.v1 import weights_pb2
+from tasuki.wire.errors import BadHandle, InternalError
+
+
+def new_arena(num_bytes: int, *, device: torch.device) -> Arena:
+    """For one block of copies."""
+    most = equal_chunks(num_bytes, device=device.type)
+    name = "cpu" if device.type == "cpu" else f"cuda:{device.index}"
+    return Arena(MemoryTag.EXPORT, device=name, min_chunk_bytes=2 << 20, max_chunk_bytes=most)
+
+
+class ExportedChunks:
+    """Open descriptors of chunks that follow each other in a peer's eyes, arena after arena."""
+
+    def __init__(self) -> None:
+        self.fds: list[int] = []
+        self.sizes: list[int] = []
+        self._exports: list[Export] = []
+        self._places: list[tuple[int, int, int]] = []  # address, bytes, bytes of all chunks before it
+
+    def add(self, arena: Arena, spans: Sequence[tuple[int, int]]) -> None:
+        """The chunks of `arena` in which bytes of `spans` (address, bytes) lie; peers get no others."""
+        export = arena.export(Access.READ_ONLY)
+        self._exports.append(export)
+        for chunk in export.chunks:
+            start, end = export.base + chunk.offset, export.base + chunk.offset + chunk.num_bytes
+            if any(address < end and start < address + num_bytes for address, num_bytes in spans):
+                self._places.append((start, chunk.num_bytes, sum(self.sizes)))
+                self.fds.append(chunk.fd)
+                self.sizes.append(chunk.num_bytes)
+            else:
+                os.close(chunk.fd)
+        export.chunks = []
+        self._places.sort()
+
+    def offset_of(self, address: int, num_bytes: int) -> int | None:
+        """Where these bytes begin for a peer; None unless all of them are in the chunks."""
+        index = bisect_right(self._places, address, key=lambda place: place[0]) - 1
+        if index < 0:
+            return None
+        start, size, before = self._places[index]
+        offset, end = before + address - start, before + size
+        for following in self._places[index + 1 :]:
+            if end >= offset + num_bytes or following[0] != start + size or following[2] != end:
+                break
+            start, size, before = following
+            end += size
+        return offset if end >= offset + num_bytes else None
+
+    def close(self) -> None:
+        """Idempotent. What peers have mapped they keep."""
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = []
+        for export in self._exports:
+            export.close()
+        self._exports = []
+
+
+class ChunkMemory:
+    """Memory of one rank's published tensors: parameters where they are, the others as copies.
+
+    parameters: the arena whose tensors are published in place when they have the published dtype.
+    """
+
+    def __init__(self, *, parameters: Arena | None, device: torch.device) -> None:
+        self._device, self._parameters = device, parameters
+        self._copies: Arena | None = None
+        self._block: tuple[int, int] | None = None
+        self._exported = ExportedChunks()
+
+    @property
+    def kind(self) -> weights_pb2.HandleKind.ValueType:
+        return weights_pb2.HANDLE_KIND_CUDA_VMM_FD if self._device.type == "cuda" else weights_pb2.HANDLE_KIND_HOST_MEMFD
+
+    @property
+    def copies(self) -> Arena | None:
+        """The arena of the copies; None when there are none."""
+        return self._copies
+
+    @property
+    def fds(self) -> Sequence[int]:
+        return self._exported.fds
+
+    def open(self, manifest: Manifest, sources: Sequence[torch.Tensor]) -> tuple[Manifest, list[torch.Tensor]]:
+        """Fresh descriptors. Returns the manifest with places and chunks, and its tensors: a parameter's own or memory for its copy.
+
+        sources: what is published, one tensor for each entry. Raises OutOfGpuMemory; WrongPhase while the arenas sleep.
+        """
+        self.let_go()
+        entries = list(manifest.entries)
+        tensors = list(sources)
+        offsets = self._in_place(entries, sources)
+        copied = [index for index in range(len(entries)) if index not in offsets]
+        placed, num_bytes = place(entries[index] for index in copied)
+        if num_bytes:
+            arena, address = self._allocate(num_bytes)
+            self._exported.add(arena, [(address, num_bytes)])
+            start = self._exported.offset_of(address, num_bytes)
+            assert start is not None, "a block lies in its arena's chunks"
+            for index, entry in zip(copied, placed, strict=True):
+                offsets[index] = start + entry.offset
+            view = arena.view(address, num_bytes) if self._device.type == "cpu" else None
+            for index, tensor in zip(
+                copied, tensors_at(address, placed, num_bytes, device=self._device, view=view), strict=True
+            ):
+                tensors[index] = tensor
+        return self._complete(manifest, [replace(entry, offset=offsets[index]) for index, entry in enumerate(entries)]), tensors
+
+    def let_go(self) -> None:
+        """Closes every descriptor, so that a pause of the arenas gives the memory back. Idempotent."""
+        self._exported.close()
+        self._exported = ExportedChunks()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.let_go()
+        if self._copies is not None:
+            if self._block is not None:
+                self._copies.free(self._block[0])
+            self._copies.close()
+            self._copies = self._block = None
+
+    def _in_place(self, entries: Sequence[Entry], sources: Sequence[torch.Tensor]) -> dict[int, int]:
+        """Offset of every entry that a peer can read where the trainer has it."""
+        if self._parameters is None:
+            return {}
+        spans = {
+            index: (source.data_ptr(), source.nbytes)
+            for index, (entry, source) in enumerate(zip(entries, sources, strict=True))
+            if source.dtype is getattr(torch, entry.dtype) and source.is_contiguous()
+        }
+        if spans:
+            self._exported.add(self._parameters, list(spans.values()))
+        offsets = {index: self._exported.offset_of(*span) for index, span in spans.items()}
+        return {index: offset for index, offset in offsets.items() if offset is not None and offset % ALIGNMENT == 0}
+
+    def _allocate(self, num_bytes: int) -> tuple[Arena, int]:
+        if self._copies is None:
+            self._copies = new_arena(num_bytes, device=self._device)
+        if self._block is not None and self._block[1] != num_bytes:
+            self._copies.free(self._block[0])
+            self._block = None
+        if self._block is None:
+            self._block = self._copies.allocate(num_bytes), num_bytes
+        return self._copies, self._block[0]
+
+    def _complete(self, manifest: Manifest, entries: Sequence[Entry]) -> Manifest:
+        sizes = tuple(self._exported.sizes)
+        uuid = device_uuid(self._device) if self._device.type == "cuda" else ""
+        return replace(manifest, arena_bytes=sum(sizes), entries=tuple(entries), device_uuid=uuid, chunk_bytes=sizes)
+
+
+class ImportedChunks(PeerMemory):
+    """A peer's chunks, read-only. Raises BadHandle for anything that is not exactly what the manifest says."""
+
+    def __init__(self, manifest: Manifest, fds: Sequence[int], *, device: torch.device) -> None:
+        self._manifest, self._device = manifest, device
+        name = "cpu" if device.type == "cpu" else f"cuda:{device.index}"
+        self._import = self._checked(lambda: Import(self._chunks(fds), device=name, access=Access.READ_ONLY))
+
+    def tensors(self) -> list[torch.Tensor]:
+        # They say they are on `device`, whichever GPU the memory is on: there it is mapped, and there the kernels run.
+        manifest, num_bytes = self._manifest, self._manifest.arena_bytes
+        view = self._import.view(0, num_bytes) if self._device.type == "cpu" else None
+        return tensors_at(self._import.base, manifest.entries, num_bytes, device=self._device, view=view)
+
+    def drop(self) -> None:
+        self._import.drop()
+
+    def renew(self, fds: Sequence[int]) -> None:
+        self._checked(lambda: self._import.renew(self._chunks(fds)))
+
+    def close(self) -> None:
+        self._import.close()
+
+    def _chunks(self, fds: Sequence[int]) -> list[SharedChunk]:
+        sizes = self._manifest.chunk_bytes
+        return [SharedChunk(*one) for one in zip(list(accumulate(sizes, initial=0))[:-1], sizes, fds, strict=True)]
+
+    def _checked(self, call: Callable[[], Any]) -> Any:
+        rank = self._manifest.rank
+        try:
+            return call()
+        except (BadHandle, InternalError) as error:
+            raise BadHandle(f"rank {rank} sent memory that {self._device} does not map: {error}", rank=rank) from error
+
+
+def tensors_at(
+    address: int, entries: Sequence[Entry], num_bytes: int, *, device: torch.device, view: Any = None
+) -> list[torch.Tensor]:
+    """The entries in the bytes from `address` on. view: the same bytes as a buffer, for the host."""
+    if device.type == "cuda":
+        storage: Any = torch._C._construct_storage_from_data_pointer(address, device, num_bytes)
+        return [tensor_in(storage, entry, device=device) for entry in entries]
+    # torch knows no read-only tensors; a write to a peer's would be stopped by the page protection.
+    storage = torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
+    return [tensor_in(storage, entry, device=device) for entry in entries]
+
+
+def tensor_in(storage: torch.UntypedStorage, entry: Entry, *, device: torch.device) -> torch.Tensor:
+    """The entry in the storage of an arena."""
+    dtype: torch.dtype = getattr(torch, entry.dtype)
+    flat = torch.empty(0, dtype=dtype, device=device)
+    flat.set_(storage, entry.offset // dtype.itemsize, (entry.numel,), (1,))
+    return flat.view(entry.shape)

@@ -1,0 +1,26 @@
+"""GPUs by the name that CUDA gives them in every process and container, and which of them can read which."""
+
+from __future__ import annotations
+
+import torch
+
+from tasuki.transport.manifest import Manifest
+from tasuki.wire.errors import BadHandle
+
+
+def device_uuid(device: torch.device) -> str:
+    """As CUDA names the GPU, in every process and container."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def check_reach(manifest: Manifest, device: torch.device) -> None:
+    """Raises BadHandle unless `device` can read the GPU on which the manifest's memory is."""
+    visible = {device_uuid(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}
+    owner = visible.get(manifest.device_uuid)
+    if owner is None or (owner != device.index and not torch.cuda.can_device_access_peer(device, owner)):
+        raise BadHandle(
+            f"trainer rank {manifest.rank} publishes on GPU {manifest.device_uuid}, which {device} ({device_uuid(device)}) cannot "
+            f"read; visible here: {', '.join(visible)}",
+            rank=manifest.rank,
+            device_uuid=manifest.device_uuid,
+        )

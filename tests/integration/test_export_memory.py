@@ -1,0 +1,306 @@
+"""Where published weights lie: in the parameters themselves or in a copy, memory that stays over OFFLOAD or leaves and comes anew."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tasuki.memory import arena as native
+from tasuki.memory.allocator import NativeAllocator
+from tasuki.memory.arena import Keep
+from tasuki.memory.tags import MemoryTag
+from tasuki.rollout.receive import WeightReceiver
+from tasuki.transport.export import ExportMemory, Shard, WeightExport
+from tasuki.transport.imported_weights import ImportedWeights, import_weights
+from tasuki.transport.verify import ReceivedPiece, check_received
+from tasuki.v1 import weights_pb2
+from tasuki.wire.errors import BadHandle, OutOfGpuMemory, VersionOrder
+from tests.models import poison
+
+WEIGHTS, EXPORT = MemoryTag.WEIGHTS, MemoryTag.EXPORT
+MIB = 1 << 20
+# The small one is below what a region on a CPU puts into its arena: it is always a copy.
+SHAPES = {"large": (512, 1024), "odd": (999, 77), "small": (40,)}
+
+
+class Engine(nn.Module):
+    """Every tensor as it is in the checkpoint, the rows of `large` twice."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        for name, shape in {**SHAPES, "again": SHAPES["large"]}.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False))
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for name, loaded in weights:
+            self._parameters[name].data.copy_(loaded)
+            if name == "large":
+                self.again.data.copy_(loaded)
+
+
+class TrainerRank:
+    """One rank's tensors in the arena of `weights`, beside others that are nobody's business, and their export."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: torch.dtype,
+        published: torch.dtype,
+        in_place: bool,
+        leaves: bool,
+        rank: int = 0,
+        num_ranks: int = 1,
+    ) -> None:
+        self.keep = Keep.CHUNKS if in_place and not leaves else Keep.CONTENT
+        self.allocator = NativeAllocator(tags=[WEIGHTS], device="cpu", keep={WEIGHTS: self.keep})
+        self.leaves, self.published = leaves, published
+        shards = []
+        with self.allocator.region(WEIGHTS):
+            self.before = torch.full((3 * MIB,), 7, dtype=torch.uint8)
+            for name, shape in SHAPES.items():
+                rows = -(-shape[0] // num_ranks)
+                count = min(rows, shape[0] - rank * rows)
+                shards.append(Shard(name, shape, rank * rows, torch.randn((count, *shape[1:])).to(dtype)))
+            self.after = torch.full((20 * MIB,), 7, dtype=torch.uint8)
+        self.tensors = {shard.name: shard.local for shard in shards}
+        memory = ExportMemory(self.allocator.arena(WEIGHTS) if in_place else None, leaves=leaves)
+        self.export = WeightExport(
+            shards, rank=rank, num_ranks=num_ranks, dtype=published, socket_path=folder / f"w{rank}.sock", memory=memory
+        )
+
+        assert self.export.copies is not None
+        self.allocator.adopt(EXPORT, self.export.copies)
+
+    def publish(self, version: int) -> weights_pb2.PublishedWeights:
+        self.allocator.resume([EXPORT])
+        self.export.publish(version)
+        return weights_pb2.PublishedWeights(policy_version=version, boot_id="boot", handles=[self.export.handle()])
+
+    def offload(self) -> int:
+        if not self.leaves:
+            return self.allocator.pause([WEIGHTS])
+        with self.export.leaving():
+            return self.allocator.pause([WEIGHTS, EXPORT])
+
+    def load(self) -> None:
+        self.allocator.resume([WEIGHTS])
+        self.export.withdraw()
+
+    def train(self) -> None:
+        for tensor in self.tensors.values():
+            tensor.add_(1)
+
+    def close(self) -> None:
+        self.export.close()
+
+
+Start = Callable[..., TrainerRank]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    with ExitStack() as stack:
+
+        def make(**settings: object) -> TrainerRank:
+            rank = TrainerRank(tmp_path, **settings)
+            stack.callback(rank.close)
+            return rank
+
+        yield make
+
+
+def receive(receiver: WeightReceiver, weights: weights_pb2.PublishedWeights) -> None:
+    """A sync, with a front that lets go as the ranks do."""
+    front = import_weights(weights, timeout_s=2)
+    pieces = [ReceivedPiece(0, *sums) for sums in receiver.receive(weights, import_timeout_s=2).checksums]
+    check_received(pieces, front)
+    front.close()
+
+
+def assert_holds(receiver: WeightReceiver, trainer: TrainerRank) -> None:
+    for name, parameter in receiver.model.named_parameters():
+        wanted = trainer.tensors["large" if name == "again" else name].to(trainer.published).to(parameter.dtype)
+        assert torch.equal(parameter.data, wanted), name
+
+
+MODES = [
+    pytest.param({"dtype": torch.float32, "published": torch.float32, "in_place": True}, id="float32 in place"),
+    pytest.param({"dtype": torch.bfloat16, "published": torch.bfloat16, "in_place": True}, id="bfloat16 in place"),
+    pytest.param({"dtype": torch.float32, "published": torch.float32, "in_place": False}, id="float32 copied"),
+    pytest.param({"dtype": torch.float32, "published": torch.bfloat16, "in_place": False}, id="cast"),
+    pytest.param({"dtype": torch.float32, "published": torch.bfloat16, "in_place": True}, id="of another dtype than in place"),
+]
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves"])
+@pytest.mark.parametrize("mode", MODES)
+def test_round_after_round_arrives_bit_for_bit_by_one_plan(start: Start, mode: dict[str, object], leaves: bool) -> None:
+    trainer = start(**mode, leaves=leaves)
+    receiver = WeightReceiver(Engine(mode["published"]))
+    plan = None
+    for version in range(3):
+        weights = trainer.publish(version)
+        poison(receiver.model)
+        receive(receiver, weights)
+        assert_holds(receiver, trainer)
+        assert plan in (None, receiver.plan), "what was recorded holds on"
+        plan = receiver.plan
+        trainer.offload()
+        trainer.load()
+        assert_holds(receiver, trainer)
+        trainer.train()
+
+
+def test_parameters_in_place_are_not_copied_and_others_of_their_arena_are_not_shared(start: Start) -> None:
+    trainer = start(dtype=torch.float32, published=torch.float32, in_place=True, leaves=False)
+    tensors = trainer.export._arena.tensors
+    assert [held.data_ptr() == own.data_ptr() for held, own in zip(tensors, trainer.tensors.values(), strict=True)] == [
+        True,
+        True,
+        False,
+    ]
+    usage = {usage.tag: usage.total_bytes for usage in trainer.allocator.usage()}
+    assert usage[EXPORT] == 2 * MIB  # the smallest chunk, for the small tensor
+    assert sum(trainer.export._arena.manifest.chunk_bytes) < usage[WEIGHTS] - 16 * MIB
+
+
+def test_a_change_after_publication_is_seen_by_the_checksum(start: Start) -> None:
+    trainer = start(dtype=torch.float32, published=torch.float32, in_place=True, leaves=False)
+    weights = trainer.publish(0)
+    trainer.tensors["odd"].view(torch.int32)[5, 5] ^= 1
+    with pytest.raises(Exception, match="odd: .*trainer rank 0 changed after it was published"):
+        receive(WeightReceiver(Engine(torch.float32)), weights)
+
+
+def test_kept_parameters_are_readable_while_the_trainer_is_offloaded(start: Start) -> None:
+    trainer = start(dtype=torch.float32, published=torch.float32, in_place=True, leaves=False)
+    wanted = {name: tensor.clone() for name, tensor in trainer.tensors.items()}
+    weights = trainer.publish(0)
+    imported = import_weights(weights, timeout_s=2)
+    trainer.offload()
+    assert all(torch.equal(imported.gathered(name), tensor) for name, tensor in wanted.items())
+    assert imported.is_of(weights)
+    imported.check_version(0)
+    imported.close()
+
+
+def shared_files() -> int:
+    """Bytes of shared memory that this process could still reach, by a mapping or by a descriptor."""
+    files: dict[int, int] = {}
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            if "/memfd:tasuki" in os.readlink(f"/proc/self/fd/{fd}"):
+                status = os.stat(f"/proc/self/fd/{fd}")
+                files[status.st_ino] = status.st_size
+        except FileNotFoundError:
+            continue
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, _, _, _, inode, *name = line.split(maxsplit=5)
+        if name and "/memfd:tasuki" in name[0]:
+            start, end = (int(part, 16) for part in addresses.split("-"))
+            files[int(inode)] = max(files.get(int(inode), 0), end - start)
+    return sum(files.values())
+
+
+def resident_shared_bytes() -> int:
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines["RssShmem"].split()[0]) << 10
+
+
+def test_what_leaves_is_really_gone_from_publisher_and_reader(start: Start) -> None:
+    trainer = start(dtype=torch.float32, published=torch.bfloat16, in_place=False, leaves=True)
+    receiver = WeightReceiver(Engine(torch.bfloat16))
+    held, imported = [shared_files(), resident_shared_bytes()], native.totals().imported_bytes
+    for version in range(3):
+        receive(receiver, trainer.publish(version))
+        assert native.totals().imported_bytes == imported, "a reader holds nothing after it has read"
+        released = trainer.offload()
+        usage = {usage.tag: usage for usage in trainer.allocator.usage()}
+        assert (usage[EXPORT].mapped_bytes, usage[EXPORT].is_paused) == (0, True)
+        assert released == sum(one.total_bytes for one in usage.values()), "nothing of it is held by a descriptor"
+        assert shared_files() <= held[0] - released + 4096
+        assert resident_shared_bytes() < held[1] - 16 * MIB
+        trainer.load()
+
+
+def test_a_reader_that_does_not_let_go_is_accounted_for_by_the_system_alone(start: Start) -> None:
+    trainer = start(dtype=torch.float32, published=torch.bfloat16, in_place=False, leaves=True)
+    before = native.totals().imported_bytes
+    imported = import_weights(trainer.publish(0), timeout_s=2)
+    trainer.offload()
+    assert native.totals().imported_bytes > before
+    with pytest.raises(VersionOrder, match="holds withdrawn"):
+        imported.check_version(0)
+    imported.let_go()
+    assert native.totals().imported_bytes == before
+    imported.close()
+
+
+def test_nothing_is_handed_out_while_the_memory_is_away(start: Start) -> None:
+    trainer = start(dtype=torch.float32, published=torch.bfloat16, in_place=False, leaves=True)
+    weights = trainer.publish(0)
+    trainer.offload()
+    with pytest.raises(BadHandle, match="hands nothing out now"):
+        import_weights(weights, timeout_s=2)
+
+
+def test_a_refused_pause_hands_out_the_same_version_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = start(dtype=torch.float32, published=torch.bfloat16, in_place=False, leaves=True)
+    receiver = WeightReceiver(Engine(torch.bfloat16))
+    weights = trainer.publish(0)
+    with pytest.raises(OutOfGpuMemory), trainer.export.leaving():
+        raise OutOfGpuMemory("no pinned memory", tag="weights", needed_bytes=1, free_bytes=0)
+    receive(receiver, weights)
+    receive(receiver, weights)
+    assert_holds(receiver, trainer)
+
+
+def test_a_publication_without_room_can_be_repeated(start: Start) -> None:
+    trainer = start(dtype=torch.float32, published=torch.bfloat16, in_place=False, leaves=True)
+    receiver = WeightReceiver(Engine(torch.bfloat16))
+    receive(receiver, trainer.publish(0))
+    trainer.offload()
+    trainer.load()
+    native.set_host_budget(native.totals().mapped_bytes + 4096)
+    with pytest.raises(OutOfGpuMemory):
+        trainer.publish(1)
+    native.set_host_budget(0)
+    receive(receiver, trainer.publish(1))
+    assert_holds(receiver, trainer)
+
+
+def test_two_ranks_in_place_make_whole_tensors(tmp_path: Path) -> None:
+    settings = {"dtype": torch.float32, "published": torch.float32, "in_place": True, "leaves": True, "num_ranks": 2}
+    with ExitStack() as stack:
+        ranks = [TrainerRank(tmp_path, rank=rank, **settings) for rank in range(2)]
+        for rank in ranks:
+            stack.callback(rank.close)
+        receiver = WeightReceiver(Engine(torch.float32))
+        for version in range(2):
+            handles = [rank.publish(version).handles[0] for rank in ranks]
+            receive(receiver, weights_pb2.PublishedWeights(policy_version=version, boot_id="boot", handles=handles))
+            for name in SHAPES:
+                assert torch.equal(receiver.model._parameters[name].data, torch.cat([rank.tensors[name] for rank in ranks]))
+            for rank in ranks:
+                rank.offload()
+                rank.load()
+                rank.train()
+
+
+def test_descriptors_are_those_of_before_after_many_rounds(start: Start) -> None:
+    trainer = start(dtype=torch.float32, published=torch.float32, in_place=True, leaves=True)
+    receiver = WeightReceiver(Engine(torch.float32))
+    seen: list[tuple[int, ImportedWeights | None]] = []
+    for version in range(4):
+        receive(receiver, trainer.publish(version))
+        trainer.offload()
+        trainer.load()
+        seen.append((len(os.listdir("/proc/self/fd")), receiver._imported))
+    assert len(set(seen[1:])) == 1

@@ -1,0 +1,196 @@
+"""What is published, whether it stays, and on which GPUs the ranks are: the configuration's choices, and the planner's account of them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from tasuki.config.gpus import Gpus, gpus_of, show_gpus
+from tasuki.config.load import load_config
+from tasuki.config.save import save_config
+from tasuki.config.schema import NodeConfig
+from tasuki.memory.advice import advise, climb
+from tasuki.memory.layout import GB, Checkpointing, Layout, Part
+from tasuki.memory.plan import PlanStage, needed_bytes, node_layout, plan
+from tasuki.memory.presets import MODELS
+from tasuki.wire.errors import InvalidArgument
+
+MODEL = MODELS["qwen2.5-7b"]
+UUIDS = ["GPU-11111111-2222", "GPU-33333333-4444", "GPU-55555555-6666"]
+
+
+def node(*, device: str = "cuda", trainer: dict[str, Any] | None = None, rollout: dict[str, Any] | None = None) -> NodeConfig:
+    tables = {"trainer": trainer or {}, "rollout": rollout or {}}
+    return NodeConfig.model_validate({"state_dir": "s", "model": {"path": "m"}, "device": device, **tables})
+
+
+@pytest.mark.parametrize(
+    ("param_dtype", "dtype", "export", "handles", "expected"),
+    [
+        ("float32", "bfloat16", "auto", "vmm", False),
+        ("float32", "float32", "auto", "vmm", True),
+        ("bfloat16", "bfloat16", "auto", "vmm", True),
+        ("bfloat16", "bfloat16", "copy", "vmm", False),
+        ("bfloat16", "bfloat16", "parameters", "vmm", True),
+        ("bfloat16", "bfloat16", "auto", "ipc", False),
+    ],
+)
+def test_parameters_are_published_where_dtypes_are_equal(
+    param_dtype: str, dtype: str, export: str, handles: str, expected: bool
+) -> None:
+    trainer = {"param_dtype": param_dtype, "export": export, "export_handles": handles}
+    assert node(trainer=trainer, rollout={"dtype": dtype}).exports_parameters is expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"trainer": {"export": "parameters"}}, "needs trainer.param_dtype = float32 to be rollout.dtype = bfloat16"),
+        ({"trainer": {"export_handles": "ipc", "export_stays": False}}, "ipc. is for a copy that stays"),
+        ({"trainer": {"export_handles": "ipc", "export": "parameters"}}, "ipc. is for a copy that stays"),
+        ({"device": "cpu", "trainer": {"export_handles": "ipc"}}, "needs device = .cuda"),
+        ({"trainer": {"devices": ["0"]}}, "for both, trainer and rollout"),
+        ({"device": "cpu", "trainer": {"devices": ["0"]}, "rollout": {"devices": ["0"]}}, "and with device = .cuda"),
+        ({"trainer": {"devices": ["0", "1"]}, "rollout": {"devices": ["0"]}}, "trainer.devices names 2 GPUs for 1 ranks"),
+        ({"trainer": {"devices": ["0"]}, "rollout": {"devices": [UUIDS[0]]}}, "UUIDs or numbers, not both"),
+        ({"trainer": {"devices": ["1", "1"], "num_ranks": 2}}, "names a GPU twice"),
+        ({"trainer": {"devices": ["cuda:0"]}}, "should match pattern"),
+    ],
+)
+def test_choices_that_cannot_be_had_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        node(**settings)
+
+
+# --- GPUs of the ranks
+
+
+def test_by_default_every_rank_is_on_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = node(trainer={"num_ranks": 4}, rollout={"tp_size": 2})
+    assert gpus_of(config) == Gpus((), (0, 1, 2, 3), (0, 1))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    show_gpus(config)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
+
+
+def test_both_services_see_the_gpus_of_both_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    one_on_two = node(trainer={"devices": UUIDS[1:2]}, rollout={"tp_size": 2, "devices": UUIDS[:2]})
+    assert gpus_of(one_on_two) == Gpus((UUIDS[1], UUIDS[0]), (0,), (1, 0))
+    show_gpus(one_on_two)
+    assert (os.environ["CUDA_VISIBLE_DEVICES"], os.environ["CUDA_DEVICE_ORDER"]) == (f"{UUIDS[1]},{UUIDS[0]}", "PCI_BUS_ID")
+    two_beside_one = node(trainer={"num_ranks": 2, "devices": ["3", "1"]}, rollout={"devices": ["0"]})
+    assert gpus_of(two_beside_one) == Gpus(("3", "1", "0"), (0, 1), (2,))
+
+
+def test_devices_and_choices_survive_the_file(tmp_path: Path) -> None:
+    (tmp_path / "node.toml").write_text(
+        'state_dir = "s"\ndevice = "cuda"\n[model]\npath = "m"\n'
+        f'[trainer]\ndevices = ["{UUIDS[0]}"]\nexport_stays = false\nparam_dtype = "bfloat16"\n[rollout]\ndevices = ["{UUIDS[1]}"]\n'
+    )
+    config = load_config(tmp_path / "node.toml")
+    config.state_dir.mkdir()
+    save_config(config, tmp_path / "saved.toml")
+    assert load_config(tmp_path / "saved.toml") == config
+    assert (config.trainer.devices, config.trainer.export_stays) == ((UUIDS[0],), False)
+
+
+# --- the planner
+
+
+def h200s(**settings: Any) -> Layout:
+    """7B on four of them."""
+    given: dict[str, Any] = {"num_gpus": 4, "num_ranks": 4, "num_engines": 4, "kv_ratio": 0.6} | settings
+    given = {"checkpointing": Checkpointing.FULL, "accumulates": False} | given
+    return Layout(model=MODEL, gpu_bytes=141 * GB, host_bytes=2000 * GB, **given)
+
+
+def present(layout: Layout, part: Part) -> set[PlanStage]:
+    """Stages in which the first GPU holds the part."""
+    return {stage.stage for stage in plan(layout).stages if part in stage.gpus[0]}
+
+
+RISING = {PlanStage.LOAD_WEIGHTS, PlanStage.RESUME_WEIGHTS, PlanStage.SYNC}
+
+
+def test_a_copy_that_leaves_is_there_from_load_weights_to_sync_alone() -> None:
+    assert present(h200s(), Part.EXPORT) == set(PlanStage)
+    leaving = h200s(export_stays=False)
+    assert present(leaving, Part.EXPORT) == RISING
+    grown = needed_bytes(plan(leaving), PlanStage.LOAD_WEIGHTS).gpus[0]
+    assert grown[Part.EXPORT] == pytest.approx(2 * MODEL.num_parameters / 4, rel=0.01)
+    freed = plan(h200s()).stage(PlanStage.ROLLOUT).gpu_bytes - plan(leaving).stage(PlanStage.ROLLOUT).gpu_bytes
+    assert freed == grown[Part.EXPORT]
+
+
+def test_published_parameters_need_no_copy_and_stay_or_leave_themselves() -> None:
+    in_place = h200s(param_bytes=2, exports_parameters=True)
+    assert present(in_place, Part.EXPORT) == set()
+    assert present(in_place, Part.TRAINER_WEIGHTS) == set(PlanStage)
+    assert Part.TRAINER_WEIGHTS not in plan(in_place).stage(PlanStage.ROLLOUT).host
+    leaving = replace(in_place, export_stays=False)
+    assert PlanStage.ROLLOUT not in present(leaving, Part.TRAINER_WEIGHTS)
+    assert Part.TRAINER_WEIGHTS in plan(leaving).stage(PlanStage.ROLLOUT).host
+
+
+def test_bfloat16_parameters_take_half_of_weights_gradients_and_moments() -> None:
+    tags = (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER)
+    whole, half = (plan(h200s(param_bytes=size)).stage(PlanStage.LOAD_WEIGHTS).gpus[0] for size in (4, 2))
+    for tag in tags:
+        assert half[tag] == pytest.approx(whole[tag] / 2, rel=0.1)
+
+
+def test_a_dtype_that_the_engine_does_not_have_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="exports_parameters"):
+        h200s(exports_parameters=True)
+
+
+def test_advice_names_the_setting_that_lets_the_copy_leave() -> None:
+    crowded = h200s(kv_ratio=0.95)
+    planned = plan(crowded)
+    assert not planned.fits
+    assert planned.gpu_peak.stage in (PlanStage.RESUME_KV, PlanStage.ROLLOUT, PlanStage.DRAIN)
+    first = advise(planned).ladder[0]
+    assert (first.setting, first.old, first.new, first.is_available) == ("trainer.export_stays", "true", "false", True)
+    assert first.plan.fits
+
+
+def test_advice_names_publishing_parameters_where_their_dtype_allows_it() -> None:
+    layout = h200s(param_bytes=2, kv_ratio=0.2, micro_batch_tokens=1024, context_length=1024, export_stays=False)
+    layout = replace(layout, empties_cache=True)
+    synced = plan(layout).stage(PlanStage.SYNC)
+    short = plan(replace(layout, gpu_bytes=synced.gpu_bytes - synced.gpus[0][Part.EXPORT] + GB))
+    assert not short.fits and short.gpu_peak.stage is PlanStage.RESUME_WEIGHTS
+    assert "trainer.export" in {rung.setting for rung in climb(short)}
+
+
+def test_what_the_configuration_leaves_open_stays_where_it_fits() -> None:
+    def stays(kv_ratio: float, **trainer: Any) -> bool:
+        settings = {"gradient_checkpointing": True, "micro_batch_tokens": 2048, "num_ranks": 4, **trainer}
+        config = node(
+            trainer=settings, rollout={"kv_ratio": kv_ratio, "context_length": 2048, "tp_size": 4, "max_running_requests": 2048}
+        )
+        return node_layout(config, MODEL, gpu_bytes=141 * GB, host_bytes=2000 * GB).export_stays
+
+    assert stays(0.6)
+    assert not stays(0.95)
+    assert stays(0.95, export_stays=True)
+    assert not stays(0.6, export_stays=False)
+
+
+def test_ranks_are_planned_on_the_gpus_that_they_have() -> None:
+    config = node(trainer={"num_ranks": 2, "devices": ["2", "3"]}, rollout={"devices": ["0"]})
+    planned = plan(node_layout(config, MODEL, gpu_bytes=141 * GB, host_bytes=2000 * GB))
+    training, serving = planned.stage(PlanStage.TRAIN).gpus, planned.stage(PlanStage.ROLLOUT).gpus
+    assert [Part.TRAINER_WEIGHTS in parts for parts in training] == [True, True, False]
+    assert [Part.KV_CACHE in parts for parts in serving] == [False, False, True]
+    alone = plan(node_layout(node(), MODEL, gpu_bytes=141 * GB, host_bytes=2000 * GB))
+    assert planned.kv_pool.num_bytes >= alone.kv_pool.num_bytes, "no trainer is in the way there"
+    with pytest.raises(InvalidArgument, match="rank_gpus"):
+        replace(planned.layout, rank_gpus=(0, 7))
