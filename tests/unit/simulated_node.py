@@ -142,6 +142,10 @@ class SimulatedNode:
         self._recovery.cancel()
         await self.node.stop()
 
+    async def restart_coordinator(self) -> None:
+        await self._bury_coordinator()
+        self._start_coordinator()
+
     async def ask(self, operation: Callable[[], Operation]) -> TasukiError | None:
         """Has the coordinator, and its successors, carry an operation out, as a client that asks again does. Returns its error."""
         async with asyncio.timeout(_NEVER_S):

@@ -1,0 +1,52 @@
+"""A process that writes the journal is killed 500 times, wherever it happens to be: nothing that it acknowledged is lost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tasuki.coordinator.audit import audit
+from tasuki.coordinator.history import History, read_history
+from tests.conftest import ENVIRONMENT
+from tests.unit.test_simulation import memory_folder
+
+WRITER = Path(__file__).with_name("journal_writer.py")
+NUM_KILLS, BATCH, SEED = 500, 50, 5
+
+
+def test_500_kills_lose_nothing_that_was_acknowledged() -> None:
+    # A killed process leaves to the system what it has written; only a machine that loses its power asks for a real disk.
+    with tempfile.TemporaryDirectory(dir=memory_folder()) as folder:
+        journal = Path(folder) / "journal.sqlite"
+        lives: list[list[str]] = []
+        for seed in range(SEED, SEED + NUM_KILLS // BATCH):
+            lives += kill_writers(journal, seed)
+            history = read_history(journal)
+            violation = audit(history).violation
+            assert violation is None, f"after {len(lives)} kills: {violation}"
+        acknowledged = [line for life in lives for line in life]
+        lines = kept(history)
+        assert [line for line in acknowledged if line not in lines] == []
+    assert len(lives) == NUM_KILLS
+    assert len(acknowledged) > 10 * NUM_KILLS
+    last_words = {life[-1].split()[0] for life in lives if life}
+    assert last_words == {"epoch", "changeover", "intent", "result", "ending"}, "somewhere no writer was killed"
+
+
+def kill_writers(journal: Path, seed: int) -> list[list[str]]:
+    argv = [sys.executable, str(WRITER), str(journal), str(BATCH), str(seed)]
+    done = subprocess.run(argv, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def kept(history: History) -> set[str]:
+    """Every line that a writer may have said about what is in the journal."""
+    lines = {f"epoch {epoch}" for epoch in history.epochs}
+    lines |= {f"changeover {one.id}" for one in history.changeovers}
+    lines |= {f"ending {one.changeover_id}" for one in history.endings}
+    lines |= {f"intent {one.id}" for one in history.intents}
+    return lines | {f"result {one.id}" for one in history.results}

@@ -1,0 +1,164 @@
+"""Hypothesis asks a node for anything in any order, while calls, services, disk and coordinator fail: no promise is ever broken.
+
+The promises are asserted where they are kept: the simulated services (a version is received before it is served, no sample is trained
+twice, one holder of the GPUs, versions grow), the command gate's count of executions, and the audit of the journal at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from pathlib import Path
+from random import Random
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
+from tasuki.coordinator.phases import Phase, Service, Stage, phase_of
+from tasuki.wire.errors import (
+    DeadlineExceeded,
+    DiskFull,
+    EnginePoisoned,
+    OutOfGpuMemory,
+    PeerUnavailable,
+    WeightsCorrupt,
+    WrongPhase,
+)
+from tests.unit.simulated_node import CrashPoint, Fault, SimulatedNode
+from tests.unit.test_simulation import memory_folder
+from tests.unit.virtual_time import VirtualTimeLoop
+
+MIN_STEPS = 10_000
+EXPECTED = (DeadlineExceeded, DiskFull, EnginePoisoned, OutOfGpuMemory, PeerUnavailable, WeightsCorrupt)
+"""What a changeover may end in when this goes wrong; anything else is a muddle of the coordinator's own."""
+
+
+def faults(num_calls: int) -> st.SearchStrategy[list[Fault | None]]:
+    """What goes wrong with the next calls, one by one: mostly nothing."""
+
+    def draw(seed: int) -> list[Fault | None]:
+        random = Random(seed)
+        share = random.choice((0.0, 0.1, 0.2))
+        return [random.choice(list(Fault)) if random.random() < share else None for _ in range(num_calls)]
+
+    return st.integers(0, 2**32).map(draw)
+
+
+class NodeMachine(RuleBasedStateMachine):
+    num_steps = num_changeovers = num_crashes = num_kills = num_faults = 0
+
+    @initialize(waits_for_room=st.booleans())
+    def start(self, waits_for_room: bool) -> None:
+        self.folder = Path(tempfile.mkdtemp(dir=memory_folder()))
+        self.runner = asyncio.Runner(loop_factory=VirtualTimeLoop)
+        self.faults: list[Fault | None] = []
+        self.number = 0
+        self.samples = 0
+        self.learned = True
+        self.node = self.runner.run(self._start(waits_for_room))
+
+    async def _start(self, waits_for_room: bool) -> SimulatedNode:
+        return SimulatedNode(self.folder, fault=self._next_fault, waits_for_room=waits_for_room)
+
+    def _next_fault(self) -> Fault | None:
+        fault = self.faults.pop(0) if self.faults else None
+        NodeMachine.num_faults += fault is not None
+        return fault
+
+    def _id(self, name: str) -> str:
+        self.number += 1
+        return f"{name} {self.number}"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "node"):
+            return
+        try:
+            self.runner.run(self._come_to_rest())
+        finally:
+            self.runner.close()
+            shutil.rmtree(self.folder)
+
+    async def _come_to_rest(self) -> None:
+        """When nothing fails any more, whatever is asked for is done at once."""
+        self.faults, self.node.failpoints.armed = [], None
+        assert await self.node.acquire(Phase.ROLLOUT, "at last") is None
+        assert self.node.rollout is not None and self.node.rollout.served == len(self.node.disk.steps)
+        assert await self.node.acquire(Phase.TRAIN, "at the very last") is None
+        found = await self.node.close()
+        assert found.num_unanswered == 0
+        NodeMachine.num_changeovers += found.num_changeovers
+        NodeMachine.num_crashes += self.node.num_crashes
+        NodeMachine.num_kills += self.node.num_kills
+
+    @rule(phase=st.sampled_from(Phase), faults=faults(15))
+    def acquire(self, phase: Phase, faults: list[Fault | None]) -> None:
+        self.faults = faults
+        error = self.runner.run(self.node.acquire(phase, self._id("acquire")))
+        assert error is None or isinstance(error, EXPECTED), repr(error)
+
+    @rule(faults=faults(5))
+    def next_stage_by_hand(self, faults: list[Fault | None]) -> None:
+        at = self.node.node.state().next_stage
+        if at is not None:
+            self.faults = faults
+            self.runner.run(self.node.run_stage(at, self._id("hand")))
+
+    @rule(stage=st.sampled_from(Stage))
+    def any_stage_by_hand(self, stage: Stage) -> None:
+        self.runner.run(self.node.run_stage(stage, self._id("hand")))
+
+    @rule(faults=faults(2))
+    def learn(self, faults: list[Fault | None]) -> None:
+        """A sample whose answer was lost is sent again under the same name, as the client does."""
+        self.faults = faults
+        self.samples += self.learned
+        error = self.runner.run(self.node.learn(f"sample {self.samples}"))
+        self.learned = error is None
+        assert error is None or isinstance(error, (*EXPECTED, WrongPhase)), repr(error)
+
+    @rule(service=st.sampled_from(Service))
+    def kill(self, service: Service) -> None:
+        self.runner.run(self._kill(service))
+
+    async def _kill(self, service: Service) -> None:
+        self.node.kill(service)
+
+    @rule(point=st.sampled_from(CrashPoint), passes=st.integers(0, 6), is_full=st.booleans())
+    def next_journal_write_fails(self, point: CrashPoint, passes: int, is_full: bool) -> None:
+        self.node.failpoints.armed, self.node.failpoints.is_full = (point, passes), is_full
+
+    @rule()
+    def restart_coordinator(self) -> None:
+        self.runner.run(self.node.restart_coordinator())
+
+    @rule(seconds=st.sampled_from((0.05, 0.3, 2.0)))
+    def wait(self, seconds: float) -> None:
+        self.runner.run(asyncio.sleep(seconds))
+
+    @precondition(lambda self: hasattr(self, "node"))
+    @invariant()
+    def nothing_is_broken(self) -> None:
+        NodeMachine.num_steps += 1
+        assert self.node.broken is None
+        assert len(self.node.disk.steps) in (self.samples, self.samples - (not self.learned))
+        at = self.node.node.state().at
+        assert at is None or phase_of(at) in (None, *Phase)
+
+
+def test_ten_thousand_steps_break_no_promise() -> None:
+    run_state_machine_as_test(
+        NodeMachine,
+        settings=settings(
+            derandomize=True,
+            database=None,
+            deadline=None,
+            max_examples=250,
+            stateful_step_count=50,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    counts = {name: value for name, value in vars(NodeMachine).items() if name.startswith("num_")}
+    assert NodeMachine.num_steps >= MIN_STEPS, counts
+    assert min(counts.values()) > 200, counts
