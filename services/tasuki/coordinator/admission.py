@@ -27,6 +27,7 @@ from tasuki.coordinator.room import (
     free_of_host,
     given_by,
     holders,
+    lacks_room,
     margin_bytes,
     moves,
     refusal,
@@ -155,24 +156,29 @@ class Admission:
 
     def _has_room(self, stage: Stage, needed: Bytes) -> bool:
         """As far as is known."""
-        return self._free is not None and needed.keys() <= self._free.keys() and not self._without_room(stage, needed)
+        free = self._free_for(stage)
+        return needed.keys() <= free.keys() and not any(lacks_room(device, size, free) for device, size in needed.items())
 
     def _without_room(self, stage: Stage, needed: Bytes) -> list[Room]:
         """Measured devices that lack room."""
-        free = self._free or {}
-        cached = cached_bytes(self._usages[RULES[stage].service])
-        rooms = [
+        free = self._free_for(stage)
+        return [
             Room(
                 device=device,
                 needed_bytes=size,
-                free_bytes=free[device] + cached.get(device, 0),
+                free_bytes=free[device],
                 margin_bytes=margin_bytes(device),
                 held=holders(device, self._usages, export_bytes=self._export),
             )
             for device, size in needed.items()
-            if size and device in free
+            if lacks_room(device, size, free)
         ]
-        return [room for room in rooms if room.short_bytes]
+
+    def _free_for(self, stage: Stage) -> Bytes:
+        """With what torch only caches in the service that carries `stage` out."""
+        usage = self._usages.get(RULES[stage].service)
+        cached = {} if usage is None else cached_bytes(usage)
+        return {device: size + cached.get(device, 0) for device, size in (self._free or {}).items()}
 
     async def _measure_all(self, stage: Stage) -> bool:
         """Whether both services have answered."""

@@ -22,6 +22,7 @@ TAKES = {Stage.RESUME_WEIGHTS: (MemoryTag.WEIGHTS,), Stage.RESUME_KV: _CACHE, St
 """Tags that a stage wakes."""
 _GIVES = {Stage.OFFLOAD: _TRAINER, Stage.PAUSE_KV: _CACHE, Stage.PAUSE_WEIGHTS: (MemoryTag.WEIGHTS,)}
 _MOST_DEVICES = 4
+_MARGIN = Overheads().margin
 EXPORT = "trainer export"
 
 Bytes = Mapping[str, int]
@@ -111,7 +112,12 @@ def holders(device: str, usages: Mapping[Service, ServiceUsage], *, export_bytes
 
 def margin_bytes(device: str) -> int:
     """What must stay free beside a stage's need: on a GPU what `tasuki plan` leaves, too."""
-    return 0 if device == "cpu" else Overheads().margin
+    return 0 if device == "cpu" else _MARGIN
+
+
+def lacks_room(device: str, needed_bytes: int, free: Bytes) -> bool:
+    """Of a device that was measured, whether it is short for a stage that takes something there."""
+    return needed_bytes > 0 and device in free and needed_bytes + margin_bytes(device) > free[device]
 
 
 def refusal(stage: Stage, rooms: list[Room], *, tags: Sequence[str], config: NodeConfig) -> OutOfGpuMemory:
@@ -173,9 +179,9 @@ def _of(stage: Stage, usage: ServiceUsage, tags: Mapping[Stage, tuple[MemoryTag,
 
 
 def _sums(sizes: Iterable[tuple[str, int]]) -> Bytes:
-    total: Counter[str] = Counter()
+    total: dict[str, int] = {}
     for device, size in sizes:
-        total[device] += size
+        total[device] = total.get(device, 0) + size
     return total
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 _KIB = 1024
@@ -18,7 +19,8 @@ class HostMemory:
 
 def host_memory() -> HostMemory:
     sizes: dict[str, int] = {}
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, value = line.split(":")
-        sizes[name] = int(value.split()[0]) * _KIB
+    with Path("/proc/meminfo").open() as lines:
+        for line in islice(lines, 3):  # MemTotal, MemFree, MemAvailable
+            name, value = line.split(":")
+            sizes[name] = int(value.split()[0]) * _KIB
     return HostMemory(sizes["MemTotal"], sizes["MemAvailable"])

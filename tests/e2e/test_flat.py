@@ -1,0 +1,19 @@
+"""Changeovers leave nothing behind: fifty here, a thousand in tests/chaos/test_flat.py."""
+
+from __future__ import annotations
+
+from tasuki.client import Client
+from tests.conftest import RunningNode
+from tests.footprint import MIB, change_over, footprints, growth
+
+
+def test_fifty_changeovers_leave_no_descriptor_and_no_shared_memory(node: RunningNode) -> None:
+    with Client(state_dir=node.state_dir) as client:
+        change_over(client, num_changeovers=10)
+        before = footprints(node)
+        change_over(client, num_changeovers=50)
+        grown = growth(before, footprints(node))
+    assert len(grown) >= 6  # supervisor, coordinator, torchrun, two ranks, rollout, its engine rank
+    for name, one in grown.items():
+        assert (one.num_fds, one.memfd_bytes, one.shm_bytes) == (0, 0, 0), f"{name} grew by {one}"
+        assert one.rss_bytes < 8 * MIB, f"{name} grew by {one}"
