@@ -82,6 +82,7 @@ class WeightExport:
         self._is_away = False
         self._opened_for: list[int] = []
         self._prepared: tuple[Copies, Checksums] | None = None
+        self._prepared_for: list[int] = []
         with ExitStack() as cleanup:
             self._memory = _memory(memory or ExportMemory(), device=self._device)
             cleanup.callback(self._memory.close)
@@ -160,7 +161,10 @@ class WeightExport:
         manifest, tensors = self._memory.open(self._layout, [shard.local.detach() for shard in self._shards])
         check(manifest)
         self._generation += 1
-        self._opened_for, self._prepared = self._addresses(), None
+        self._opened_for = self._addresses()
+        places = [*self._opened_for, *(tensor.data_ptr() for tensor in tensors)]
+        if places != self._prepared_for:
+            self._prepared, self._prepared_for = None, places
         fds = [self._header_fd, *self._memory.fds]
         return WeightArena(manifest, kind=self._memory.kind, header=self._header, tensors=tensors, fds=fds)
 
