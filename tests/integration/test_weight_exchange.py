@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.memory import EngineMemory
@@ -17,7 +19,9 @@ from tasuki.v1 import types_pb2
 from tasuki.wire.errors import OutOfGpuMemory
 from tests.integration.engine_rank import EngineRanks, engine_ranks, pieces_of
 from tests.integration.published import Published
-from tests.models import CONFIGS
+from tests.integration.trainer_process import TrainerClient, connect, start_trainer
+from tests.integration.trainer_samples import make_samples
+from tests.models import CONFIGS, VOCAB_SIZE, make_model, save_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +75,25 @@ async def test_a_repeated_pause_or_resume_moves_nothing(memory: EngineMemory) ->
 
 
 # --- weights
+
+
+async def test_adapters_arrive_merged_as_the_exported_folder_has_them(ranks: EngineRanks, tmp_path: Path) -> None:
+    model = save_checkpoint(make_model("qwen3", seed=1), tmp_path / "start")
+    trainer = start_trainer(tmp_path / "node", model, num_ranks=2, settings="[trainer.lora]\nrank = 3\nalpha = 12")
+    trainer.wait_until_serving()
+    try:
+        async with connect(trainer) as channel:
+            client = TrainerClient(channel)
+            await client.forward_backward(make_samples(8, vocab_size=VOCAB_SIZE))
+            await client.optim_step(learning_rate=0.05)
+            await client.export(tmp_path / "model")
+            outcomes = ranks.receive(tmp_path / "model", (await client.publish()).weights, tp_size=2)
+    finally:
+        trainer.stop()
+    adapter = load_file(tmp_path / "model" / "adapter" / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in adapter.values()} == {torch.float32}, "masters, whatever forward computes in"
+    assert [outcome.different for outcome in outcomes] == [[], []]
+    assert all(outcome.fallback_names == () for outcome in outcomes)
 
 
 # All of TP 2 first: from then on the first rank is a group of its own.

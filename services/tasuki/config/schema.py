@@ -6,7 +6,7 @@ One table for each service, so a service reads its own and the shared head (`sta
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
@@ -29,6 +29,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 Listen = Annotated[str, AfterValidator(_loopback)]
 Port = Annotated[int, Field(ge=1, le=MAX_PORT)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+LinearName = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 class ModelConfig(Schema):
@@ -47,6 +48,23 @@ class CoordinatorConfig(Schema):
     """How long running requests may go on in DRAIN before they are cut."""
     recovery_timeout_s: PositiveFloat = 1200.0
     """How long a changeover waits for a service that is gone to come back."""
+
+
+class LoraConfig(Schema):
+    """Adapters B A beside the linear layers of a frozen model."""
+
+    rank: PositiveInt = 32
+    """Rows of A and columns of B. Without this table every parameter is trained."""
+    alpha: PositiveFloat = 32.0
+    """An adapter's product counts `alpha / rank` times."""
+    target_modules: Annotated[tuple[LinearName, ...], Field(min_length=1)] = get_args(LinearName)
+    """Linear layers that get an adapter, in every layer of the model. Experts cannot have any."""
+
+    @model_validator(mode="after")
+    def _targets_differ(self) -> LoraConfig:
+        if len(set(self.target_modules)) < len(self.target_modules):
+            raise ValueError("target_modules names one of them twice")
+        return self
 
 
 class TrainerConfig(Schema):
@@ -71,6 +89,8 @@ class TrainerConfig(Schema):
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of forward and backward; master weights and optimizer state are float32."""
     gradient_checkpointing: bool = False
+    lora: LoraConfig | None = None
+    """Trains adapters beside a frozen model, which is then also the reference policy."""
     collective_timeout_s: PositiveFloat = 600.0
     """Time-out of every process group; a rank that is lost is noticed after this."""
     seed: int = 0

@@ -16,9 +16,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from tasuki.algorithms.losses import policy_loss_sums
 from tasuki.config.places import socket_dir
-from tasuki.config.schema import NodeConfig
+from tasuki.config.schema import LoraConfig, NodeConfig
 from tasuki.memory.tags import MemoryTag
 from tasuki.trainer import checkpoint, export
+from tasuki.trainer.lora import adapters_off, merged_rows, trained_parameters
 from tasuki.trainer.memory import TrainerMemory
 from tasuki.trainer.mesh import mesh_device
 from tasuki.trainer.micro_batch import LossBatch, TokenBatch
@@ -83,18 +84,20 @@ class Worker:
         self.has_gradients = False
         torch.manual_seed(config.seed)
         self.memory = TrainerMemory(mesh)
-        self.policy = self._load(torch.float32)
+        # A frozen base is only computed with.
+        self.policy = self._load(torch.float32 if config.lora is None else self._compute_dtype, lora=config.lora)
+        trained = [param for _, param in trained_parameters(self.policy.causal_lm)]
         if config.gradient_checkpointing:
             self.policy.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
         self.policy.train()
         self.optimizer = torch.optim.AdamW(
-            self.policy.causal_lm.parameters(),
+            trained,
             lr=config.learning_rate,
             betas=config.betas,
             eps=config.eps,
             weight_decay=config.weight_decay,
         )
-        self.memory.make_gradients(self.policy.causal_lm.parameters())
+        self.memory.make_gradients(trained)
         self.memory.make_adamw_state(self.optimizer)
         self._reference: Policy | None = None
         self._export: WeightExport | None = None
@@ -169,13 +172,16 @@ class Worker:
         return self._log_probs(self.policy, batches, temperature=temperature)
 
     def reference_log_probs(self, batches: Sequence[TokenBatch], *, temperature: float) -> list[list[float]]:
-        """The same under the frozen start weights, which are loaded at their first use."""
+        """The same under the frozen start weights: the policy's own below its adapters, or loaded at their first use."""
+        if self.config.lora is not None:
+            with adapters_off(self.policy.causal_lm):
+                return self._log_probs(self.policy, batches, temperature=temperature)
         if self._reference is None:
             self._reference = self._load(self._compute_dtype).requires_grad_(False).eval()
         return self._log_probs(self._reference, batches, temperature=temperature)
 
     def publish_weights(self) -> PublishReport:
-        """Writes this rank's shards, in the engine's dtype, where rollout can map them."""
+        """Writes this rank's shards, adapters added, in the engine's dtype, where rollout can map them."""
         if self._export is None:
             rank = self.mesh.get_local_rank()
             self._export = WeightExport(
@@ -185,7 +191,7 @@ class Worker:
                 dtype=getattr(torch, self.node.rollout.dtype),
                 socket_path=socket_dir(self.node.state_dir) / f"weights-{rank}.sock",
             )
-        num_bytes = self._export.publish(self.policy_version)
+        num_bytes = self._export.publish(self.policy_version, replaced=merged_rows(self.policy.causal_lm))
         return PublishReport(handle=self._export.handle(), num_bytes=num_bytes)
 
     def withdraw_weights(self) -> None:
@@ -249,10 +255,13 @@ class Worker:
         architectures = self.model_config.architectures
         assert architectures, "the model was loaded by its architecture"
         return checkpoint.CheckpointFacts(
-            policy_version=self.policy_version, num_ranks=self.mesh.size(), architecture=architectures[0]
+            policy_version=self.policy_version,
+            num_ranks=self.mesh.size(),
+            architecture=architectures[0],
+            lora_rank=None if self.config.lora is None else self.config.lora.rank,
         )
 
-    def _load(self, param_dtype: torch.dtype) -> Policy:
+    def _load(self, param_dtype: torch.dtype, *, lora: LoraConfig | None = None) -> Policy:
         return load_policy(
             self.node.model.path,
             config=self.model_config,
@@ -260,6 +269,8 @@ class Worker:
             param_dtype=param_dtype,
             compute_dtype=self._compute_dtype,
             region=self.memory.region(MemoryTag.WEIGHTS),
+            lora=lora,
+            seed=self.config.seed,
         )
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -48,11 +48,17 @@ class WeightExport:
             kind=self._arena.kind,
         )
 
-    def publish(self, version: int) -> int:
-        """Casts every shard into the arena and marks it as `version`. Returns the bytes published."""
+    def publish(self, version: int, *, replaced: Iterable[tuple[str, torch.Tensor]] = ()) -> int:
+        """Casts every shard into the arena and marks it as `version`. Returns the bytes published.
+
+        replaced: name and rows of tensors that are published in the place of the shards of these names; taken one by one.
+        """
         copies, checksums = self._prepare()
         self._arena.header.write_state(ArenaState.WRITING)
         copies.start()
+        published = {entry.name: held for entry, held in zip(self._arena.manifest.entries, self._arena.tensors, strict=True)}
+        for name, tensor in replaced:
+            published[name].copy_(tensor)
         self._arena.header.write_published(version, checksums.read())
         return sum(entry.num_bytes for entry in self._arena.manifest.entries)
 
