@@ -77,6 +77,15 @@ def test_wrong_key_or_value_is_named(tmp_path: Path, extra: str, overrides: list
     assert refused.value.metadata["field"] == field
 
 
+def test_an_adapter_is_only_served_when_one_is_trained(tmp_path: Path) -> None:
+    file = write(tmp_path, MINIMAL)
+    with pytest.raises(InvalidArgument, match=r'rollout.lora = "adapter" needs a table \[trainer.lora\]'):
+        load_config(file, overrides=["rollout.lora=adapter"])
+    assert load_config(file, overrides=["trainer.lora.rank=8"]).served_adapter is None
+    served = load_config(file, overrides=["trainer.lora.rank=8", "rollout.lora=adapter"]).served_adapter
+    assert served is not None and served.rank == 8
+
+
 def test_missing_key_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="model: required"):
         load_config(write(tmp_path, 'state_dir = "state"\n'))

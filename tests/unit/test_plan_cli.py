@@ -76,8 +76,12 @@ def test_adapters_of_a_nodes_configuration_take_what_their_layers_say(node: Path
     few, _ = parts("trainer.lora.rank=64", 'trainer.lora.target_modules=["q_proj"]')
     assert few["optimizer"] < every["optimizer"] < whole["optimizer"]
     assert few["gradients"] < every["gradients"] < whole["gradients"]
-    # They are published within the weights.
+    # They are published within the weights, or alone; then the engine's weights stay.
     assert published["export arena"] == published_whole["export arena"]
+    assert "rollout weights" not in every
+    beside_engine, alone = parts("trainer.lora.rank=64", "rollout.lora=adapter")
+    assert alone["export arena"] < published["export arena"] / 4
+    assert beside_engine["rollout weights"] > 0
 
 
 def test_gpus_that_differ_get_a_table_each(node: Path, capsys: pytest.CaptureFixture[str]):

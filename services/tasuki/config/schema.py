@@ -120,6 +120,9 @@ class RolloutConfig(Schema):
     """SGLang's attention kernels on a GPU; by default those that it chooses for the card."""
     sampling_backend: Literal["flashinfer", "pytorch"] | None = None
     """SGLang's sampling kernels on a GPU; by default its own choice."""
+    lora: Literal["merged", "adapter"] = "merged"
+    """With `[trainer.lora]`: whole weights with the adapters merged in, or adapters alone beside the model as SGLang loads it at its start,
+    which then stays in memory while the trainer runs."""
     start_timeout_s: PositiveFloat = 600.0
     num_threads: PositiveInt = 1
     """Torch threads for each engine rank on a CPU."""
@@ -195,6 +198,17 @@ class NodeConfig(Schema):
     """Whether `failpoints` may be set."""
     failpoints: tuple[str, ...] = ()
     """Faults for tests of recovery, such as "rollout@SYNC=kill"; see docs/recovery.md."""
+
+    @property
+    def served_adapter(self) -> LoraConfig | None:
+        """What rollout adds to the model by itself; None when weights come whole."""
+        return self.trainer.lora if self.rollout.lora == "adapter" else None
+
+    @model_validator(mode="after")
+    def _adapter_is_trained(self) -> NodeConfig:
+        if self.rollout.lora == "adapter" and self.trainer.lora is None:
+            raise ValueError('rollout.lora = "adapter" needs a table [trainer.lora]')
+        return self
 
     @model_validator(mode="after")
     def _failpoints_are_unsafe(self) -> NodeConfig:

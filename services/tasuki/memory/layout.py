@@ -112,7 +112,7 @@ class Layout:
     lora_targets: tuple[str, ...] | None = None
     """Names of the layers that have adapters; by default every matrix but the router, each expert's apart."""
     merges_adapters: bool = False
-    """Whether adapters go to the engine within whole weights, which then leave as without LoRA."""
+    """With `lora_rank`: whether adapters go to the engine within whole weights, which then leave as without LoRA."""
     strategy: Strategy = Strategy.STAGED
     sleeping: frozenset[Part] = frozenset(TAGS)
     """Tags that leave while the other service has the GPU."""

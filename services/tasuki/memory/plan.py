@@ -174,7 +174,7 @@ def node_layout(
         has_reference=config.train is not None and config.train.kl_coef > 0,
         lora_rank=None if trainer.lora is None else trainer.lora.rank,
         lora_targets=None if trainer.lora is None else trainer.lora.target_modules,
-        merges_adapters=trainer.lora is not None,
+        merges_adapters=config.served_adapter is None,
         kv_ratio=rollout.kv_ratio,
         max_total_tokens=rollout.max_total_tokens,
         context_length=rollout.context_length,

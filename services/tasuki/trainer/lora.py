@@ -70,6 +70,13 @@ def base_parameters(causal_lm: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield name.replace(f"{_BASE}.", "."), param
 
 
+def adapter_parameters(causal_lm: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """A and B of every adapter, as `<layer>.lora_A.weight` and `<layer>.lora_B.weight`."""
+    for name, param in causal_lm.named_parameters():
+        if name.endswith((_A, _B)):
+            yield name.replace(".default.", "."), param
+
+
 def trained_parameters(causal_lm: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """All of them, or with adapters only these."""
     return ((name, param) for name, param in causal_lm.named_parameters() if param.requires_grad)
@@ -114,8 +121,8 @@ def merged_rows(causal_lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def adapter_tensors(causal_lm: nn.Module) -> dict[str, Tensor]:
     """Whole, by the names that PEFT's files have; none without adapters. Every rank must call it."""
-    params = ((name, cast(DTensor, param.detach())) for name, param in causal_lm.named_parameters() if name.endswith((_A, _B)))
-    return {f"base_model.model.{name.replace('.default.', '.')}": param.full_tensor().cpu() for name, param in params}
+    params = ((name, cast(DTensor, param.detach())) for name, param in adapter_parameters(causal_lm))
+    return {f"base_model.model.{name}": param.full_tensor().cpu() for name, param in params}
 
 
 def write_adapter(folder: Path, tensors: dict[str, Tensor], *, causal_lm: nn.Module, source: Path) -> None:

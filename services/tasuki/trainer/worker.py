@@ -25,7 +25,7 @@ from tasuki.trainer.mesh import mesh_device
 from tasuki.trainer.micro_batch import LossBatch, TokenBatch
 from tasuki.trainer.model import Policy, load_policy, read_model_config
 from tasuki.trainer.schedule import learning_rate_at
-from tasuki.trainer.shards import local_shards
+from tasuki.trainer.shards import adapter_shards, local_shards
 from tasuki.transport.export import WeightExport
 from tasuki.v1.weights_pb2 import WeightHandle
 from tasuki.wire.errors import GradientsNotFinite
@@ -181,17 +181,18 @@ class Worker:
         return self._log_probs(self._reference, batches, temperature=temperature)
 
     def publish_weights(self) -> PublishReport:
-        """Writes this rank's shards, adapters added, in the engine's dtype, where rollout can map them."""
+        """Writes this rank's shards in the engine's dtype where rollout can map them: the adapters alone, or weights with them added."""
+        causal_lm, is_adapter = self.policy.causal_lm, self.node.served_adapter is not None
         if self._export is None:
             rank = self.mesh.get_local_rank()
             self._export = WeightExport(
-                local_shards(self.policy.causal_lm),
+                adapter_shards(causal_lm) if is_adapter else local_shards(causal_lm),
                 rank=rank,
                 num_ranks=self.mesh.size(),
                 dtype=getattr(torch, self.node.rollout.dtype),
                 socket_path=socket_dir(self.node.state_dir) / f"weights-{rank}.sock",
             )
-        num_bytes = self._export.publish(self.policy_version, replaced=merged_rows(self.policy.causal_lm))
+        num_bytes = self._export.publish(self.policy_version, replaced=() if is_adapter else merged_rows(causal_lm))
         return PublishReport(handle=self._export.handle(), num_bytes=num_bytes)
 
     def withdraw_weights(self) -> None:
