@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tasuki.transport.imported_weights import import_weights
-from tasuki.v1 import trainer_pb2, types_pb2
+from tasuki.v1 import trainer_pb2
 from tests.integration import trainer_samples as plain
 from tests.integration.test_trainer import refused, samples_of_now
 from tests.integration.trainer_process import TrainerClient, TrainerProcess, connect, start_trainer
 from tests.models import make_model, save_checkpoint
 
-# Rank 3 on two ranks, so that the shards of A are of unequal size.
+# Two ranks cannot share A's rows evenly.
 SETTINGS = f"""
 compute_dtype = "float32"
 learning_rate = {plain.LEARNING_RATE}
@@ -28,8 +28,8 @@ max_grad_norm = {plain.MAX_GRAD_NORM}
 micro_batch_tokens = 128
 gradient_checkpointing = true
 [trainer.lora]
-rank = 3
-alpha = 12
+rank = 23
+alpha = 46
 """
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -116,23 +116,16 @@ async def test_published_and_exported_weights_have_the_adapters_added_and_rounde
         torch.testing.assert_close(tensor.float(), merged[name], rtol=2**-7, atol=1e-6)
 
 
-async def test_memory_holds_gradients_and_optimizer_state_of_adapters_alone(client: TrainerClient) -> None:
-    usage, state = await client.usage(), await client.state()
-    total = {tag: sum(each.total_bytes for each in usage.tags if each.tag == tag) for tag in {each.tag for each in usage.tags}}
-    num_adapted = 2 * 3 * (4 * (64 + 64) - 2 * 32 + 3 * (64 + 96))
-    assert state.num_parameters > 10 * num_adapted
-    assert total[types_pb2.MEMORY_TAG_WEIGHTS] > 3 * state.num_parameters
-    for tag in (types_pb2.MEMORY_TAG_GRADIENTS, types_pb2.MEMORY_TAG_OPTIMIZER):
-        assert total[tag] < state.num_parameters
-
-
 async def test_a_trainer_started_anew_has_the_adapters_of_its_log_and_of_its_checkpoint(
     client: TrainerClient, trainer: TrainerProcess, model: Path, node: Path, tmp_path: Path
 ) -> None:
     samples = await samples_of_now(client)
     await client.forward_backward(samples)
     await client.optim_step()
-    await client.save(tmp_path / "checkpoint")
+    saved = await client.save(tmp_path / "checkpoint")
+    # Adapters of rank 23, their two moments, and a few KB of torch for each of them: no weight of the model.
+    num_adapted = 23 * 2 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 96))
+    assert 12 * num_adapted < saved.bytes < 12 * num_adapted + 400_000
     await client.forward_backward(samples)
     await client.optim_step()
     before, version = await client.log_probs(samples, trainer_pb2.POLICY_KIND_POLICY), (await client.state()).policy_version
