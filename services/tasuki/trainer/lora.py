@@ -1,7 +1,7 @@
 """LoRA: PEFT's adapters beside linear layers of a frozen model. An adapter is the product B A, counted alpha / rank times.
 
 PEFT renames the parameters: `q_proj.weight` becomes `q_proj.base_layer.weight`, beside it are `q_proj.lora_A.default.weight` [rank, in] and
-`q_proj.lora_B.default.weight` [out, rank]. Weights under their own names, with the adapters added, are what leaves this module.
+`q_proj.lora_B.default.weight` [out, rank]. Nothing outside this module knows these names.
 """
 
 from __future__ import annotations
