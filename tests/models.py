@@ -48,10 +48,12 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
-def make_model(kind: str, *, seed: int) -> PreTrainedModel:
-    """A float32 model with weights large enough that every row matters and outputs are not uniform."""
+def make_model(kind: str, *, seed: int, **sizes: int) -> PreTrainedModel:
+    """A float32 model with weights large enough that every row matters and outputs are not uniform. sizes: other than CONFIGS has."""
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(CONFIGS[kind](), dtype=torch.float32)
+    config = CONFIGS[kind]()
+    config.update(sizes)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

@@ -22,6 +22,7 @@ from tasuki.memory.tags import MemoryTag
 from tasuki.transport.plan import Slice
 from tasuki.transport.verify import ReceivedPiece
 from tasuki.v1 import weights_pb2
+from tests.integration.adapter_rank import Adapter, receive_adapter
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,16 @@ class EngineRanks:
     def __init__(self, pipes: list[Connection]) -> None:
         self._pipes = pipes
 
-    def receive(self, folder: Path, published: weights_pb2.PublishedWeights, *, tp_size: int) -> list[Outcome]:
-        """Each rank loads the checkpoint in `folder` as SGLang does, poisons every parameter, and receives `published`."""
+    def receive(
+        self, folder: Path, published: weights_pb2.PublishedWeights, *, tp_size: int, adapter: Adapter | None = None
+    ) -> list[Outcome]:
+        """Each rank loads the checkpoint in `folder` as SGLang does, poisons every parameter, and receives `published`.
+
+        adapter: is poisoned, received and compared in the place of the model.
+        """
         address = f"tcp://127.0.0.1:{_free_port()}"
         for tp_rank, pipe in enumerate(self._pipes[:tp_size]):
-            pipe.send(_Job(tp_rank, tp_size, address, str(folder), published.SerializeToString()))
+            pipe.send(_Job(tp_rank, tp_size, address, str(folder), published.SerializeToString(), adapter))
         return [self._answer(pipe) for pipe in self._pipes[:tp_size]]
 
     @property
@@ -89,6 +95,7 @@ class _Job:
     address: str
     folder: str
     published: bytes
+    adapter: Adapter | None
 
 
 def pieces_of(outcomes: list[Outcome]) -> list[ReceivedPiece]:
@@ -151,7 +158,7 @@ def _run_rank(pipe: Connection, device: str) -> None:
                     tp_size = job.tp_size
                 with allocator.region(MemoryTag.WEIGHTS):
                     model = _load(args)
-                outcome = _receive(model, allocator, job)
+                outcome = _receive(model, allocator, job) if job.adapter is None else _receive_adapter(model, args, job)
             elif isinstance(job, bytes):
                 run_command(model, command_tensors(job))
             else:
@@ -260,6 +267,13 @@ def _receive(model: Any, allocator: NativeAllocator, job: _Job) -> Outcome:
         copied_bytes=received.copied_bytes,
         num_constants=len(plan.constants),
     )
+
+
+def _receive_adapter(model: Any, args: Any, job: _Job) -> Outcome:
+    published = weights_pb2.PublishedWeights.FromString(job.published)
+    assert job.adapter is not None
+    different, checksums = receive_adapter(model, args, job.adapter, published, tp_rank=job.tp_rank)
+    return dataclasses.replace(_NOTHING, different=different, checksums=list(checksums))
 
 
 def _others(model: Any, allocator: NativeAllocator) -> list[tuple[Any, Any]]:

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from tasuki.config.schema import LoraConfig
 from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.memory import EngineMemory
 from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.sync import WeightSync
 from tasuki.transport.imported_weights import import_weights
 from tasuki.transport.verify import check_received
-from tasuki.v1 import types_pb2
+from tasuki.v1 import types_pb2, weights_pb2
 from tasuki.wire.errors import OutOfGpuMemory, WeightsCorrupt
+from tests.integration.adapter_rank import Adapter
 from tests.integration.engine_rank import EngineRanks, engine_ranks, pieces_of
 from tests.integration.published import Published
-from tests.models import CONFIGS
+from tests.integration.trainer_process import TrainerClient, connect, start_trainer
+from tests.integration.trainer_samples import make_samples
+from tests.models import CONFIGS, VOCAB_SIZE, make_model, save_checkpoint
+
+# So small that the second trainer rank has nothing of any A.
+LORA = LoraConfig(rank=1, alpha=4)
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +81,43 @@ async def test_a_repeated_pause_or_resume_moves_nothing(memory: EngineMemory) ->
 
 
 # --- weights
+
+
+@asynccontextmanager
+async def trained_adapters(folder: Path, *, settings: str = "", **sizes: int) -> AsyncIterator[weights_pb2.PublishedWeights]:
+    """What two trainer ranks publish after a step with LoRA; folder/start has the start model, folder/model the trained one."""
+    model = save_checkpoint(make_model("qwen3", seed=1, **sizes), folder / "start")
+    lora = f"[trainer.lora]\nrank = {LORA.rank}\nalpha = {LORA.alpha}\n"
+    trainer = start_trainer(folder / "node", model, num_ranks=2, settings=lora + settings)
+    trainer.wait_until_serving()
+    try:
+        async with connect(trainer) as channel:
+            client = TrainerClient(channel)
+            await client.forward_backward(make_samples(8, vocab_size=VOCAB_SIZE))
+            await client.optim_step(learning_rate=0.05)
+            await client.export(folder / "model")
+            yield (await client.publish()).weights
+    finally:
+        trainer.stop()
+
+
+async def test_adapters_arrive_merged_as_the_exported_folder_has_them(ranks: EngineRanks, tmp_path: Path) -> None:
+    async with trained_adapters(tmp_path) as published:
+        outcomes = ranks.receive(tmp_path / "model", published, tp_size=2)
+    adapter = load_file(tmp_path / "model" / "adapter" / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in adapter.values()} == {torch.float32}, "masters, whatever forward computes in"
+    assert [outcome.different for outcome in outcomes] == [[], []]
+    assert all(outcome.fallback_names == () for outcome in outcomes)
+
+
+async def test_adapters_alone_arrive_where_sglang_puts_those_of_the_exported_folder(ranks: EngineRanks, tmp_path: Path) -> None:
+    # One key-value head, which both engine ranks have.
+    settings = '[rollout]\nlora = "adapter"'
+    async with trained_adapters(tmp_path, settings=settings, num_key_value_heads=1) as published:
+        adapter = Adapter(tmp_path / "model" / "adapter", LORA)
+        outcomes = ranks.receive(tmp_path / "start", published, tp_size=2, adapter=adapter)
+        check_received(pieces_of(outcomes), import_weights(published, timeout_s=5))
+    assert [outcome.different for outcome in outcomes] == [[], []]
 
 
 # Fewer trainer ranks than engine ranks, as many, and more, with rows that do not divide evenly.

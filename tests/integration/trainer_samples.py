@@ -58,7 +58,11 @@ class PlainStep:
 
 def plain_step(folder: Path, samples: list[TrainingSample]) -> PlainStep:
     """One clipped AdamW step in float32, one sample at a time, from the formulas."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return plain_step_of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), samples)
+
+
+def plain_step_of(model: torch.nn.Module, samples: list[TrainingSample]) -> PlainStep:
+    """The same of a model in float32; parameters that ask for no gradient stay."""
     rows = [_token_rows(model, sample) for sample in samples]
     log_probs, old, advantages, ref, mask, entropy = (torch.cat(parts) for parts in zip(*rows, strict=True))
     num_tokens = mask.sum()
@@ -67,7 +71,7 @@ def plain_step(folder: Path, samples: list[TrainingSample]) -> PlainStep:
     kl = (ref - log_probs).exp() - (ref - log_probs) - 1
     loss = ((-torch.minimum(surrogate, clipped) + KL_COEF * kl) * mask).sum() / num_tokens
     loss.backward()
-    gradients = {name: param.grad.clone() for name, param in model.named_parameters()}
+    gradients = {name: param.grad.clone() for name, param in model.named_parameters() if param.requires_grad}
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
     torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS, weight_decay=WEIGHT_DECAY).step()
     gap = (log_probs - old).abs() * mask

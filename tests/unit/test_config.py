@@ -62,6 +62,11 @@ def test_overrides_are_typed_as_in_toml_and_bare_words_are_strings(tmp_path: Pat
         ("", ["coordinator.listen=foo"], "coordinator.listen"),
         ("", ["trainer.listen=127.0.0.1:99999"], "trainer.listen"),
         ("", ["rollout.listen=0.0.0.0:5000"], "rollout.listen"),
+        ("", ["trainer.lora.rank=0"], "trainer.lora.rank"),
+        ("", ["trainer.lora.alpha=-1"], "trainer.lora.alpha"),
+        ("", ['trainer.lora.target_modules=["q_proj", "gate"]'], "trainer.lora.target_modules.1"),
+        ("", ["trainer.lora.target_modules=[]"], "trainer.lora.target_modules"),
+        ("", ["trainer.lora.dropout=0.1"], "trainer.lora.dropout"),
         ("", ["trainer.num_ranks"], "set"),
         ("", ["device.kind=cpu"], "device.kind"),
     ],
@@ -114,6 +119,15 @@ def test_a_budget_that_is_no_size_is_named(tmp_path: Path, text: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         load_config(write(tmp_path, MINIMAL), overrides=[f"memory.host_budget_bytes={text}"])
     assert refused.value.metadata["field"] == "memory.host_budget_bytes"
+
+
+def test_an_adapter_is_only_served_when_one_is_trained(tmp_path: Path) -> None:
+    file = write(tmp_path, MINIMAL)
+    with pytest.raises(InvalidArgument, match=r'rollout.lora = "adapter" needs a table \[trainer.lora\]'):
+        load_config(file, overrides=["rollout.lora=adapter"])
+    assert load_config(file, overrides=["trainer.lora.rank=8"]).served_adapter is None
+    served = load_config(file, overrides=["trainer.lora.rank=8", "rollout.lora=adapter"]).served_adapter
+    assert served is not None and served.rank == 8
 
 
 def test_missing_key_is_named(tmp_path: Path) -> None:

@@ -60,6 +60,30 @@ def test_a_nodes_configuration_is_planned_as_it_stands(node: Path, capsys: pytes
     assert 38e9 < planned["kv_cache"]["bytes"] < 40e9
 
 
+def test_adapters_of_a_nodes_configuration_take_what_their_layers_say(node: Path, capsys: pytest.CaptureFixture[str]):
+    def parts(*overrides: str) -> tuple[dict[str, int], dict[str, int]]:
+        """Of the first GPU, in training and after publishing."""
+        arguments = [argument for override in overrides for argument in ("--set", override)]
+        assert main(["plan", str(node), "--gpu-gb", "80", "--json", "--set", "device=cpu", *arguments]) == 0
+        stages = {stage["stage"]: stage["gpus"][0] for stage in json.loads(capsys.readouterr().out)["stages"]}
+        return stages["TRAIN"], stages["LOAD_WEIGHTS"]
+
+    # Large enough for the differences to be more than a page.
+    larger = CONFIG | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
+    (node.parent / "model" / "config.json").write_text(json.dumps(larger))
+    whole, published_whole = parts()
+    every, published = parts("trainer.lora.rank=64")
+    few, _ = parts("trainer.lora.rank=64", 'trainer.lora.target_modules=["q_proj"]')
+    assert few["optimizer"] < every["optimizer"] < whole["optimizer"]
+    assert few["gradients"] < every["gradients"] < whole["gradients"]
+    # They are published within the weights, or alone; then the engine's weights stay.
+    assert published["export arena"] == published_whole["export arena"]
+    assert "rollout weights" not in every
+    beside_engine, alone = parts("trainer.lora.rank=64", "rollout.lora=adapter")
+    assert alone["export arena"] < published["export arena"] / 4
+    assert beside_engine["rollout weights"] > 0
+
+
 def test_gpus_that_differ_get_a_table_each(node: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["plan", str(node), "--gpu-gb", "80"]) == 0
     printed = capsys.readouterr().out

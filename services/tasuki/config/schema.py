@@ -6,7 +6,7 @@ One table for each service, so a service reads its own and the shared head (`sta
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
@@ -39,6 +39,7 @@ Device = Annotated[str, Field(pattern=r"^(GPU-[0-9a-fA-F-]+|[0-9]+)$")]
 Port = Annotated[int, Field(ge=1, le=MAX_PORT)]
 Devices = Annotated[tuple[Device, ...], AfterValidator(_distinct)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+LinearName = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 class ModelConfig(Schema):
@@ -57,6 +58,23 @@ class CoordinatorConfig(Schema):
     """How long running requests may go on in DRAIN before they are cut."""
     recovery_timeout_s: PositiveFloat = 1200.0
     """How long a changeover waits for a service that is gone to come back."""
+
+
+class LoraConfig(Schema):
+    """Adapters B A beside the linear layers of a frozen model."""
+
+    rank: PositiveInt = 32
+    """Rows of A and columns of B. Without this table every parameter is trained."""
+    alpha: PositiveFloat = 32.0
+    """An adapter's product counts `alpha / rank` times."""
+    target_modules: Annotated[tuple[LinearName, ...], Field(min_length=1)] = get_args(LinearName)
+    """Linear layers that get an adapter, in every layer of the model. Experts cannot have any."""
+
+    @model_validator(mode="after")
+    def _targets_differ(self) -> LoraConfig:
+        if len(set(self.target_modules)) < len(self.target_modules):
+            raise ValueError("target_modules names one of them twice")
+        return self
 
 
 class TrainerConfig(Schema):
@@ -96,6 +114,8 @@ class TrainerConfig(Schema):
     """How a GPU's memory is given to rollout: as file descriptors of our own arenas, or a copy in torch's memory by a legacy CUDA IPC
     handle, where descriptors do not work."""
     gradient_checkpointing: bool = False
+    lora: LoraConfig | None = None
+    """Trains adapters beside a frozen model, which is then also the reference policy."""
     collective_timeout_s: PositiveFloat = 600.0
     """Time-out of every process group; a rank that is lost is noticed after this."""
     seed: int = 0
@@ -137,6 +157,9 @@ class RolloutConfig(Schema):
     """SGLang's sampling kernels on a GPU; by default its own choice."""
     full_read_back: bool = False
     """At every sync, and not only at a plan's first, weights are read back once more after all copies: 5 ms for 7B on one GPU."""
+    lora: Literal["merged", "adapter"] = "merged"
+    """With `[trainer.lora]`: whole weights with the adapters merged in, or adapters alone beside the model as SGLang loads it at its start,
+    which then stays in memory while the trainer runs."""
     start_timeout_s: PositiveFloat = 600.0
     num_threads: PositiveInt = 1
     """Torch threads for each engine rank on a CPU."""
@@ -220,7 +243,7 @@ class NodeConfig(Schema):
     def exports_parameters(self) -> bool:
         """Whether rollout reads the trainer's parameters themselves."""
         trainer = self.trainer
-        is_possible = trainer.param_dtype == self.rollout.dtype and trainer.export_handles == "vmm"
+        is_possible = trainer.param_dtype == self.rollout.dtype and trainer.export_handles == "vmm" and trainer.lora is None
         return trainer.export == "parameters" or (trainer.export == "auto" and is_possible)
 
     @model_validator(mode="after")
@@ -230,6 +253,8 @@ class NodeConfig(Schema):
                 f'trainer.export = "parameters" needs trainer.param_dtype = {self.trainer.param_dtype} to be rollout.dtype = '
                 f'{self.rollout.dtype}; "copy" casts'
             )
+        if self.trainer.export == "parameters" and self.trainer.lora is not None:
+            raise ValueError('trainer.export = "parameters" cannot publish adapters; leave it at "auto"')
         return self
 
     @model_validator(mode="after")
@@ -254,6 +279,17 @@ class NodeConfig(Schema):
     def _ipc_handles_are_of_gpus(self) -> NodeConfig:
         if self.trainer.export_handles == "ipc" and self.device == "cpu":
             raise ValueError('trainer.export_handles = "ipc" needs device = "cuda"')
+        return self
+
+    @property
+    def served_adapter(self) -> LoraConfig | None:
+        """What rollout adds to the model by itself; None when weights come whole."""
+        return self.trainer.lora if self.rollout.lora == "adapter" else None
+
+    @model_validator(mode="after")
+    def _adapter_is_trained(self) -> NodeConfig:
+        if self.rollout.lora == "adapter" and self.trainer.lora is None:
+            raise ValueError('rollout.lora = "adapter" needs a table [trainer.lora]')
         return self
 
     @model_validator(mode="after")

@@ -118,7 +118,11 @@ class Layout:
     reshards_after_forward: bool = True
     has_reference: bool = False
     lora_rank: int | None = None
-    """Rank of adapters at every linear layer; the base is then frozen, in compute dtype, and stays in the engine."""
+    """Rank of adapters at linear layers; the base is then frozen, in compute dtype, and stays in the engine."""
+    lora_targets: tuple[str, ...] | None = None
+    """Names of the layers that have adapters; by default every matrix but the router, each expert's apart."""
+    merges_adapters: bool = False
+    """With `lora_rank`: whether adapters go to the engine within whole weights, which then leave as without LoRA."""
     strategy: Strategy = Strategy.STAGED
     sleeping: frozenset[Part] = frozenset(TAGS)
     """Tags that leave while the other service has the GPU."""

@@ -184,6 +184,9 @@ def node_layout(
         micro_batch_tokens=trainer.micro_batch_tokens,
         checkpointing=Checkpointing.FULL if is_full else Checkpointing.NONE,
         has_reference=config.train is not None and config.train.kl_coef > 0,
+        lora_rank=None if trainer.lora is None else trainer.lora.rank,
+        lora_targets=None if trainer.lora is None else trainer.lora.target_modules,
+        merges_adapters=config.served_adapter is None,
         kv_ratio=rollout.kv_ratio,
         max_total_tokens=rollout.max_total_tokens,
         context_length=rollout.context_length,
@@ -256,7 +259,8 @@ def _asleep(layout: Layout, stage: PlanStage) -> set[Part]:
     away = (set() if has_weights else {Part.ROLLOUT_WEIGHTS}) | (set() if has_cache else {Part.KV_CACHE})
     if layout.strategy is not Strategy.RELAUNCH:
         # The engine keeps its base weights under adapters.
-        away &= layout.sleeping - ({Part.ROLLOUT_WEIGHTS} if layout.lora_rank is not None else set())
+        stays = layout.lora_rank is not None and not layout.merges_adapters
+        away &= layout.sleeping - ({Part.ROLLOUT_WEIGHTS} if stays else set())
     return away | ({Part.CUDA_GRAPH} if Part.KV_CACHE in away else set())
 
 

@@ -42,7 +42,8 @@ def export_arena(layout: Layout) -> int:
         return layout.sync_bucket_bytes
     if layout.exports_parameters:
         return 0
-    tensors = (math.prod(shape) * layout.engine_bytes for shape in _trained_shards(layout))
+    published = shards(layout) if layout.merges_adapters else _trained_shards(layout)
+    tensors = (math.prod(shape) * layout.engine_bytes for shape in published)
     num_bytes = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in tensors)
     return export_bytes(num_bytes, device=layout.device)
 
@@ -214,14 +215,16 @@ def _trained_shards(layout: Layout) -> Iterator[tuple[int, ...]]:
         yield from shards(layout)
         return
     for layer in map(layout.model.layer, range(layout.model.num_layers)):
-        for rows, columns in _linear_layers(layer):
+        for rows, columns in _linear_layers(layer, layout.lora_targets):
             yield (-(-layout.lora_rank // layout.num_ranks), columns)
             yield (-(-rows // layout.num_ranks), layout.lora_rank)
 
 
-def _linear_layers(layer: Shapes) -> Iterator[tuple[int, int]]:
-    """Rows and columns of what gets an adapter: every matrix but the router, each expert's apart."""
+def _linear_layers(layer: Shapes, targets: tuple[str, ...] | None) -> Iterator[tuple[int, int]]:
+    """Rows and columns of what gets an adapter."""
     for name, shape in layer.items():
+        if targets is not None and not name.endswith(tuple(f".{target}.weight" for target in targets)):
+            continue
         if len(shape) == 3:
             yield from [(shape[1], shape[2])] * shape[0]
         elif len(shape) == 2 and name != "mlp.gate.weight":

@@ -15,6 +15,9 @@ _CONTEXT_SLACK = 8
 _CPU_TOTAL_TOKENS = 32_768
 _CPU_RUNNING_REQUESTS = 256
 
+ADAPTER_ID = "policy"
+"""What requests name when the engine serves an adapter."""
+
 
 def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
     """Keyword arguments of SGLang's Engine."""
@@ -40,6 +43,14 @@ def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
         "grammar_backend": "none",
         "log_level": "warning",
     }
+    if config.served_adapter is not None:
+        arguments |= {
+            "enable_lora": True,
+            "max_lora_rank": config.served_adapter.rank,
+            "lora_target_modules": list(config.served_adapter.target_modules),
+            # The adapter's slot and that of requests without any, so that neither ever takes the other's.
+            "max_loras_per_batch": 2,
+        }
     if rollout.max_total_tokens is not None:
         arguments["max_total_tokens"] = rollout.max_total_tokens + _CONTEXT_SLACK
     if rollout.max_running_requests is not None:
@@ -52,6 +63,7 @@ def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
         arguments |= {
             "attention_backend": "torch_native",
             "sampling_backend": "pytorch",
+            "lora_backend": "torch_native",
             "disable_cuda_graph": True,
             # There is no second processor to overlap with, and it computes a token more for each sequence than is used.
             "disable_overlap_schedule": True,

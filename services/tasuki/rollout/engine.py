@@ -19,7 +19,7 @@ from sglang.srt.utils import MultiprocessingSerializer
 
 from tasuki.config.gpus import gpus_of
 from tasuki.config.schema import NodeConfig
-from tasuki.rollout.arguments import engine_arguments
+from tasuki.rollout.arguments import ADAPTER_ID, engine_arguments
 from tasuki.rollout.generate import CUT, Completion, EngineRequest
 from tasuki.rollout.model import ModelFacts, check_capacity
 from tasuki.rollout.rank_commands import COMMAND_LOADER, command_tensors
@@ -84,6 +84,8 @@ class RolloutEngine:
             return_logprob=True,
             logprob_start_len=-1,
         )
+        if manager.server_args.enable_lora:
+            batch.lora_id = [ADAPTER_ID for _ in requests]
         batch.normalize_batch_and_arguments()
         manager._init_req_state(batch)
         states = [manager.rid_to_state[request.id] for request in requests]

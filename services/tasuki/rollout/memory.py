@@ -16,10 +16,13 @@ _IDLE_POLL_S = 0.005
 
 
 class EngineMemory:
-    """Memory of all engine ranks by tag, awake when the engine has started. Pause and resume are idempotent and all-or-nothing."""
+    """Memory of all engine ranks by tag, awake when the engine has started. Pause and resume are idempotent and all-or-nothing.
 
-    def __init__(self, calls: RankCalls) -> None:
-        self._calls = calls
+    staying: tags that the ranks do not let go of.
+    """
+
+    def __init__(self, calls: RankCalls, *, staying: frozenset[MemoryTag] = frozenset()) -> None:
+        self._calls, self._staying = calls, staying
         self._awake = {MemoryTag.WEIGHTS, MemoryTag.KV_CACHE}
 
     @property
@@ -42,7 +45,7 @@ class EngineMemory:
                 if asyncio.get_running_loop().time() > patience:
                     raise
                 await asyncio.sleep(_IDLE_POLL_S)
-        self._awake -= set(tags)
+        self._awake -= set(tags) - self._staying
         return sum(answer.released_bytes for answer in answers)
 
     async def resume(self, tags: Sequence[MemoryTag], *, timeout_s: float) -> int:

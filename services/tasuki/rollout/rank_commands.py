@@ -39,20 +39,29 @@ class EngineRank:
     """What one engine rank does when it is told to.
 
     scheduler: SGLang's, or None for a model without an engine around it. turn: the scheduler's, which it lends while it waits.
+    adapter: what is received in the place of the model, which then stays as it was loaded.
     """
 
     def __init__(
-        self, model: EngineModel, allocator: NativeAllocator, *, tp_rank: int, scheduler: Any = None, turn: Turn | None = None
+        self,
+        model: EngineModel,
+        allocator: NativeAllocator,
+        *,
+        tp_rank: int,
+        scheduler: Any = None,
+        turn: Turn | None = None,
+        adapter: EngineModel | None = None,
     ) -> None:
         self.tp_rank = tp_rank
         self._turn = Turn() if turn is None else turn
         self._layout: tuple[Sequence[HeldSlice], bytes] = (), b""
-        self.receiver = WeightReceiver(model)
+        self.receiver = WeightReceiver(model if adapter is None else adapter)
         self._allocator, self._scheduler = allocator, scheduler
         self._heartbeat: Heartbeat | None = None
         self._failpoints = NO_FAILPOINTS
         slot_table = None if scheduler is None else scheduler.req_to_token_pool.req_to_token
-        self.memory = RankMemory(allocator, model, slot_table=slot_table)
+        staying = frozenset() if adapter is None else frozenset({MemoryTag.WEIGHTS})
+        self.memory = RankMemory(allocator, model, slot_table=slot_table, staying=staying)
 
     def join_node(self, config: NodeConfig) -> None:
         """From here on the node's supervisor sees whether this process lives."""

@@ -33,10 +33,18 @@ class RankMemory:
     """Pauses and resumes a rank's tags. Parameters come back by a sync, the KV cache empty, and everything else as it was.
 
     slot_table: SGLang's map from requests to cache slots, which lies in the cache's region and must never hold slots that do not exist.
+    staying: tags that never sleep, whatever is asked.
     """
 
-    def __init__(self, allocator: NativeAllocator, model: EngineModel, *, slot_table: torch.Tensor | None = None) -> None:
-        self._allocator, self._model, self._slot_table = allocator, model, slot_table
+    def __init__(
+        self,
+        allocator: NativeAllocator,
+        model: EngineModel,
+        *,
+        slot_table: torch.Tensor | None = None,
+        staying: frozenset[MemoryTag] = frozenset(),
+    ) -> None:
+        self._allocator, self._model, self._slot_table, self._staying = allocator, model, slot_table, staying
         self._kept = {tag: _Kept() for tag in (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)}
         self._found: dict[MemoryTag, tuple[tuple[int, int], list[Span]]] = {}
 
@@ -72,7 +80,7 @@ class RankMemory:
 
     def _all_of(self, tags: Sequence[MemoryTag]) -> list[MemoryTag]:
         wanted = [each for tag in tags for each in _TOGETHER.get(tag, (tag,))]
-        return [tag for tag in wanted if tag in self._allocator.tags or tag in tags]
+        return [tag for tag in wanted if (tag in self._allocator.tags or tag in tags) and tag not in self._staying]
 
     def _is_paused(self, tag: MemoryTag) -> bool:
         return self._allocator.arena(tag).usage().state in (ArenaState.PAUSED, ArenaState.PAUSING)

@@ -11,10 +11,12 @@ import torch
 from sglang.srt.layers import sampler as sglang_sampler
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.managers import scheduler as sglang_scheduler
+from sglang.srt.model_executor import model_runner
 from sglang.srt.server_args import PortArgs, ServerArgs, get_global_server_args
 
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.arena import set_host_budget
+from tasuki.rollout.adapter import UnpinnedLora, serve_adapter
 from tasuki.rollout.cpu_attention import BatchedAttention
 from tasuki.rollout.rank_commands import EngineRank, register_rank
 from tasuki.rollout.rank_memory import rank_allocator
@@ -98,7 +100,11 @@ def run_scheduler(
             if self.server_args.device == "cpu":
                 _sample_by_seeds()
             model = cast(EngineModel, self.tp_worker.model_runner.model)
-            rank = EngineRank(model, allocator, tp_rank=tp_rank, scheduler=self, turn=turn)
+            adapter = None
+            if config is not None and config.served_adapter is not None:
+                manager = self.tp_worker.model_runner.lora_manager
+                adapter = serve_adapter(manager, config.served_adapter, tp_rank=tp_rank)
+            rank = EngineRank(model, allocator, tp_rank=tp_rank, scheduler=self, turn=turn, adapter=adapter)
             turn.take()
             self.request_receiver = LendingReceiver(self.request_receiver, turn)
             if config is not None:
@@ -116,6 +122,7 @@ def run_scheduler(
     sglang_scheduler.Scheduler = ReportingScheduler
     if server_args.device == "cpu":
         attention_registry.ATTENTION_BACKENDS["torch_native"] = BatchedAttention
+        model_runner.LoRAManager = UnpinnedLora
     # It would write what a data-parallel balancer reads, to a file in /dev/shm that nobody ever removes.
     sglang_scheduler.create_load_snapshot_writer = _no_load_snapshots
     sglang_scheduler.run_scheduler_process(

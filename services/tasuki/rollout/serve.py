@@ -9,6 +9,7 @@ import uvloop
 
 from tasuki.config import places
 from tasuki.config.schema import NodeConfig
+from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.engine import start_engine
 from tasuki.rollout.memory import EngineMemory
 from tasuki.rollout.memory_servicer import RolloutMemoryServicer
@@ -65,7 +66,7 @@ async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, st
         rollout = Rollout(
             engine,
             sync,
-            EngineMemory(calls),
+            EngineMemory(calls, staying=frozenset() if config.served_adapter is None else frozenset({MemoryTag.WEIGHTS})),
             seed=config.rollout.seed,
             on_poison=on_poison,
             on_serving=lambda is_serving: server.set_serving(f"{_SERVICE}/Generate", is_serving),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import cast
 
 import grpc
@@ -27,11 +27,16 @@ def wait_for_trainer_to_leave(target: str) -> None:
         _wait(lambda: stub.GetTrainerState(GetTrainerStateRequest(), timeout=_READ_TIMEOUT_S).resident_tags, "trainer")
 
 
-def wait_for_rollout_to_leave(target: str) -> None:
-    """Returns when no tag of rollout is resident, or no rollout answers: a trainer loads its model when it starts."""
+def wait_for_rollout_to_leave(target: str, *, staying: Collection[int] = ()) -> None:
+    """Returns when no tag of rollout but `staying` is resident, or no rollout answers: a trainer loads its model when it starts."""
     with grpc.insecure_channel(target, options=CLIENT_OPTIONS) as channel:
         stub = RolloutServiceStub(channel)
-        _wait(lambda: stub.GetRolloutState(GetRolloutStateRequest(), timeout=_READ_TIMEOUT_S).resident_tags, "rollout")
+
+        def resident_tags() -> list[int]:
+            state = stub.GetRolloutState(GetRolloutStateRequest(), timeout=_READ_TIMEOUT_S)
+            return [tag for tag in state.resident_tags if tag not in staying]
+
+        _wait(resident_tags, "rollout")
 
 
 def _wait(resident_tags: Callable[[], Sequence[int]], service: str) -> None:

@@ -44,6 +44,7 @@ from tasuki.trainer.worker import Worker
 from tasuki.v1.memory_pb2_grpc import add_MemoryServiceServicer_to_server
 from tasuki.v1.ranks_pb2 import RankReady
 from tasuki.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
+from tasuki.v1.types_pb2 import MEMORY_TAG_WEIGHTS
 from tasuki.wire.errors import InvalidArgument, TasukiError
 
 _log = logging.getLogger("tasuki.trainer")
@@ -76,7 +77,8 @@ def main(argv: list[str] | None = None) -> int:
             )
         show_gpus(config)
         if config.device == "cuda":
-            wait_for_rollout_to_leave(node_targets(config)["rollout"])
+            staying = [] if config.served_adapter is None else [MEMORY_TAG_WEIGHTS]
+            wait_for_rollout_to_leave(node_targets(config)["rollout"], staying=staying)
         if launch.rank != 0:
             return 0 if _run_rank(config, launch=launch) else 1
         with StateLock.take(config.state_dir, name="trainer"):

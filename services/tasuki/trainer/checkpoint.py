@@ -21,6 +21,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from tasuki.trainer.folders import cannot_write, drop_aside, folder_bytes, rename_into_place, start_aside
+from tasuki.trainer.lora import trained_parameters
 from tasuki.wire.errors import InvalidArgument, PathNotFound, VersionOrder
 
 _FACTS_FILE = "checkpoint.json"
@@ -35,6 +36,8 @@ class CheckpointFacts:
     policy_version: int
     num_ranks: int
     architecture: str
+    lora_rank: int | None = None
+    """Of the adapters that are all the model it holds; None for a whole one."""
 
 
 def save_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer, facts: CheckpointFacts) -> int:
@@ -93,6 +96,9 @@ def load_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer, have:
     facts = read_facts(path)
     if facts.architecture != have.architecture:
         raise InvalidArgument("path", f"{path} holds a {facts.architecture}, the trainer runs a {have.architecture}")
+    if facts.lora_rank != have.lora_rank:
+        kinds = [f"adapters of rank {rank}" if rank else "a whole model" for rank in (facts.lora_rank, have.lora_rank)]
+        raise InvalidArgument("path", f"{path} holds {kinds[0]}, the trainer trains {kinds[1]}")
     if facts.policy_version < have.policy_version:
         raise VersionOrder(
             f"{path} has policy version {facts.policy_version}, the trainer is at {have.policy_version}; versions only grow: "
@@ -115,9 +121,9 @@ def load_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer, have:
 
 
 def _training_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Parameters and AdamW's state by name; every parameter has made as many steps."""
+    """What is trained and AdamW's state, by name; every parameter has made as many steps."""
     tensors: dict[str, Tensor] = {}
-    for name, param in model.named_parameters():
+    for name, param in trained_parameters(model):
         state = optimizer.state[param]
         tensors[f"model.{name}"] = param.detach()
         for moment in _MOMENTS:
@@ -128,7 +134,7 @@ def _training_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
 
 @torch.no_grad()
 def _set_training_tensors(model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
-    for name, param in model.named_parameters():
+    for name, param in trained_parameters(model):
         param.copy_(tensors[f"model.{name}"])
         state = optimizer.state[param]
         for moment in _MOMENTS:

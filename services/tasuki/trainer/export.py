@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tasuki.trainer.folders import drop_aside, folder_bytes, on_first_rank, rename_into_place, start_aside
+from tasuki.trainer.lora import adapted_weights, adapter_tensors, base_parameters, write_adapter
 from tasuki.trainer.shards import INDEX_FILE, SINGLE_FILE, tensor_files, whole_tensors
 from tasuki.wire.errors import TasukiError
 
@@ -27,17 +28,22 @@ def export_model(path: Path, *, causal_lm: nn.Module, source: Path) -> int:
     """Every rank calls it; tensors are gathered one by one and rank 0 writes them. Returns the bytes written.
 
     Each tensor has the dtype that it has in `source`, so from_pretrained treats the result as it treats the start model; with bfloat16
-    weights they are, bit for bit, those that rollout serves. Raises PathExists, DiskFull, and InvalidArgument for a folder that cannot be
-    written.
+    weights they are, bit for bit, those that rollout serves. Adapters are in the weights, and apart in adapter/, where PEFT finds them.
+    Raises PathExists, DiskFull, and InvalidArgument for a folder that cannot be written.
     """
     aside = start_aside(path)
     writer = _SafetensorsWriter(aside, source=source)
+    adapted = adapted_weights(causal_lm)
     try:
-        for name, param in causal_lm.named_parameters():
-            tensors = {shard.name: shard.local for shard in whole_tensors(name, param)}
+        for name, param in base_parameters(causal_lm):
+            tensor = adapted[name].merged() if name in adapted else param
+            tensors = {shard.name: shard.local for shard in whole_tensors(name, tensor)}
             on_first_rank(lambda tensors=tensors: writer.add(tensors), path=path)
         on_first_rank(writer.finish, path=path)
         on_first_rank(lambda: _copy_other_files(source, aside), path=path)
+        if adapted:
+            adapter = adapter_tensors(causal_lm)
+            on_first_rank(lambda: write_adapter(aside / "adapter", adapter, causal_lm=causal_lm, source=source), path=path)
     except TasukiError:
         drop_aside(aside, path=path)
         raise

@@ -42,7 +42,7 @@ def rename_into_place(aside: Path, path: Path, *, last_files: Mapping[str, str])
         try:
             for name, text in last_files.items():
                 (aside / name).write_text(text)
-            for file in aside.iterdir():
+            for file in aside.rglob("*"):
                 _fsync(file)
             _fsync(aside)
         except OSError:
@@ -106,7 +106,7 @@ def _broadcast(payload: bytes) -> bytes:
 
 
 def folder_bytes(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.iterdir())
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def _fsync(path: Path) -> None:

@@ -12,6 +12,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tasuki.algorithms.log_probs import token_log_probs
+from tasuki.config.schema import LoraConfig
+from tasuki.trainer.lora import add_adapters, initialize_adapters
 from tasuki.trainer.mesh import mesh_device
 from tasuki.trainer.shards import load_shards, local_shards
 from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
@@ -73,15 +75,20 @@ def load_policy(
     param_dtype: torch.dtype,
     compute_dtype: torch.dtype,
     region: AbstractContextManager[None],
+    lora: LoraConfig | None = None,
+    seed: int = 0,
 ) -> Policy:
     """The model in `path`, sharded over `mesh`. Every rank reads its own rows only. The shards are made inside `region`.
 
     param_dtype: of the shards; compute_dtype: of forward and backward. Gradients are summed over ranks, not averaged, in float32.
+    lora: trains adapters alone, which begin as `seed` says. Raises as load_shards and add_adapters.
     """
     with torch.device("meta"):
         causal_lm = AutoModelForCausalLM.from_config(
             config, dtype=param_dtype, attn_implementation=_ATTENTION[mesh.device_type]
         )
+        if lora is not None:
+            add_adapters(causal_lm, lora)
     policy = Policy(causal_lm)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for layer in causal_lm.model.layers:
@@ -99,6 +106,7 @@ def load_policy(
     # The one module with buffers; they follow from the configuration and are in no checkpoint.
     causal_lm.model.rotary_emb = type(causal_lm.model.rotary_emb)(config=config, device=device)
     load_shards(path, local_shards(causal_lm))
+    initialize_adapters(causal_lm, seed=seed)
     return policy
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import cast
@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tasuki.trainer.lora import adapter_parameters, base_parameters
 from tasuki.transport.shards import Shard, checkpoint_shards
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
@@ -21,9 +22,18 @@ SINGLE_FILE = "model.safetensors"
 
 
 def local_shards(causal_lm: nn.Module) -> list[Shard]:
-    """This rank's part of every checkpoint tensor, as live views of the parameters. Tied tensors come once."""
+    """This rank's part of every checkpoint tensor, without adapters, as live views of the parameters. Tied tensors come once."""
+    return _shards_of(base_parameters(causal_lm))
+
+
+def adapter_shards(causal_lm: nn.Module) -> list[Shard]:
+    """The same of every adapter's A and B."""
+    return _shards_of(adapter_parameters(causal_lm))
+
+
+def _shards_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[Shard]:
     shards: list[Shard] = []
-    for name, param in causal_lm.named_parameters():
+    for name, param in parameters:
         assert isinstance(param, DTensor), "fully_shard makes every parameter a DTensor"
         # FSDP2 cuts dim 0 as torch.chunk does: every rank but the last ones has ceil(rows / ranks).
         rows_per_rank = -(-param.shape[0] // param.device_mesh.size())

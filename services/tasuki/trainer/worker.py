@@ -16,16 +16,17 @@ from torch.distributed.fsdp import FSDPModule
 
 from tasuki.algorithms.losses import policy_loss_sums
 from tasuki.config.places import socket_dir
-from tasuki.config.schema import NodeConfig
+from tasuki.config.schema import LoraConfig, NodeConfig
 from tasuki.memory.arena import set_host_budget
 from tasuki.memory.tags import MemoryTag
 from tasuki.trainer import checkpoint, export
+from tasuki.trainer.lora import adapters_off, merged_rows, trained_parameters
 from tasuki.trainer.memory import ExportChoice, TrainerMemory
 from tasuki.trainer.mesh import mesh_device
 from tasuki.trainer.micro_batch import LossBatch, TokenBatch
 from tasuki.trainer.model import Policy, load_policy, read_model_config
 from tasuki.trainer.schedule import learning_rate_at
-from tasuki.trainer.shards import local_shards
+from tasuki.trainer.shards import adapter_shards, local_shards
 from tasuki.transport.export import ExportMemory, WeightExport
 from tasuki.v1.weights_pb2 import WeightHandle
 from tasuki.wire.errors import GradientsNotFinite
@@ -86,18 +87,21 @@ class Worker:
         if node.memory.host_budget_bytes is not None:
             set_host_budget(node.memory.host_budget_bytes // mesh.size())
         self.memory = TrainerMemory(mesh, ExportChoice.of(node, mesh))
-        self.policy = self._load(getattr(torch, config.param_dtype))
+        # A frozen base is only computed with.
+        dtype = getattr(torch, config.param_dtype) if config.lora is None else self._compute_dtype
+        self.policy = self._load(dtype, lora=config.lora)
+        trained = [param for _, param in trained_parameters(self.policy.causal_lm)]
         if config.gradient_checkpointing:
             self.policy.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
         self.policy.train()
         self.optimizer = torch.optim.AdamW(
-            self.policy.causal_lm.parameters(),
+            trained,
             lr=config.learning_rate,
             betas=config.betas,
             eps=config.eps,
             weight_decay=config.weight_decay,
         )
-        self.memory.make_gradients(self.policy.causal_lm.parameters())
+        self.memory.make_gradients(trained)
         self.memory.make_adamw_state(self.optimizer)
         self._reference: Policy | None = None
         self._export: WeightExport | None = None
@@ -172,15 +176,22 @@ class Worker:
         return self._log_probs(self.policy, batches, temperature=temperature)
 
     def reference_log_probs(self, batches: Sequence[TokenBatch], *, temperature: float) -> list[list[float]]:
-        """The same under the frozen start weights, which are loaded at their first use."""
+        """The same under the frozen start weights: the policy's own below its adapters, or loaded at their first use."""
+        if self.config.lora is not None:
+            with adapters_off(self.policy.causal_lm):
+                return self._log_probs(self.policy, batches, temperature=temperature)
         if self._reference is None:
             self._reference = self._load(self._compute_dtype).requires_grad_(False).eval()
         return self._log_probs(self._reference, batches, temperature=temperature)
 
     def publish_weights(self) -> PublishReport:
-        """Has this rank's shards, in the engine's dtype, where rollout can map them. Raises OutOfGpuMemory."""
+        """Has this rank's shards, in the engine's dtype, where rollout can map them: the adapters alone, or weights with them added.
+
+        Raises OutOfGpuMemory.
+        """
         self._export = self.memory.export(self._make_export)
-        num_bytes = self._export.publish(self.policy_version)
+        replaced = () if self.node.served_adapter is not None else merged_rows(self.policy.causal_lm)
+        num_bytes = self._export.publish(self.policy_version, replaced=replaced)
         return PublishReport(handle=self._export.handle(), num_bytes=num_bytes)
 
     def withdraw_weights(self) -> None:
@@ -210,9 +221,9 @@ class Worker:
             self._export.close()
 
     def _make_export(self, memory: ExportMemory) -> WeightExport:
-        rank = self.mesh.get_local_rank()
+        rank, causal_lm = self.mesh.get_local_rank(), self.policy.causal_lm
         return WeightExport(
-            local_shards(self.policy.causal_lm),
+            local_shards(causal_lm) if self.node.served_adapter is None else adapter_shards(causal_lm),
             rank=rank,
             num_ranks=self.mesh.size(),
             dtype=getattr(torch, self.node.rollout.dtype),
@@ -255,10 +266,13 @@ class Worker:
         architectures = self.model_config.architectures
         assert architectures, "the model was loaded by its architecture"
         return checkpoint.CheckpointFacts(
-            policy_version=self.policy_version, num_ranks=self.mesh.size(), architecture=architectures[0]
+            policy_version=self.policy_version,
+            num_ranks=self.mesh.size(),
+            architecture=architectures[0],
+            lora_rank=None if self.config.lora is None else self.config.lora.rank,
         )
 
-    def _load(self, param_dtype: torch.dtype) -> Policy:
+    def _load(self, param_dtype: torch.dtype, *, lora: LoraConfig | None = None) -> Policy:
         return load_policy(
             self.node.model.path,
             config=self.model_config,
@@ -266,6 +280,8 @@ class Worker:
             param_dtype=param_dtype,
             compute_dtype=self._compute_dtype,
             region=self.memory.region(MemoryTag.WEIGHTS),
+            lora=lora,
+            seed=self.config.seed,
         )
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,16 +111,20 @@ class WeightExport:
             leaves=self._leaves,
         )
 
-    def publish(self, version: int) -> int:
+    def publish(self, version: int, *, replaced: Iterable[tuple[str, torch.Tensor]] = ()) -> int:
         """Brings every shard up to date where readers see it, and marks all as `version`. Returns the bytes published.
 
         What is published in place is only summed. Memory that was given back must be there again.
+        replaced: name and rows of tensors that are published in the place of the shards of these names; taken one by one.
         """
         if self._is_away or self._opened_for != self._addresses():
             self._hand_out_anew()
         copies, checksums = self._prepare()
         self._header.write_state(ArenaState.WRITING)
         copies.start()
+        published = {entry.name: held for entry, held in zip(self._arena.manifest.entries, self._arena.tensors, strict=True)}
+        for name, tensor in replaced:
+            published[name].copy_(tensor)
         self._header.write_published(version, checksums.read())
         return sum(entry.num_bytes for entry in self._arena.manifest.entries)
 

@@ -1,0 +1,150 @@
+"""LoRA: PEFT's adapters beside linear layers of a frozen model. An adapter is the product B A, counted alpha / rank times.
+
+PEFT renames the parameters: `q_proj.weight` becomes `q_proj.base_layer.weight`, beside it are `q_proj.lora_A.default.weight` [rank, in] and
+`q_proj.lora_B.default.weight` [out, rank]. Nothing outside this module knows these names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from tasuki.config.schema import LoraConfig
+from tasuki.wire.errors import InvalidArgument
+
+_BASE, _A, _B = ".base_layer", ".lora_A.default.weight", ".lora_B.default.weight"
+
+
+def add_adapters(causal_lm: nn.Module, config: LoraConfig) -> None:
+    """Freezes the model and puts adapters, in float32 and not yet initialized, beside the layers that `config` names.
+
+    Raises InvalidArgument when a layer of the model has no such linear module.
+    """
+    # Two seconds to import, for those who need it only.
+    from peft import LoraConfig as PeftConfig
+    from peft import inject_adapter_in_model
+
+    layers = cast(nn.ModuleList, cast(Any, causal_lm).model.layers)
+    for target in config.target_modules:
+        for index, layer in enumerate(layers):
+            if not any(isinstance(module, nn.Linear) for name, module in layer.named_modules() if name.endswith(f".{target}")):
+                raise InvalidArgument(
+                    "trainer.lora.target_modules",
+                    f"layer {index} of this {type(causal_lm).__name__} has no linear {target}; experts cannot have adapters",
+                )
+    settings = PeftConfig(r=config.rank, lora_alpha=cast(int, config.alpha), target_modules=list(config.target_modules))
+    inject_adapter_in_model(settings, causal_lm)
+    for _, param in trained_parameters(causal_lm):
+        param.data = param.data.float()
+
+
+@torch.no_grad()
+def initialize_adapters(causal_lm: nn.Module, *, seed: int) -> None:
+    """A uniform as PEFT has it, B zero, so that the policy starts as the base model. Does not depend on how many ranks there are."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, param in causal_lm.named_parameters():
+        if name.endswith(_A):
+            bound = 1 / math.sqrt(param.shape[1])
+            whole = torch.empty(param.shape).uniform_(-bound, bound, generator=generator).to(param.device)
+            sharded = cast(DTensor, param)
+            # Every rank has all of it: nothing is sent.
+            param.copy_(distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None))
+        elif name.endswith(_B):
+            param.zero_()
+
+
+def base_parameters(causal_lm: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The model's own parameters under their own names, with adapters or without."""
+    for name, param in causal_lm.named_parameters():
+        if not name.endswith((_A, _B)):
+            yield name.replace(f"{_BASE}.", "."), param
+
+
+def adapter_parameters(causal_lm: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """A and B of every adapter, as `<layer>.lora_A.weight` and `<layer>.lora_B.weight`."""
+    for name, param in causal_lm.named_parameters():
+        if name.endswith((_A, _B)):
+            yield name.replace(".default.", "."), param
+
+
+def trained_parameters(causal_lm: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """All of them, or with adapters only these."""
+    return ((name, param) for name, param in causal_lm.named_parameters() if param.requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedWeight:
+    """A sharded weight W [out, in] with its adapter."""
+
+    base: DTensor
+    a: DTensor
+    b: DTensor
+    scaling: float
+
+    @torch.no_grad()
+    def merged(self) -> DTensor:
+        """W + alpha / rank B A in float32, sharded as W: B is cut into the same rows. Every rank must call it."""
+        local = torch.addmm(self.base.to_local().float(), self.b.to_local(), self.a.full_tensor(), alpha=self.scaling)
+        mesh, placements = self.base.device_mesh, self.base.placements
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=self.base.shape, stride=self.base.stride())
+
+
+def adapted_weights(causal_lm: nn.Module) -> dict[str, AdaptedWeight]:
+    """By the name of the weight; none without adapters."""
+    params = cast(dict[str, DTensor], {name: param.detach() for name, param in causal_lm.named_parameters()})
+    adapted: dict[str, AdaptedWeight] = {}
+    for name, a in params.items():
+        if name.endswith(_A):
+            layer = name.removesuffix(_A)
+            scaling = cast(Any, causal_lm.get_submodule(layer)).scaling["default"]
+            adapted[f"{layer}.weight"] = AdaptedWeight(params[f"{layer}{_BASE}.weight"], a, params[f"{layer}{_B}"], scaling)
+    return adapted
+
+
+def merged_rows(causal_lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """This rank's rows of every adapted weight, merged, one by one. Every rank must take all of them; one without rows gets none."""
+    for name, adapted in adapted_weights(causal_lm).items():
+        local = adapted.merged().to_local()
+        if len(local):
+            yield name, local
+
+
+def adapter_tensors(causal_lm: nn.Module) -> dict[str, Tensor]:
+    """Whole, by the names that PEFT's files have; none without adapters. Every rank must call it."""
+    params = ((name, cast(DTensor, param.detach())) for name, param in adapter_parameters(causal_lm))
+    return {f"base_model.model.{name}": param.full_tensor().cpu() for name, param in params}
+
+
+def write_adapter(folder: Path, tensors: dict[str, Tensor], *, causal_lm: nn.Module, source: Path) -> None:
+    """A folder that PEFT loads. tensors: of `adapter_tensors`."""
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = copy(cast(Any, causal_lm).peft_config["default"])
+    config.base_model_name_or_path, config.task_type, config.inference_mode = str(source), "CAUSAL_LM", True
+    config.save_pretrained(folder)
+
+
+@contextmanager
+def adapters_off(causal_lm: nn.Module) -> Iterator[None]:
+    """The base model alone."""
+    from peft.tuners.lora import LoraLayer
+
+    layers = [module for module in causal_lm.modules() if isinstance(module, LoraLayer)]
+    # PEFT's own switch would also freeze the adapters, and FSDP2 remembers that from its first forward on.
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False

@@ -1,0 +1,103 @@
+"""A rollout service that adds a LoRA adapter to the model by itself: adapters come and go, the model stays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from tasuki.transport.export import Shard, WeightExport
+from tasuki.v1 import memory_pb2, types_pb2, weights_pb2
+from tests.integration.conftest import (
+    CALL_TIMEOUT_S,
+    RolloutProcess,
+    connected,
+    start_rollout,
+    stop_rollout,
+    wait_until_serving,
+)
+from tests.integration.test_rollout import log_probs_of
+from tests.models import make_model, save_checkpoint
+
+# k_proj and up_proj without an adapter: their parts of SGLang's buffers must be zeros.
+TARGETS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
+RANK, ALPHA = 3, 12
+WEIGHTS = types_pb2.MEMORY_TAG_WEIGHTS
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(make_model("qwen2", seed=4), tmp_path_factory.mktemp("adapter-model") / "qwen2")
+
+
+@pytest.fixture(scope="module")
+def rollout(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutProcess]:
+    process = start_rollout(
+        tmp_path_factory.mktemp("adapter-node"),
+        folder,
+        'rollout.lora="adapter"',
+        'rollout.dtype="float32"',
+        f"trainer.lora.rank={RANK}",
+        f"trainer.lora.alpha={ALPHA}",
+        f"trainer.lora.target_modules={TARGETS}".replace("'", '"'),
+    )
+    wait_until_serving(process)
+    yield process
+    assert stop_rollout(process) == 0, process.log.read_text()[-4000:]
+
+
+@dataclass
+class Adapter:
+    """A trainer's end: one rank's adapters, and the model with them in one process of transformers."""
+
+    model: PeftModel
+    export: WeightExport
+
+    def publish(self, version: int, *, seed: int) -> weights_pb2.PublishedWeights:
+        generator = torch.Generator().manual_seed(seed)
+        for name, param in self.model.named_parameters():
+            if ".lora_" in name:
+                param.data.normal_(std=0.2, generator=generator)
+        self.export.publish(version)
+        return weights_pb2.PublishedWeights(policy_version=version, boot_id="trainer", handles=[self.export.handle()])
+
+
+@pytest.fixture
+def adapter(folder: Path, rollout: RolloutProcess) -> Iterator[Adapter]:
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = get_peft_model(base, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS))
+    shards = [
+        Shard(name.removeprefix("base_model.model.").replace(".default.", "."), tuple(param.shape), 0, param.detach())
+        for name, param in model.named_parameters()
+        if ".lora_" in name
+    ]
+    path = rollout.socket_dir / "trainer-0.sock"
+    export = WeightExport(shards, rank=0, num_ranks=1, dtype=torch.float32, socket_path=path)
+    yield Adapter(model, export)
+    export.close()
+
+
+async def test_every_version_generates_with_its_own_adapter_and_the_model_stays(
+    rollout: RolloutProcess, adapter: Adapter
+) -> None:
+    prompts = [[5, 6, 7], list(range(3, 40))]
+    async with connected(rollout) as client:
+        usage = await client.memory.GetUsage(memory_pb2.GetUsageRequest(), timeout=CALL_TIMEOUT_S)
+        weights = next(usage for usage in usage.tags if usage.tag == WEIGHTS)
+        assert weights.mapped_bytes > 0 and not weights.is_paused
+        for version in range(3):
+            received = await client.wake(adapter.publish(version, seed=version))
+            num_elements = sum(param.numel() for name, param in adapter.model.named_parameters() if ".lora_" in name)
+            assert received.copied_bytes == 4 * num_elements
+            samples = await client.generate(prompts, num_samples=3, max_new_tokens=6, ignore_eos=True)
+            assert {sample.policy_version for sample in samples} == {version}
+            for sample in samples:
+                theirs = log_probs_of(adapter.model, prompts[sample.prompt_index], list(sample.token_ids))
+                assert torch.allclose(torch.tensor(sample.rollout_log_probs), theirs, atol=1e-4)
+            await client.sleep()
+            assert list((await client.state()).resident_tags) == [WEIGHTS], "what a trainer that starts must not wait for"

@@ -1,0 +1,144 @@
+"""The trainer service of two ranks with LoRA: only adapters learn, and everything that leaves it has them added."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tasuki.transport.imported_weights import import_weights
+from tasuki.v1 import trainer_pb2
+from tests.integration import trainer_samples as plain
+from tests.integration.test_trainer import refused, samples_of_now
+from tests.integration.trainer_process import TrainerClient, TrainerProcess, connect, start_trainer
+from tests.models import make_model, save_checkpoint
+
+# Two ranks cannot share A's rows evenly.
+SETTINGS = f"""
+compute_dtype = "float32"
+learning_rate = {plain.LEARNING_RATE}
+eps = {plain.EPS}
+weight_decay = {plain.WEIGHT_DECAY}
+max_grad_norm = {plain.MAX_GRAD_NORM}
+micro_batch_tokens = 128
+gradient_checkpointing = true
+[trainer.lora]
+rank = 23
+alpha = 46
+"""
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(make_model("qwen2_tied", seed=5), tmp_path_factory.mktemp("lora-model") / "qwen2")
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("lora-node")
+
+
+@pytest.fixture(scope="module")
+def trainer(model: Path, node: Path) -> Iterator[TrainerProcess]:
+    trainer = start_trainer(node, model, num_ranks=2, settings=SETTINGS)
+    trainer.wait_until_serving()
+    yield trainer
+    trainer.stop()
+
+
+@pytest.fixture
+async def client(trainer: TrainerProcess) -> AsyncIterator[TrainerClient]:
+    async with connect(trainer) as channel:
+        client = TrainerClient(channel)
+        await client.back_to_training()
+        yield client
+        await client.back_to_training()
+
+
+def with_adapter(model: Path, exported: Path) -> PeftModel:
+    base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    return PeftModel.from_pretrained(base, exported / "adapter", is_trainable=True)
+
+
+async def test_a_step_equals_that_of_peft_in_one_process(client: TrainerClient, model: Path, tmp_path: Path) -> None:
+    await client.export(tmp_path / "before")
+    samples = await samples_of_now(client, 20)
+    loss = trainer_pb2.LossConfig(
+        clip_low=plain.CLIP_LOW, clip_high=plain.CLIP_HIGH, kl_coef=plain.KL_COEF, temperature=plain.TEMPERATURE
+    )
+    answer = await client.forward_backward(samples, loss=loss)
+    step = await client.optim_step()
+    await client.export(tmp_path / "after")
+    expected = plain.plain_step_of(with_adapter(model, tmp_path / "before"), samples)
+    assert answer.loss == pytest.approx(expected.loss, abs=1e-5)
+    assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+    adapter = load_file(tmp_path / "after" / "adapter" / "adapter_model.safetensors")
+    trained = {name.replace(".default", ""): param for name, param in expected.parameters.items() if ".lora_" in name}
+    assert set(adapter) == set(trained)
+    assert len(adapter) == 2 * 2 * len(ALL)
+    for name, param in trained.items():
+        torch.testing.assert_close(adapter[name], param, rtol=1e-5, atol=1e-6)
+
+
+async def test_reference_is_the_base_model_while_the_policy_learns(client: TrainerClient, model: Path) -> None:
+    samples = await samples_of_now(client)
+    await client.forward_backward(samples)
+    await client.optim_step(learning_rate=0.05)
+    start = plain.plain_log_probs(model, samples, dtype=torch.float32, temperature=1.0)
+    reference = await client.log_probs(samples, trainer_pb2.POLICY_KIND_REFERENCE)
+    policy = await client.log_probs(samples, trainer_pb2.POLICY_KIND_POLICY)
+    assert torch.allclose(flat(reference), flat(start), atol=1e-5)
+    assert not torch.allclose(flat(policy), flat(start), atol=1e-2)
+    assert await client.log_probs(samples, trainer_pb2.POLICY_KIND_REFERENCE) == reference
+
+
+async def test_published_and_exported_weights_have_the_adapters_added_and_rounded_once(
+    client: TrainerClient, model: Path, tmp_path: Path
+) -> None:
+    await client.forward_backward(await samples_of_now(client))
+    await client.optim_step(learning_rate=0.05)
+    await client.export(tmp_path / "model")
+    imported = import_weights((await client.publish()).weights, timeout_s=5)
+    exported, base = load_file(tmp_path / "model" / "model.safetensors"), load_file(model / "model.safetensors")
+    assert set(imported.layout()) == set(exported) == set(base)
+    merged = with_adapter(model, tmp_path / "model").merge_and_unload().state_dict()
+    for name, tensor in exported.items():
+        assert torch.equal(imported.gathered(name), tensor), name
+        is_adapted = name.split(".")[-2] in ALL and name.endswith("weight")
+        assert torch.equal(tensor, base[name]) is not is_adapted, name
+        # One bit of bfloat16 where the order of additions decides.
+        torch.testing.assert_close(tensor.float(), merged[name], rtol=2**-7, atol=1e-6)
+
+
+async def test_a_trainer_started_anew_has_the_adapters_of_its_log_and_of_its_checkpoint(
+    client: TrainerClient, trainer: TrainerProcess, model: Path, node: Path, tmp_path: Path
+) -> None:
+    samples = await samples_of_now(client)
+    await client.forward_backward(samples)
+    await client.optim_step()
+    saved = await client.save(tmp_path / "checkpoint")
+    # Adapters of rank 23, their two moments, and a few KB of torch for each of them: no weight of the model.
+    num_adapted = 23 * 2 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 96))
+    assert 12 * num_adapted < saved.bytes < 12 * num_adapted + 400_000
+    await client.forward_backward(samples)
+    await client.optim_step()
+    before, version = await client.log_probs(samples, trainer_pb2.POLICY_KIND_POLICY), (await client.state()).policy_version
+    trainer.stop()
+    again = start_trainer(node, model, num_ranks=2, settings=SETTINGS)
+    again.wait_until_serving()
+    trainer.process = again.process
+    async with connect(trainer) as channel:
+        back = TrainerClient(channel)
+        assert (await back.state()).policy_version == version
+        assert await back.log_probs(samples, trainer_pb2.POLICY_KIND_POLICY) == before
+        assert (await refused(back.load(tmp_path / "checkpoint"))).reason == "VERSION_ORDER"
+
+
+def flat(rows: list[list[float]]) -> torch.Tensor:
+    return torch.tensor([value for row in rows for value in row])

@@ -1,0 +1,51 @@
+"""Where adapters can be, how they begin, and whose checkpoints are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tasuki.config.schema import LoraConfig
+from tasuki.trainer.checkpoint import CheckpointFacts, load_checkpoint
+from tasuki.trainer.lora import add_adapters, base_parameters, trained_parameters
+from tasuki.wire.errors import InvalidArgument
+from tests.models import CONFIGS
+
+
+def on_meta(kind: str) -> torch.nn.Module:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(CONFIGS[kind](), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen2_tied", "qwen3"])
+def test_adapters_alone_are_trained_and_every_weight_keeps_its_name(kind: str) -> None:
+    model = on_meta(kind)
+    names = [name for name, _ in model.named_parameters()]
+    add_adapters(model, LoraConfig(rank=4))
+    assert [name for name, _ in base_parameters(model)] == names
+    trained = dict(trained_parameters(model))
+    assert len(trained) == 2 * 2 * 7
+    assert all(".lora_" in name and param.dtype == torch.float32 and 4 in param.shape for name, param in trained.items())
+
+
+def test_experts_cannot_have_adapters_but_their_attention_can() -> None:
+    with pytest.raises(InvalidArgument, match="no linear gate_proj; experts cannot have adapters") as refused:
+        add_adapters(on_meta("qwen3_moe"), LoraConfig())
+    assert refused.value.metadata["field"] == "trainer.lora.target_modules"
+    model = on_meta("qwen3_moe")
+    add_adapters(model, LoraConfig(target_modules=("q_proj", "o_proj")))
+    assert len(dict(trained_parameters(model))) == 2 * 2 * 2
+
+
+@pytest.mark.parametrize(("held", "have"), [(None, 8), (8, None), (8, 16)])
+def test_a_checkpoint_of_another_kind_of_training_is_refused(tmp_path: Path, held: int | None, have: int | None) -> None:
+    fields = {"format": 1, "policy_version": 3, "num_ranks": 1, "architecture": "LlamaForCausalLM", "lora_rank": held}
+    (tmp_path / "checkpoint.json").write_text(json.dumps(fields))
+    model = torch.nn.Linear(2, 2)
+    facts = CheckpointFacts(policy_version=0, num_ranks=1, architecture="LlamaForCausalLM", lora_rank=have)
+    with pytest.raises(InvalidArgument, match="the trainer trains"):
+        load_checkpoint(tmp_path, model=model, optimizer=torch.optim.AdamW(model.parameters()), have=facts)
