@@ -41,17 +41,19 @@ class AdapterBuffers:
     """One rank's slice of the adapter, for a copy plan: what an EngineModel has, with buffers in the place of parameters."""
 
     def __init__(self, manager: LoRAManager, config: LoraConfig, *, tp_rank: int) -> None:
-        self._manager, self._config, self._tp_rank = manager, config, tp_rank
+        self._config, self._tp_rank = config, tp_rank
+        self._modules = list(_modules(manager))
+        """Name, module, and the adapter's slot of its A and B; the same tensors at every look, since a plan is for tensors."""
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        for name, _, a, b in self._modules():
+        for name, _, a, b in self._modules:
             yield f"{name}.lora_A", cast(torch.nn.Parameter, a)
             yield f"{name}.lora_B", cast(torch.nn.Parameter, b)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copies the rank's slices of `<layer>.lora_A.weight` and `<layer>.lora_B.weight`; layers without an adapter get zeros."""
         given = dict(weights)
-        for name, module, a, b in self._modules():
+        for name, module, a, b in self._modules:
             prefix, _, kind = name.rpartition(".")
             rows = module.output_offset.tolist()
             for index, part in enumerate(_PARTS.get(kind, (kind,))):
@@ -69,14 +71,14 @@ class AdapterBuffers:
                     if (whole := given.get(f"{prefix}.{part}.{factor}.weight")) is not None:
                         to.copy_(_slice_of(whole, dim, rank, size=to.shape[dim]))
 
-    def _modules(self) -> Iterator[tuple[str, Any, torch.Tensor, torch.Tensor]]:
-        """Name, module, and the adapter's slot of its A and B."""
-        pool = self._manager.memory_pool
-        slot = pool.get_buffer_id(ADAPTER_ID)
-        for layer, modules in enumerate(self._manager.lora_modules):
-            for name, module in modules.items():
-                kind = name.rpartition(".")[2]
-                yield name, module, pool.A_buffer[kind][layer][slot], pool.B_buffer[kind][layer][slot]
+
+def _modules(manager: LoRAManager) -> Iterator[tuple[str, Any, torch.Tensor, torch.Tensor]]:
+    pool = manager.memory_pool
+    slot = pool.get_buffer_id(ADAPTER_ID)
+    for layer, modules in enumerate(manager.lora_modules):
+        for name, module in modules.items():
+            kind = name.rpartition(".")[2]
+            yield name, module, pool.A_buffer[kind][layer][slot], pool.B_buffer[kind][layer][slot]
 
 
 def _slice_of(whole: torch.Tensor, dim: int, rank: int, *, size: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from tasuki.transport.imported_weights import ImportedWeights, import_weights
 from tasuki.transport.plan import Constant, CopyPlan, Slice, split_by_rows, whole
 from tasuki.transport.verify import HeldSlice
 from tasuki.v1 import weights_pb2
-from tasuki.wire.errors import UnsupportedModel, WeightsCorrupt
+from tasuki.wire.errors import InternalError, UnsupportedModel, WeightsCorrupt
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,9 @@ class WeightReceiver:
         self, imported: ImportedWeights, weights: weights_pb2.PublishedWeights, *, reads_back_in_full: bool
     ) -> Received:
         imported.check_version(weights.policy_version)
-        prepared = self._replay(imported)
+        prepared = self._replay(imported) or self._replay(imported)
+        if prepared is None:
+            raise InternalError("parameters of the engine's model move at every look")
         with self._timed("verify"):
             sums = prepared.sums(read_back=reads_back_in_full)
             # The trainer may have begun to overwrite what was being copied.
@@ -89,8 +91,8 @@ class WeightReceiver:
         self._imported.renew(weights, timeout_s=timeout_s)
         return self._imported
 
-    def _replay(self, imported: ImportedWeights) -> _PreparedPlan:
-        """Brings the weights in, by a new plan when parameters have moved."""
+    def _replay(self, imported: ImportedWeights) -> _PreparedPlan | None:
+        """Brings the weights in. None when parameters have moved: they went to where the plan had them, and the next one is made anew."""
         with self._timed("record"):
             prepared = self._prepare(imported)
         with self._timed("copy"):
@@ -100,9 +102,8 @@ class WeightReceiver:
             prepared.finish(self.model)
         if is_current:
             return prepared
-        # Not for ever: recording refuses a loader that moves parameters.
         self._prepared = None
-        return self._replay(imported)
+        return None
 
     def _prepare(self, imported: ImportedWeights) -> _PreparedPlan:
         if self._prepared is None or not self._prepared.whereabouts.is_memory_held():
