@@ -12,7 +12,8 @@ import pytest
 from tasuki.coordinator.audit import Audit
 from tasuki.coordinator.phases import Phase
 from tasuki.wire.errors import WrongPhase
-from tests.unit.simulated_node import CrashPoint, Fault, SimulatedNode
+from tests.unit.simulated_faults import CrashPoint, Fault
+from tests.unit.simulated_node import SimulatedNode
 from tests.unit.virtual_time import VirtualTimeLoop
 
 NUM_SEEDS, NUM_CHUNKS, NUM_STEPS = 300, 10, 4

@@ -26,7 +26,8 @@ from tasuki.wire.errors import (
     WeightsCorrupt,
     WrongPhase,
 )
-from tests.unit.simulated_node import CrashPoint, Fault, SimulatedNode
+from tests.unit.simulated_faults import CrashPoint, Fault
+from tests.unit.simulated_node import SimulatedNode
 from tests.unit.test_simulation import memory_folder
 from tests.unit.virtual_time import VirtualTimeLoop
 
