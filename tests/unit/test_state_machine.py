@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from random import Random
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
@@ -148,6 +149,7 @@ class NodeMachine(RuleBasedStateMachine):
         assert at is None or phase_of(at) in (None, *Phase)
 
 
+@pytest.mark.timeout(600)  # to shrink what it finds
 def test_ten_thousand_steps_break_no_promise() -> None:
     run_state_machine_as_test(
         NodeMachine,
