@@ -227,6 +227,9 @@ class Node:
             with suppress(StageOrder):  # then nobody knows where the node stands, and the state says so
                 self._take(now)
         lost = now.other_than(seen)
+        if lost is None and isinstance(error, StageOrder) and self._at is not None:
+            # One stage by hand without an answer was carried out late, after the services were asked.
+            return PeerUnavailable(f"a service went on after it was seen ({error.message})")
         if lost is None or isinstance(error, _LOSSES):
             return error
         return PeerUnavailable(f"{lost} was lost in the middle of the changeover ({error.reason}: {error.message})", peer=lost)
