@@ -10,7 +10,7 @@ import pytest
 from tasuki.client import Client, Phase
 from tasuki.coordinator.phases import Stage
 from tests.chaos_node import ChaosNode
-from tests.conftest import RunningNode
+from tests.conftest import RunningNode, tasuki
 
 pytestmark = pytest.mark.timeout(300)
 # A killed process is noticed at once, one that stands still when its pulse has been missed for restart.stall_s.
@@ -50,3 +50,9 @@ def test_phase_is_reached_and_nothing_trained_is_lost(
     assert chaos.client.state().policy_version == version + is_to_rollout
     if not is_to_rollout:
         assert chaos.greedy() == tokens  # the same weights
+
+
+def test_the_journal_of_all_that_is_clean(node: RunningNode) -> None:
+    audited = tasuki("audit", node.state_dir, timeout_s=60)
+    assert (audited.returncode, audited.stdout.splitlines()[0]) == (0, "clean"), audited.stdout
+    assert "logged_commands=0" not in audited.stdout

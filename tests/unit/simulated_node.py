@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -18,62 +17,12 @@ from tasuki.coordinator.phases import Phase, Service, Stage
 from tasuki.rollout.stages import Stage as RolloutStage
 from tasuki.v1 import trainer_pb2, types_pb2
 from tasuki.wire.errors import DeadlineExceeded, OutOfGpuMemory, PeerUnavailable, TasukiError
+from tests.unit.simulated_faults import Crash, Fault, JournalFailpoints
 from tests.unit.simulated_services import Disk, SimulatedRollout, SimulatedService, SimulatedTrainer
 
 STAGE_TIMEOUT_S, RECOVERY_TIMEOUT_S, RESTART_S, LATE_S = 60.0, 120.0, 1.0, 0.5
 _LATENCY_S = 0.001
 _NEVER_S = 7200.0
-
-
-class Fault(StrEnum):
-    """What happens to one call."""
-
-    DROP = "the request is lost"
-    LOSE = "the answer is lost"
-    LATE = "the caller hears that the connection broke, and the request arrives a moment later"
-    DUPLICATE = "the request arrives twice"
-    SLOW = "the service takes half its deadline"
-    HANG = "the service does not come to an end"
-    REFUSE = "the service has no room"
-    CORRUPT = "what SYNC receives is damaged"
-    KILL = "the service dies before it begins"
-    KILL_AFTER = "the service dies before it answers"
-    KILL_OTHER = "the other service dies"
-    CRASH = "the coordinator dies while the service works"
-
-
-class CrashPoint(StrEnum):
-    """Where the coordinator dies at a journal write."""
-
-    INTEND = "intend"
-    INTENDED = "intended"
-    NOTE = "note"
-    NOTED = "noted"
-
-
-class Crash(BaseException):
-    """Ends the coordinator as SIGKILL does: no handler of its own runs."""
-
-
-class _JournalFailpoints:
-    """Stands where the journal's own failpoints do. armed: the point and how often it is passed before; full: the disk instead."""
-
-    def __init__(self, on_crash: Callable[[], None]) -> None:
-        self.armed: tuple[CrashPoint, int] | None = None
-        self.is_full = False
-        self._on_crash = on_crash
-
-    def hit(self, point: str) -> bool:
-        if self.armed is None or point.rpartition(".")[2] != self.armed[0]:
-            return False
-        if self.armed[1] > 0:
-            self.armed = (self.armed[0], self.armed[1] - 1)
-            return False
-        self.armed = None
-        if self.is_full:
-            raise OSError(28, "No space left on device")
-        self._on_crash()
-        raise Crash
 
 
 class _Stub:
@@ -103,7 +52,7 @@ class SimulatedNode:
         """waits_for_room: as on CUDA, a service that starts waits until the other one has left the GPU."""
         self._path = folder / "journal.sqlite"
         self._fault, self._waits_for_room = fault, waits_for_room
-        self.failpoints = _JournalFailpoints(self._crash)
+        self.failpoints = JournalFailpoints(self._crash)
         self.disk = Disk()
         self.lives: dict[Service, list[SimulatedService]] = {service: [] for service in Service}
         self.trainer: SimulatedTrainer | None = None

@@ -11,10 +11,13 @@ import pytest
 
 from tasuki.coordinator.audit import Audit
 from tasuki.coordinator.phases import Phase
-from tasuki.wire.errors import WrongPhase
-from tests.unit.simulated_node import CrashPoint, Fault, SimulatedNode
+from tasuki.wire.errors import OutOfGpuMemory, WrongPhase
+from tests.unit.simulated_faults import CrashPoint, Fault
+from tests.unit.simulated_node import SimulatedNode
 from tests.unit.virtual_time import VirtualTimeLoop
 
+REFUSALS = (OutOfGpuMemory, WrongPhase)
+"""The gate gives the same refusal to whoever repeats the command."""
 NUM_SEEDS, NUM_CHUNKS, NUM_STEPS = 300, 10, 4
 
 
@@ -33,13 +36,7 @@ async def simulate(seed: int, folder: Path) -> Audit:
             node.failpoints.armed = draw.choice(list(CrashPoint)), draw.randrange(8)
             node.failpoints.is_full = draw.random() < 0.3
         await reach(node, Phase.TRAIN, f"train {step}")
-        for attempt in range(100):
-            error = await node.learn(f"sample {step}")
-            if error is None:
-                break
-            if isinstance(error, WrongPhase):
-                await reach(node, Phase.TRAIN, f"train {step} again {attempt}")
-            await asyncio.sleep(1.0)
+        await learn(node, f"sample {step}")
         await reach(node, Phase.ROLLOUT, f"serve {step}")
     calm, node.failpoints.armed = True, None
     assert await node.acquire(Phase.ROLLOUT, "at last") is None
@@ -50,6 +47,19 @@ async def simulate(seed: int, folder: Path) -> Audit:
     found = await node.close()
     assert found.num_unanswered == 0
     return found
+
+
+async def learn(node: SimulatedNode, sample: str) -> None:
+    """As the client does: after a lost answer the same command again, after a refusal another one."""
+    refusals = 0
+    for attempt in range(100):
+        error = await node.learn(f"{sample} {refusals}")
+        if error is None:
+            return
+        refusals += isinstance(error, REFUSALS)
+        await asyncio.sleep(1.0)
+        await reach(node, Phase.TRAIN, f"{sample} again {attempt}")
+    raise AssertionError(f"{sample} was not learned")
 
 
 async def reach(node: SimulatedNode, phase: Phase, request_id: str) -> None:

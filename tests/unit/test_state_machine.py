@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from random import Random
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
@@ -26,8 +27,9 @@ from tasuki.wire.errors import (
     WeightsCorrupt,
     WrongPhase,
 )
-from tests.unit.simulated_node import CrashPoint, Fault, SimulatedNode
-from tests.unit.test_simulation import memory_folder
+from tests.unit.simulated_faults import CrashPoint, Fault
+from tests.unit.simulated_node import SimulatedNode
+from tests.unit.test_simulation import REFUSALS, memory_folder
 from tests.unit.virtual_time import VirtualTimeLoop
 
 MIN_STEPS = 10_000
@@ -55,8 +57,8 @@ class NodeMachine(RuleBasedStateMachine):
         self.runner = asyncio.Runner(loop_factory=VirtualTimeLoop)
         self.faults: list[Fault | None] = []
         self.number = 0
-        self.samples = 0
-        self.learned = True
+        self.num_learned = 0
+        self.pending = ""
         self.node = self.runner.run(self._start(waits_for_room))
 
     async def _start(self, waits_for_room: bool) -> SimulatedNode:
@@ -111,12 +113,14 @@ class NodeMachine(RuleBasedStateMachine):
 
     @rule(faults=faults(2))
     def learn(self, faults: list[Fault | None]) -> None:
-        """A sample whose answer was lost is sent again under the same name, as the client does."""
+        """A sample whose answer was lost is sent again as the same command, as the client does."""
         self.faults = faults
-        self.samples += self.learned
-        error = self.runner.run(self.node.learn(f"sample {self.samples}"))
-        self.learned = error is None
+        self.pending = self.pending or self._id("sample")
+        error = self.runner.run(self.node.learn(self.pending))
         assert error is None or isinstance(error, (*EXPECTED, WrongPhase)), repr(error)
+        self.num_learned += error is None
+        if error is None or isinstance(error, REFUSALS):
+            self.pending = ""
 
     @rule(service=st.sampled_from(Service))
     def kill(self, service: Service) -> None:
@@ -142,11 +146,12 @@ class NodeMachine(RuleBasedStateMachine):
     def nothing_is_broken(self) -> None:
         NodeMachine.num_steps += 1
         assert self.node.broken is None
-        assert len(self.node.disk.steps) in (self.samples, self.samples - (not self.learned))
+        assert len(self.node.disk.steps) in (self.num_learned, self.num_learned + bool(self.pending))
         at = self.node.node.state().at
         assert at is None or phase_of(at) in (None, *Phase)
 
 
+@pytest.mark.timeout(600)  # to shrink what it finds
 def test_ten_thousand_steps_break_no_promise() -> None:
     run_state_machine_as_test(
         NodeMachine,
@@ -161,4 +166,4 @@ def test_ten_thousand_steps_break_no_promise() -> None:
     )
     counts = {name: value for name, value in vars(NodeMachine).items() if name.startswith("num_")}
     assert NodeMachine.num_steps >= MIN_STEPS, counts
-    assert min(counts.values()) > 200, counts
+    assert min(counts.values()) > 100, counts

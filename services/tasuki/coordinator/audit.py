@@ -203,7 +203,7 @@ class _Replay:
 
     def _check_undo(self, intent: StageIntent) -> None:
         if not self.ways_back:
-            for at in self._places():
+            for at in {*self._places(), *((self.believed,) if self.believed else ())}:
                 done = since_phase(at)
                 begun = ((*done, next_stage(at)), done, (Stage.LOAD_TRAINER, *done))
                 self.ways_back += [undo_path(stages) for stages in begun]

@@ -16,7 +16,8 @@ from tasuki.coordinator.leftovers import close_interrupted, settle
 from tasuki.coordinator.operation import Operation, Told, replayed
 from tasuki.coordinator.peers import Observed, Peers
 from tasuki.coordinator.phases import HOLDS, Phase, Stage, advance, leads_to, phase_of
-from tasuki.coordinator.records import ChangeoverRecord, NodeState, StageEvent, Status
+from tasuki.coordinator.records import NodeState, StageEvent, Status
+from tasuki.coordinator.tries import last_try, unused
 from tasuki.wire.errors import (
     ChangeoverRunning,
     DeadlineExceeded,
@@ -135,7 +136,7 @@ class Node:
 
     def _operation(self, request_id: str, subject: str, work: Callable[[], Awaitable[None]]) -> Operation:
         known = self._operations.get(request_id)
-        written = None if known is not None else self._last_try(request_id)
+        written = None if known is not None else last_try(self._journal, request_id)
         # One that an earlier coordinator left in the middle is not answered by its interruption: it is carried out now.
         if written is not None and written.error_reason not in _UNANSWERED:
             known = replayed(written, self.state())
@@ -160,10 +161,6 @@ class Node:
         self._running.start(alone())
         return self._remember(request_id, self._running)
 
-    def _last_try(self, request_id: str) -> ChangeoverRecord | None:
-        """What became of a request in the journal, when it was tried for the last time."""
-        return next((found for one in reversed(list(self._tries(request_id))) if (found := self._journal.find(one))), None)
-
     def _remember(self, request_id: str, operation: Operation) -> Operation:
         self._operations[request_id] = operation
         if len(self._operations) > _KEPT_OPERATIONS:
@@ -180,7 +177,7 @@ class Node:
                 return
             self._close_left(at, phase)
             try:
-                await self._try(phase, self._unused(request_id), seen)
+                await self._try(phase, unused(self._journal, request_id), seen)
             except _LOSSES as error:
                 if number == _MAX_TRIES:
                     raise
@@ -199,7 +196,7 @@ class Node:
         if phase is not Phase.ROLLOUT or not seen.trainer_is_in_the_way:
             return
         self._close_left(self._take(seen), phase)
-        changeover = self._begin(self._unused(request_id), seen, target=phase)
+        changeover = self._begin(unused(self._journal, request_id), seen, target=phase)
         try:
             await changeover.make_room()
         except _LOSSES as error:
@@ -231,6 +228,9 @@ class Node:
             with suppress(StageOrder):  # then nobody knows where the node stands, and the state says so
                 self._take(now)
         lost = now.other_than(seen)
+        if lost is None and isinstance(error, StageOrder) and self._at is not None:
+            # One stage by hand without an answer was carried out late, after the services were asked.
+            return PeerUnavailable(f"a service went on after it was seen ({error.message})")
         if lost is None or isinstance(error, _LOSSES):
             return error
         return PeerUnavailable(f"{lost} was lost in the middle of the changeover ({error.reason}: {error.message})", peer=lost)
@@ -266,24 +266,11 @@ class Node:
             seen.require_all()
         return seen
 
-    def _unused(self, request_id: str) -> str:
-        """`request_id`, or with a number behind it when the journal has it: the same request, tried again."""
-        return list(self._tries(request_id))[-1]
-
-    def _tries(self, request_id: str) -> Iterator[str]:
-        """The names under which the journal has a request, and the next one."""
-        number, name = 1, request_id
-        while self._journal.find(name) is not None:
-            yield name
-            number += 1
-            name = f"{request_id}~{number}"
-        yield name
-
     async def _run_by_hand(self, stage: Stage, request_id: str) -> None:
         """One stage, taken back by nobody. The stages from one phase to the next are journalled as one changeover."""
         seen, at = await self._look()
         advance(at, stage)
-        changeover = self._open or self._begin(self._unused(request_id), seen, target=leads_to(at))
+        changeover = self._open or self._begin(unused(self._journal, request_id), seen, target=leads_to(at))
         changeover.stands(seen)
         await changeover.run_if_admitted(stage)
         if phase_of(stage) is not None:

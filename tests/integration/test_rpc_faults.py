@@ -1,0 +1,192 @@
+"""Real gRPC between the coordinator and two services, over connections that break a thousand times: no stage is carried out twice."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from tasuki.coordinator.audit import audit
+from tasuki.coordinator.history import read_history
+from tasuki.coordinator.journal import Journal
+from tasuki.coordinator.node import Node
+from tasuki.coordinator.peers import GrpcPeers, Observed
+from tasuki.coordinator.phases import RULES, Phase, Service
+from tasuki.coordinator.records import Intent, Outcome
+from tasuki.rpc.server import RpcServer
+from tasuki.v1.memory_pb2_grpc import MemoryServiceServicer, add_MemoryServiceServicer_to_server
+from tasuki.v1.rollout_pb2_grpc import RolloutServiceServicer, add_RolloutServiceServicer_to_server
+from tasuki.v1.trainer_pb2_grpc import TrainerServiceServicer, add_TrainerServiceServicer_to_server
+from tasuki.wire.errors import PeerUnavailable, TasukiError
+from tests.integration.faulty_proxy import Break, FaultyProxy
+from tests.unit.simulated_services import Disk, SimulatedRollout, SimulatedTrainer
+from tests.unit.test_simulation import memory_folder
+
+NUM_FAULTS, SHARE, SEED = 1000, 0.2, 5
+DUPLICATE = "the request arrives twice"
+
+
+class TrainerFront(TrainerServiceServicer, MemoryServiceServicer):
+    """A simulated service on the wire."""
+
+    def __init__(self, service: Any) -> None:
+        self._service = service
+
+    async def PublishWeights(self, request: Any, context: Any) -> Any:
+        return await self._service.PublishWeights(request)
+
+    async def WithdrawWeights(self, request: Any, context: Any) -> Any:
+        return await self._service.WithdrawWeights(request)
+
+    async def GetTrainerState(self, request: Any, context: Any) -> Any:
+        return await self._service.GetTrainerState(request)
+
+    async def Pause(self, request: Any, context: Any) -> Any:
+        return await self._service.Pause(request)
+
+    async def Resume(self, request: Any, context: Any) -> Any:
+        return await self._service.Resume(request)
+
+
+class RolloutFront(RolloutServiceServicer, MemoryServiceServicer):
+    """The same of rollout."""
+
+    def __init__(self, service: Any) -> None:
+        self._service = service
+
+    async def ReceiveWeights(self, request: Any, context: Any) -> Any:
+        return await self._service.ReceiveWeights(request)
+
+    async def Drain(self, request: Any, context: Any) -> Any:
+        return await self._service.Drain(request)
+
+    async def GetRolloutState(self, request: Any, context: Any) -> Any:
+        return await self._service.GetRolloutState(request)
+
+    async def Pause(self, request: Any, context: Any) -> Any:
+        return await self._service.Pause(request)
+
+    async def Resume(self, request: Any, context: Any) -> Any:
+        return await self._service.Resume(request)
+
+
+class FaultyPeers(GrpcPeers):
+    """The coordinator's own; before each call a fault is drawn for the connection that it takes."""
+
+    def __init__(self, proxies: dict[Service, FaultyProxy], folder: Path) -> None:
+        super().__init__(
+            trainer_target=f"unix:{folder}/trainer.proxy",
+            rollout_target=f"unix:{folder}/rollout.proxy",
+            stage_timeout_s=20.0,
+            drain_grace_s=1.0,
+        )
+        self._proxies, self._draw = proxies, random.Random(SEED)
+        self.is_calm = False
+        self.faults: Counter[str] = Counter()
+
+    async def observe(self) -> Observed:
+        self._arm(self._draw.choice(list(Service)), list(Break))
+        return await super().observe()
+
+    async def run(self, intent: Intent, *, published: bytes) -> Outcome:
+        fault = self._arm(RULES[intent.stage].service, [*Break, DUPLICATE])
+        if fault == DUPLICATE:
+            first, second = await asyncio.gather(*(super(FaultyPeers, self).run(intent, published=published) for _ in range(2)))
+            assert first == second
+            return first
+        return await super().run(intent, published=published)
+
+    async def undo(self, intent: Intent) -> Outcome:
+        self._arm(RULES[intent.stage].service, list(Break))
+        return await super().undo(intent)
+
+    def _arm(self, service: Service, faults: list[Any]) -> str:
+        """Whatever is armed strikes the next bytes; what has not struck yet is not counted again."""
+        if self.is_calm or self._draw.random() > SHARE or self._proxies[service].armed is not None:
+            return ""
+        fault = self._draw.choice(faults)
+        self.faults[fault] += 1
+        if fault != DUPLICATE:
+            self._proxies[service].armed = fault
+        return fault
+
+
+@asynccontextmanager
+async def services(folder: Path) -> AsyncIterator[tuple[SimulatedTrainer, SimulatedRollout, dict[Service, FaultyProxy]]]:
+    trainer = SimulatedTrainer("trainer-1", Disk())
+    rollout = SimulatedRollout("rollout-1", lambda: trainer, lambda version: None)
+    trainer.weather.seconds = rollout.weather.seconds = 0.001
+    servers, proxies = [], {}
+    for service, front, add in (
+        (Service.TRAINER, TrainerFront(trainer), add_TrainerServiceServicer_to_server),
+        (Service.ROLLOUT, RolloutFront(rollout), add_RolloutServiceServicer_to_server),
+    ):
+        server = RpcServer(service=service, target=f"unix:{folder}/{service}.sock")
+        server.add(add, front, f"tasuki.v1.{service.title()}Service")
+        server.add(add_MemoryServiceServicer_to_server, front, "tasuki.v1.MemoryService")
+        await server.start()
+        servers.append(server)
+        proxies[service] = FaultyProxy(folder / f"{service}.sock")
+        await proxies[service].start(folder / f"{service}.proxy")
+    try:
+        yield trainer, rollout, proxies
+    finally:
+        for proxy in proxies.values():
+            await proxy.close()
+        for server in servers:
+            await server.stop(grace_s=0.0)
+
+
+async def acquire(node: Node, phase: Phase, request_id: str) -> TasukiError | None:
+    async with asyncio.timeout(60.0):
+        try:
+            async for _ in node.acquire(phase, request_id).follow():
+                pass
+        except TasukiError as error:
+            return error
+    return None
+
+
+async def test_a_thousand_faults_carry_no_stage_out_twice_and_every_changeover_ends() -> None:
+    folder = Path(tempfile.mkdtemp(prefix="tasuki-", dir=memory_folder()))
+    journal = Journal(folder / "journal.sqlite")
+    journal.begin_epoch("boot-1")
+    restarts: list[Service] = []
+    async with services(folder) as (trainer, rollout, proxies):
+        peers = FaultyPeers(proxies, folder)
+        node = Node(
+            journal,
+            peers,
+            boot_id="boot-1",
+            trainer_target="",
+            rollout_target="",
+            restart=lambda service, cause: restarts.append(service),
+            recovery_timeout_s=20.0,
+        )
+        number = 0
+        while sum(peers.faults.values()) < NUM_FAULTS:
+            error = await acquire(node, (Phase.ROLLOUT, Phase.TRAIN)[number % 2], f"{number}")
+            assert error is None or isinstance(error, PeerUnavailable), repr(error)
+            number += 1
+        peers.is_calm = True
+        for proxy in proxies.values():
+            proxy.armed = None
+        for phase in (Phase.TRAIN, Phase.ROLLOUT, Phase.TRAIN):
+            assert await acquire(node, phase, f"{phase} after {number}") is None
+            number += 1
+        assert node.state().phase is Phase.TRAIN
+        await peers.close()
+    journal.close()
+    found = audit(read_history(folder / "journal.sqlite"))
+    shutil.rmtree(folder)
+    assert found.violation is None, found.violation
+    assert [count for life in (trainer, rollout) for count in life.executed.values() if count != 1] == []
+    assert len(trainer.executed) + len(rollout.executed) > NUM_FAULTS
+    assert min(peers.faults[fault] for fault in (*Break, DUPLICATE)) > NUM_FAULTS // 20
+    assert restarts == []

@@ -1,0 +1,57 @@
+"""What goes wrong in a simulated node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+
+
+class Fault(StrEnum):
+    """What happens to one call."""
+
+    DROP = "the request is lost"
+    LOSE = "the answer is lost"
+    LATE = "the caller hears that the connection broke, and the request arrives a moment later"
+    DUPLICATE = "the request arrives twice"
+    SLOW = "the service takes half its deadline"
+    HANG = "the service does not come to an end"
+    REFUSE = "the service has no room"
+    CORRUPT = "what SYNC receives is damaged"
+    KILL = "the service dies before it begins"
+    KILL_AFTER = "the service dies before it answers"
+    KILL_OTHER = "the other service dies"
+    CRASH = "the coordinator dies while the service works"
+
+
+class CrashPoint(StrEnum):
+    """Where the coordinator dies at a journal write."""
+
+    INTEND = "intend"
+    INTENDED = "intended"
+    NOTE = "note"
+    NOTED = "noted"
+
+
+class Crash(BaseException):
+    """Ends the coordinator as SIGKILL does: no handler of its own runs."""
+
+
+class JournalFailpoints:
+    """Stands where the journal's own failpoints do. armed: the point and how often it is passed before; full: the disk instead."""
+
+    def __init__(self, on_crash: Callable[[], None]) -> None:
+        self.armed: tuple[CrashPoint, int] | None = None
+        self.is_full = False
+        self._on_crash = on_crash
+
+    def hit(self, point: str) -> bool:
+        if self.armed is None or point.rpartition(".")[2] != self.armed[0]:
+            return False
+        if self.armed[1] > 0:
+            self.armed = (self.armed[0], self.armed[1] - 1)
+            return False
+        self.armed = None
+        if self.is_full:
+            raise OSError(28, "No space left on device")
+        self._on_crash()
+        raise Crash

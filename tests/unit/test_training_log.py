@@ -1,0 +1,286 @@
+"""What the trainer's log gives back after a crash, damage, or a full disk: all that was acknowledged, once, or a clear error."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from google.protobuf.message import Message
+
+from tasuki.config.schema import ModelConfig, NodeConfig
+from tasuki.rpc.commands import CommandGate, digest
+from tasuki.rpc.failpoints import NO_FAILPOINTS, Action, Failpoints, plant
+from tasuki.trainer.restore import recipe, restore
+from tasuki.trainer.state import TrainerState
+from tasuki.trainer.training_log import TrainingLog, read_training_log
+from tasuki.v1 import trainer_pb2
+from tasuki.v1.ranks_pb2 import LoggedForwardBackward, TrainingRecord
+from tasuki.v1.types_pb2 import CommandId, TrainingSample
+from tasuki.wire.errors import DiskFull, GradientsNotFinite, InvalidArgument, PathNotFound, TasukiError
+
+HEADER = struct.Struct("<IIB")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "training.log"
+
+
+def opened(path: Path) -> TrainingLog:
+    return TrainingLog(path, failpoints=NO_FAILPOINTS)
+
+
+def learn(request_id: str) -> TrainingRecord:
+    sample = TrainingSample(prompt_token_ids=[1, 2], completion_token_ids=list(request_id.encode()))
+    return TrainingRecord(request_id=request_id, forward_backward=LoggedForwardBackward(samples=[sample]))
+
+
+def step(request_id: str) -> TrainingRecord:
+    return TrainingRecord(request_id=request_id, optim_step=trainer_pb2.OptimStepRequest(learning_rate=0.5))
+
+
+async def write(log: TrainingLog, *records: TrainingRecord) -> None:
+    for record in records:
+        async with log.command(record):
+            pass
+
+
+def ids(path: Path) -> list[str]:
+    log = opened(path)
+    found = [record.request_id for record in log.records()]
+    log.close()
+    return found
+
+
+async def three(path: Path) -> bytes:
+    """A log of three records; gives its bytes."""
+    log = opened(path)
+    await write(log, learn("a"), learn("b"), step("c"))
+    log.close()
+    return path.read_bytes()
+
+
+def ends(content: bytes) -> list[int]:
+    """Where each frame ends."""
+    found, at = [], 0
+    while at < len(content):
+        at += HEADER.size + HEADER.unpack_from(content, at)[0]
+        found.append(at)
+    return found
+
+
+async def test_log_gives_back_what_was_done_in_its_order(path: Path) -> None:
+    await three(path)
+    assert ids(path) == ["a", "b", "c"]
+    assert [record.request_id for record in read_training_log(path)] == ["a", "b", "c"]
+
+
+async def test_a_log_cut_off_anywhere_gives_back_every_whole_record(path: Path) -> None:
+    whole = await three(path)
+    frame_ends = ends(whole)
+    for length in range(len(whole)):
+        num_whole = sum(end <= length for end in frame_ends)
+        torn = bytearray(whole[:length])
+        start = ([0, *frame_ends])[num_whole]
+        if length >= start + HEADER.size:
+            torn[start + HEADER.size - 1] = 0  # only a frame that is whole is marked as done
+        path.write_bytes(torn)
+        assert ids(path) == ["a", "b", "c"][:num_whole]
+        assert path.stat().st_size == start, "what is torn is cut off"
+
+
+async def test_a_tail_of_zeros_as_after_a_loss_of_power_is_dropped(path: Path) -> None:
+    whole = await three(path)
+    path.write_bytes(whole + bytes(500))
+    assert ids(path) == ["a", "b", "c"]
+    assert path.read_bytes() == whole
+
+
+async def test_any_damaged_byte_of_what_was_done_is_told_and_nothing_is_changed(path: Path) -> None:
+    whole = await three(path)
+    first, second, _ = ends(whole)
+    for at in range(second):
+        damaged = whole[:at] + bytes([whole[at] ^ 0x40]) + whole[at + 1 :]
+        path.write_bytes(damaged)
+        with pytest.raises(InvalidArgument, match=f"damaged at byte {0 if at < first else first};"):
+            opened(path)
+        with pytest.raises(InvalidArgument, match="start the node anew and load a checkpoint"):
+            read_training_log(path)
+        assert path.read_bytes() == damaged
+
+
+async def test_a_lost_mark_in_the_middle_is_damage(path: Path) -> None:
+    whole = await three(path)
+    path.write_bytes(whole[: HEADER.size - 1] + b"\0" + whole[HEADER.size :])
+    with pytest.raises(InvalidArgument, match="damaged at byte 0"):
+        opened(path)
+
+
+async def test_a_command_that_was_cut_off_is_not_in_the_log(path: Path) -> None:
+    log = opened(path)
+    await write(log, learn("a"))
+    command = log.command(learn("b"))
+    await command.__aenter__()  # and the process is killed here: nobody closes the block
+    log.close()
+    assert [record.request_id for record in read_training_log(path)] == ["a"]
+    assert ids(path) == ["a"]
+
+
+async def test_a_command_that_failed_is_not_in_the_log_and_one_whose_gradients_were_not_finite_is(path: Path) -> None:
+    log = opened(path)
+    with pytest.raises(ZeroDivisionError):
+        async with log.command(learn("a")):
+            raise ZeroDivisionError
+    await write(log, learn("b"))
+    with pytest.raises(GradientsNotFinite):
+        async with log.command(step("c")):
+            raise GradientsNotFinite("nan")
+    log.close()
+    assert ids(path) == ["b", "c"]
+
+
+async def test_full_disk_refuses_a_command_before_it_is_carried_out(path: Path, tmp_path: Path) -> None:
+    log = TrainingLog(path, failpoints=Failpoints("trainer", folder=tmp_path))
+    await write(log, learn("a"))
+    plant(tmp_path, "trainer", "log.begin", Action.FULL)
+    with pytest.raises(DiskFull, match="No space left on device; nothing was trained"):
+        async with log.command(learn("b")):
+            pytest.fail("the block is entered")
+    await write(log, learn("c"))
+    log.close()
+    assert ids(path) == ["a", "c"]
+
+
+async def test_a_mark_that_cannot_be_written_stops_training_until_the_trainer_is_started_anew(
+    path: Path, tmp_path: Path
+) -> None:
+    log = TrainingLog(path, failpoints=Failpoints("trainer", folder=tmp_path))
+    await write(log, learn("a"))
+    plant(tmp_path, "trainer", "log.commit", Action.FULL)
+    with pytest.raises(DiskFull, match="the trainer is ahead of it"):
+        await write(log, step("b"))
+    with pytest.raises(DiskFull, match="lacks a command that was carried out"):
+        await write(log, learn("c"))
+    with pytest.raises(DiskFull, match="lacks a command that was carried out"):
+        await log.saved(TrainingRecord(checkpoint=trainer_pb2.LoadCheckpointRequest(path="/c")))
+    log.close()
+    assert ids(path) == ["a"]
+
+
+async def test_full_disk_at_a_checkpoint_leaves_the_log_as_it_was(path: Path, tmp_path: Path) -> None:
+    log = TrainingLog(path, failpoints=Failpoints("trainer", folder=tmp_path))
+    await write(log, learn("a"), step("b"))
+    plant(tmp_path, "trainer", "log.replace", Action.FULL)
+    checkpoint = TrainingRecord(checkpoint=trainer_pb2.LoadCheckpointRequest(path="/c"))
+    with pytest.raises(DiskFull, match="cannot be written"):
+        await log.saved(checkpoint)
+    await write(log, learn("c"))
+    await log.saved(checkpoint)
+    log.close()
+    assert ids(path) == ["", "c"]
+
+
+async def test_a_log_that_cannot_be_opened_or_found_is_a_clear_error(path: Path) -> None:
+    path.mkdir()
+    with pytest.raises(DiskFull, match="cannot be written: Is a directory"):
+        opened(path)
+    with pytest.raises(PathNotFound):
+        read_training_log(path / "missing")
+
+
+class CountingTraining:
+    """Ranks without a model: what they carried out, and a version that counts the steps."""
+
+    def __init__(self) -> None:
+        self.state = TrainerState(policy_version=0, gate=CommandGate())
+        self.done: list[str] = []
+
+    async def forward_backward(self, loss: object, samples: list[TrainingSample]) -> Message:
+        self.done.append(bytes(samples[0].completion_token_ids).decode())
+        return trainer_pb2.ForwardBackwardResponse(num_samples=len(self.done))
+
+    async def optim_step(self, request: trainer_pb2.OptimStepRequest) -> Message:
+        self.done.append("step")
+        if request.learning_rate > 1:
+            raise GradientsNotFinite("nan")
+        self.state.policy_version += 1
+        return trainer_pb2.OptimStepResponse(policy_version=self.state.policy_version)
+
+
+@asynccontextmanager
+async def trainer(path: Path, config: NodeConfig):
+    """A life of a trainer: restored from its log, it carries out what it is asked."""
+    training, log = CountingTraining(), opened(path)
+    await restore(training, log, config=config)
+
+    async def ask(request_id: str, *, learning_rate: float = 0.5) -> Message:
+        request = trainer_pb2.OptimStepRequest(command=CommandId(request_id=request_id), learning_rate=learning_rate)
+        record = TrainingRecord(request_id=request_id, digest=digest(request), recipe=recipe(config), optim_step=request)
+
+        async def act() -> Message:
+            async with training.state.training(), log.command(record):
+                return await training.optim_step(request)
+
+        return await training.state.gate.once(request, act)
+
+    yield training, ask
+    log.close()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> NodeConfig:
+    return NodeConfig(state_dir=tmp_path / "state", model=ModelConfig(path=tmp_path))
+
+
+async def test_a_trainer_started_anew_gives_the_same_answers_and_carries_nothing_out_again(
+    path: Path, config: NodeConfig
+) -> None:
+    async with trainer(path, config) as (_, ask):
+        answers = [await ask("a"), await ask("b")]
+        with pytest.raises(GradientsNotFinite):
+            await ask("bad", learning_rate=2.0)
+        answers.append(await ask("c"))
+    for _ in range(2):
+        async with trainer(path, config) as (again, ask):
+            assert again.done == ["step"] * 4
+            assert again.state.policy_version == 3
+            assert [await ask(name) for name in ("a", "b", "c")] == answers
+            with pytest.raises(GradientsNotFinite):
+                await ask("bad", learning_rate=2.0)
+            assert len(again.done) == 4
+            with pytest.raises(InvalidArgument, match="was used for another request"):
+                await ask("a", learning_rate=0.1)
+
+
+async def test_a_command_cut_off_between_begin_and_commit_is_carried_out_once_when_it_is_asked_again(
+    path: Path, config: NodeConfig
+) -> None:
+    async with trainer(path, config) as (first, ask):
+        await ask("a")
+        never = asyncio.Event()
+        first.optim_step = lambda request: never.wait()
+        cut_off = asyncio.create_task(ask("b"))
+        while path.stat().st_size == ends(path.read_bytes())[0]:
+            await asyncio.sleep(0)
+        killed = path.read_bytes()
+        cut_off.cancel()
+    path.write_bytes(killed)  # what SIGKILL leaves
+    async with trainer(path, config) as (second, ask):
+        assert second.state.policy_version == 1
+        assert (await ask("b")).policy_version == 2
+        assert (await ask("b")).policy_version == 2
+        assert second.done == ["step", "step"]
+    assert ids(path) == ["a", "b"]
+
+
+async def test_a_log_of_other_settings_is_refused(path: Path, config: NodeConfig, tmp_path: Path) -> None:
+    async with trainer(path, config) as (_, ask):
+        await ask("a")
+    other = config.model_copy(update={"model": ModelConfig(path=tmp_path / "other")})
+    log = opened(path)
+    with pytest.raises(TasukiError, match="another model or other"):
+        await restore(CountingTraining(), log, config=other)
+    log.close()
