@@ -12,7 +12,6 @@ from multiprocessing.context import SpawnProcess
 from typing import Any, TypedDict
 
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.arena import set_host_budget
 from tasuki.wire.errors import InternalError
 
 _POLL_S = 0.2
@@ -97,8 +96,6 @@ def _run_rank(pipe: Connection, end_of_front: Connection, config: NodeConfig) ->
     threading.Thread(target=_die_with_front, args=(end_of_front,), daemon=True).start()
     from tasuki.rollout.scheduler import run_scheduler
 
-    if config.memory.host_budget_bytes is not None:
-        set_host_budget(config.memory.host_budget_bytes // config.rollout.tp_size)
     run_scheduler(*pipe.recv(), pipe, config)  # pyright: ignore[reportCallIssue]  `launch` says what comes through the pipe
 
 

@@ -14,6 +14,7 @@ from sglang.srt.managers import scheduler as sglang_scheduler
 from sglang.srt.server_args import PortArgs, ServerArgs, get_global_server_args
 
 from tasuki.config.schema import NodeConfig
+from tasuki.memory.arena import set_host_budget
 from tasuki.rollout.cpu_attention import BatchedAttention
 from tasuki.rollout.rank_commands import EngineRank, register_rank
 from tasuki.rollout.rank_memory import rank_allocator
@@ -56,6 +57,8 @@ def run_scheduler(
 
     if server_args.device == "cuda":
         torch.cuda.set_device(gpu_id)
+    if config is not None and config.memory.host_budget_bytes is not None:
+        set_host_budget(config.memory.host_budget_bytes // config.rollout.tp_size)
     allocator = rank_allocator("cpu" if server_args.device == "cpu" else f"{server_args.device}:{gpu_id}")
     install_saver(allocator)
 

@@ -23,7 +23,6 @@ from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock
 from tasuki.config.places import grpc_target, node_targets, socket_dir, training_log_path
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.arena import set_host_budget
 from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
@@ -76,8 +75,6 @@ def main(argv: list[str] | None = None) -> int:
             )
         if config.device == "cuda":
             wait_for_rollout_to_leave(node_targets(config)["rollout"])
-        if config.memory.host_budget_bytes is not None:
-            set_host_budget(config.memory.host_budget_bytes // config.trainer.num_ranks)
         if launch.rank != 0:
             return 0 if _run_rank(config, launch=launch) else 1
         with StateLock.take(config.state_dir, name="trainer"):

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from tasuki.algorithms.losses import policy_loss_sums
 from tasuki.config.places import socket_dir
 from tasuki.config.schema import NodeConfig
+from tasuki.memory.arena import set_host_budget
 from tasuki.memory.tags import MemoryTag
 from tasuki.trainer import checkpoint, export
 from tasuki.trainer.memory import TrainerMemory
@@ -82,6 +83,8 @@ class Worker:
         self.policy_version = 0
         self.has_gradients = False
         torch.manual_seed(config.seed)
+        if node.memory.host_budget_bytes is not None:
+            set_host_budget(node.memory.host_budget_bytes // mesh.size())
         self.memory = TrainerMemory(mesh)
         self.policy = self._load(torch.float32)
         if config.gradient_checkpointing:
