@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 from torch.optim import Optimizer
 
-from tasuki.trainer.checkpoint_writer import write_tensors
-from tasuki.trainer.folders import folder_bytes, rename_into_place, start_aside
+from tasuki.trainer.folders import cannot_write, drop_aside, folder_bytes, rename_into_place, start_aside
 from tasuki.wire.errors import InvalidArgument, PathNotFound, VersionOrder
 
 _FACTS_FILE = "checkpoint.json"
@@ -45,12 +46,29 @@ def save_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer, facts
     aside = start_aside(path)
     tensors = _training_tensors(model, optimizer) | {_random_key(): torch.get_rng_state()}
     try:
-        write_tensors(tensors, aside, path=path)
+        dcp.save(tensors, storage_writer=_Writer(aside, sync_files=True))
     except CheckpointException as error:
+        drop_aside(aside, path=path)
+        for failure, _ in error.failures.values():
+            if isinstance(failure, OSError):
+                raise cannot_write(path, failure) from error
         raise InvalidArgument("path", f"{path} cannot be written: {_cause(error)}") from error
     fields = {"format": _FORMAT, **{name: getattr(facts, name) for name in CheckpointFacts.__slots__}}
     rename_into_place(aside, path, last_files={_FACTS_FILE: json.dumps(fields, indent=2)})
     return folder_bytes(path)
+
+
+class _Writer(FileSystemWriter):
+    """Says what the disk said."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            # torch.save closes its archive when a write has failed, and that fails as well: the disk's error is the one before.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from error
+            raise
 
 
 def read_facts(path: Path) -> CheckpointFacts:

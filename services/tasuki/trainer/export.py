@@ -13,10 +13,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tasuki.trainer.folders import folder_bytes, on_first_rank, rename_into_place, start_aside
+from tasuki.trainer.folders import drop_aside, folder_bytes, on_first_rank, rename_into_place, start_aside
 from tasuki.trainer.shards import INDEX_FILE, SINGLE_FILE, tensor_files, whole_tensors
+from tasuki.wire.errors import TasukiError
 
-_OS_CODE = re.compile(r"\(os error (\d+)\)")
+_OS_CODE = re.compile(r"(?:code: |os error )(\d+)")
 _MAX_FILE_BYTES = 4 * 2**30
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}
@@ -26,15 +27,20 @@ def export_model(path: Path, *, causal_lm: nn.Module, source: Path) -> int:
     """Every rank calls it; tensors are gathered one by one and rank 0 writes them. Returns the bytes written.
 
     Each tensor has the dtype that it has in `source`, so from_pretrained treats the result as it treats the start model; with bfloat16
-    weights they are, bit for bit, those that rollout serves. Raises PathExists, and InvalidArgument when the folder cannot be written.
+    weights they are, bit for bit, those that rollout serves. Raises PathExists, DiskFull, and InvalidArgument for a folder that cannot be
+    written.
     """
     aside = start_aside(path)
     writer = _SafetensorsWriter(aside, source=source)
-    for name, param in causal_lm.named_parameters():
-        tensors = {shard.name: shard.local for shard in whole_tensors(name, param)}
-        on_first_rank(lambda tensors=tensors: writer.add(tensors), path=path)
-    on_first_rank(writer.finish, path=path)
-    on_first_rank(lambda: _copy_other_files(source, aside), path=path)
+    try:
+        for name, param in causal_lm.named_parameters():
+            tensors = {shard.name: shard.local for shard in whole_tensors(name, param)}
+            on_first_rank(lambda tensors=tensors: writer.add(tensors), path=path)
+        on_first_rank(writer.finish, path=path)
+        on_first_rank(lambda: _copy_other_files(source, aside), path=path)
+    except TasukiError:
+        drop_aside(aside, path=path)
+        raise
     rename_into_place(aside, path, last_files={})
     return folder_bytes(path)
 

@@ -22,7 +22,7 @@ def start_aside(path: Path) -> Path:
 
     Raises PathExists when something is at `path`, InvalidArgument when the folder cannot be made.
     """
-    aside = _aside(path)
+    aside = path.with_name(f".{path.name}.partial")
 
     def make() -> None:
         if path.exists():
@@ -39,11 +39,15 @@ def rename_into_place(aside: Path, path: Path, *, last_files: Mapping[str, str])
     """Writes `last_files` (name -> text) into the folder, makes it durable and gives it its name."""
 
     def rename() -> None:
-        for name, text in last_files.items():
-            (aside / name).write_text(text)
-        for file in aside.iterdir():
-            _fsync(file)
-        _fsync(aside)
+        try:
+            for name, text in last_files.items():
+                (aside / name).write_text(text)
+            for file in aside.iterdir():
+                _fsync(file)
+            _fsync(aside)
+        except OSError:
+            shutil.rmtree(aside, ignore_errors=True)  # on a full disk it would be in the way of everything else
+            raise
         if path.exists():
             raise PathExists(f"{path} came to be in the meantime", path=path)
         aside.rename(path)
@@ -52,17 +56,21 @@ def rename_into_place(aside: Path, path: Path, *, last_files: Mapping[str, str])
     on_first_rank(rename, path=path)
 
 
+def drop_aside(aside: Path, *, path: Path) -> None:
+    """Gives back what a broken attempt to write `path` has taken."""
+    on_first_rank(lambda: shutil.rmtree(aside, ignore_errors=True), path=path)
+
+
 def on_first_rank(action: Callable[[], None], *, path: Path) -> None:
     """Runs `action` on rank 0 while the others wait; when it fails, every rank raises the same error.
 
-    An OSError becomes what cannot_write says, and what lies aside for `path` is removed: on a full disk it would be in everybody's way.
+    An OSError becomes what cannot_write says.
     """
     failure = b""
     if dist.get_rank() == 0:
         try:
             action()
         except OSError as os_error:
-            shutil.rmtree(_aside(path), ignore_errors=True)
             failure = _encoded(cannot_write(path, os_error))
         except TasukiError as error:
             failure = _encoded(error)
@@ -78,10 +86,6 @@ def cannot_write(path: Path, error: OSError) -> TasukiError:
     if error.errno in _NO_ROOM:
         return DiskFull(f"{text}; what was written before is as it was. Make room, or name a folder on another disk", path=path)
     return InvalidArgument("path", f"{text}; name a folder that can be written")
-
-
-def _aside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.partial")
 
 
 def _encoded(error: TasukiError) -> bytes:
