@@ -7,18 +7,22 @@ import hashlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
+from itertools import islice
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 from torch import nn
 
 from tasuki.memory.tags import MemoryTag
+from tasuki.rollout import receive
 from tasuki.rollout.rank_commands import EngineRank, command_tensors, register_rank, run_command
 from tasuki.rollout.rank_memory import rank_allocator
-from tasuki.transport.copies import HostCopies, ViewCopy
+from tasuki.transport.copies import ViewCopy
 from tasuki.wire.errors import InternalError
 from tests.models import poison
 
@@ -65,38 +69,44 @@ def digest_of(tensors: dict[str, torch.Tensor]) -> str:
     return content.hexdigest()
 
 
-class BreakingCopies(HostCopies):
-    """Copies of which the last ones are not made."""
+class BreakingList(list[ViewCopy]):
+    """Copies of which the last ones are not reached."""
 
-    num_copies = 0
+    longest = 0
 
-    def __init__(self, copies: Sequence[ViewCopy], breaking: Breaking | None) -> None:
+    def __init__(self, copies: Iterable[ViewCopy], breaking: Breaking) -> None:
         super().__init__(copies)
-        BreakingCopies.num_copies = len(copies)
         self._breaking = breaking
 
-    def start(self) -> None:
-        whole = self._copies
-        if self._breaking is None:
-            return super().start()
-        self._copies = whole[: self._breaking.after]
-        super().start()
-        self._copies = whole
+    def __iter__(self) -> Iterator[ViewCopy]:
+        yield from islice(super().__iter__(), self._breaking.after)
         match self._breaking.how:
             case Break.KILL:
                 os.kill(os.getpid(), signal.SIGKILL)
             case Break.RAISE:
                 raise RuntimeError(f"broken after {self._breaking.after} copies")
             case Break.SKIP:
-                return None
-        return None
+                return
+
+
+def break_copies(breaking: Breaking | None) -> None:
+    """From here on the host's copies of a sync break. What the receiver prepares them by has one name or two."""
+    for name in ("prepare_copies", "prepare_summed_copies"):
+        if hasattr(receive, name):
+            setattr(receive, name, partial(_prepared, getattr(receive, name), breaking))
+
+
+def _prepared(prepare: Callable[..., Any], breaking: Breaking | None, copies: Sequence[ViewCopy], **settings: Any) -> Any:
+    prepared = prepare(copies, **settings)
+    BreakingList.longest = max(BreakingList.longest, len(copies))
+    if breaking is not None and copies:
+        prepared._copies = BreakingList(copies, breaking)
+    return prepared
 
 
 def run_rank(pipe: Connection, shapes: Shapes, breaking: Breaking | None) -> None:
     torch.set_num_threads(1)
-    from tasuki.rollout import receive
-
-    receive.prepare_copies = lambda copies, **_: BreakingCopies(copies, breaking)
+    break_copies(breaking)
     allocator = rank_allocator("cpu")
     with allocator.region(MemoryTag.WEIGHTS):
         model = FlatModel(shapes)
@@ -110,7 +120,7 @@ def run_rank(pipe: Connection, shapes: Shapes, breaking: Breaking | None) -> Non
                 run_command(model, command_tensors(command))
                 pipe.send(None)
             case _:
-                pipe.send((model.digest(), BreakingCopies.num_copies, cache.nbytes))
+                pipe.send((model.digest(), BreakingList.longest, cache.nbytes))
 
 
 _processes = multiprocessing.get_context("forkserver")

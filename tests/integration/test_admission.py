@@ -33,7 +33,6 @@ from tests.integration.stage_services import StageService, serving
 from tests.integration.test_coordinator import DEADLINE_S, Node, start_coordinator
 
 MIB = 2**20
-PUBLISHED = 1000  # by the stage service
 TRAINER = {MemoryTag.WEIGHTS: 8 * MIB, MemoryTag.GRADIENTS: 8 * MIB, MemoryTag.OPTIMIZER: 16 * MIB}
 ENGINE = {MemoryTag.WEIGHTS: 4 * MIB, MemoryTag.KV_CACHE: 24 * MIB}
 
@@ -103,7 +102,7 @@ def commands(service: StageService) -> int:
 
 
 async def test_budget_that_is_too_small_is_refused_and_a_raised_one_is_enough(tmp_path: Path, arenas: Arenas) -> None:
-    held = 32 * MIB + PUBLISHED
+    held = 32 * MIB
     async with node_with(tmp_path, arenas, budget_bytes=34 * MIB) as node:
         before = arenas.mapped()
         with pytest.raises(OutOfGpuMemory, match="RESUME_WEIGHTS was not begun, there is no room for weights") as refused:

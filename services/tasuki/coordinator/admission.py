@@ -18,6 +18,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.phases import RULES, Service, Stage
 from tasuki.coordinator.records import Outcome
 from tasuki.coordinator.room import (
+    EXPORT,
     TAKES,
     Bytes,
     Room,
@@ -29,7 +30,6 @@ from tasuki.coordinator.room import (
     holders,
     lacks_room,
     margin_bytes,
-    moves,
     refusal,
     taken_by,
     woken_by,
@@ -60,7 +60,7 @@ class Admission:
         self._boots: Mapping[Service, str] = {}
         self._usages: dict[Service, ServiceUsage] = {}
         self._free: dict[str, int] | None = None
-        self._export: Bytes = {}
+        self._has_published = False
         self._is_measured = False
         self._sizes: dict[str, int] = {}
 
@@ -70,8 +70,7 @@ class Admission:
             return
         self.forget()
         self._boots = dict(boots)
-        num_bytes = self._published_bytes(boots[Service.TRAINER])
-        self._export = {} if num_bytes is None else self._over_trainer(num_bytes)
+        self._has_published = self._published_bytes(boots[Service.TRAINER]) is not None
 
     def forget(self) -> None:
         """The services' memory has been moved by other ways than the stages'."""
@@ -82,17 +81,20 @@ class Admission:
 
         A service that does not say what it holds is no reason to refuse: its own arenas do that, or the stage meets what ails it.
         """
-        if stage not in TAKES and (stage is not Stage.LOAD_WEIGHTS or self._export):
+        is_first = stage is Stage.LOAD_WEIGHTS and not self._has_published
+        if stage in (Stage.LOAD_WEIGHTS, Stage.DRAIN):
+            self._free = None  # what is known is of the changeover before
+        if stage not in TAKES:
             return
         self._look_at_host()
         needed = self._taken(stage)
-        if needed is not None and self._has_room(stage, needed):
+        if not is_first and needed is not None and self._has_room(stage, needed):
             return
         if not await self._measure_all(stage):
             return
-        needed = await self._first_export() if stage is Stage.LOAD_WEIGHTS else self._taken(stage)
+        needed = await self._first_export() if is_first else self._taken(stage)
         if needed and (rooms := self._without_room(stage, needed)):
-            tags = woken_by(stage, self._usages[RULES[stage].service]) or ["export arena"]
+            tags = woken_by(stage, self._usages[RULES[stage].service]) or [EXPORT]
             raise refusal(stage, rooms, tags=tags, config=self._config)
 
     @asynccontextmanager
@@ -112,21 +114,25 @@ class Admission:
 
     def done(self, stage: Stage, outcome: Outcome) -> None:
         """Reckons with what a stage has taken or given."""
-        if stage is Stage.LOAD_WEIGHTS:
-            before, self._export = self._export, self._over_trainer(outcome.num_bytes)
-            self._move_free({device: before.get(device, 0) - size for device, size in self._export.items()})
-        service = moves(stage)
-        if service is None or service not in self._usages:
-            return
-        usage = self._usages[service]
-        given, taken = given_by(stage, usage), taken_by(stage, usage)
-        self._move_free(given)
-        self._move_free({device: -size for device, size in taken.items()})
-        self._usages[service] = after(stage, usage)
-        if sum(given.values()) + sum(taken.values()) != outcome.num_bytes:
-            # Its tags have grown, or others of them moved.
-            del self._usages[service]
-            self._free = None
+        service = RULES[stage].service
+        usage = self._usages.get(service)
+        if stage is Stage.LOAD_WEIGHTS and not self._has_published:
+            self._has_published = True
+            self._doubt(service)  # it may have made an arena
+        elif usage is not None:
+            given, taken = given_by(stage, usage), taken_by(stage, usage)
+            self._move_free(given)
+            self._move_free({device: -size for device, size in taken.items()})
+            self._usages[service] = after(stage, usage)
+            # Published bytes are another thing; DRAIN and SYNC move none.
+            is_moving = bool(given or taken) and stage is not Stage.LOAD_WEIGHTS
+            if is_moving and sum(given.values()) + sum(taken.values()) != outcome.num_bytes:
+                self._doubt(service)  # its tags have grown, or others of them moved
+
+    def _doubt(self, service: Service) -> None:
+        """What is reckoned of its memory may be wrong."""
+        self._usages.pop(service, None)
+        self._free = None
 
     async def gpu_bytes(self) -> int:
         """Memory of the smallest device; remembered for good. Raises TasukiError when it is not known and nobody tells."""
@@ -152,7 +158,7 @@ class Admission:
     def _taken(self, stage: Stage) -> Bytes | None:
         """None while nobody knows."""
         usage = self._usages.get(RULES[stage].service)
-        return None if usage is None or stage not in TAKES else taken_by(stage, usage)
+        return None if usage is None else taken_by(stage, usage)
 
     def _has_room(self, stage: Stage, needed: Bytes) -> bool:
         """As far as is known."""
@@ -168,7 +174,7 @@ class Admission:
                 needed_bytes=size,
                 free_bytes=free[device],
                 margin_bytes=margin_bytes(device),
-                held=holders(device, self._usages, export_bytes=self._export),
+                held=holders(device, self._usages),
             )
             for device, size in needed.items()
             if lacks_room(device, size, free)
@@ -214,8 +220,7 @@ class Admission:
         """On a CPU free memory is known as soon as both services have told what they hold."""
         if self._config.device == "cpu" and len(self._usages) == len(Service):
             available, budget = host_memory().available_bytes, self._config.memory.host_budget_bytes
-            usages = self._usages.values()
-            self._free = {"cpu": free_of_host(available, usages, budget_bytes=budget, export_bytes=self._export)}
+            self._free = {"cpu": free_of_host(available, self._usages.values(), budget_bytes=budget)}
 
     async def _first_export(self) -> Bytes:
         """What the planner says of the arena that the trainer's first publication makes; nothing when it cannot say."""
@@ -229,13 +234,6 @@ class Admission:
         need = needed_bytes(planned, PlanStage.LOAD_WEIGHTS, has_published=False)
         sizes = [parts.get(Part.EXPORT, 0) for parts in need.gpus]
         return {"cpu": sum(sizes)} if self._config.device == "cpu" else {f"cuda:{i}": size for i, size in enumerate(sizes)}
-
-    def _over_trainer(self, num_bytes: int) -> Bytes:
-        """Published bytes by device. FSDP2 gives every rank the same."""
-        num_ranks = self._config.trainer.num_ranks
-        if self._config.device == "cpu":
-            return {"cpu": num_bytes}
-        return {f"cuda:{rank}": num_bytes // num_ranks for rank in range(num_ranks)}
 
 
 def host_bytes(config: NodeConfig) -> int:

@@ -1,7 +1,7 @@
 """Whether a stage has room: what it takes of each device, what is free there, who holds the rest, and what to change. Pure.
 
 On a GPU `free` is what the driver would give. On a CPU it is what the machine would give, and with `memory.host_budget_bytes` no more than
-what the tags of both services and the published weights leave of the budget.
+what the tags of both services leave of the budget.
 """
 
 from __future__ import annotations
@@ -11,19 +11,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tasuki.config.schema import NodeConfig
-from tasuki.coordinator.phases import RULES, Service, Stage
+from tasuki.coordinator.phases import Service, Stage
 from tasuki.memory.layout import GB, Overheads
 from tasuki.memory.tags import MemoryTag, ServiceUsage, TagUsage
 from tasuki.wire.errors import OutOfGpuMemory
 
+EXPORT = "export"
+"""The trainer's copy of its weights that rollout reads; a tag of its own where there is one."""
 _TRAINER = (MemoryTag.WEIGHTS, MemoryTag.GRADIENTS, MemoryTag.OPTIMIZER)
 _CACHE = (MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH)
-TAKES = {Stage.RESUME_WEIGHTS: (MemoryTag.WEIGHTS,), Stage.RESUME_KV: _CACHE, Stage.LOAD_TRAINER: _TRAINER}
+_Tags = Mapping[Stage, tuple[str, ...]]
+TAKES: _Tags = {
+    Stage.LOAD_WEIGHTS: (EXPORT,),
+    Stage.RESUME_WEIGHTS: (MemoryTag.WEIGHTS,),
+    Stage.RESUME_KV: _CACHE,
+    Stage.LOAD_TRAINER: _TRAINER,
+}
 """Tags that a stage wakes."""
-_GIVES = {Stage.OFFLOAD: _TRAINER, Stage.PAUSE_KV: _CACHE, Stage.PAUSE_WEIGHTS: (MemoryTag.WEIGHTS,)}
+_GIVES: _Tags = {Stage.OFFLOAD: _TRAINER, Stage.PAUSE_KV: _CACHE, Stage.PAUSE_WEIGHTS: (MemoryTag.WEIGHTS,)}
 _MOST_DEVICES = 4
 _MARGIN = Overheads().margin
-EXPORT = "trainer export"
 
 Bytes = Mapping[str, int]
 """By device."""
@@ -76,15 +83,15 @@ def free_of_gpus(usages: Iterable[ServiceUsage]) -> dict[str, int]:
     return free
 
 
-def free_of_host(available_bytes: int, usages: Iterable[ServiceUsage], *, budget_bytes: int | None, export_bytes: Bytes) -> int:
+def free_of_host(available_bytes: int, usages: Iterable[ServiceUsage], *, budget_bytes: int | None) -> int:
     """What the machine would give, and no more than both services leave of the budget."""
     if budget_bytes is None:
         return available_bytes
-    held = sum(one.mapped_bytes + one.kept_bytes for usage in usages for one in usage.tags) + export_bytes.get("cpu", 0)
+    held = sum(one.mapped_bytes + one.kept_bytes for usage in usages for one in usage.tags)
     return min(available_bytes, max(0, budget_bytes - held))
 
 
-def woken_by(stage: Stage, usage: ServiceUsage) -> list[MemoryTag]:
+def woken_by(stage: Stage, usage: ServiceUsage) -> list[str]:
     """The tags of `stage` that the service has."""
     return list(dict.fromkeys(one.tag for one in _of(stage, usage, TAKES)))
 
@@ -94,9 +101,9 @@ def cached_bytes(usage: ServiceUsage) -> Bytes:
     return _sums((one.device, one.torch_cached_bytes) for one in usage.devices)
 
 
-def holders(device: str, usages: Mapping[Service, ServiceUsage], *, export_bytes: Bytes) -> dict[str, int]:
+def holders(device: str, usages: Mapping[Service, ServiceUsage]) -> dict[str, int]:
     """Who holds the device's memory, the largest first. "others" are processes that are none of this node's ranks."""
-    held: Counter[str] = Counter({EXPORT: export_bytes.get(device, 0)})
+    held: Counter[str] = Counter()
     for service, usage in usages.items():
         for one in usage.tags:
             if one.device == device:
@@ -174,7 +181,7 @@ def _smaller_cache(room: Room, config: NodeConfig) -> str:
     return f"rollout.max_total_tokens to {fits} or less"
 
 
-def _of(stage: Stage, usage: ServiceUsage, tags: Mapping[Stage, tuple[MemoryTag, ...]]) -> list[TagUsage]:
+def _of(stage: Stage, usage: ServiceUsage, tags: _Tags) -> list[TagUsage]:
     return [one for one in usage.tags if one.tag in tags.get(stage, ())]
 
 
@@ -182,12 +189,7 @@ def _sums(sizes: Iterable[tuple[str, int]]) -> Bytes:
     total: dict[str, int] = {}
     for device, size in sizes:
         total[device] = total.get(device, 0) + size
-    return total
-
-
-def moves(stage: Stage) -> Service | None:
-    """The service whose tags `stage` moves; None for one that moves none."""
-    return RULES[stage].service if stage in TAKES or stage in _GIVES else None
+    return {device: size for device, size in total.items() if size}
 
 
 def _gb(num_bytes: int) -> str:
