@@ -69,6 +69,7 @@ def node() -> Iterator[RunningNode]:
         path = "{model}"
         [trainer]
         num_ranks = 2
+        export_stays = false
         [rollout]
         max_total_tokens = 4096
         """

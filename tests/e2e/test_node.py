@@ -23,6 +23,7 @@ from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
 from tasuki.v1.types_pb2 import (
+    MEMORY_TAG_EXPORT,
     MEMORY_TAG_KV_CACHE,
     MEMORY_TAG_WEIGHTS,
     PHASE_ROLLOUT,
@@ -78,6 +79,18 @@ def test_phases_go_round_and_the_journal_has_every_stage(coordinator: Coordinato
     synced = [event.bytes for changeover in listed for event in changeover.stages if event.stage == STAGE_SYNC]
     assert min(synced) > 0
     assert coordinator.GetState(pb.GetStateRequest(), timeout=LIMIT_S).state.num_changeovers == before + 10
+
+
+def test_what_was_published_has_left_when_rollout_serves(
+    coordinator: CoordinatorServiceStub, channels: dict[str, grpc.Channel]
+) -> None:
+    for _ in range(2):
+        acquire(coordinator, PHASE_TRAIN)
+        acquire(coordinator, PHASE_ROLLOUT)
+        usage = MemoryServiceStub(channels["trainer"]).GetUsage(memory_pb2.GetUsageRequest(), timeout=LIMIT_S)
+        copies = [tag for tag in usage.tags if tag.tag == MEMORY_TAG_EXPORT]
+        assert [(tag.rank, tag.is_paused, tag.mapped_bytes) for tag in copies] == [(0, True, 0), (1, True, 0)]
+        assert all(tag.total_bytes > 0 for tag in copies)
 
 
 def test_stage_out_of_order_is_refused_by_coordinator_trainer_and_rollout_and_everything_goes_on(

@@ -62,7 +62,8 @@ class MemoryServiceServicer(object):
     """
 
     def Pause(self, request, context):
-        """Gives the pages of the tags back, keeping addresses. All or nothing.
+        """Gives the pages of the tags back, keeping addresses. All or nothing. With the trainer's weights goes what it published, unless that is
+        to stay: MEMORY_TAG_EXPORT, which no request names.
 
         Phase: `stage` must be the next one of this service (trainer: OFFLOAD; rollout: PAUSE_KV, PAUSE_WEIGHTS) or undo the last one.
         Repeat: the same request_id gets the first answer; a tag that is already paused counts zero bytes.

@@ -34,7 +34,8 @@ class MemoryServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> MemoryServiceAsyncStub: ...
     Pause: _grpc.UnaryUnaryMultiCallable[_memory_pb2.PauseRequest, _memory_pb2.PauseResponse]
-    """Gives the pages of the tags back, keeping addresses. All or nothing.
+    """Gives the pages of the tags back, keeping addresses. All or nothing. With the trainer's weights goes what it published, unless that is
+    to stay: MEMORY_TAG_EXPORT, which no request names.
 
     Phase: `stage` must be the next one of this service (trainer: OFFLOAD; rollout: PAUSE_KV, PAUSE_WEIGHTS) or undo the last one.
     Repeat: the same request_id gets the first answer; a tag that is already paused counts zero bytes.
@@ -61,7 +62,8 @@ class MemoryServiceAsyncStub(MemoryServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Pause: _aio.UnaryUnaryMultiCallable[_memory_pb2.PauseRequest, _memory_pb2.PauseResponse]  # type: ignore[assignment]
-    """Gives the pages of the tags back, keeping addresses. All or nothing.
+    """Gives the pages of the tags back, keeping addresses. All or nothing. With the trainer's weights goes what it published, unless that is
+    to stay: MEMORY_TAG_EXPORT, which no request names.
 
     Phase: `stage` must be the next one of this service (trainer: OFFLOAD; rollout: PAUSE_KV, PAUSE_WEIGHTS) or undo the last one.
     Repeat: the same request_id gets the first answer; a tag that is already paused counts zero bytes.
@@ -91,7 +93,8 @@ class MemoryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _memory_pb2.PauseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_memory_pb2.PauseResponse, _abc.Awaitable[_memory_pb2.PauseResponse]]:
-        """Gives the pages of the tags back, keeping addresses. All or nothing.
+        """Gives the pages of the tags back, keeping addresses. All or nothing. With the trainer's weights goes what it published, unless that is
+        to stay: MEMORY_TAG_EXPORT, which no request names.
 
         Phase: `stage` must be the next one of this service (trainer: OFFLOAD; rollout: PAUSE_KV, PAUSE_WEIGHTS) or undo the last one.
         Repeat: the same request_id gets the first answer; a tag that is already paused counts zero bytes.

@@ -137,7 +137,8 @@ class TrainerServiceServicer(object):
         """Stage LOAD_WEIGHTS: training weights resident and published as a manifest of the current version.
 
         Phase: TRAIN, with no gradients pending. Repeat: the same request_id gets the first answer.
-        Errors: FAILED_PRECONDITION/STAGE_ORDER, FAILED_PRECONDITION/GRADIENTS_PENDING, ABORTED/STALE_EPOCH.
+        Errors: FAILED_PRECONDITION/STAGE_ORDER, FAILED_PRECONDITION/GRADIENTS_PENDING, ABORTED/STALE_EPOCH, RESOURCE_EXHAUSTED/GPU_MEMORY
+        when a rank has no room for the copy that rollout reads; nothing is published then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -63,7 +63,8 @@ class TrainerServiceStub:
     """Stage LOAD_WEIGHTS: training weights resident and published as a manifest of the current version.
 
     Phase: TRAIN, with no gradients pending. Repeat: the same request_id gets the first answer.
-    Errors: FAILED_PRECONDITION/STAGE_ORDER, FAILED_PRECONDITION/GRADIENTS_PENDING, ABORTED/STALE_EPOCH.
+    Errors: FAILED_PRECONDITION/STAGE_ORDER, FAILED_PRECONDITION/GRADIENTS_PENDING, ABORTED/STALE_EPOCH, RESOURCE_EXHAUSTED/GPU_MEMORY
+    when a rank has no room for the copy that rollout reads; nothing is published then.
     """
     WithdrawWeights: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.WithdrawWeightsRequest, _trainer_pb2.WithdrawWeightsResponse]
     """Undoes LOAD_WEIGHTS: the manifest is no longer valid, training may go on.
@@ -127,7 +128,8 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """Stage LOAD_WEIGHTS: training weights resident and published as a manifest of the current version.
 
     Phase: TRAIN, with no gradients pending. Repeat: the same request_id gets the first answer.
-    Errors: FAILED_PRECONDITION/STAGE_ORDER, FAILED_PRECONDITION/GRADIENTS_PENDING, ABORTED/STALE_EPOCH.
+    Errors: FAILED_PRECONDITION/STAGE_ORDER, FAILED_PRECONDITION/GRADIENTS_PENDING, ABORTED/STALE_EPOCH, RESOURCE_EXHAUSTED/GPU_MEMORY
+    when a rank has no room for the copy that rollout reads; nothing is published then.
     """
     WithdrawWeights: _aio.UnaryUnaryMultiCallable[_trainer_pb2.WithdrawWeightsRequest, _trainer_pb2.WithdrawWeightsResponse]  # type: ignore[assignment]
     """Undoes LOAD_WEIGHTS: the manifest is no longer valid, training may go on.
@@ -218,7 +220,8 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Stage LOAD_WEIGHTS: training weights resident and published as a manifest of the current version.
 
         Phase: TRAIN, with no gradients pending. Repeat: the same request_id gets the first answer.
-        Errors: FAILED_PRECONDITION/STAGE_ORDER, FAILED_PRECONDITION/GRADIENTS_PENDING, ABORTED/STALE_EPOCH.
+        Errors: FAILED_PRECONDITION/STAGE_ORDER, FAILED_PRECONDITION/GRADIENTS_PENDING, ABORTED/STALE_EPOCH, RESOURCE_EXHAUSTED/GPU_MEMORY
+        when a rank has no room for the copy that rollout reads; nothing is published then.
         """
 
     @_abc_1.abstractmethod

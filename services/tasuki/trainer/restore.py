@@ -15,7 +15,9 @@ from tasuki.wire.errors import InvalidArgument, TasukiError
 
 _log = logging.getLogger("tasuki.trainer")
 # What does not change the numbers that come out.
-_NEUTRAL = {"listen", "metrics_port", "num_ranks", "num_threads", "collective_timeout_s"}
+_NEUTRAL = {
+    "listen", "metrics_port", "num_ranks", "num_threads", "devices", "collective_timeout_s", "export", "export_stays", "export_handles"
+}  # fmt: skip
 
 
 def recipe(config: NodeConfig) -> str:
