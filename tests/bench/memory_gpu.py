@@ -248,11 +248,14 @@ def put_together(result: dict[str, Any], more: dict[str, Any]) -> None:
 
 def comparison(results: dict[str, Any]) -> list[str]:
     steps = ("pause kv_cache", "pause weights", "resume weights", "resume kv_cache")
-    lines = [f"{'':48s}{''.join(f'{step:>24s}' for step in steps)}   ms: median (quartiles)"]
+    lines = [f"{'':48s}{''.join(f'{step:>24s}' for step in (*steps, 'whole cycle'))}   ms: median (quartiles)"]
     for part, result in results.items():
         for name, measured in result.items():
             if isinstance(measured, dict) and "times_ms" in measured:
-                quartiles = [statistics.quantiles(measured["times_ms"][step], n=4) for step in steps]
+                times = [measured["times_ms"][step] for step in steps]
+                quartiles = [
+                    statistics.quantiles(each, n=4) for each in (*times, [sum(cycle) for cycle in zip(*times, strict=True)])
+                ]
                 numbers = "".join(f"{f'{mid:.1f} ({low:.1f}..{high:.1f})':>24s}" for low, mid, high in quartiles)
                 lines.append(f"{part + ', ' + name:48s}{numbers}")
             elif name not in ("num_chunks", "num_tensors"):
