@@ -13,6 +13,7 @@ from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.changeover import Changeover, Restart
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.leftovers import close_interrupted, settle
+from tasuki.coordinator.lookout import Lookout
 from tasuki.coordinator.operation import Operation, Told, replayed
 from tasuki.coordinator.peers import Observed, Peers
 from tasuki.coordinator.phases import HOLDS, Phase, Stage, advance, leads_to, phase_of
@@ -35,7 +36,7 @@ from tasuki.wire.errors import (
 _log = logging.getLogger("tasuki.coordinator")
 _KEPT_OPERATIONS = 256
 _WATCHER_BACKLOG = 1024
-_LOOK_EVERY_S, _LOOK_OFTEN_S = 0.2, 0.02
+_LOOK_EVERY_S = 0.2
 _MAX_TRIES = 5
 # After these a service is gone, or has to go. The changeover is closed as failed and another one begun when all services are there
 # again; an error that changed nothing, such as a lack of memory, is the caller's.
@@ -60,12 +61,11 @@ class Node:
     ) -> None:
         """recovery_timeout_s: how long a changeover waits for a service that is gone to come back. admission: None lets all begin."""
         self._journal, self._peers = journal, peers
-        self._restart, self._recovery_timeout_s = restart, recovery_timeout_s
+        self._restart, self._lookout = restart, Lookout(peers, timeout_s=recovery_timeout_s)
         self._admission = admission
         self._boot_id, self._trainer_target, self._rollout_target = boot_id, trainer_target, rollout_target
         self._at: Stage | None = None
         self._policy_version: int | None = None
-        self._poison = self._waiting = ""
         self._running: Operation | None = None
         self._turn = asyncio.Lock()
         self._open: Changeover | None = None
@@ -75,7 +75,7 @@ class Node:
         self._last_error = close_interrupted(journal)
 
     def state(self) -> NodeState:
-        poison = f"rollout is unusable until it is started anew: {self._poison}" if self._poison else ""
+        poison = f"rollout is unusable until it is started anew: {self._lookout.poison}" if self._lookout.poison else ""
         return NodeState(
             at=self._at,
             epoch=self._journal.epoch,
@@ -85,7 +85,7 @@ class Node:
             trainer_target=self._trainer_target,
             rollout_target=self._rollout_target,
             num_changeovers=self._num_done,
-            last_error="; ".join(part for part in (self._last_error, poison, self._waiting) if part),
+            last_error="; ".join(part for part in (self._last_error, poison, self._lookout.waiting) if part),
         )
 
     def acquire(self, phase: Phase, request_id: str) -> Operation:
@@ -171,7 +171,8 @@ class Node:
         """Tries again, as another changeover, when a service is lost on the way and has come back."""
         for number in range(1, _MAX_TRIES + 1):
             await self._make_room(phase, request_id)
-            seen, at = await self._look_when_able(phase)
+            seen = await self._lookout.able(phase)
+            at = self._take(seen)
             if phase_of(at) is phase and not seen.is_on_the_way_back:
                 self._tell(StageEvent("", None, Status.HELD, time=time.time()), at)
                 return
@@ -192,7 +193,7 @@ class Node:
 
     async def _make_room(self, phase: Phase, request_id: str) -> None:
         """An engine that is being started anew takes what memory is free, and waits for the trainer to leave."""
-        seen = await self._observe()
+        seen = await self._lookout.still()
         if phase is not Phase.ROLLOUT or not seen.trainer_is_in_the_way:
             return
         self._close_left(self._take(seen), phase)
@@ -235,37 +236,6 @@ class Node:
             return error
         return PeerUnavailable(f"{lost} was lost in the middle of the changeover ({error.reason}: {error.message})", peer=lost)
 
-    async def _look_when_able(self, phase: Phase) -> tuple[Observed, Stage]:
-        """Waits for a service without which there is no way to `phase`. Raises PeerUnavailable when it does not come back in time."""
-        clock = asyncio.get_running_loop().time
-        ends = clock() + self._recovery_timeout_s
-        while True:
-            seen = await self._observe()
-            lacking = seen.lacks(phase)
-            self._waiting = "" if lacking is None else f"waiting for {lacking} to come back"
-            if lacking is None:
-                return seen, self._take(seen)
-            self._poison = seen.poison
-            if clock() > ends:
-                if seen.poison:
-                    raise EnginePoisoned(f"rollout has not been started anew in {self._recovery_timeout_s:g} s: {seen.poison}")
-                text = f"{lacking} did not come back in {self._recovery_timeout_s:g} s"
-                raise PeerUnavailable(text, peer=lacking)
-            await asyncio.sleep(_LOOK_EVERY_S)
-
-    async def _observe(self) -> Observed:
-        """What both services say when no command of an earlier coordinator runs in them. Raises PeerUnavailable when that lasts."""
-        ends = asyncio.get_running_loop().time() + self._recovery_timeout_s
-        while True:
-            seen = await self._peers.observe()
-            if not seen.in_stage or asyncio.get_running_loop().time() > ends:
-                break
-            self._waiting = f"waiting for {seen.in_stage[0]} to end a stage that was cut off"
-            await asyncio.sleep(_LOOK_OFTEN_S)
-        if seen.in_stage:
-            seen.require_all()
-        return seen
-
     async def _run_by_hand(self, stage: Stage, request_id: str) -> None:
         """One stage, taken back by nobody. The stages from one phase to the next are journalled as one changeover."""
         seen, at = await self._look()
@@ -284,7 +254,7 @@ class Node:
 
     def _take(self, seen: Observed) -> Stage:
         """Takes what the services say as the truth. Raises StageOrder when they do not fit together."""
-        self._poison = seen.poison
+        self._lookout.poison = seen.poison
         if seen.served_version is not None:
             self._policy_version = seen.served_version
         elif self._policy_version is None:
