@@ -104,7 +104,9 @@ class Changeover:
             try:
                 await self._journalled(intent, self._peers.undo(intent), self.at)
             except StageOrder:
-                continue  # the service says that the stage was never carried out
+                # The stage was never carried out; or rollout went on after it was seen, and the trainer must not return beside it.
+                if stage is Stage.RESUME_WEIGHTS and not (await self._peers.observe()).is_asleep:
+                    raise
         self.stands(await self._peers.observe())
 
     async def _take_back_after(self, cause: TasukiError, stages: Sequence[Stage]) -> None:

@@ -68,6 +68,11 @@ class Observed:
         for service in self.in_stage:
             raise PeerUnavailable(f"{service} still carries out a stage that was cut off; try again", peer=service)
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether rollout says that it holds no memory."""
+        return Service.ROLLOUT not in self.absent and self.rollout_stage in (None, Stage.PAUSE_WEIGHTS)
+
     def other_than(self, before: Observed) -> Service | None:
         """A service that is gone, or was started anew, since `before`."""
         if self.trainer_boot_id != before.trainer_boot_id:
