@@ -16,7 +16,8 @@ from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.advice import advise, climb
 from tasuki.memory.layout import GB, Checkpointing, Layout, Part
-from tasuki.memory.plan import PlanStage, needed_bytes, node_layout, plan
+from tasuki.memory.node_plan import node_layout
+from tasuki.memory.plan import PlanStage, needed_bytes, plan
 from tasuki.memory.presets import MODELS
 from tasuki.wire.errors import InvalidArgument
 

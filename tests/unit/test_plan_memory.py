@@ -16,7 +16,8 @@ from tasuki.coordinator.phases import RING
 from tasuki.memory.advice import advise, largest_kv_ratio, smallest_sleeping
 from tasuki.memory.layout import GB, MIB, TAGS, Checkpointing, Layout, Part, Strategy
 from tasuki.memory.model_shape import read_model_shape, shape_of
-from tasuki.memory.plan import Plan, PlanStage, needed_bytes, plan, plan_node
+from tasuki.memory.node_plan import plan_node
+from tasuki.memory.plan import Plan, PlanStage, needed_bytes, plan
 from tasuki.memory.presets import MODELS, PRESETS
 from tasuki.memory.trainer_bytes import training_peak
 from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel

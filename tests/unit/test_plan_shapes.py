@@ -14,7 +14,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.memory.granularity import arena_bytes, export_bytes
 from tasuki.memory.layout import GB, MIB, Layout, Part
 from tasuki.memory.model_shape import ModelShape, shape_of
-from tasuki.memory.plan import node_layout
+from tasuki.memory.node_plan import node_layout
 from tasuki.memory.presets import MODELS
 from tasuki.memory.rollout_bytes import kv_bytes_per_token, kv_pool
 from tasuki.memory.trainer_bytes import kept_per_token, shards, trainer_tags

@@ -19,7 +19,8 @@ from tasuki.config.load import load_config
 from tasuki.memory.advice import advise
 from tasuki.memory.layout import GB, Checkpointing, Layout, Strategy
 from tasuki.memory.model_shape import ModelShape, read_model_shape
-from tasuki.memory.plan import node_layout, plan
+from tasuki.memory.node_plan import node_layout
+from tasuki.memory.plan import plan
 from tasuki.memory.presets import MODELS, find_preset
 from tasuki.wire.errors import InvalidArgument
 

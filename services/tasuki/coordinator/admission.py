@@ -36,7 +36,8 @@ from tasuki.coordinator.room import (
 )
 from tasuki.memory.host import host_memory
 from tasuki.memory.layout import Part
-from tasuki.memory.plan import PlanStage, needed_bytes, plan_node
+from tasuki.memory.node_plan import plan_node
+from tasuki.memory.plan import PlanStage, needed_bytes
 from tasuki.memory.tags import ServiceUsage
 from tasuki.wire.errors import TasukiError
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from tasuki.coordinator.journal import SCHEMA_VERSION, id_text
+from tasuki.coordinator.journal import id_text
 from tasuki.coordinator.phases import Phase, Service, Stage
 from tasuki.coordinator.records import Status
+from tasuki.coordinator.tables import SCHEMA_VERSION
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
 _Row = TypeVar("_Row")

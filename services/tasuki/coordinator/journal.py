@@ -15,58 +15,10 @@ from pathlib import Path
 
 from tasuki.coordinator.phases import Phase, Stage
 from tasuki.coordinator.records import ChangeoverRecord, Intent, Outcome, StageEvent, Status
+from tasuki.coordinator.tables import SCHEMA_VERSION, TABLES
 from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
 from tasuki.wire.errors import DiskFull, TasukiError
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS epochs (
-    epoch INTEGER PRIMARY KEY AUTOINCREMENT,
-    boot_id TEXT NOT NULL,
-    start_time REAL NOT NULL
-);
-CREATE TABLE IF NOT EXISTS changeovers (
-    number INTEGER PRIMARY KEY AUTOINCREMENT,
-    epoch INTEGER NOT NULL REFERENCES epochs,
-    request_id TEXT NOT NULL UNIQUE,
-    origin TEXT NOT NULL,
-    target TEXT NOT NULL,
-    start_time REAL NOT NULL
-);
-CREATE TABLE IF NOT EXISTS outcomes (
-    number INTEGER PRIMARY KEY REFERENCES changeovers,
-    status TEXT NOT NULL,
-    policy_version INTEGER,
-    seconds REAL NOT NULL,
-    error_reason TEXT NOT NULL,
-    error_message TEXT NOT NULL
-);
-CREATE TABLE IF NOT EXISTS stages (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,
-    number INTEGER NOT NULL REFERENCES changeovers,
-    stage TEXT NOT NULL,
-    is_undo INTEGER NOT NULL,
-    epoch INTEGER NOT NULL REFERENCES epochs,
-    sequence INTEGER NOT NULL,
-    request_id TEXT NOT NULL UNIQUE,
-    trainer_boot_id TEXT NOT NULL,
-    rollout_boot_id TEXT NOT NULL,
-    time REAL NOT NULL,
-    UNIQUE (epoch, sequence)
-);
-CREATE TABLE IF NOT EXISTS results (
-    id INTEGER PRIMARY KEY REFERENCES stages,
-    status TEXT NOT NULL,
-    time REAL NOT NULL,
-    seconds REAL NOT NULL,
-    bytes INTEGER NOT NULL,
-    answer BLOB NOT NULL,
-    policy_version INTEGER,
-    error_reason TEXT NOT NULL,
-    error_message TEXT NOT NULL
-);
-CREATE INDEX IF NOT EXISTS stages_by_changeover ON stages (number);
-"""
-SCHEMA_VERSION = 1
 _MAX_NUMBER = 2**63 - 1
 
 
@@ -83,7 +35,7 @@ class Journal:
             self._db.row_factory = sqlite3.Row
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = FULL")
-            self._db.executescript(f"{_SCHEMA}PRAGMA user_version = {SCHEMA_VERSION};")
+            self._db.executescript(f"{TABLES}PRAGMA user_version = {SCHEMA_VERSION};")
         self._unwritten: list[tuple[object, ...]] = []
         self.epoch = 0
         self._sequence = 0

@@ -1,0 +1,65 @@
+"""What a node's configuration says to the planner."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tasuki.config.gpus import gpus_of
+from tasuki.config.schema import NodeConfig
+from tasuki.memory.layout import Checkpointing, Layout, Overheads
+from tasuki.memory.model_shape import ModelShape, read_model_shape
+from tasuki.memory.plan import Plan, plan
+
+_ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
+
+
+def plan_node(
+    config: NodeConfig, *, gpu_bytes: int, host_bytes: int, num_gpus: int | None = None, overheads: Overheads | None = None
+) -> Plan:
+    """The plan of a node as its configuration stands. Raises what read_model_shape and Layout raise."""
+    shape = read_model_shape(config.model.path)
+    return plan(node_layout(config, shape, gpu_bytes=gpu_bytes, host_bytes=host_bytes, num_gpus=num_gpus, overheads=overheads))
+
+
+def node_layout(
+    config: NodeConfig,
+    model: ModelShape,
+    *,
+    gpu_bytes: int,
+    host_bytes: int,
+    num_gpus: int | None = None,
+    overheads: Overheads | None = None,
+) -> Layout:
+    """num_gpus: by default as many as the larger service has ranks. Where trainer.export_stays is open, it stays if all fits then."""
+    trainer, rollout = config.trainer, config.rollout
+    is_full = trainer.gradient_checkpointing
+    gpus = gpus_of(config)
+    layout = Layout(
+        model=model,
+        num_gpus=max(*gpus.trainer, *gpus.rollout) + 1 if num_gpus is None else num_gpus,
+        rank_gpus=gpus.trainer if gpus.names else None,
+        engine_gpus=gpus.rollout if gpus.names else None,
+        gpu_bytes=gpu_bytes,
+        host_bytes=host_bytes,
+        device=config.device,
+        num_ranks=trainer.num_ranks,
+        tp_size=rollout.tp_size,
+        compute_bytes=_ELEMENT_BYTES[trainer.compute_dtype],
+        engine_bytes=_ELEMENT_BYTES[rollout.dtype],
+        param_bytes=_ELEMENT_BYTES[trainer.param_dtype],
+        exports_parameters=config.exports_parameters,
+        export_stays=trainer.export_stays is not False,
+        micro_batch_tokens=trainer.micro_batch_tokens,
+        checkpointing=Checkpointing.FULL if is_full else Checkpointing.NONE,
+        has_reference=config.train is not None and config.train.kl_coef > 0,
+        lora_rank=None if trainer.lora is None else trainer.lora.rank,
+        lora_targets=None if trainer.lora is None else trainer.lora.target_modules,
+        merges_adapters=config.served_adapter is None,
+        kv_ratio=rollout.kv_ratio,
+        max_total_tokens=rollout.max_total_tokens,
+        context_length=rollout.context_length,
+        max_running_requests=rollout.max_running_requests or Layout.__dataclass_fields__["max_running_requests"].default,
+        overheads=overheads or Overheads(),
+    )
+    is_open = trainer.export_stays is None and trainer.export_handles == "vmm"
+    return replace(layout, export_stays=False) if is_open and not plan(layout).fits else layout
