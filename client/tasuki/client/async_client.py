@@ -33,7 +33,7 @@ from tasuki.client.types import (
     Watched,
 )
 from tasuki.v1 import coordinator_pb2, rollout_pb2, trainer_pb2, types_pb2
-from tasuki.wire.errors import Asleep, Draining, InternalError, InvalidArgument, PeerUnavailable, WrongPhase, from_rpc_error
+from tasuki.wire.errors import Asleep, Draining, InternalError, PeerUnavailable, WrongPhase, from_rpc_error
 
 _Answer = TypeVar("_Answer")
 _PAGE_SIZE = 200
@@ -123,7 +123,7 @@ class AsyncClient:
         self, samples: Sequence[TrainingSample], loss: LossConfig | None = None
     ) -> ForwardBackwardResult:
         """Adds gradients of the loss over all samples; the loss is a mean over their counted tokens."""
-        chunks = _training_chunks(samples)
+        chunks = encode.training_chunks(samples)
         loss_config = encode.loss_to_proto(loss or LossConfig())
 
         async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.ForwardBackwardResponse:
@@ -173,7 +173,7 @@ class AsyncClient:
         self, samples: Sequence[TrainingSample], *, policy: PolicyKind = PolicyKind.POLICY, temperature: float | None = None
     ) -> list[NDArray[np.float32]]:
         """Log-probability of each completion token, one array for each sample, in their order."""
-        chunks = _training_chunks(samples)
+        chunks = encode.training_chunks(samples)
         header = trainer_pb2.ComputeLogProbsHeader(policy=encode.policy_to_proto(policy), temperature=temperature)
 
         async def give(command: types_pb2.CommandId, timeout_s: float) -> list[NDArray[np.float32]]:
@@ -246,30 +246,13 @@ class AsyncClient:
         stub = await self._connection.trainer()
         request = trainer_pb2.GetTrainerStateRequest()
         state = await self._connection.read(lambda: stub.GetTrainerState(request, timeout=READ_TIMEOUT_S))
-        return TrainerState(
-            policy_version=state.policy_version,
-            has_gradients=state.has_gradients,
-            num_ranks=state.num_ranks,
-            num_parameters=state.num_parameters,
-            vocab_size=state.vocab_size,
-            context_length=state.context_length,
-            model_path=state.model_path,
-        )
+        return encode.trainer_state_from_proto(state)
 
     async def rollout_state(self) -> RolloutState:
         stub = await self._connection.rollout()
         request = rollout_pb2.GetRolloutStateRequest()
         state = await self._connection.read(lambda: stub.GetRolloutState(request, timeout=READ_TIMEOUT_S))
-        return RolloutState(
-            policy_version=state.policy_version if state.HasField("policy_version") else None,
-            is_poisoned=state.is_poisoned,
-            poison_reason=state.poison_reason,
-            num_running=state.num_running,
-            tp_size=state.tp_size,
-            vocab_size=state.vocab_size,
-            context_length=state.context_length,
-            model_path=state.model_path,
-        )
+        return encode.rollout_state_from_proto(state)
 
     async def watch(self) -> AsyncGenerator[Watched, None]:
         """The state now, and again after each change, for as long as it is read."""
@@ -321,13 +304,6 @@ class AsyncClient:
         except WrongPhase:
             await self.acquire(Phase.TRAIN)
             return await self._connection.command(give, timeout_s=self._timeout_s)
-
-
-def _training_chunks(samples: Sequence[TrainingSample]) -> list[trainer_pb2.TrainingSamples]:
-    if not samples:
-        raise InvalidArgument("samples", "empty; give at least one")
-    parts = [encode.training_sample_to_proto(sample, index=index) for index, sample in enumerate(samples)]
-    return [trainer_pb2.TrainingSamples(samples=chunk) for _, chunk in encode.cut(parts, field="samples")]
 
 
 def _absolute(path: Path | str) -> str:

@@ -17,11 +17,13 @@ from tasuki.client.types import (
     NodeState,
     Phase,
     PolicyKind,
+    RolloutState,
     Sample,
     SamplingParams,
     Stage,
     StageEvent,
     StageStatus,
+    TrainerState,
     TrainingSample,
 )
 from tasuki.v1 import coordinator_pb2, rollout_pb2, trainer_pb2, types_pb2
@@ -161,3 +163,21 @@ def _stage_from_proto(stage: types_pb2.Stage.ValueType) -> Stage | None:
 
 def _status_from_proto(status: coordinator_pb2.StageStatus.ValueType) -> StageStatus:
     return StageStatus(coordinator_pb2.StageStatus.Name(status).removeprefix("STAGE_STATUS_"))
+
+
+def trainer_state_from_proto(state: trainer_pb2.GetTrainerStateResponse) -> TrainerState:
+    return TrainerState(**{field.name: getattr(state, field.name) for field in fields(TrainerState)})
+
+
+def rollout_state_from_proto(state: rollout_pb2.GetRolloutStateResponse) -> RolloutState:
+    values: dict[str, Any] = {field.name: getattr(state, field.name) for field in fields(RolloutState)}
+    values["policy_version"] = state.policy_version if state.HasField("policy_version") else None
+    return RolloutState(**values)
+
+
+def training_chunks(samples: Sequence[TrainingSample]) -> list[trainer_pb2.TrainingSamples]:
+    """`samples` in messages of bounded size. Raises InvalidArgument naming what is wrong with them."""
+    if not samples:
+        raise InvalidArgument("samples", "empty; give at least one")
+    parts = [training_sample_to_proto(sample, index=index) for index, sample in enumerate(samples)]
+    return [trainer_pb2.TrainingSamples(samples=chunk) for _, chunk in cut(parts, field="samples")]
