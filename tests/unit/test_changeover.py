@@ -330,6 +330,20 @@ async def test_stages_run_by_hand_make_one_changeover(node: Node, services: Fake
     assert (node.state().phase, node.state().policy_version) == (Phase.ROLLOUT, 0)
 
 
+async def test_changeover_by_hand_that_lost_its_rollout_is_not_the_one_that_leads_back(
+    node: Node, services: FakeServices, journal: Journal
+) -> None:
+    for stage in TO_ROLLOUT[:4]:
+        await events(node.run_stage(stage, f"hand {stage}"))
+    services.restart(Service.ROLLOUT, "")
+    await events(node.run_stage(Stage.LOAD_TRAINER, "hand back"))
+    assert node.state().phase is Phase.TRAIN
+    assert [(one.target, one.error_reason) for one in journal.changeovers(limit=9)] == [
+        (Phase.TRAIN, ""),
+        (Phase.ROLLOUT, "INTERRUPTED"),
+    ]
+
+
 @pytest.mark.parametrize("wrong", [stage for stage in Stage if stage is not Stage.LOAD_WEIGHTS])
 async def test_stage_out_of_order_is_refused_and_no_service_is_asked(wrong: Stage, node: Node, services: FakeServices) -> None:
     with pytest.raises(StageOrder) as refused:

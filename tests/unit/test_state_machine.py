@@ -14,7 +14,6 @@ from random import Random
 
 import pytest
 from hypothesis import HealthCheck, settings
-from hypothesis import Phase as Search
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
@@ -158,7 +157,6 @@ def test_ten_thousand_steps_break_no_promise() -> None:
         NodeMachine,
         settings=settings(
             derandomize=True,
-            phases=(Search.generate,),
             database=None,
             deadline=None,
             max_examples=250,

@@ -211,7 +211,7 @@ class Node:
     async def _try(self, phase: Phase, request_id: str, seen: Observed) -> None:
         changeover = self._begin(request_id, seen, target=phase)
         try:
-            await changeover.bring_to(phase)
+            await changeover.bring_to_target()
         except TasukiError as error:
             self._at = None
             cause = await self._cause(error, seen)
@@ -240,7 +240,10 @@ class Node:
         """One stage, taken back by nobody. The stages from one phase to the next are journalled as one changeover."""
         seen, at = await self._look()
         advance(at, stage)
-        changeover = self._open or self._begin(unused(self._journal, request_id), seen, target=leads_to(at))
+        target = leads_to(at)
+        if self._open is not None and self._open.target is not target:  # a service that was started anew has moved the node
+            self._close_left(at, target)
+        changeover = self._open or self._begin(unused(self._journal, request_id), seen, target=target)
         changeover.stands(seen)
         await changeover.run_if_admitted(stage)
         if phase_of(stage) is not None:
@@ -272,6 +275,7 @@ class Node:
         changeover_id = self._journal.begin_changeover(request_id, origin=seen.place(), target=target)
         self._open = Changeover(
             changeover_id,
+            target,
             seen=seen,
             journal=self._journal,
             peers=self._peers,
