@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ class SimulatedPeers(GrpcPeers):
         self._trainer = self._rollout = None
         self._memory = {service: _Stub(node, service) for service in Service}
         self._trainer, self._rollout = self._memory[Service.TRAINER], self._memory[Service.ROLLOUT]
-        self._timeout_s, self._drain_grace_s = STAGE_TIMEOUT_S, 10.0
+        self._epoch, self._timeout_s, self._drain_grace_s = node.epoch, STAGE_TIMEOUT_S, 10.0
 
 
 class SimulatedNode:
@@ -70,7 +71,7 @@ class SimulatedNode:
     def _start_coordinator(self) -> None:
         self._crashed = asyncio.Event()
         self._journal = Journal(self._path, failpoints=self.failpoints)
-        self._journal.begin_epoch("coordinator")
+        self.epoch = self._journal.begin_epoch("coordinator")
         self.node = Node(
             self._journal,
             SimulatedPeers(self),
@@ -189,6 +190,11 @@ class SimulatedNode:
         if fault is Fault.LATE:
             addressed = self.life(service)
             self._later(LATE_S, lambda: self._arrive(addressed, service, method, request))
+        if fault is Fault.CRASH_LATE:
+            abandoned = self.life(service)
+            self._later(2 * LATE_S, lambda: self._arrive(abandoned, service, method, request))
+            self._crash()
+            raise Crash
         if fault in (Fault.DROP, Fault.LATE):
             raise PeerUnavailable("connection reset")
         life = self.life(service)
@@ -230,8 +236,18 @@ class SimulatedNode:
 
     def _arrive(self, life: SimulatedService | None, service: Service, method: str, request: Any) -> None:
         """A connection leads to one life of a service."""
-        if life is not None and life is self.life(service):
-            self._task(getattr(life, method)(request)).add_done_callback(lambda _: self._check_holders())
+        if life is None or life is not self.life(service):
+            return
+        epoch = request.command.epoch if hasattr(request, "command") else 0
+        is_over = 0 < epoch < life.looked and not life.executed[request.command.request_id]
+
+        async def arrive() -> None:
+            with suppress(TasukiError):
+                await getattr(life, method)(request)
+            self._check_holders()
+            assert not is_over or not life.executed[request.command.request_id], f"a stage of {epoch} after {life.looked} looked"
+
+        self._task(arrive())
 
     def _later(self, seconds: float, action: Callable[[], None]) -> None:
         asyncio.get_running_loop().call_later(seconds, action)

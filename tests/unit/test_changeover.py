@@ -11,6 +11,7 @@ import pytest
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.operation import Operation
+from tasuki.coordinator.peers import Observed
 from tasuki.coordinator.phases import HOLDS, RULES, Phase, Service, Stage, path
 from tasuki.coordinator.records import StageEvent, Status
 from tasuki.wire.errors import (
@@ -482,6 +483,25 @@ async def test_rollout_that_did_not_answer_while_the_weights_were_taken_back_is_
     await acquire(node, Phase.ROLLOUT)
     assert services.asked[:3] == [("undo", Stage.SYNC), ("undo", Stage.RESUME_WEIGHTS), ("undo", Stage.LOAD_WEIGHTS)]
     assert (node.state().phase, services.served) == (Phase.ROLLOUT, 0)
+
+
+async def test_rollout_that_does_not_answer_after_an_undo_does_not_count_as_asleep(
+    node: Node, services: FakeServices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await acquire(node, Phase.ROLLOUT)
+    await events(node.run_stage(Stage.DRAIN, "hand"))
+    services.restart(Service.TRAINER, "")
+    answer, unheard = services.observe, [("undo", Stage.DRAIN)]
+
+    async def observe() -> Observed:
+        services.absent = {Service.ROLLOUT} if services.asked[-1:] == unheard else set()
+        unheard[:] = [] if services.absent else unheard
+        return await answer()
+
+    monkeypatch.setattr(services, "observe", observe)
+    await acquire(node, Phase.ROLLOUT, "again")
+    assert node.state().phase is Phase.ROLLOUT
+    assert services.asked == [*(("run", stage) for stage in (*TO_ROLLOUT, Stage.DRAIN)), ("undo", Stage.DRAIN)]
 
 
 async def test_changeover_whose_publication_was_not_heard_begins_anew(

@@ -61,6 +61,7 @@ async def _serve(config: NodeConfig) -> None:
     peers = GrpcPeers(
         trainer_target=targets["trainer"],
         rollout_target=targets["rollout"],
+        epoch=epoch,
         stage_timeout_s=config.coordinator.stage_timeout_s,
         drain_grace_s=config.coordinator.drain_grace_s,
     )

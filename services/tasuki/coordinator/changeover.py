@@ -108,7 +108,11 @@ class Changeover:
                 # The stage was never carried out; or rollout went on after it was seen, and the trainer must not return beside it.
                 if stage is Stage.RESUME_WEIGHTS and not (await self._peers.observe()).is_asleep:
                     raise
-        self.stands(await self._peers.observe())
+        seen = await self._peers.observe()
+        for service in seen.absent:
+            if self._boots[f"{service}_boot_id"]:  # it counts as freshly started, and may hold all that it held
+                raise PeerUnavailable(f"{service} does not say where it stands after the undo", peer=service)
+        self.stands(seen)
 
     async def _take_back_after(self, cause: TasukiError, stages: Sequence[Stage]) -> None:
         """As _take_back, for a caller that raises `cause`: an error of the undo itself is journalled and logged."""
