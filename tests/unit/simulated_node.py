@@ -21,7 +21,7 @@ from tasuki.wire.errors import DeadlineExceeded, OutOfGpuMemory, PeerUnavailable
 from tests.unit.simulated_faults import Crash, Fault, JournalFailpoints
 from tests.unit.simulated_services import Disk, SimulatedRollout, SimulatedService, SimulatedTrainer
 
-STAGE_TIMEOUT_S, RECOVERY_TIMEOUT_S, RESTART_S, LATE_S = 60.0, 120.0, 1.0, 0.5
+STAGE_TIMEOUT_S, STALL_S, RECOVERY_TIMEOUT_S, RESTART_S, LATE_S = 60.0, 90.0, 120.0, 1.0, 0.5
 _LATENCY_S = 0.001
 _NEVER_S = 7200.0
 
@@ -226,6 +226,13 @@ class SimulatedNode:
             life.weather.hangs = fault is Fault.HANG
             life.weather.refusal = OutOfGpuMemory("no room") if fault is Fault.REFUSE else None
             life.weather.corrupts = fault is Fault.CORRUPT
+        if fault is Fault.HANG:
+            self._later(STALL_S, lambda: self._end_if_stuck(service, life))
+
+    def _end_if_stuck(self, service: Service, life: SimulatedService | None) -> None:
+        """What the supervisor does, of itself, with a service that makes no progress."""
+        if life is not None and life is self.life(service) and life.weather.is_stuck:
+            self.kill(service)
 
     async def _wait(self, working: asyncio.Task[Any], life: SimulatedService, timeout: float) -> None:
         died = self._task(life.died.wait())

@@ -37,8 +37,10 @@ class Weather:
     hangs: bool = False
     corrupts: bool = False
     seconds: float = 0.1
+    is_stuck: bool = False
 
     async def __call__(self) -> None:
+        self.is_stuck = self.hangs
         await asyncio.sleep(3600.0 if self.hangs else self.seconds)
         refusal, self.refusal, self.hangs = self.refusal, None, False
         if refusal is not None:
