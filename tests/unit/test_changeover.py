@@ -469,7 +469,7 @@ async def test_failed_operation_gives_its_error_again(node: Node, services: Fake
 
 
 async def test_watchers_see_every_event_with_the_state_after_it(node: Node) -> None:
-    with node.watched() as queue:
+    with node.watchers.watching() as queue:
         await acquire(node, Phase.ROLLOUT)
         told = [queue.get_nowait() for _ in range(queue.qsize())]
     assert [one.state.at for one in told if one.event.status is Status.DONE] == [*TO_ROLLOUT, ROLLOUT]

@@ -105,7 +105,7 @@ async def _serve(config: NodeConfig) -> None:
 
 async def _end_watches(stop: asyncio.Event, node: Node) -> None:
     await stop.wait()
-    node.end_watches()
+    node.watchers.tell(None)
 
 
 if __name__ == "__main__":

@@ -72,10 +72,10 @@ class CommandGate:
     async def stage(self, request: Commanded, action: Callable[[], Awaitable[_Answer]]) -> _Answer:
         """Runs a stage command of the coordinator.
 
-        Raises StaleEpoch below the highest epoch carried out, or the one that looked last, StaleSequence when the sequence number does not grow, InvalidArgument without
-        a request_id. A refused command leaves the epoch and its sequence as they were: one out of order, with whatever epoch, cannot
-        shut the coordinator out. Only within its own epoch its number stays taken: the coordinator takes the refusal of an undo as
-        proof that the stage was not carried out, so the stage must not be when its command arrives late.
+        Raises StaleEpoch below the highest epoch carried out and the one that looked last, StaleSequence when the sequence number does
+        not grow, InvalidArgument without a request_id. A refused command leaves the epoch and its sequence as they were: one out of
+        order, with whatever epoch, cannot shut the coordinator out. Only within its own epoch its number stays taken: the coordinator
+        takes the refusal of an undo as proof that the stage was not carried out, so the stage must not be when its command arrives late.
         """
         command = request.command
         before = after = (self.epoch, self.sequence)
