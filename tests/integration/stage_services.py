@@ -102,7 +102,10 @@ class Trainer(trainer_pb2_grpc.TrainerServiceServicer):
         return await self.service.gate.stage(request, act)
 
     async def GetTrainerState(self, request: Any, context: Any) -> Any:
-        return trainer_pb2.GetTrainerStateResponse(boot_id=self.service.boot_id, stage=self.service.stage)
+        self.service.gate.look(request.epoch)
+        return trainer_pb2.GetTrainerStateResponse(
+            boot_id=self.service.boot_id, stage=self.service.stage, is_in_stage=self.service.gate.is_in_stage
+        )
 
 
 class Rollout(rollout_pb2_grpc.RolloutServiceServicer):
@@ -123,7 +126,10 @@ class Rollout(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def GetRolloutState(self, request: Any, context: Any) -> Any:
         service = self.service
-        return rollout_pb2.GetRolloutStateResponse(boot_id=service.boot_id, stage=service.stage, policy_version=service.served)
+        service.gate.look(request.epoch)
+        return rollout_pb2.GetRolloutStateResponse(
+            boot_id=service.boot_id, stage=service.stage, policy_version=service.served, is_in_stage=service.gate.is_in_stage
+        )
 
 
 class Memory(memory_pb2_grpc.MemoryServiceServicer):

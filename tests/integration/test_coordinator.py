@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import signal
 import sys
+import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -239,17 +240,23 @@ async def test_restart_bumps_the_epoch_and_the_services_refuse_the_old_one(node:
     await node.restart(number)
     state = await node.state()
     assert (state.epoch, state.phase, state.policy_version, state.num_changeovers) == (2, PHASE_ROLLOUT, 0, 1)
+    assert (await old_command(node, epoch=1)).reason == "STALE_EPOCH"  # no command of the new one has come yet
     await node.acquire(PHASE_TRAIN)
-    async with open_channel(node_targets(node.config)["trainer"]) as channel:
-        stale = CommandId(epoch=1, sequence=99, request_id="of an old coordinator")
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await TrainerServiceStub(channel).PublishWeights(
-                trainer_pb2.PublishWeightsRequest(command=stale), timeout=DEADLINE_S
-            )
-    assert from_rpc_error(refused.value).reason == "STALE_EPOCH"
+    assert (await old_command(node, epoch=1)).reason == "STALE_EPOCH"
     replayed = await node.acquire(PHASE_ROLLOUT, "before")
     assert [one.event.stage for one in replayed] == [*TO_ROLLOUT, STAGE_UNSPECIFIED]
     assert (await node.state()).phase == PHASE_TRAIN
+
+
+async def old_command(node: Node, *, epoch: int) -> TasukiError:
+    """What the trainer answers to a stage command of `epoch`."""
+    async with open_channel(node_targets(node.config)["trainer"]) as channel:
+        command = CommandId(epoch=epoch, sequence=99, request_id=f"{uuid.uuid4()}")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await TrainerServiceStub(channel).PublishWeights(
+                trainer_pb2.PublishWeightsRequest(command=command), timeout=DEADLINE_S
+            )
+    return from_rpc_error(refused.value)
 
 
 async def test_coordinator_killed_in_the_middle_finds_the_node_and_brings_it_to_train(node: Node) -> None:

@@ -168,6 +168,30 @@ async def test_command_that_arrives_after_a_refused_later_one_is_not_carried_out
     assert (await stub.PublishWeights(after, timeout=5)).published_bytes == 5
 
 
+async def test_command_of_an_old_epoch_that_arrives_after_a_newer_one_looked_is_not_carried_out(served: Served) -> None:
+    servicer, channel, _ = served
+    stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+    servicer.gate.look(7)
+    servicer.gate.look(0)  # somebody else reads
+    late = trainer_pb2.PublishWeightsRequest(command=command("late", epoch=6, sequence=9))
+    stale = await error_of(stub.PublishWeights(late, timeout=5))
+    assert isinstance(stale, StaleEpoch) and stale.metadata == {"epoch": "6", "current_epoch": "7"}
+    first = trainer_pb2.PublishWeightsRequest(command=command("a", epoch=7, sequence=1))
+    assert (await stub.PublishWeights(first, timeout=5)).published_bytes == 1
+
+
+async def test_epoch_that_no_coordinator_has_shuts_none_out_for_longer_than_to_its_next_look(served: Served) -> None:
+    servicer, channel, _ = served
+    stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+    servicer.gate.look(999)
+    first = trainer_pb2.PublishWeightsRequest(command=command("a", epoch=7, sequence=1))
+    assert isinstance(await error_of(stub.PublishWeights(first, timeout=5)), StaleEpoch)
+    await stub.OptimStep(trainer_pb2.OptimStepRequest(command=command("b", epoch=7)), timeout=5)
+    servicer.gate.look(7)
+    second = trainer_pb2.PublishWeightsRequest(command=command("c", epoch=7, sequence=2))
+    assert (await stub.PublishWeights(second, timeout=5)).published_bytes == 2
+
+
 async def test_mutating_call_needs_deadline_and_request_id(served: Served) -> None:
     _, channel, _ = served
     stub = trainer_pb2_grpc.TrainerServiceStub(channel)

@@ -83,6 +83,7 @@ class FaultyPeers(GrpcPeers):
         super().__init__(
             trainer_target=f"unix:{folder}/trainer.proxy",
             rollout_target=f"unix:{folder}/rollout.proxy",
+            epoch=1,
             stage_timeout_s=20.0,
             drain_grace_s=1.0,
         )

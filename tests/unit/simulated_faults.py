@@ -21,6 +21,7 @@ class Fault(StrEnum):
     KILL_AFTER = "the service dies before it answers"
     KILL_OTHER = "the other service dies"
     CRASH = "the coordinator dies while the service works"
+    CRASH_LATE = "the coordinator dies, and its request arrives when the next one has looked"
 
 
 class CrashPoint(StrEnum):

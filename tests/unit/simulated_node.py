@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tasuki.wire.errors import DeadlineExceeded, OutOfGpuMemory, PeerUnavailable
 from tests.unit.simulated_faults import Crash, Fault, JournalFailpoints
 from tests.unit.simulated_services import Disk, SimulatedRollout, SimulatedService, SimulatedTrainer
 
-STAGE_TIMEOUT_S, RECOVERY_TIMEOUT_S, RESTART_S, LATE_S = 60.0, 120.0, 1.0, 0.5
+STAGE_TIMEOUT_S, STALL_S, RECOVERY_TIMEOUT_S, RESTART_S, LATE_S = 60.0, 90.0, 120.0, 1.0, 0.5
 _LATENCY_S = 0.001
 _NEVER_S = 7200.0
 
@@ -42,7 +43,7 @@ class SimulatedPeers(GrpcPeers):
         self._trainer = self._rollout = None
         self._memory = {service: _Stub(node, service) for service in Service}
         self._trainer, self._rollout = self._memory[Service.TRAINER], self._memory[Service.ROLLOUT]
-        self._timeout_s, self._drain_grace_s = STAGE_TIMEOUT_S, 10.0
+        self._epoch, self._timeout_s, self._drain_grace_s = node.epoch, STAGE_TIMEOUT_S, 10.0
 
 
 class SimulatedNode:
@@ -70,7 +71,7 @@ class SimulatedNode:
     def _start_coordinator(self) -> None:
         self._crashed = asyncio.Event()
         self._journal = Journal(self._path, failpoints=self.failpoints)
-        self._journal.begin_epoch("coordinator")
+        self.epoch = self._journal.begin_epoch("coordinator")
         self.node = Node(
             self._journal,
             SimulatedPeers(self),
@@ -189,6 +190,11 @@ class SimulatedNode:
         if fault is Fault.LATE:
             addressed = self.life(service)
             self._later(LATE_S, lambda: self._arrive(addressed, service, method, request))
+        if fault is Fault.CRASH_LATE:
+            abandoned = self.life(service)
+            self._later(2 * LATE_S, lambda: self._arrive(abandoned, service, method, request))
+            self._crash()
+            raise Crash
         if fault in (Fault.DROP, Fault.LATE):
             raise PeerUnavailable("connection reset")
         life = self.life(service)
@@ -220,6 +226,13 @@ class SimulatedNode:
             life.weather.hangs = fault is Fault.HANG
             life.weather.refusal = OutOfGpuMemory("no room") if fault is Fault.REFUSE else None
             life.weather.corrupts = fault is Fault.CORRUPT
+        if fault is Fault.HANG:
+            self._later(STALL_S, lambda: self._end_if_stuck(service, life))
+
+    def _end_if_stuck(self, service: Service, life: SimulatedService | None) -> None:
+        """What the supervisor does, of itself, with a service that makes no progress."""
+        if life is not None and life is self.life(service) and life.weather.is_stuck:
+            self.kill(service)
 
     async def _wait(self, working: asyncio.Task[Any], life: SimulatedService, timeout: float) -> None:
         died = self._task(life.died.wait())
@@ -230,8 +243,18 @@ class SimulatedNode:
 
     def _arrive(self, life: SimulatedService | None, service: Service, method: str, request: Any) -> None:
         """A connection leads to one life of a service."""
-        if life is not None and life is self.life(service):
-            self._task(getattr(life, method)(request)).add_done_callback(lambda _: self._check_holders())
+        if life is None or life is not self.life(service):
+            return
+        is_over = hasattr(request, "command") and 0 < request.command.epoch < life.looked
+
+        async def arrive() -> None:
+            num_executed = life.executed.total()
+            with suppress(TasukiError):
+                await getattr(life, method)(request)
+            self._check_holders()
+            assert not is_over or life.executed.total() == num_executed, "a stage of an older coordinator was carried out"
+
+        self._task(arrive())
 
     def _later(self, seconds: float, action: Callable[[], None]) -> None:
         asyncio.get_running_loop().call_later(seconds, action)

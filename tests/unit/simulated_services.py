@@ -37,8 +37,10 @@ class Weather:
     hangs: bool = False
     corrupts: bool = False
     seconds: float = 0.1
+    is_stuck: bool = False
 
     async def __call__(self) -> None:
+        self.is_stuck = self.hangs
         await asyncio.sleep(3600.0 if self.hangs else self.seconds)
         refusal, self.refusal, self.hangs = self.refusal, None, False
         if refusal is not None:
@@ -54,6 +56,12 @@ class SimulatedService:
         self.weather = Weather()
         self.executed: Counter[str] = Counter()
         self.died = asyncio.Event()
+        self.looked = 0
+        """Epoch of the latest coordinator that read the state."""
+
+    def _look(self, epoch: int) -> None:
+        self.gate.look(epoch)
+        self.looked = max(self.looked, epoch)
 
     async def _stage(self, request: Any, act: Callable[[], Awaitable[Any]]) -> Any:
         return await self.gate.stage(request, self._counted(request, act))
@@ -132,7 +140,10 @@ class SimulatedTrainer(SimulatedService):
         return await self._stage(request, resume)
 
     async def GetTrainerState(self, request: Any) -> trainer_pb2.GetTrainerStateResponse:
-        return trainer_pb2.GetTrainerStateResponse(boot_id=self.boot_id, stage=self.stage, policy_version=self.version)
+        self._look(request.epoch)
+        return trainer_pb2.GetTrainerStateResponse(
+            boot_id=self.boot_id, stage=self.stage, policy_version=self.version, is_in_stage=self.gate.is_in_stage
+        )
 
 
 class SimulatedRollout(SimulatedService):
@@ -193,6 +204,7 @@ class SimulatedRollout(SimulatedService):
         return await self._stage(request, resume)
 
     async def GetRolloutState(self, request: Any) -> rollout_pb2.GetRolloutStateResponse:
+        self._look(request.epoch)
         return rollout_pb2.GetRolloutStateResponse(
             boot_id=self.boot_id,
             stage=_STAGE_VALUES.get(self.stage, types_pb2.STAGE_UNSPECIFIED),
@@ -200,6 +212,7 @@ class SimulatedRollout(SimulatedService):
             received_version=self.held if self.served is None else None,
             is_poisoned=self.poison is not None,
             poison_reason=self.poison,
+            is_in_stage=self.gate.is_in_stage,
         )
 
     async def _move(self, stage: rollout_stages.Stage) -> None:

@@ -21,8 +21,9 @@ from tasuki.rpc.failpoints import NO_FAILPOINTS
 from tasuki.trainer.training_log import TrainingLog
 from tasuki.v1 import trainer_pb2
 from tasuki.v1.ranks_pb2 import LoggedForwardBackward, TrainingRecord
-from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory, PathNotFound, PeerUnavailable
+from tasuki.wire.errors import DiskFull, InvalidArgument, OutOfGpuMemory, PathNotFound, PeerUnavailable
 from tests.unit.fake_services import FakeServices
+from tests.unit.simulated_faults import CrashPoint, JournalFailpoints
 from tests.unit.test_changeover import acquire, make_node
 
 # Of the run below. c000001: intents 1 to 5; c000002: 6 to 9; c000003 fails at RESUME_KV: 10 to 14, undone by 15 to 18; c000004: 19 to
@@ -194,6 +195,23 @@ async def test_lost_answers_and_new_boots_are_no_breach(tmp_path: Path) -> None:
     found = audit(read_history(tmp_path / "journal.sqlite"))
     assert found.violation is None
     assert found.num_failed >= 5
+
+
+@pytest.mark.parametrize("point", CrashPoint)
+async def test_a_full_disk_at_any_write_of_a_changeover_is_no_breach(point: CrashPoint, tmp_path: Path) -> None:
+    failpoints, services = JournalFailpoints(on_crash=lambda: None), FakeServices()
+    failpoints.is_full = True
+    journal = Journal(tmp_path / "journal.sqlite", failpoints=failpoints)
+    journal.begin_epoch("boot-1")
+    node = make_node(journal, services)
+    for origin, phase, num_stages in ((Phase.TRAIN, Phase.ROLLOUT, 5), (Phase.ROLLOUT, Phase.TRAIN, 4)):
+        for passes in range(num_stages):
+            await acquire(node, origin, f"{origin} with room {passes}")
+            failpoints.armed = (point, passes)
+            with pytest.raises(DiskFull):
+                await acquire(node, phase, f"{phase} without room {passes}")
+    found = audit(read_history(tmp_path / "journal.sqlite"))
+    assert (found.violation, found.num_failed) == (None, 9)
 
 
 def log_line(name: str, sequence: int, outcome: str = "OK", *, epoch: int = 1, changeover: str = "c000001") -> str:

@@ -11,6 +11,7 @@ import pytest
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.operation import Operation
+from tasuki.coordinator.peers import Observed
 from tasuki.coordinator.phases import HOLDS, RULES, Phase, Service, Stage, path
 from tasuki.coordinator.records import StageEvent, Status
 from tasuki.wire.errors import (
@@ -330,6 +331,20 @@ async def test_stages_run_by_hand_make_one_changeover(node: Node, services: Fake
     assert (node.state().phase, node.state().policy_version) == (Phase.ROLLOUT, 0)
 
 
+async def test_changeover_by_hand_that_lost_its_rollout_is_not_the_one_that_leads_back(
+    node: Node, services: FakeServices, journal: Journal
+) -> None:
+    for stage in TO_ROLLOUT[:4]:
+        await events(node.run_stage(stage, f"hand {stage}"))
+    services.restart(Service.ROLLOUT, "")
+    await events(node.run_stage(Stage.LOAD_TRAINER, "hand back"))
+    assert node.state().phase is Phase.TRAIN
+    assert [(one.target, one.error_reason) for one in journal.changeovers(limit=9)] == [
+        (Phase.TRAIN, ""),
+        (Phase.ROLLOUT, "INTERRUPTED"),
+    ]
+
+
 @pytest.mark.parametrize("wrong", [stage for stage in Stage if stage is not Stage.LOAD_WEIGHTS])
 async def test_stage_out_of_order_is_refused_and_no_service_is_asked(wrong: Stage, node: Node, services: FakeServices) -> None:
     with pytest.raises(StageOrder) as refused:
@@ -454,7 +469,7 @@ async def test_failed_operation_gives_its_error_again(node: Node, services: Fake
 
 
 async def test_watchers_see_every_event_with_the_state_after_it(node: Node) -> None:
-    with node.watched() as queue:
+    with node.watchers.watching() as queue:
         await acquire(node, Phase.ROLLOUT)
         told = [queue.get_nowait() for _ in range(queue.qsize())]
     assert [one.state.at for one in told if one.event.status is Status.DONE] == [*TO_ROLLOUT, ROLLOUT]
@@ -468,6 +483,25 @@ async def test_rollout_that_did_not_answer_while_the_weights_were_taken_back_is_
     await acquire(node, Phase.ROLLOUT)
     assert services.asked[:3] == [("undo", Stage.SYNC), ("undo", Stage.RESUME_WEIGHTS), ("undo", Stage.LOAD_WEIGHTS)]
     assert (node.state().phase, services.served) == (Phase.ROLLOUT, 0)
+
+
+async def test_rollout_that_does_not_answer_after_an_undo_does_not_count_as_asleep(
+    node: Node, services: FakeServices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await acquire(node, Phase.ROLLOUT)
+    await events(node.run_stage(Stage.DRAIN, "hand"))
+    services.restart(Service.TRAINER, "")
+    answer, unheard = services.observe, [("undo", Stage.DRAIN)]
+
+    async def observe() -> Observed:
+        services.absent = {Service.ROLLOUT} if services.asked[-1:] == unheard else set()
+        unheard[:] = [] if services.absent else unheard
+        return await answer()
+
+    monkeypatch.setattr(services, "observe", observe)
+    await acquire(node, Phase.ROLLOUT, "again")
+    assert node.state().phase is Phase.ROLLOUT
+    assert services.asked == [*(("run", stage) for stage in (*TO_ROLLOUT, Stage.DRAIN)), ("undo", Stage.DRAIN)]
 
 
 async def test_changeover_whose_publication_was_not_heard_begins_anew(

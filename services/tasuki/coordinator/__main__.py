@@ -61,6 +61,7 @@ async def _serve(config: NodeConfig) -> None:
     peers = GrpcPeers(
         trainer_target=targets["trainer"],
         rollout_target=targets["rollout"],
+        epoch=epoch,
         stage_timeout_s=config.coordinator.stage_timeout_s,
         drain_grace_s=config.coordinator.drain_grace_s,
     )
@@ -104,7 +105,7 @@ async def _serve(config: NodeConfig) -> None:
 
 async def _end_watches(stop: asyncio.Event, node: Node) -> None:
     await stop.wait()
-    node.end_watches()
+    node.watchers.tell(None)
 
 
 if __name__ == "__main__":

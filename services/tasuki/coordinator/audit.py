@@ -102,6 +102,8 @@ class _Replay:
     """The trainer first."""
     believed: Stage | None = None
     """Where the coordinator takes the node to be; None after an undo, when it asks."""
+    goal: Stage | None = None
+    """The last stage of the changeover. It is taken back when there was no room to write its result down."""
     ways_back: list[tuple[Stage, ...]] = field(default_factory=list)
     """What may be taken back next, while stages are taken back."""
     weights: WeightsTrace = field(default_factory=WeightsTrace)
@@ -168,6 +170,7 @@ class _Replay:
         for service, whereabouts in self.services.items():
             if intents:
                 whereabouts.seen(intents[0].boot_ids[service])
+        self.goal = HOLDS[changeover.target]
         if not self._narrow(changeover.origin, or_new=not intents):
             expected = f"origin {_names(self._places(or_new=not intents))}, found {changeover.origin}"
             raise Broken.at_changeover(Invariant.ORIGIN, expected, changeover.id, epoch=changeover.epoch)
@@ -205,7 +208,9 @@ class _Replay:
         if not self.ways_back:
             for at in {*self._places(), *((self.believed,) if self.believed else ())}:
                 done = since_phase(at)
-                begun = ((*done, next_stage(at)), done, (Stage.LOAD_TRAINER, *done))
+                begun = [(*done, next_stage(at)), done, (Stage.LOAD_TRAINER, *done)]
+                if at is self.goal:
+                    begun.append((*since_phase(RULES[at].after), at))
                 self.ways_back += [undo_path(stages) for stages in begun]
         expected = sorted({way[0] for way in self.ways_back if way})
         self.ways_back = [way[1:] for way in self.ways_back if way and way[0] is intent.stage]

@@ -31,6 +31,7 @@ class Changeover:
     def __init__(
         self,
         changeover_id: str,
+        target: Phase,
         *,
         seen: Observed,
         journal: Journal,
@@ -40,7 +41,7 @@ class Changeover:
         admission: Admission | None = None,
     ) -> None:
         """admission: None lets every stage begin."""
-        self.id = changeover_id
+        self.id, self.target = changeover_id, target
         self.started = time.perf_counter()
         self._journal, self._peers, self._tell, self._restart = journal, peers, tell, restart
         self._admission = admission
@@ -54,11 +55,11 @@ class Changeover:
         if self._admission is not None:
             self._admission.meet({Service.TRAINER: seen.trainer_boot_id, Service.ROLLOUT: seen.rollout_boot_id})
 
-    async def bring_to(self, target: Phase) -> None:
+    async def bring_to_target(self) -> None:
         """Brings the node to `target`. When a stage fails, the finished ones are taken back and the stage's error is raised."""
-        if self._is_on_the_way_back or self._lacks_publication() or turns_back(self.at, target):
+        if self._is_on_the_way_back or self._lacks_publication() or turns_back(self.at, self.target):
             await self._take_back(since_phase(self.at))
-        for stage in path(self.at, target):
+        for stage in path(self.at, self.target):
             finished = since_phase(self.at)
             try:
                 await self.run_if_admitted(stage)
@@ -107,7 +108,11 @@ class Changeover:
                 # The stage was never carried out; or rollout went on after it was seen, and the trainer must not return beside it.
                 if stage is Stage.RESUME_WEIGHTS and not (await self._peers.observe()).is_asleep:
                     raise
-        self.stands(await self._peers.observe())
+        seen = await self._peers.observe()
+        for service in seen.absent:
+            if self._boots[f"{service}_boot_id"]:  # it counts as freshly started, and may hold all that it held
+                raise PeerUnavailable(f"{service} does not say where it stands after the undo", peer=service)
+        self.stands(seen)
 
     async def _take_back_after(self, cause: TasukiError, stages: Sequence[Stage]) -> None:
         """As _take_back, for a caller that raises `cause`: an error of the undo itself is journalled and logged."""

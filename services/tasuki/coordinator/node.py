@@ -6,8 +6,8 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.changeover import Changeover, Restart
@@ -19,6 +19,7 @@ from tasuki.coordinator.peers import Observed, Peers
 from tasuki.coordinator.phases import HOLDS, Phase, Stage, advance, leads_to, phase_of
 from tasuki.coordinator.records import NodeState, StageEvent, Status
 from tasuki.coordinator.tries import last_try, unused
+from tasuki.coordinator.watchers import Watchers
 from tasuki.wire.errors import (
     ChangeoverRunning,
     DeadlineExceeded,
@@ -35,7 +36,6 @@ from tasuki.wire.errors import (
 
 _log = logging.getLogger("tasuki.coordinator")
 _KEPT_OPERATIONS = 256
-_WATCHER_BACKLOG = 1024
 _LOOK_EVERY_S = 0.2
 _MAX_TRIES = 5
 # After these a service is gone, or has to go. The changeover is closed as failed and another one begun when all services are there
@@ -70,7 +70,7 @@ class Node:
         self._turn = asyncio.Lock()
         self._open: Changeover | None = None
         self._operations: OrderedDict[str, Operation] = OrderedDict()
-        self._watchers: set[asyncio.Queue[Told | None]] = set()
+        self.watchers = Watchers()
         self._num_done = journal.num_done()
         self._last_error = close_interrupted(journal)
 
@@ -102,16 +102,6 @@ class Node:
         """The operation that carries one stage out. Raises ChangeoverRunning when another one is under way."""
         return self._operation(request_id, f"stage {stage}", lambda: self._run_by_hand(stage, request_id))
 
-    @contextmanager
-    def watched(self) -> Iterator[asyncio.Queue[Told | None]]:
-        """A queue of what happens from now on, and None at the end. One that is not read loses its oldest events."""
-        queue: asyncio.Queue[Told | None] = asyncio.Queue(_WATCHER_BACKLOG)
-        self._watchers.add(queue)
-        try:
-            yield queue
-        finally:
-            self._watchers.discard(queue)
-
     async def recover(self) -> None:
         """Asks the services, once they answer, where the node stands; from the middle of the ring it is brought to TRAIN."""
         while self._at is None:
@@ -124,10 +114,6 @@ class Node:
                             await self._bring_to(Phase.TRAIN, f"recovery-{self._journal.epoch}")
                         return
             await asyncio.sleep(_LOOK_EVERY_S if self._at is None else 0)
-
-    def end_watches(self) -> None:
-        """Lets every watcher go, so that a server can stop."""
-        self._pass_on(None)
 
     async def stop(self) -> None:
         """Cuts the running operation off; its stage stays in the journal as an intent without a result."""
@@ -211,7 +197,7 @@ class Node:
     async def _try(self, phase: Phase, request_id: str, seen: Observed) -> None:
         changeover = self._begin(request_id, seen, target=phase)
         try:
-            await changeover.bring_to(phase)
+            await changeover.bring_to_target()
         except TasukiError as error:
             self._at = None
             cause = await self._cause(error, seen)
@@ -240,7 +226,10 @@ class Node:
         """One stage, taken back by nobody. The stages from one phase to the next are journalled as one changeover."""
         seen, at = await self._look()
         advance(at, stage)
-        changeover = self._open or self._begin(unused(self._journal, request_id), seen, target=leads_to(at))
+        target = leads_to(at)
+        if self._open is not None and self._open.target is not target:  # a service that was started anew has moved the node
+            self._close_left(at, target)
+        changeover = self._open or self._begin(unused(self._journal, request_id), seen, target=target)
         changeover.stands(seen)
         await changeover.run_if_admitted(stage)
         if phase_of(stage) is not None:
@@ -272,6 +261,7 @@ class Node:
         changeover_id = self._journal.begin_changeover(request_id, origin=seen.place(), target=target)
         self._open = Changeover(
             changeover_id,
+            target,
             seen=seen,
             journal=self._journal,
             peers=self._peers,
@@ -300,10 +290,4 @@ class Node:
         told = Told(event, self.state())
         if self._running is not None:
             self._running.tell(told)
-        self._pass_on(told)
-
-    def _pass_on(self, told: Told | None) -> None:
-        for queue in self._watchers:
-            if queue.full():
-                queue.get_nowait()
-            queue.put_nowait(told)
+        self.watchers.tell(told)

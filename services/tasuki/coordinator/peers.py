@@ -133,12 +133,15 @@ class Peers(Protocol):
 class GrpcPeers:
     """The two services of this node."""
 
-    def __init__(self, *, trainer_target: str, rollout_target: str, stage_timeout_s: float, drain_grace_s: float) -> None:
+    def __init__(
+        self, *, trainer_target: str, rollout_target: str, epoch: int, stage_timeout_s: float, drain_grace_s: float
+    ) -> None:
+        """epoch: the coordinator's; once its state was read, a service refuses stage commands of older ones."""
         self._channels = {Service.TRAINER: open_channel(trainer_target), Service.ROLLOUT: open_channel(rollout_target)}
         self._trainer = TrainerServiceStub(self._channels[Service.TRAINER])
         self._rollout = RolloutServiceStub(self._channels[Service.ROLLOUT])
         self._memory = {service: MemoryServiceStub(channel) for service, channel in self._channels.items()}
-        self._timeout_s = stage_timeout_s
+        self._epoch, self._timeout_s = epoch, stage_timeout_s
         self._drain_grace_s = drain_grace_s
 
     async def close(self) -> None:
@@ -166,14 +169,14 @@ class GrpcPeers:
 
     async def _trainer_state(self) -> trainer_pb2.GetTrainerStateResponse:
         """Empty when the trainer does not answer."""
-        call = self._trainer.GetTrainerState(trainer_pb2.GetTrainerStateRequest(), timeout=_READ_TIMEOUT_S)
+        call = self._trainer.GetTrainerState(trainer_pb2.GetTrainerStateRequest(epoch=self._epoch), timeout=_READ_TIMEOUT_S)
         with suppress(PeerUnavailable, DeadlineExceeded):
             return await _answer(Service.TRAINER, call)
         return trainer_pb2.GetTrainerStateResponse()
 
     async def _rollout_state(self) -> rollout_pb2.GetRolloutStateResponse:
         """Empty when rollout does not answer."""
-        call = self._rollout.GetRolloutState(rollout_pb2.GetRolloutStateRequest(), timeout=_READ_TIMEOUT_S)
+        call = self._rollout.GetRolloutState(rollout_pb2.GetRolloutStateRequest(epoch=self._epoch), timeout=_READ_TIMEOUT_S)
         with suppress(PeerUnavailable, DeadlineExceeded):
             return await _answer(Service.ROLLOUT, call)
         return rollout_pb2.GetRolloutStateResponse()

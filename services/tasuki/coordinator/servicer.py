@@ -51,7 +51,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         return pb.GetStateResponse(state=state_to_proto(self._node.state()))
 
     async def WatchState(self, request: pb.WatchStateRequest, context: _Context) -> AsyncIterator[pb.WatchStateResponse]:
-        with self._node.watched() as queue:
+        with self._node.watchers.watching() as queue:
             yield pb.WatchStateResponse(state=state_to_proto(self._node.state()))
             while (told := await queue.get()) is not None:
                 yield pb.WatchStateResponse(state=state_to_proto(told.state), event=event_to_proto(told.event))

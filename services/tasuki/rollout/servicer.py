@@ -70,6 +70,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.GetRolloutStateRequest, context: grpc.aio.ServicerContext
     ) -> rollout_pb2.GetRolloutStateResponse:
         rollout, engine = self._rollout, self._rollout.engine
+        self._gate.look(request.epoch)
         return rollout_pb2.GetRolloutStateResponse(
             boot_id=rollout.boot_id,
             epoch=self._gate.epoch,

@@ -47,6 +47,8 @@ class CommandGate:
         self._failpoints = failpoints
         self.epoch = 0
         self.sequence = 0
+        self._looked = 0
+        """Epoch of the coordinator that read the state last."""
         self._refused = (0, 0)
         """Epoch and sequence of the stage command that was refused last."""
         self._answers: OrderedDict[str, tuple[bytes, asyncio.Future[Any]]] = OrderedDict()
@@ -59,13 +61,21 @@ class CommandGate:
         """Whether a stage command is being carried out, or waits for its turn."""
         return bool(self._stages)
 
+    def look(self, epoch: int) -> None:
+        """A coordinator reads the state: no stage command of an older one that arrives from now on changes what it sees.
+
+        The latest look counts, and not the highest: an epoch that no coordinator has shuts none out for longer than to its next look.
+        Epoch 0 means that somebody else reads.
+        """
+        self._looked = epoch or self._looked
+
     async def stage(self, request: Commanded, action: Callable[[], Awaitable[_Answer]]) -> _Answer:
         """Runs a stage command of the coordinator.
 
-        Raises StaleEpoch below the highest epoch seen, StaleSequence when the sequence number does not grow, InvalidArgument without
-        a request_id. A refused command leaves the epoch and its sequence as they were: one out of order, with whatever epoch, cannot
-        shut the coordinator out. Only within its own epoch its number stays taken: the coordinator takes the refusal of an undo as
-        proof that the stage was not carried out, so the stage must not be when its command arrives late.
+        Raises StaleEpoch below the highest epoch carried out and the one that looked last, StaleSequence when the sequence number does
+        not grow, InvalidArgument without a request_id. A refused command leaves the epoch and its sequence as they were: one out of
+        order, with whatever epoch, cannot shut the coordinator out. Only within its own epoch its number stays taken: the coordinator
+        takes the refusal of an undo as proof that the stage was not carried out, so the stage must not be when its command arrives late.
         """
         command = request.command
         before = after = (self.epoch, self.sequence)
@@ -73,7 +83,7 @@ class CommandGate:
         def fence() -> None:
             nonlocal before, after
             before = (self.epoch, self.sequence)
-            self._refuse_old(command.epoch)
+            self._refuse_old(command.epoch, current=max(self.epoch, self._looked))
             taken = max(sequence for epoch, sequence in (before, self._refused, (command.epoch, 0)) if epoch == command.epoch)
             if command.sequence <= taken:
                 raise StaleSequence(
@@ -97,7 +107,7 @@ class CommandGate:
 
         def fence() -> None:
             if request.command.epoch:
-                self._refuse_old(request.command.epoch)
+                self._refuse_old(request.command.epoch, current=self.epoch)
 
         return await self._run(request, fence, action)
 
@@ -117,12 +127,12 @@ class CommandGate:
         async with self._lock:
             return
 
-    def _refuse_old(self, epoch: int) -> None:
-        if epoch < self.epoch:
+    def _refuse_old(self, epoch: int, *, current: int) -> None:
+        if epoch < current:
             raise StaleEpoch(
-                f"epoch {epoch} is over: this service has seen {self.epoch}; read the coordinator's state again",
+                f"epoch {epoch} is over: this service has seen {current}; read the coordinator's state again",
                 epoch=epoch,
-                current_epoch=self.epoch,
+                current_epoch=current,
             )
 
     async def _run(

@@ -148,6 +148,7 @@ class TrainerServicer(TrainerServiceServicer):
         self, request: trainer_pb2.GetTrainerStateRequest, context: Any
     ) -> trainer_pb2.GetTrainerStateResponse:
         state = self._state
+        state.gate.look(request.epoch)
         return trainer_pb2.GetTrainerStateResponse(
             boot_id=state.boot_id,
             epoch=state.gate.epoch,
