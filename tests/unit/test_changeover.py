@@ -504,6 +504,18 @@ async def test_rollout_that_does_not_answer_after_an_undo_does_not_count_as_asle
     assert services.asked == [*(("run", stage) for stage in (*TO_ROLLOUT, Stage.DRAIN)), ("undo", Stage.DRAIN)]
 
 
+@pytest.mark.parametrize("phase", Phase)
+async def test_rollout_that_was_only_silent_while_the_trainer_made_room_for_it_is_put_to_sleep(
+    phase: Phase, node: Node, services: FakeServices, journal: Journal
+) -> None:
+    for stage in TO_ROLLOUT[:2]:
+        await events(node.run_stage(stage, f"hand {stage}"))
+    services.stage[Service.TRAINER] = Stage.OFFLOAD
+    await acquire(make_node(journal, services), phase)
+    assert (await services.observe()).place() is HOLDS[phase]
+    assert ("undo", Stage.RESUME_WEIGHTS) in services.asked
+
+
 async def test_changeover_whose_publication_was_not_heard_begins_anew(
     node: Node, services: FakeServices, journal: Journal
 ) -> None:

@@ -157,8 +157,10 @@ def standing(*, trainer: Stage | None, rollout: Stage | None) -> Stage | None:
 
 
 def lost_weights(*, trainer: Stage | None, rollout: Stage | None) -> bool:
-    """Whether rollout is to receive weights that are no longer published: the trainer was started anew, or took them back while
-    rollout did not answer. The only way is back."""
+    """Whether rollout is to receive weights that are no longer published: the trainer was started anew, or took them back, and perhaps
+    made room, while rollout did not answer. The only way is back."""
+    if trainer is Stage.OFFLOAD:
+        return rollout is Stage.RESUME_WEIGHTS
     return trainer in (None, Stage.LOAD_TRAINER) and rollout in (Stage.RESUME_WEIGHTS, Stage.SYNC)
 
 
