@@ -89,6 +89,12 @@ def test_wrong_key_or_value_is_named(tmp_path: Path, extra: str, overrides: list
         (["rollout.start_timeout_s=1300"], "coordinator.recovery_timeout_s", "rollout.start_timeout_s = 1300"),
         (["device=cuda", "rollout.dtype=float32"], "rollout.dtype", 'device = "cuda"'),
         (["device=cuda", "memory.host_budget_bytes=1GB"], "memory.host_budget_bytes", 'device = "cpu"'),
+        (["trainer.export=parameters", "trainer.lora.rank=8", "rollout.dtype=float32"], "trainer.export", 'leave it at "auto"'),
+        (["trainer.export=parameters"], "trainer.export", "rollout.dtype = bfloat16"),
+        (["trainer.devices=['0']"], "trainer.devices", "both, trainer and rollout"),
+        (["trainer.export_handles=ipc"], "trainer.export_handles", 'device = "cuda"'),
+        (["rollout.lora=adapter"], "rollout.lora", "[trainer.lora]"),
+        (["failpoints=['rollout@SYNC=kill']"], "failpoints", "unsafe = true"),
     ],
 )
 def test_settings_that_do_not_go_together_are_both_named(tmp_path: Path, overrides: list[str], field: str, other: str) -> None:
@@ -97,6 +103,12 @@ def test_settings_that_do_not_go_together_are_both_named(tmp_path: Path, overrid
     assert refused.value.metadata["field"] == field
     assert refused.value.message.startswith(field)
     assert other in refused.value.message
+
+
+def test_table_whose_keys_do_not_fit_is_not_printed_whole(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        load_config(write(tmp_path, MINIMAL), overrides=["trainer.lr_schedule=linear"])
+    assert refused.value.message == "trainer: total_steps is needed with lr_schedule = linear or cosine"
 
 
 def test_deadlines_that_are_equal_are_in_order(tmp_path: Path) -> None:

@@ -46,6 +46,8 @@ def _explain(problem: Mapping[str, Any]) -> str:
         return "unknown key; see docs/config.md for the keys of this table"
     if problem["type"] == "missing":
         return "required, but not given"
+    if isinstance(problem["input"], Mapping):  # a whole table, whose keys do not fit together
+        return str(problem.get("ctx", {}).get("error", problem["msg"]))
     return f"{problem['msg']} (got {problem['input']!r})"
 
 

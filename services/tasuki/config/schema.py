@@ -10,7 +10,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
-from tasuki.config.order import raise_misfits
+from tasuki.config.order import Misfit, raise_misfits
 
 
 class Schema(BaseModel):
@@ -249,12 +249,10 @@ class NodeConfig(Schema):
     @model_validator(mode="after")
     def _published_parameters_have_the_engines_dtype(self) -> NodeConfig:
         if self.trainer.export == "parameters" and self.trainer.param_dtype != self.rollout.dtype:
-            raise ValueError(
-                f'trainer.export = "parameters" needs trainer.param_dtype = {self.trainer.param_dtype} to be rollout.dtype = '
-                f'{self.rollout.dtype}; "copy" casts'
-            )
+            problem = f'= "parameters" needs trainer.param_dtype = {self.trainer.param_dtype} to be rollout.dtype = {self.rollout.dtype}'
+            raise Misfit("trainer.export", f'{problem}; "copy" casts')
         if self.trainer.export == "parameters" and self.trainer.lora is not None:
-            raise ValueError('trainer.export = "parameters" cannot publish adapters; leave it at "auto"')
+            raise Misfit("trainer.export", '= "parameters" cannot publish adapters; leave it at "auto"')
         return self
 
     @model_validator(mode="after")
@@ -267,18 +265,18 @@ class NodeConfig(Schema):
         if not given:
             return self
         if self.device == "cpu" or len(given) < len(named):
-            raise ValueError('devices are given for both, trainer and rollout, and with device = "cuda"')
+            raise Misfit(f"{next(iter(given))}.devices", 'is given for both, trainer and rollout, and with device = "cuda"')
         for service, (devices, num_ranks) in named.items():
             if devices is not None and len(devices) != num_ranks:
-                raise ValueError(f"{service}.devices names {len(devices)} GPUs for {num_ranks} ranks")
+                raise Misfit(f"{service}.devices", f"names {len(devices)} GPUs for {num_ranks} ranks")
         if len({name.startswith("GPU-") for devices in given.values() for name in devices}) > 1:
-            raise ValueError("devices are UUIDs or numbers, not both")
+            raise Misfit("trainer.devices", "and rollout.devices are UUIDs or numbers, not both")
         return self
 
     @model_validator(mode="after")
     def _ipc_handles_are_of_gpus(self) -> NodeConfig:
         if self.trainer.export_handles == "ipc" and self.device == "cpu":
-            raise ValueError('trainer.export_handles = "ipc" needs device = "cuda"')
+            raise Misfit("trainer.export_handles", '= "ipc" needs device = "cuda"')
         return self
 
     @property
@@ -289,13 +287,13 @@ class NodeConfig(Schema):
     @model_validator(mode="after")
     def _adapter_is_trained(self) -> NodeConfig:
         if self.rollout.lora == "adapter" and self.trainer.lora is None:
-            raise ValueError('rollout.lora = "adapter" needs a table [trainer.lora]')
+            raise Misfit("rollout.lora", '= "adapter" needs a table [trainer.lora]')
         return self
 
     @model_validator(mode="after")
     def _failpoints_are_unsafe(self) -> NodeConfig:
         if self.failpoints and not self.unsafe:
-            raise ValueError("failpoints break a node on purpose; they need unsafe = true")
+            raise Misfit("failpoints", "break a node on purpose; they need unsafe = true")
         return self
 
     @model_validator(mode="after")
