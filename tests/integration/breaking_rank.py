@@ -55,8 +55,11 @@ class FlatModel(nn.Module):
             self.register_parameter(name.replace(".", "/"), nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16), False))
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        own = dict(self.named_parameters())
         for name, loaded in weights:
-            self.get_parameter(name.replace(".", "/")).data.copy_(loaded)
+            # As SGLang's loaders do with what their model does not have.
+            if (parameter := own.get(name.replace(".", "/"))) is not None:
+                parameter.data.copy_(loaded)
 
     def digest(self) -> str:
         return digest_of({self.names[name]: parameter for name, parameter in self.named_parameters()})
@@ -104,7 +107,7 @@ def _prepared(prepare: Callable[..., Any], breaking: Breaking | None, copies: Se
     return prepared
 
 
-def run_rank(pipe: Connection, shapes: Shapes, breaking: Breaking | None) -> None:
+def run_rank(pipe: Connection, shapes: Shapes, breaking: Breaking | None, rank: int) -> None:
     torch.set_num_threads(1)
     break_copies(breaking)
     allocator = rank_allocator("cpu")
@@ -112,7 +115,7 @@ def run_rank(pipe: Connection, shapes: Shapes, breaking: Breaking | None) -> Non
         model = FlatModel(shapes)
     with allocator.region(MemoryTag.KV_CACHE):
         cache = torch.zeros(1 << 20, dtype=torch.uint8)
-    register_rank(EngineRank(model, allocator, tp_rank=0))
+    register_rank(EngineRank(model, allocator, rank=rank))
     poison(model)
     while True:
         match pipe.recv():
@@ -132,9 +135,9 @@ class BreakingRank:
 
     num_ranks = 1
 
-    def __init__(self, shapes: Shapes, breaking: Breaking | None = None) -> None:
+    def __init__(self, shapes: Shapes, breaking: Breaking | None = None, *, rank: int = 0) -> None:
         self._pipe, theirs = _processes.Pipe()
-        self._process = _processes.Process(target=run_rank, args=(theirs, shapes, breaking), daemon=True)
+        self._process = _processes.Process(target=run_rank, args=(theirs, shapes, breaking, rank), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -160,3 +163,18 @@ class BreakingRank:
         self._process.kill()
         self._process.join()
         self._pipe.close()
+
+
+class BreakingReplicas:
+    """One such rank for each model, as an engine with as many replicas."""
+
+    def __init__(self, models: Sequence[Shapes]) -> None:
+        self.ranks = [BreakingRank(shapes, rank=rank) for rank, shapes in enumerate(models)]
+        self.num_ranks = len(models)
+
+    async def run_on_ranks(self, command: bytes) -> None:
+        await asyncio.gather(*(rank.run_on_ranks(command) for rank in self.ranks))
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()

@@ -59,6 +59,7 @@ class TestTrainer:
     socket_dir: Path
     boot_id: str
     model: torch.nn.Module
+    dtype: torch.dtype = torch.bfloat16
     exports: list[WeightExport] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -68,7 +69,7 @@ class TestTrainer:
                     trainer_shards(self.model, rank=rank, num_ranks=NUM_TRAINER_RANKS),
                     rank=rank,
                     num_ranks=NUM_TRAINER_RANKS,
-                    dtype=torch.bfloat16,
+                    dtype=self.dtype,
                     socket_path=self.socket_dir / f"{self.boot_id}-{rank}.sock",
                 )
             )

@@ -237,7 +237,7 @@ def _receive(model: Any, allocator: NativeAllocator, job: _Job) -> Outcome:
         with allocator.region(MemoryTag.WEIGHTS):
             # What an attention backend would hold beside the model.
             orphan = torch.arange(1, 5000, device=allocator.device)
-        rank = EngineRank(model, allocator, tp_rank=job.tp_rank)
+        rank = EngineRank(model, allocator, rank=job.tp_rank)
         register_rank(rank)
         poison(model)
         rank.receiver.receive(published, import_timeout_s=10)

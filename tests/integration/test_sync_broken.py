@@ -20,7 +20,7 @@ from tasuki.rollout.sync import WeightSync
 from tasuki.transport.export import WeightExport
 from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import EnginePoisoned, TasukiError, WeightsCorrupt
-from tests.integration.breaking_rank import Break, Breaking, BreakingRank, Shapes, digest_of
+from tests.integration.breaking_rank import Break, Breaking, BreakingRank, BreakingReplicas, Shapes, digest_of
 from tests.models import make_model, trainer_shards
 from tests.unit.test_rollout_stages import IdleEngine, said, samples
 
@@ -125,3 +125,24 @@ async def test_sync_that_ends_early_is_never_served_and_a_fresh_one_is_exact(how
         if num_made % 7 == 0:
             await assert_a_fresh_rank_serves_it(published)
     await assert_a_fresh_rank_serves_it(published)
+
+
+async def test_every_replica_must_hold_every_tensor(published: Published) -> None:
+    """The second one's model lacks a tensor, which the first one holds."""
+    missing, _ = published.shapes[-1]
+    for models in ([published.shapes] * 2, [published.shapes, published.shapes[:-1]]):
+        engine = BreakingReplicas(models)
+        calls = RankCalls(engine, socket_dir=published.folder)
+        sync = WeightSync(calls, socket_dir=published.folder, num_replicas=2)
+        try:
+            imported = await sync.prepare(published.message)
+            if models[0] is models[1]:
+                await sync.run(published.message, imported, timeout_s=30)
+                assert [rank.holds()[0] for rank in engine.ranks] == [published.digest] * 2
+            else:
+                with pytest.raises(WeightsCorrupt, match=f"{missing}: no engine rank reads it"):
+                    await sync.run(published.message, imported, timeout_s=30)
+        finally:
+            sync.close()
+            calls.close()
+            engine.close()

@@ -74,11 +74,29 @@ def test_choices_that_cannot_be_had_are_refused(settings: dict[str, Any], messag
 
 
 def test_by_default_every_rank_is_on_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = node(trainer={"num_ranks": 4}, rollout={"tp_size": 2})
+    config = node(trainer={"num_ranks": 4}, rollout={"tp_size": 2, "dp_size": 1})
     assert gpus_of(config) == Gpus((), (0, 1, 2, 3), (0, 1))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     show_gpus(config)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
+
+
+def test_by_default_replicas_fill_the_gpus_of_the_trainer() -> None:
+    def dp_size(**settings: Any) -> int:
+        config = node(**settings)
+        assert len(gpus_of(config).rollout) == config.num_engine_ranks == config.dp_size * config.rollout.tp_size
+        return config.dp_size
+
+    four = {"num_ranks": 4}
+    assert dp_size(trainer=four) == 4
+    assert dp_size(trainer=four, rollout={"tp_size": 2}) == 2
+    assert dp_size(trainer=four, rollout={"tp_size": 4}) == 1
+    assert dp_size(trainer=four, rollout={"tp_size": 8}) == 1
+    assert dp_size(trainer=four, rollout={"dp_size": 2}) == 2
+    assert dp_size(trainer=four, device="cpu") == 1
+    assert dp_size(trainer={"devices": ["0"]}, rollout={"devices": ["0", "1", "2", "3"], "tp_size": 2}) == 2
+    with pytest.raises(ValidationError, match="rollout.devices names 3 GPUs for 2 ranks"):
+        node(trainer={"devices": ["0"]}, rollout={"devices": ["0", "1", "2"], "tp_size": 2})
 
 
 def test_both_services_see_the_gpus_of_both_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:

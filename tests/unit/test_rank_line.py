@@ -26,19 +26,19 @@ def front(tmp_path: Path):
 def test_every_rank_is_addressed_by_itself_once_it_has_answered(front: zmq.Socket[bytes], tmp_path: Path) -> None:
     threads: list[str] = []
 
-    def run(tp_rank: int, command: bytes) -> bytes:
+    def run(rank: int, command: bytes) -> bytes:
         threads.append(threading.current_thread().name)
-        return b"%d ran %s" % (tp_rank, command)
+        return b"%d ran %s" % (rank, command)
 
     lines = [
-        RankLine(f"ipc://{tmp_path}/front.sock", tp_rank=tp_rank, run=lambda command, tp_rank=tp_rank: run(tp_rank, command))
-        for tp_rank in range(2)
+        RankLine(f"ipc://{tmp_path}/front.sock", rank=rank, run=lambda command, rank=rank: run(rank, command))
+        for rank in range(2)
     ]
     for line in lines:
         line.send(b"hello")
     assert sorted(front.recv_multipart() for _ in lines) == [[line_identity(rank), b"hello"] for rank in range(2)]
-    for tp_rank in range(2):
-        front.send_multipart([line_identity(tp_rank), b"receive"])
+    for rank in range(2):
+        front.send_multipart([line_identity(rank), b"receive"])
     assert sorted(front.recv_multipart() for _ in lines) == [
         [line_identity(rank), b"%d ran receive" % rank] for rank in range(2)
     ]

@@ -234,6 +234,7 @@ class RolloutState:
     poison_reason: str
     num_running: int
     tp_size: int
+    dp_size: int
     vocab_size: int
     context_length: int
     model_path: str

@@ -466,14 +466,15 @@ class EngineRankResult(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CALL_FIELD_NUMBER: _builtins.int
-    TP_RANK_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     RECEIVE_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     GET_USAGE_FIELD_NUMBER: _builtins.int
     call: _builtins.int
-    tp_rank: _builtins.int
+    rank: _builtins.int
+    """Place among all engine ranks: those of the first replica come first."""
     @_builtins.property
     def error(self) -> Global___RankError:
         """Set when the call failed on this rank."""
@@ -490,7 +491,7 @@ class EngineRankResult(_message.Message):
         self,
         *,
         call: _builtins.int = ...,
-        tp_rank: _builtins.int = ...,
+        rank: _builtins.int = ...,
         error: Global___RankError | None = ...,
         receive: Global___ReceiveResult | None = ...,
         pause: _memory_pb2.PauseResponse | None = ...,
@@ -499,7 +500,7 @@ class EngineRankResult(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "get_usage", b"get_usage", "pause", b"pause", "receive", b"receive", "result", b"result", "resume", b"resume"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "error", b"error", "get_usage", b"get_usage", "pause", b"pause", "receive", b"receive", "result", b"result", "resume", b"resume", "tp_rank", b"tp_rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "error", b"error", "get_usage", b"get_usage", "pause", b"pause", "rank", b"rank", "receive", b"receive", "result", b"result", "resume", b"resume"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["receive", "pause", "resume", "get_usage"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015

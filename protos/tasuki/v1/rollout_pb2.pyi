@@ -246,6 +246,7 @@ class GetRolloutStateResponse(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     MODEL_PATH_FIELD_NUMBER: _builtins.int
     IS_IN_STAGE_FIELD_NUMBER: _builtins.int
+    DP_SIZE_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.str
     """Changes with every start of the service."""
     epoch: _builtins.int
@@ -260,12 +261,15 @@ class GetRolloutStateResponse(_message.Message):
     poison_reason: _builtins.str
     num_running: _builtins.int
     tp_size: _builtins.int
+    """Ranks of one replica, which share its weights."""
     context_length: _builtins.int
     vocab_size: _builtins.int
     model_path: _builtins.str
     """Path of the model folder that the engine was started from."""
     is_in_stage: _builtins.bool
     """Whether a stage command is being carried out, or waits for its turn: `stage` is not the last word then."""
+    dp_size: _builtins.int
+    """Replicas, each with all weights."""
     @_builtins.property
     def resident_tags(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.MemoryTag.ValueType]: ...
     def __init__(
@@ -286,10 +290,11 @@ class GetRolloutStateResponse(_message.Message):
         vocab_size: _builtins.int = ...,
         model_path: _builtins.str = ...,
         is_in_stage: _builtins.bool = ...,
+        dp_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_received_version", b"_received_version", "policy_version", b"policy_version", "received_version", b"received_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_received_version", b"_received_version", "boot_id", b"boot_id", "context_length", b"context_length", "epoch", b"epoch", "is_in_stage", b"is_in_stage", "is_poisoned", b"is_poisoned", "model_path", b"model_path", "num_running", b"num_running", "poison_reason", b"poison_reason", "policy_version", b"policy_version", "received_version", b"received_version", "resident_tags", b"resident_tags", "sequence", b"sequence", "stage", b"stage", "tp_size", b"tp_size", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_received_version", b"_received_version", "boot_id", b"boot_id", "context_length", b"context_length", "dp_size", b"dp_size", "epoch", b"epoch", "is_in_stage", b"is_in_stage", "is_poisoned", b"is_poisoned", "model_path", b"model_path", "num_running", b"num_running", "poison_reason", b"poison_reason", "policy_version", b"policy_version", "received_version", b"received_version", "resident_tags", b"resident_tags", "sequence", b"sequence", "stage", b"stage", "tp_size", b"tp_size", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
     _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015

@@ -142,7 +142,7 @@ def _facts(view: NodeView) -> Table:
         ("policy version", f"trainer {trainer.policy_version}, rollout {served}"),
         ("changeovers", f"{node.num_changeovers}, epoch {node.epoch}"),
         ("trainer", f"{node.trainer_target}  {trainer.num_ranks} ranks, {trainer.num_parameters:,} parameters"),
-        ("rollout", f"{node.rollout_target}  TP {rollout.tp_size}, {health}"),
+        ("rollout", f"{node.rollout_target}  {rollout.dp_size} x TP {rollout.tp_size}, {health}"),
     ]
     if node.last_error:
         rows.append(("last error", node.last_error))

@@ -24,7 +24,7 @@ def gpus_of(config: NodeConfig) -> Gpus:
     """By default rank i of each service is on GPU i."""
     trainer, rollout = config.trainer, config.rollout
     if trainer.devices is None or rollout.devices is None:
-        return Gpus((), tuple(range(trainer.num_ranks)), tuple(range(rollout.tp_size)))
+        return Gpus((), tuple(range(trainer.num_ranks)), tuple(range(config.num_engine_ranks)))
     names = tuple(dict.fromkeys((*trainer.devices, *rollout.devices)))
     return Gpus(names, *(tuple(names.index(name) for name in devices) for devices in (trainer.devices, rollout.devices)))
 

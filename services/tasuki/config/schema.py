@@ -139,16 +139,21 @@ class RolloutConfig(Schema):
     listen: Listen = "unix"
     metrics_port: Port | None = None
     tp_size: PositiveInt = 1
+    """GPUs that share one copy of the weights, by tensor parallelism."""
+    dp_size: PositiveInt | None = None
+    """Replicas side by side, each with all weights on `tp_size` GPUs; a request is served by one of them. By default as many as the
+    trainer's GPUs have room for, or `devices`; on a CPU one."""
     devices: Devices | None = None
-    """GPU of each engine rank, as `trainer.devices`."""
+    """GPU of each engine rank, as `trainer.devices`: those of the first replica first."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     context_length: PositiveInt | None = None
     """Longest prompt plus completion; by default the model's own."""
     max_total_tokens: PositiveInt | None = None
-    """Tokens in the KV cache; on a GPU by default what `kv_ratio` leaves."""
+    """Tokens in a replica's KV cache; on a GPU by default what `kv_ratio` leaves."""
     kv_ratio: float = Field(default=0.85, gt=0, lt=1)
     """Share of a GPU that weights and KV cache may take together (SGLang's mem_fraction_static)."""
     max_running_requests: PositiveInt | None = None
+    """Of one replica."""
     radix_cache: bool = True
     """Whether samples share the KV of a common prefix (SGLang's radix cache). With prompts of a few tokens it costs more than it saves."""
     attention_backend: Literal["fa3", "flashinfer", "triton"] | None = None
@@ -240,6 +245,19 @@ class NodeConfig(Schema):
     """Faults for tests of recovery, such as "rollout@SYNC=kill"; see docs/recovery.md."""
 
     @property
+    def dp_size(self) -> int:
+        """How many replicas rollout has."""
+        rollout = self.rollout
+        if rollout.dp_size is not None:
+            return rollout.dp_size
+        num_gpus = self.trainer.num_ranks if rollout.devices is None else len(rollout.devices)
+        return 1 if self.device == "cpu" else max(1, num_gpus // rollout.tp_size)
+
+    @property
+    def num_engine_ranks(self) -> int:
+        return self.dp_size * self.rollout.tp_size
+
+    @property
     def exports_parameters(self) -> bool:
         """Whether rollout reads the trainer's parameters themselves."""
         trainer = self.trainer
@@ -259,7 +277,7 @@ class NodeConfig(Schema):
     def _devices_are_those_of_all_ranks(self) -> NodeConfig:
         named = {
             "trainer": (self.trainer.devices, self.trainer.num_ranks),
-            "rollout": (self.rollout.devices, self.rollout.tp_size),
+            "rollout": (self.rollout.devices, self.num_engine_ranks),
         }
         given = {service: devices for service, (devices, _) in named.items() if devices is not None}
         if not given:

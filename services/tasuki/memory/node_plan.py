@@ -44,6 +44,7 @@ def node_layout(
         device=config.device,
         num_ranks=trainer.num_ranks,
         tp_size=rollout.tp_size,
+        num_engines=config.dp_size,
         compute_bytes=_ELEMENT_BYTES[trainer.compute_dtype],
         engine_bytes=_ELEMENT_BYTES[rollout.dtype],
         param_bytes=_ELEMENT_BYTES[trainer.param_dtype],

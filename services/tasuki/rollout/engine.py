@@ -7,6 +7,7 @@ import gc
 import logging
 import signal
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from multiprocessing.context import SpawnProcess
 from types import FrameType
@@ -24,6 +25,7 @@ from tasuki.rollout.generate import CUT, Completion, EngineRequest
 from tasuki.rollout.model import ModelFacts, check_capacity
 from tasuki.rollout.rank_commands import COMMAND_LOADER, command_tensors
 from tasuki.rollout.ranks import RankProcesses, RankReport
+from tasuki.rollout.replicas import Launch, ReplicaSockets, launches_of, shares
 from tasuki.rollout.scheduler import StopTokens
 from tasuki.wire.errors import InternalError
 
@@ -31,13 +33,15 @@ _log = logging.getLogger(__name__)
 
 
 class RolloutEngine:
-    """The engine and its rank processes. Create with `start_engine`, in the main thread, inside the running event loop."""
+    """All replicas of the engine and their rank processes. Create with `start_engine`, in the main thread, inside the running loop."""
 
     def __init__(
-        self, engine: Engine, reports: Sequence[RankReport], model: ModelFacts, *, on_death: Callable[[], None]
+        self, engine: _EmbeddedEngine, reports: Sequence[RankReport], model: ModelFacts, *, on_death: Callable[[], None]
     ) -> None:
+        """reports: of all ranks, the first replica's first."""
         self.model = model
         self.reports = reports
+        self.num_replicas = len(engine.launches)
         self.num_finished = 0
         self.num_cut = 0
         self._engine = engine
@@ -47,6 +51,7 @@ class RolloutEngine:
         self._requests.auto_create_handle_loop()
         self._requests.tokenizer = StopTokens.of(self._requests.model_config.hf_eos_token_id)
         asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, on_death)
+        self._sockets = ReplicaSockets(self._requests, [ports for _, ports in engine.launches])
 
     @property
     def num_running(self) -> int:
@@ -54,7 +59,7 @@ class RolloutEngine:
         return len(self._requests.rid_to_state)
 
     async def generate(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[list[tuple[int, Completion]], None]:
-        """Hands all requests to the ranks in one message; gives index and completion of those that have ended, as they end.
+        """Hands all requests to the ranks, in one message a replica; gives index and completion of those that have ended, as they end.
 
         Every request counts as running before the first suspension. Closing the generator takes what still runs out of the engine.
         """
@@ -93,11 +98,21 @@ class RolloutEngine:
             for index, state in enumerate(states):
                 # In the place of an event: a task that waits for each request would cost more than the tokens of a small model.
                 state.event = _EndSignal(self, index, state, ended)
-            manager._send_batch_request(await manager._batch_tokenize_and_process(len(requests), batch))
+            self._send(states, await manager._batch_tokenize_and_process(len(requests), batch))
         except Exception as error:
             manager._discard_pending_req_states(batch)
             raise InternalError(f"SGLang refused requests that we had checked: {error}") from error
         return states
+
+    def _send(self, states: Sequence[Any], tokenized: Sequence[Any]) -> None:
+        """Each request to one of the replicas."""
+        running = Counter(state.event.replica for state in self._requests.rid_to_state.values())
+        for replica, share in enumerate(shares([running[index] for index in range(self.num_replicas)], len(tokenized))):
+            for index in share:
+                states[index].event.replica = replica
+            if share:
+                with self._sockets.only(replica):
+                    self._requests._send_batch_request(tokenized[share.start : share.stop])
 
     def cut_all(self) -> None:
         """Ends every request with what it has so far."""
@@ -105,13 +120,18 @@ class RolloutEngine:
 
     @property
     def num_ranks(self) -> int:
+        """Of all replicas."""
         return len(self.reports)
+
+    @property
+    def tp_size(self) -> int:
+        return self.num_ranks // self.num_replicas
 
     async def run_on_ranks(self, command: bytes) -> None:
         """Runs `rank_commands.run_command` with `command` in every rank, between two batches, and returns when all are done."""
         payload = cast(bytes, MultiprocessingSerializer.serialize(command_tensors(command)))
         request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[payload] * self.num_ranks,
+            serialized_named_tensors=[payload] * self.tp_size,
             load_format=COMMAND_LOADER,
             # It would need an idle engine, and a pause has flushed already.
             flush_cache=False,
@@ -136,17 +156,19 @@ def start_engine(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, *,
     _EmbeddedEngine.ranks, _EmbeddedEngine.gpus = ranks, gpus_of(config).rollout
     engine = _EmbeddedEngine(**engine_arguments(config, model))
     reports = cast(list[RankReport], engine._scheduler_init_result.scheduler_infos)
-    check_capacity(reports[0]["max_total_num_tokens"], model)
+    num_tokens = min(report["max_total_num_tokens"] for report in reports)
+    check_capacity(num_tokens, model)
     gc.collect()
     gc.freeze()
     _log.info(
-        "event=engine_started architecture=%s tp_size=%d seconds=%.1f weight_bytes=%d kv_cache_bytes=%d kv_cache_tokens=%d",
+        "event=engine_started architecture=%s replicas=%d tp_size=%d seconds=%.1f weight_bytes=%d kv_cache_bytes=%d kv_cache_tokens=%d",
         model.architecture,
-        len(reports),
+        config.dp_size,
+        config.rollout.tp_size,
         time.monotonic() - started,
         sum(report["weight_bytes"] for report in reports),
         sum(report["kv_cache_bytes"] for report in reports),
-        reports[0]["max_total_num_tokens"],
+        num_tokens,
     )
     return RolloutEngine(engine, reports, model, on_death=on_death)
 
@@ -156,6 +178,8 @@ class _EndSignal:
 
     def __init__(self, engine: RolloutEngine, index: int, state: Any, ended: asyncio.Queue[int]) -> None:
         self._engine, self._index, self._state, self._ended = engine, index, state, ended
+        self.replica: int | None = None
+        """That has the request; None before it is sent."""
 
     def set(self) -> None:
         if self._state.finished:
@@ -181,6 +205,8 @@ class _EmbeddedEngine(Engine):
 
     ranks: RankProcesses
     gpus: tuple[int, ...]
+    launches: Sequence[Launch]
+    """Of every replica."""
 
     @classmethod
     def _launch_scheduler_processes(
@@ -188,8 +214,13 @@ class _EmbeddedEngine(Engine):
     ) -> tuple[SchedulerInitResult, list[SpawnProcess]]:
         # A rank that cannot start says so through its pipe; SGLang's handler of this signal would kill us before we read it.
         signal.signal(signal.SIGQUIT, _ignore)
-        # Device, then the ranks in SGLang's five kinds of parallelism, of which we use the first, and none for data parallelism.
-        cls.ranks.launch([(server_args, port_args, gpu, tp_rank, 0, 0, 0, 0, None) for tp_rank, gpu in enumerate(cls.gpus)])
+        tp_size = server_args.tp_size
+        cls.launches = launches_of(server_args, port_args, num_replicas=len(cls.gpus) // tp_size)
+        # Device, then the ranks in SGLang's five kinds of parallelism, of which we use the first, and none in its data parallelism: that
+        # cannot update weights from tensors, which is how commands come.
+        cls.ranks.launch(
+            [(*cls.launches[rank // tp_size], gpu, rank % tp_size, 0, 0, 0, 0, None) for rank, gpu in enumerate(cls.gpus)]
+        )
         pids = [process.pid for process in cls.ranks.processes if process.pid is not None]
         result = SchedulerInitResult(scheduler_infos=[], all_child_pids=pids)
         result.wait_for_ready = lambda: result.scheduler_infos.extend(map(dict, cls.ranks.wait_for_reports()))

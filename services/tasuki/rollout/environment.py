@@ -54,6 +54,6 @@ def _other_models(architecture: str) -> list[str]:
 
 
 def _cores_of_ranks(tp_size: int, num_threads: int) -> list[str]:
-    """SGLang wants a list of cores for each rank, "0|1" or "0,1|2,3"; on fewer cores they repeat."""
+    """SGLang wants a list of cores for each rank, "0|1" or "0,1|2,3"; on fewer cores they repeat, and replicas share them."""
     cores = sorted(os.sched_getaffinity(0))
     return [",".join(str(cores[(rank * num_threads + i) % len(cores)]) for i in range(num_threads)) for rank in range(tp_size)]

@@ -103,8 +103,8 @@ class RankCalls:
             raise DeadlineExceeded(f"not every engine rank answered within {timeout_s:g} s", stage=name) from error
 
     async def _send_to_ranks(self, command: bytes) -> None:
-        for tp_rank in range(self._engine.num_ranks):
-            await self._line.send_multipart([line_identity(tp_rank), command])
+        for rank in range(self._engine.num_ranks):
+            await self._line.send_multipart([line_identity(rank), command])
 
     def close(self) -> None:
         if self._last is not None:
@@ -118,11 +118,11 @@ class RankCalls:
         while len(results) < self._engine.num_ranks:
             _, answer = await self._line.recv_multipart()
             result = ranks_pb2.EngineRankResult.FromString(answer)
-            self._joined.add(result.tp_rank)
+            self._joined.add(result.rank)
             # An answer to a call that timed out may still arrive.
             if result.call == self._call:
-                results[result.tp_rank] = result
-        return [results[tp_rank] for tp_rank in sorted(results)]
+                results[result.rank] = result
+        return [results[rank] for rank in sorted(results)]
 
 
 def _checked(results: Results) -> Results:
@@ -134,7 +134,7 @@ def _checked(results: Results) -> Results:
 
 
 def _error_of(result: ranks_pb2.EngineRankResult) -> TasukiError:
-    message = f"engine rank {result.tp_rank}: {result.error.message}"
+    message = f"engine rank {result.rank}: {result.error.message}"
     if not result.error.reason:
         return InternalError(message)
-    return from_reason(result.error.reason, message, {**result.error.metadata, "rank": str(result.tp_rank)})
+    return from_reason(result.error.reason, message, {**result.error.metadata, "rank": str(result.rank)})

@@ -38,7 +38,8 @@ _log = logging.getLogger(__name__)
 class EngineRank:
     """What one engine rank does when it is told to.
 
-    scheduler: SGLang's, or None for a model without an engine around it. turn: the scheduler's, which it lends while it waits.
+    rank: place among all engine ranks, which names the process. scheduler: SGLang's, or None for a model without an engine around it.
+    turn: the scheduler's, which it lends while it waits.
     adapter: what is received in the place of the model, which then stays as it was loaded.
     """
 
@@ -47,12 +48,12 @@ class EngineRank:
         model: EngineModel,
         allocator: NativeAllocator,
         *,
-        tp_rank: int,
+        rank: int,
         scheduler: Any = None,
         turn: Turn | None = None,
         adapter: EngineModel | None = None,
     ) -> None:
-        self.tp_rank = tp_rank
+        self.rank = rank
         self._turn = Turn() if turn is None else turn
         self._layout: tuple[Sequence[HeldSlice], bytes] = (), b""
         self.receiver = WeightReceiver(model if adapter is None else adapter)
@@ -65,7 +66,7 @@ class EngineRank:
 
     def join_node(self, config: NodeConfig) -> None:
         """From here on the node's supervisor sees whether this process lives."""
-        name = f"scheduler{self.tp_rank}"
+        name = f"scheduler{self.rank}"
         self._failpoints = Failpoints.of(config, name)
         self._heartbeat = Heartbeat(config.state_dir, name)
         self._heartbeat.beat_in_thread()
@@ -83,7 +84,7 @@ class EngineRank:
             return self.run(ranks_pb2.EngineRankCommand.FromString(command)).SerializeToString()
 
     def _run(self, command: ranks_pb2.EngineRankCommand) -> ranks_pb2.EngineRankResult:
-        result = ranks_pb2.EngineRankResult(call=command.call, tp_rank=self.tp_rank)
+        result = ranks_pb2.EngineRankResult(call=command.call, rank=self.rank)
         name = command.WhichOneof("command")
         try:
             self._failpoints.hit(str(name))
@@ -103,7 +104,7 @@ class EngineRank:
         except TasukiError as error:
             result.error.CopyFrom(ranks_pb2.RankError(reason=error.reason, message=error.message, metadata=error.metadata))
         except Exception as error:  # noqa: BLE001 - the boundary to SGLang, see above
-            _log.exception("event=rank_command_failed tp_rank=%d", self.tp_rank)
+            _log.exception("event=rank_command_failed rank=%d", self.rank)
             result.error.CopyFrom(ranks_pb2.RankError(message=f"{type(error).__name__}: {error}"))
         return result
 
@@ -137,7 +138,7 @@ class EngineRank:
             raise Busy("requests run", num_running=len(self._scheduler.running_batch.reqs))
 
     def _usage(self) -> memory_pb2.GetUsageResponse:
-        return usage_response(self.memory.usage(), device_usage(self._allocator.device, self.tp_rank))
+        return usage_response(self.memory.usage(), device_usage(self._allocator.device, self.rank))
 
 
 # SGLang hands its loader the model and nothing to keep state in. One for each scheduler process.
@@ -169,7 +170,7 @@ def _line_to(address: str) -> RankLine:
         for line in _lines:
             line.close()
         (rank,) = _ranks
-        _lines[:] = [RankLine(address, tp_rank=rank.tp_rank, run=_run_at_once)]
+        _lines[:] = [RankLine(address, rank=rank.rank, run=_run_at_once)]
     return _lines[0]
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import zmq
 
 
-def line_identity(tp_rank: int) -> bytes:
+def line_identity(rank: int) -> bytes:
     """By which the front addresses a rank."""
-    return f"rank-{tp_rank}".encode()
+    return f"rank-{rank}".encode()
 
 
 class RankLine:
@@ -19,12 +19,12 @@ class RankLine:
     run: carries out a command from the front, in that thread.
     """
 
-    def __init__(self, address: str, *, tp_rank: int, run: Callable[[bytes], bytes]) -> None:
+    def __init__(self, address: str, *, rank: int, run: Callable[[bytes], bytes]) -> None:
         self.address = address
         self._run = run
         context = zmq.Context.instance()
         self._front = context.socket(zmq.DEALER)
-        self._front.setsockopt(zmq.ROUTING_ID, line_identity(tp_rank))
+        self._front.setsockopt(zmq.ROUTING_ID, line_identity(rank))
         # The front has gone when nobody takes an answer; then this process is about to go, too.
         self._front.setsockopt(zmq.LINGER, 5000)
         self._front.connect(address)

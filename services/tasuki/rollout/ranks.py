@@ -40,9 +40,9 @@ class RankProcesses:
         context = multiprocessing.get_context("spawn")
         # Nothing is ever sent: its end here closes when this process dies, however it dies.
         end_of_front, self._lifeline = context.Pipe(duplex=False)
-        for tp_rank in range(config.rollout.tp_size):
+        for rank in range(config.num_engine_ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_run_rank, args=(theirs, end_of_front, config), name=f"engine-rank-{tp_rank}")
+            process = context.Process(target=_run_rank, args=(theirs, end_of_front, config, rank), name=f"engine-rank-{rank}")
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -51,22 +51,22 @@ class RankProcesses:
 
     def launch(self, arguments: Sequence[tuple[Any, ...]]) -> None:
         """Gives each rank the arguments of its scheduler, as `multiprocessing` itself would have done at its start."""
-        for tp_rank, (pipe, rank_arguments) in enumerate(zip(self._pipes, arguments, strict=True)):
+        for rank, (pipe, rank_arguments) in enumerate(zip(self._pipes, arguments, strict=True)):
             try:
                 pipe.send(rank_arguments)
             except OSError as error:
-                raise self._lost(tp_rank) from error
+                raise self._lost(rank) from error
 
     def wait_for_reports(self) -> list[RankReport]:
         """Returns when every rank is ready. Raises InternalError when one is not going to be."""
         reports: dict[int, RankReport] = {}
         while len(reports) < len(self._pipes):
-            for tp_rank in set(range(len(self._pipes))) - set(reports):
-                if self._pipes[tp_rank].poll(_POLL_S):
-                    reports[tp_rank] = self._read_report(tp_rank)
-                elif not self.processes[tp_rank].is_alive():
-                    raise self._lost(tp_rank)
-        return [reports[tp_rank] for tp_rank in range(len(self._pipes))]
+            for rank in set(range(len(self._pipes))) - set(reports):
+                if self._pipes[rank].poll(_POLL_S):
+                    reports[rank] = self._read_report(rank)
+                elif not self.processes[rank].is_alive():
+                    raise self._lost(rank)
+        return [reports[rank] for rank in range(len(self._pipes))]
 
     def watch(self, on_death: Callable[[], None]) -> None:
         """Calls `on_death` in the running loop, again and again until `unwatch`, as soon as a rank's process has ended."""
@@ -84,30 +84,30 @@ class RankProcesses:
             process.kill()
             process.join()
 
-    def _read_report(self, tp_rank: int) -> RankReport:
+    def _read_report(self, rank: int) -> RankReport:
         try:
-            report: RankReport = self._pipes[tp_rank].recv()
+            report: RankReport = self._pipes[rank].recv()
         except (EOFError, OSError) as error:
-            raise self._lost(tp_rank) from error
+            raise self._lost(rank) from error
         if report["status"] != "ready":
-            raise InternalError(f"engine rank {tp_rank} could not start: {report['problem']}")
+            raise InternalError(f"engine rank {rank} could not start: {report['problem']}")
         return report
 
-    def _lost(self, tp_rank: int) -> InternalError:
-        process = self.processes[tp_rank]
+    def _lost(self, rank: int) -> InternalError:
+        process = self.processes[rank]
         process.join(timeout=10)
         return InternalError(
-            f"engine rank {tp_rank} ended with exit code {process.exitcode} while it started (-9: out of host memory?)"
+            f"engine rank {rank} ended with exit code {process.exitcode} while it started (-9: out of host memory?)"
         )
 
 
-def _run_rank(pipe: Connection, end_of_front: Connection, config: NodeConfig) -> None:
+def _run_rank(pipe: Connection, end_of_front: Connection, config: NodeConfig, rank: int) -> None:
     # Ctrl-C reaches the whole group; the front ends its ranks in its own order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_die_with_front, args=(end_of_front,), daemon=True).start()
     from tasuki.rollout.scheduler import run_scheduler
 
-    run_scheduler(*pipe.recv(), pipe, config)  # pyright: ignore[reportCallIssue]  `launch` says what comes through the pipe
+    run_scheduler(*pipe.recv(), pipe, config, rank)  # pyright: ignore[reportCallIssue]  `launch` says what comes through the pipe
 
 
 def _die_with_front(end_of_front: Connection) -> None:

@@ -66,8 +66,12 @@ def run_scheduler(
     dp_rank: int | None,
     pipe_writer: Connection,
     config: NodeConfig | None = None,
+    rank: int | None = None,
 ) -> None:
-    """SGLang's `run_scheduler_process` with a scheduler that reports. config: the node's, None for an engine that is part of none."""
+    """SGLang's `run_scheduler_process` with a scheduler that reports.
+
+    config: the node's, None for an engine that is part of none. rank: place among the ranks of all replicas, tp_rank by default.
+    """
 
     if server_args.device == "cuda":
         if gpu_id >= torch.cuda.device_count():
@@ -76,7 +80,7 @@ def run_scheduler(
             return
         torch.cuda.set_device(gpu_id)
     if config is not None and config.memory.host_budget_bytes is not None:
-        set_host_budget(config.memory.host_budget_bytes // config.rollout.tp_size)
+        set_host_budget(config.memory.host_budget_bytes // config.num_engine_ranks)
     allocator = rank_allocator("cpu" if server_args.device == "cpu" else f"{server_args.device}:{gpu_id}")
     install_saver(allocator)
     turn = Turn()
@@ -104,12 +108,13 @@ def run_scheduler(
             if config is not None and config.served_adapter is not None:
                 manager = self.tp_worker.model_runner.lora_manager
                 adapter = serve_adapter(manager, config.served_adapter, tp_rank=tp_rank)
-            rank = EngineRank(model, allocator, tp_rank=tp_rank, scheduler=self, turn=turn, adapter=adapter)
+            number = tp_rank if rank is None else rank
+            engine_rank = EngineRank(model, allocator, rank=number, scheduler=self, turn=turn, adapter=adapter)
             turn.take()
             self.request_receiver = LendingReceiver(self.request_receiver, turn)
             if config is not None:
-                rank.join_node(config)
-            register_rank(rank)
+                engine_rank.join_node(config)
+            register_rank(engine_rank)
             # SGLang collects garbage whenever it flushes its cache; without this that walks every object made so far, half a second long.
             gc.collect()
             gc.freeze()

@@ -55,7 +55,7 @@ async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, st
     starting.finish()
     configure_logging("rollout")  # SGLang has put its own in the place of ours
     calls = RankCalls(engine, socket_dir=socket_dir)
-    sync = WeightSync(calls, socket_dir=socket_dir, full_read_back=config.rollout.full_read_back)
+    sync = WeightSync(calls, socket_dir=socket_dir, num_replicas=config.dp_size, full_read_back=config.rollout.full_read_back)
     heartbeat = Heartbeat(config.state_dir, "rollout")
 
     def on_poison() -> None:

@@ -35,17 +35,19 @@ class WeightSync:
     """Moves published weights into the engine; `close` lets go of the trainer's memory.
 
     socket_dir: the node's private folder; handles that point elsewhere are refused. full_read_back: at every sync, not only at a plan's
-    first, ranks read everything back once more after all copies.
+    first, ranks read everything back once more after all copies. num_replicas: of the engine; each must hold everything.
     """
 
-    def __init__(self, calls: RankCalls, *, socket_dir: Path, full_read_back: bool = False) -> None:
+    def __init__(self, calls: RankCalls, *, socket_dir: Path, num_replicas: int = 1, full_read_back: bool = False) -> None:
         self._calls = calls
+        self._num_replicas = num_replicas
         self._socket_dir = socket_dir
         self._full_read_back = full_read_back
         self._imported: ImportedWeights | None = None
         self._layouts: dict[bytes, Sequence[HeldSlice]] = {}
         """What ranks hold, by digest, as of the last sync; ranks then send checksums alone."""
-        self._comparison: tuple[Sequence[bytes], ImportedWeights, Comparison] | None = None
+        self._comparisons: tuple[Sequence[bytes], ImportedWeights, Sequence[Comparison]] | None = None
+        """Of each replica, for these layouts of its ranks."""
 
     async def prepare(self, weights: weights_pb2.PublishedWeights) -> ImportedWeights:
         """Maps and checks what was published; touches no engine. Raises BadHandle or VersionOrder."""
@@ -87,13 +89,19 @@ class WeightSync:
             result.layout_digest: _held(result) if result.checksums else self._layouts[result.layout_digest]
             for result in results
         }
-        if self._comparison is None or self._comparison[:2] != (digests, imported):
-            held = [(tp_rank, *one) for tp_rank, digest in enumerate(digests) for one in self._layouts[digest]]
-            self._comparison = digests, imported, await asyncio.to_thread(Comparison, held, imported)
-        comparison = self._comparison[2]
-        sums = np.concatenate([_sums(result) for result in results])
-        if not comparison.agrees(sums):
-            await asyncio.to_thread(comparison.refuse, sums)
+        tp_size = len(results) // self._num_replicas
+        firsts = range(0, len(results), tp_size)
+        if self._comparisons is None or self._comparisons[:2] != (digests, imported):
+            held = [
+                [(rank, *one) for rank in range(first, first + tp_size) for one in self._layouts[digests[rank]]]
+                for first in firsts
+            ]
+            made = await asyncio.to_thread(lambda: [Comparison(one, imported) for one in held])
+            self._comparisons = digests, imported, made
+        for first, comparison in zip(firsts, self._comparisons[2], strict=True):
+            sums = np.concatenate([_sums(result) for result in results[first : first + tp_size]])
+            if not comparison.agrees(sums):
+                await asyncio.to_thread(comparison.refuse, sums)
 
     def close(self) -> None:
         if self._imported is not None:

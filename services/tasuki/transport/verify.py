@@ -22,7 +22,7 @@ HeldSlice = tuple[str, Slice]
 class ReceivedPiece:
     """What one engine rank read back for one slice of a checkpoint tensor after its copy."""
 
-    tp_rank: int
+    rank: int
     name: str
     source: Slice
     checksum: int
@@ -30,7 +30,7 @@ class ReceivedPiece:
 
 def check_received(pieces: Sequence[ReceivedPiece], published: ImportedWeights) -> None:
     """Raises WeightsCorrupt, naming the first five tensors and the ranks, unless every tensor arrived whole and unchanged."""
-    comparison = Comparison([(piece.tp_rank, piece.name, piece.source) for piece in pieces], published)
+    comparison = Comparison([(piece.rank, piece.name, piece.source) for piece in pieces], published)
     sums = np.array([piece.checksum for piece in pieces], dtype=np.uint64)
     if not comparison.agrees(sums):
         comparison.refuse(sums)
@@ -104,8 +104,8 @@ class Comparison:
             return set(), f" (memory of trainer rank {_listed(changed)} changed after it was published)"
         values = self._published.gathered(name).flatten()
         wrong = {
-            tp_rank
-            for (tp_rank, held, source), value in zip(self._held, sums.tolist(), strict=True)
+            rank
+            for (rank, held, source), value in zip(self._held, sums.tolist(), strict=True)
             if held == name and checksum(values.as_strided(source.shape, source.strides, source.offset), source) != value
         }
         return wrong, f" (engine rank {_listed(wrong)})" if wrong else ""

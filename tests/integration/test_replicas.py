@@ -1,0 +1,98 @@
+"""A rollout service with two replicas of its engine: one front, one sync, and requests spread over both."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from tasuki.v1 import memory_pb2, types_pb2
+from tests.integration.conftest import (
+    RolloutClient,
+    RolloutProcess,
+    TestTrainer,
+    connected,
+    start_rollout,
+    stop_rollout,
+    wait_until_serving,
+)
+from tests.integration.test_rollout import log_probs_of, long_call, until_idle
+from tests.models import make_model
+
+pytestmark = pytest.mark.timeout(600)
+PROMPTS = [[5, 6, 7], [9, 10], list(range(3, 40))]
+
+
+@pytest.fixture(scope="module")
+def replicas(rollout_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutProcess]:
+    rollout = start_rollout(
+        tmp_path_factory.mktemp("replicas"),
+        rollout_model,
+        "rollout.dp_size=2",
+        'rollout.dtype="float32"',
+        "rollout.num_threads=1",
+    )
+    wait_until_serving(rollout)
+    yield rollout
+    assert stop_rollout(rollout) == 0, rollout.log.read_text()[-4000:]
+
+
+@pytest.fixture(scope="module")
+def trainer(replicas: RolloutProcess) -> Iterator[TestTrainer]:
+    trainer = TestTrainer(replicas.socket_dir, "replicas", make_model("qwen2", seed=3), dtype=torch.float32)
+    yield trainer
+    trainer.close()
+
+
+@pytest.fixture
+async def client(replicas: RolloutProcess) -> AsyncIterator[RolloutClient]:
+    async with connected(replicas) as client:
+        yield client
+        await client.sleep()
+
+
+def ranks_of(replicas: RolloutProcess) -> list[psutil.Process]:
+    children = psutil.Process(replicas.process.pid).children(recursive=True)
+    return [child for child in children if "scheduler" in child.name()]
+
+
+async def test_both_replicas_receive_each_version_and_generate_with_it(
+    client: RolloutClient, replicas: RolloutProcess, trainer: TestTrainer
+) -> None:
+    state = await client.state()
+    assert (state.dp_size, state.tp_size) == (2, 1)
+    usage = await client.memory.GetUsage(memory_pb2.GetUsageRequest(), timeout=60)
+    assert {entry.rank for entry in usage.tags} == {0, 1}
+    for version in range(2):
+        with torch.no_grad():
+            for parameter in trainer.model.parameters():
+                parameter.mul_(1.05)
+        received = await client.wake(trainer.publish(version))
+        assert received.copied_bytes == 2 * sum(4 * parameter.numel() for parameter in trainer.model.parameters())
+        before = [rank.cpu_times().user for rank in ranks_of(replicas)]
+        samples = await client.generate(PROMPTS, num_samples=12, max_new_tokens=24, ignore_eos=True)
+        spent = [rank.cpu_times().user - old for rank, old in zip(ranks_of(replicas), before, strict=True)]
+        assert len(spent) == 2 and min(spent) > 0.3 * max(spent), "each makes half of the samples"
+        assert len(samples) == len({(sample.prompt_index, sample.sample_index) for sample in samples}) == 36
+        for sample in samples:
+            theirs = log_probs_of(trainer.model, PROMPTS[sample.prompt_index], list(sample.token_ids))
+            assert torch.allclose(torch.tensor(sample.rollout_log_probs), theirs, atol=1e-4)
+        assert len({tuple(sample.token_ids) for sample in samples}) == 36, "no replica draws what another has drawn"
+        await client.sleep()
+
+
+async def test_cancel_and_drain_reach_both_replicas(client: RolloutClient, trainer: TestTrainer) -> None:
+    await client.wake(trainer.publish(2))
+    async with long_call(client, num_samples=8) as running:
+        running.cancel()
+        assert await until_idle(client) == 0
+    async with long_call(client, num_samples=8) as running:
+        await asyncio.sleep(0.3)
+        drained = await client.drain(grace_ms=0)
+        samples = await running
+    assert (drained.num_finished, drained.num_cut) == (0, 8)
+    assert {sample.finish_reason for sample in samples} == {types_pb2.FINISH_REASON_CUT}
