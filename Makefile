@@ -80,8 +80,8 @@ bench-memory-gpu: setup  ## the same on a GPU, and SGLang with it, beside torch_
 bench-sync-gpu: setup  ## weights from trainer ranks to engine ranks on GPUs; CASES="7b:4:4 7b:4:1x4" is model:trainers:TPxENGINES
 	$(BIN)/python -m tests.bench.sync_gpu --cases $(or $(CASES),7b:1:1) --out runs/bench
 
-bench-sync-engine-gpu: setup  ## the same into a running SGLang engine; MODEL=7b RANKS=1 TP=1
-	$(BIN)/python -m tests.bench.sync_engine_gpu --model $(or $(MODEL),7b) --ranks $(or $(RANKS),1) --tp $(or $(TP),1) --out runs/bench
+bench-sync-engine-gpu: setup  ## the same into a running rollout service, by its RPC
+	$(BIN)/python -m tests.bench.sync_engine_gpu --cases $(or $(CASES),7b:1:1) --out runs/bench
 
 bench-sync-peers-gpu: setup  ## the same beside SGLang's own ways, table and chart; CASES="7b:1:1 7b:2:2 7b:4:4"
 	$(BIN)/python -m tests.bench.sync_peers --cases $(or $(CASES),7b:1:1 7b:2:2 7b:4:4) --out runs/bench

@@ -1,10 +1,12 @@
-"""A sync of weights into a running SGLang engine on GPUs: `python -m tests.bench.sync_engine_gpu [--model 7b] [--ranks 1] [--tp 1]`.
+"""A sync of weights into a running rollout service on GPUs: `python -m tests.bench.sync_engine_gpu [--cases 7b:1:1 7b:4:1x4]`.
 
-Trainer ranks are processes as in sync_gpu.py; the engine is SGLang's with our memory, started and commanded as the service does it, but
-for the RPC in front. The clock runs from the front's call to its answer: handles checked, all ranks' copies made, summed and waited for,
-all checksums compared. "record" (is there a plan?), "copy" (with sums, and whether a parameter has moved) and "verify" are parts of it, of
-the slowest rank. Every round has new weights; the first one, with import, recording and compilation, is told apart. Writes
-sync_engine_gpu.json and prints a table.
+A case is model : trainer ranks : tensor-parallel ranks, or, with replicas, model : trainer ranks : tensor-parallel ranks x replicas.
+Trainer ranks are processes as in sync_gpu.py; rollout is the service itself, and the clock runs from the call of ReceiveWeights to its
+answer, which is the acknowledgement: handles checked, all ranks' copies made, summed and waited for, all checksums compared. Before each
+round the engine's weights wake, as in a changeover, and after it they sleep again. "copy" (with sums, and whether a parameter has moved)
+and "verify" are parts of it, of the slowest rank. Every round has new weights; the first one, with import, recording and compilation, is
+told apart, and memory is measured in a round of its own. In the end every replica must generate alike. Writes sync_engine_gpu.json and
+prints a table.
 """
 
 from __future__ import annotations
@@ -12,132 +14,149 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasuki.v1 import weights_pb2
+import psutil
+
+from tasuki.v1 import types_pb2, weights_pb2
+from tests.bench.peak_memory import PeakMemory
 from tests.bench.sync_gpu import MODULE, NUM_ROUNDS
 from tests.bench.sync_ranks import REPOSITORY, Ranks, published_weights
-from tests.bench.sync_shapes import QWEN, QwenShape
+from tests.bench.sync_shapes import QWEN, write_config
+from tests.integration.conftest import RolloutClient, RolloutProcess, connected, start_rollout, stop_rollout, wait_until_serving
 
-SETTINGS: dict[str, Any] = {
-    "load_format": "dummy",
-    "skip_tokenizer_init": True,
-    "attention_backend": "triton",
-    "sampling_backend": "pytorch",
-    "grammar_backend": "none",
-    "enable_memory_saver": True,
-    "mem_fraction_static": 0.4,
-    "disable_cuda_graph": True,
-    "sleep_on_idle": True,
-    "log_level": "warning",
-}
+NUM_TOKENS = 8
+WEIGHTS, KV_CACHE = types_pb2.MEMORY_TAG_WEIGHTS, types_pb2.MEMORY_TAG_KV_CACHE
 
 
-def model_config(shape: QwenShape) -> dict[str, Any]:
-    return {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.mlp,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "vocab_size": shape.vocab,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "hidden_act": "silu",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+@dataclass(frozen=True, slots=True)
+class Case:
+    """trainer ranks and engine ranks are both on the first GPUs."""
+
+    model: str
+    num_ranks: int
+    tp_size: int
+    dp_size: int
+
+    @classmethod
+    def of(cls, text: str) -> Case:
+        """Raises ValueError."""
+        model, num_ranks, layout = text.split(":")
+        tp_size, _, dp_size = layout.partition("x")
+        if model not in QWEN:
+            raise ValueError(f"{model!r} is none of {', '.join(sorted(QWEN))}")
+        return cls(model, int(num_ranks), int(tp_size), int(dp_size or 1))
+
+    @property
+    def settings(self) -> list[str]:
+        return [
+            'device="cuda"',
+            f"trainer.num_ranks={self.num_ranks}",
+            f"rollout.tp_size={self.tp_size}",
+            f"rollout.dp_size={self.dp_size}",
+            'rollout.attention_backend="triton"',
+            'rollout.sampling_backend="pytorch"',
+            "rollout.kv_ratio=0.4",
+            "rollout.max_total_tokens=65536",
+            "rollout.max_running_requests=16",
+        ]
 
 
-def write_config(model: str, folder: Path) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(model_config(QWEN[model])))
-    return folder
+class Sync:
+    """One case's trainer ranks and service."""
 
+    def __init__(self, case: Case, rollout: RolloutProcess, client: RolloutClient) -> None:
+        self._rollout, self._client, self._version = rollout, client, -1
+        folder = str(rollout.socket_dir)
+        commands = [["--trainer", str(rank), str(case.num_ranks), case.model, folder] for rank in range(case.num_ranks)]
+        self._trainers = Ranks(MODULE, commands)
 
-def start_engine(
-    arguments: dict[str, Any], *, tp_size: int, scheduler: Callable[..., None] | None = None, loaders: Sequence[str] = ()
-) -> Any:
-    """scheduler: runs in every rank in the place of the service's own; loaders: more names that SGLang may call as weight loaders."""
-    from contextlib import nullcontext
-
-    from sglang.srt.entrypoints.engine import Engine
-    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-    from sglang.srt.utils import MultiprocessingSerializer
-    from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
-
-    from tasuki.rollout.rank_commands import COMMAND_LOADER, command_tensors
-    from tasuki.rollout.scheduler import run_scheduler
-
-    class NoSaver:
-        configure_subprocess = staticmethod(nullcontext)
-
-    class ArenaEngine(Engine):
-        run_scheduler_process_func = staticmethod(run_scheduler if scheduler is None else scheduler)
-        num_ranks = tp_size
-
-        async def run_on_ranks(self, command: bytes) -> None:
-            payload = MultiprocessingSerializer.serialize(command_tensors(command))
-            request = UpdateWeightsFromTensorReqInput(
-                serialized_named_tensors=[payload] * tp_size, load_format=COMMAND_LOADER, flush_cache=False
-            )
-            success, message = await self.tokenizer_manager.update_weights_from_tensor(request)
-            assert success, message
-
-    TorchMemorySaverAdapter.create = staticmethod(lambda enable: NoSaver())
-    return ArenaEngine(**arguments, tp_size=tp_size, custom_weight_loader=[COMMAND_LOADER, *loaders])
-
-
-def run(model: str, num_ranks: int, tp_size: int, folder: Path) -> dict[str, Any]:
-    from tasuki.rollout.rank_calls import RankCalls
-    from tasuki.rollout.sync import WeightSync
-
-    asyncio.set_event_loop(asyncio.new_event_loop())
-    engine = start_engine({"model_path": str(write_config(model, folder / "model")), **SETTINGS}, tp_size=tp_size)
-
-    def wait_for(work: Coroutine[Any, Any, Any]) -> Any:
-        return engine.loop.run_until_complete(work)
-
-    async def make_sync() -> WeightSync:
-        return WeightSync(RankCalls(engine, socket_dir=folder), socket_dir=folder)
-
-    sync = wait_for(make_sync())
-    trainers = Ranks(MODULE, [["--trainer", str(rank), str(num_ranks), model, str(folder)] for rank in range(num_ranks)])
-
-    async def one_sync(weights: weights_pb2.PublishedWeights) -> Any:
-        return await sync.run(weights, await sync.prepare(weights), timeout_s=120)
-
-    def one_round(version: int) -> dict[str, Any]:
-        weights = published_weights(trainers.ask(str(version)), version)
-        time.sleep(0.1)  # the scheduler is idle
-        start = time.perf_counter()
-        report = wait_for(one_sync(weights))
+    async def one_round(self) -> dict[str, Any]:
+        """New weights; the engine's are asleep before and after."""
+        weights = self._publish()
+        await self._client.resume(types_pb2.STAGE_RESUME_WEIGHTS, WEIGHTS)
+        await asyncio.sleep(0.1)  # the schedulers are idle
+        cpu_s, start = self._cpu_seconds(), time.perf_counter()
+        received = await self._client.receive(weights)
         total_ms = 1e3 * (time.perf_counter() - start)
-        assert report.fallback_names == ()
-        parts_ms = {name: 1e3 * seconds for name, seconds in report.timings.items()}
-        return {"total_ms": total_ms, "parts_ms": parts_ms, "copied_bytes": report.copied_bytes}
+        cpu_ms = 1e3 * (self._cpu_seconds() - cpu_s)
+        assert not received.fallback_names
+        await self._client.pause(types_pb2.STAGE_PAUSE_WEIGHTS, WEIGHTS)
+        parts_ms = {timing.name: 1e3 * timing.seconds for timing in received.timings}
+        return {"total_ms": total_ms, "cpu_ms": cpu_ms, "parts_ms": parts_ms, "copied_bytes": received.copied_bytes}
 
-    rounds = [one_round(version) for version in range(NUM_ROUNDS + 1)]
-    tokens = engine.generate(
-        input_ids=[[5, 6, 7]], sampling_params={"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
-    )
-    trainers.close()
+    async def extra_bytes(self, gpu_uuids: Sequence[str]) -> int:
+        """The most that a sync takes of a GPU while it runs."""
+        weights = self._publish()
+        await self._client.resume(types_pb2.STAGE_RESUME_WEIGHTS, WEIGHTS)
+        with PeakMemory(gpu_uuids) as memory:
+            await self._client.receive(weights)
+        await self._client.pause(types_pb2.STAGE_PAUSE_WEIGHTS, WEIGHTS)
+        return memory.extra_bytes
+
+    async def tokens(self, num_replicas: int) -> list[int]:
+        """What the last version says; the same prompt is on every replica."""
+        await self._client.wake(self._publish())
+        samples = await self._client.generate(
+            [[5, 6, 7]], num_samples=num_replicas, max_new_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True
+        )
+        (tokens,) = {tuple(sample.token_ids) for sample in samples}
+        return list(tokens)
+
+    def _publish(self) -> weights_pb2.PublishedWeights:
+        self._version += 1
+        return published_weights(self._trainers.ask(str(self._version)), self._version)
+
+    def _cpu_seconds(self) -> float:
+        """Of the service and its ranks."""
+        front = psutil.Process(self._rollout.process.pid)
+        times = [process.cpu_times() for process in [front, *front.children(recursive=True)]]
+        return sum(one.user + one.system for one in times)
+
+    def close(self) -> None:
+        self._trainers.close()
+
+
+def run(case: Case) -> dict[str, Any]:
+    with ExitStack() as stack:
+        # A unix socket's path must be short.
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sync-")))
+        started = time.monotonic()
+        rollout = start_rollout(folder / "node", write_config(case.model, folder / "model"), *case.settings)
+        stack.callback(stop_rollout, rollout)
+        wait_until_serving(rollout)
+        start_s = time.monotonic() - started
+        return asyncio.run(measure(case, rollout)) | {"start_s": start_s}
+
+
+async def measure(case: Case, rollout: RolloutProcess) -> dict[str, Any]:
+    import torch
+
+    async with connected(rollout) as client:
+        sync = Sync(case, rollout, client)
+        rounds = [await sync.one_round() for _ in range(NUM_ROUNDS + 1)]
+        uuids = [str(torch.cuda.get_device_properties(gpu).uuid) for gpu in range(torch.cuda.device_count())]
+        extra_bytes = await sync.extra_bytes(uuids)
+        tokens = await sync.tokens(case.dp_size)
+        sync.close()
     return {
-        "case": f"{model}:{num_ranks}:{tp_size}",
+        "model": case.model,
+        "num_ranks": case.num_ranks,
+        "tp_size": case.tp_size,
+        "dp_size": case.dp_size,
+        "gpu": torch.cuda.get_device_name(),
         "first": rounds[0],
         "rounds": rounds[1:],
-        "tokens": tokens[0]["output_ids"],
+        "extra_bytes": extra_bytes,
+        "tokens": tokens,
     }
 
 
@@ -147,29 +166,34 @@ def table(result: dict[str, Any]) -> str:
     def spread(values: list[float]) -> str:
         return f"{statistics.median(values):.2f} ms median, {sorted(values)[-1 - len(values) // 100]:.2f} ms p99"
 
-    lines = [
-        f"{result['case']} into SGLang, {len(rounds)} rounds, {rounds[0]['copied_bytes'] / 1e9:.2f} GB copied; tokens {result['tokens']}"
-    ]
-    lines += [f"  total     {spread([one['total_ms'] for one in rounds])}; first {result['first']['total_ms']:.0f} ms"]
-    lines += [f"  part {name}: {spread([one['parts_ms'][name] for one in rounds])}" for name in rounds[0]["parts_ms"]]
-    before = [one["total_ms"] - one["parts_ms"]["verify"] for one in rounds]
-    lines += [f"  total without the ranks' verify  {spread(before)}"]
-    return "\n".join(lines)
+    copied = rounds[0]["copied_bytes"] / 1e9
+    median = statistics.median(one["total_ms"] for one in rounds)
+    return "\n".join(
+        [
+            f"{result['model']}, {result['num_ranks']} trainer ranks -> {result['dp_size']} x TP {result['tp_size']} (started in "
+            f"{result['start_s']:.0f} s), {len(rounds)} rounds, {copied:.2f} GB copied by all ranks; tokens {result['tokens']}",
+            f"  total     {spread([one['total_ms'] for one in rounds])}; first {result['first']['total_ms']:.0f} ms; "
+            f"{copied / median * 1e3:.0f} GB/s over all ranks",
+            *(f"  part {name}: {spread([one['parts_ms'][name] for one in rounds])}" for name in rounds[0]["parts_ms"]),
+            f"  CPU       {statistics.mean(one['cpu_ms'] for one in rounds):.0f} ms",
+            f"  memory    {result['extra_bytes'] / 2**20:.0f} MiB more of a GPU",
+        ]
+    )
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=sorted(QWEN), default="7b")
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--cases", nargs="+", type=Case.of, default=[Case.of("7b:1:1")], metavar="MODEL:RANKS:TP[xREPLICAS]")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "runs/bench")
     args = parser.parse_args()
-    result = run(args.model, args.ranks, args.tp, Path(tempfile.mkdtemp()))
-    print(table(result), flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "sync_engine_gpu.json").write_text(json.dumps(result, indent=1))
-    os._exit(0)  # the engine's processes end with this one
+    results: list[dict[str, Any]] = []
+    for case in args.cases:
+        results.append(run(case))
+        print(table(results[-1]), flush=True)
+        (args.out / "sync_engine_gpu.json").write_text(json.dumps(results, indent=1))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

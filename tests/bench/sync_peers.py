@@ -33,11 +33,11 @@ import psutil
 
 from tasuki.v1 import weights_pb2
 from tests.bench.peak_memory import PeakMemory
-from tests.bench.sync_engine_gpu import SETTINGS, start_engine, write_config
+from tests.bench.peer_start import SETTINGS, start_engine
 from tests.bench.sync_gpu import NUM_ROUNDS, floor_ms
 from tests.bench.sync_ranks import REPOSITORY, Ranks, published_weights
 from tests.bench.sync_report import OURS, write_report
-from tests.bench.sync_shapes import QWEN
+from tests.bench.sync_shapes import QWEN, write_config
 
 NUM_MEMORY_ROUNDS = 3
 IN_PLACE = "NCCL all-gather in place, no engine"

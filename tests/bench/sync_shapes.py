@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,12 +41,40 @@ class QwenShape:
             "lm_head.weight": (self.vocab, self.hidden),
         }
 
+    def config(self) -> dict[str, Any]:
+        """As in Hugging Face's config.json."""
+        return {
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.mlp,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "hidden_act": "silu",
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+
 
 QWEN = {
     "tiny": QwenShape(hidden=256, mlp=704, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=64, vocab=2048),
     "7b": QwenShape(hidden=3584, mlp=18944, num_layers=28, num_heads=28, num_kv_heads=4),
     "32b": QwenShape(hidden=5120, mlp=27648, num_layers=64, num_heads=40, num_kv_heads=8),
 }
+
+
+def write_config(model: str, folder: Path) -> Path:
+    """A model folder without weights."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(QWEN[model].config()))
+    return folder
 
 
 def random_shards(shape: QwenShape, *, rank: int, num_ranks: int, dtype: torch.dtype, device: torch.device) -> list[Shard]:

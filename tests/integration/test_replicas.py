@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -21,21 +20,19 @@ from tests.integration.conftest import (
     wait_until_serving,
 )
 from tests.integration.test_rollout import log_probs_of, long_call, until_idle
-from tests.models import make_model
+from tests.models import make_model, save_checkpoint
 
 pytestmark = pytest.mark.timeout(600)
 PROMPTS = [[5, 6, 7], [9, 10], list(range(3, 40))]
 
 
 @pytest.fixture(scope="module")
-def replicas(rollout_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutProcess]:
-    rollout = start_rollout(
-        tmp_path_factory.mktemp("replicas"),
-        rollout_model,
-        "rollout.dp_size=2",
-        'rollout.dtype="float32"',
-        "rollout.num_threads=1",
-    )
+def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutProcess]:
+    model = save_checkpoint(make_model("qwen2", seed=0), tmp_path_factory.mktemp("configuration") / "qwen2")
+    # Whatever an engine has at its start, the first sync brings its weights.
+    for weights in model.glob("*.safetensors"):
+        weights.unlink()
+    rollout = start_rollout(tmp_path_factory.mktemp("replicas"), model, "rollout.dp_size=2", 'rollout.dtype="float32"')
     wait_until_serving(rollout)
     yield rollout
     assert stop_rollout(rollout) == 0, rollout.log.read_text()[-4000:]

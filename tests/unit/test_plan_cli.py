@@ -30,7 +30,7 @@ def node(tmp_path: Path) -> Path:
     (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
     file = tmp_path / "node.toml"
     file.write_text(
-        'state_dir = "node"\ndevice = "cuda"\n[model]\npath = "model"\n[trainer]\nnum_ranks = 2\n[rollout]\ntp_size = 1\n'
+        'state_dir = "node"\ndevice = "cuda"\n[model]\npath = "model"\n[trainer]\nnum_ranks = 2\n[rollout]\ndp_size = 1\n'
     )
     return file
 

@@ -51,6 +51,9 @@ def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
             # The adapter's slot and that of requests without any, so that neither ever takes the other's.
             "max_loras_per_batch": 2,
         }
+    else:
+        # Nothing is served before weights have been received: to read others from disk would only take time.
+        arguments["load_format"] = "dummy"
     if rollout.max_total_tokens is not None:
         arguments["max_total_tokens"] = rollout.max_total_tokens + _CONTEXT_SLACK
     if rollout.max_running_requests is not None:
