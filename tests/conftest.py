@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / root) for root in ("protos", "services", "client"))}
+PYTHON_PATH = [*(str(ROOT / folder) for folder in ("protos", "services", "client")), os.environ.get("PYTHONPATH", "")]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, PYTHON_PATH))}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

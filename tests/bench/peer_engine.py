@@ -76,6 +76,6 @@ def run_command(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -
             floors = Floors(rank.receiver, device)
             names = ["within", "across"] if len(floors._arenas) > 1 else ["within"]
             measured = {name: getattr(floors, name)() for name in names}
-            Path(arguments[0], f"floors-{rank.tp_rank}.json").write_text(json.dumps(measured))
+            Path(arguments[0], f"floors-{rank.rank}.json").write_text(json.dumps(measured))
         case other:
             raise AssertionError(f"no command {other}")

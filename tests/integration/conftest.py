@@ -22,6 +22,7 @@ from tasuki.config import places
 from tasuki.transport.export import WeightExport
 from tasuki.v1 import memory_pb2, memory_pb2_grpc, rollout_pb2, rollout_pb2_grpc, types_pb2, weights_pb2
 from tasuki.wire.channel import open_channel
+from tests.conftest import ENVIRONMENT
 from tests.models import make_model, save_checkpoint, trainer_shards
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -162,11 +163,9 @@ def start_rollout(state_dir: Path, model: Path, *overrides: str) -> RolloutProce
     command = [sys.executable, "-m", "tasuki.rollout", "--config", str(config)]
     for override in overrides:
         command += ["--set", override]
-    paths = os.pathsep.join(str(ROOT / folder) for folder in ("protos", "services", "client"))
-    environment = os.environ | {"PYTHONPATH": paths}
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stderr=output, stdout=output, env=environment, start_new_session=True)
-    return RolloutProcess(process, state_dir, log, environment)
+        process = subprocess.Popen(command, stderr=output, stdout=output, env=ENVIRONMENT, start_new_session=True)
+    return RolloutProcess(process, state_dir, log, ENVIRONMENT)
 
 
 def wait_until_serving(rollout: RolloutProcess) -> None:
