@@ -79,7 +79,9 @@ class LoraConfig(Schema):
 
 class TrainerConfig(Schema):
     listen: Listen = "unix"
+    """As `coordinator.listen`."""
     metrics_port: Port | None = None
+    """As `coordinator.metrics_port`."""
     num_ranks: PositiveInt = 1
     """FSDP2 ranks; one GPU each, or one process each on a CPU."""
     devices: Devices | None = None
@@ -137,7 +139,9 @@ class TrainerConfig(Schema):
 
 class RolloutConfig(Schema):
     listen: Listen = "unix"
+    """As `coordinator.listen`."""
     metrics_port: Port | None = None
+    """As `coordinator.metrics_port`."""
     tp_size: PositiveInt = 1
     devices: Devices | None = None
     """GPU of each engine rank, as `trainer.devices`."""

@@ -16,6 +16,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry, start_http_server
 
+from tasuki.config.schema import LOOPBACK
 from tasuki.rpc.interceptors import CallInterceptor
 from tasuki.rpc.metrics import CallMetrics
 from tasuki.rpc.reflection import enable_reflection
@@ -23,7 +24,6 @@ from tasuki.wire.channel import SERVER_OPTIONS
 from tasuki.wire.errors import InvalidArgument, NodeRunning
 
 _log = logging.getLogger("tasuki.rpc")
-_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 class RpcServer:
@@ -96,9 +96,9 @@ class RpcServer:
         path = self._socket_path()
         if path is None:
             host = self.target.rpartition(":")[0]
-            if host not in _LOOPBACK:
+            if host not in LOOPBACK:
                 raise InvalidArgument(
-                    "listen", f"{self.target} is not loopback; without TLS only {', '.join(_LOOPBACK)} may be served"
+                    "listen", f"{self.target} is not loopback; without TLS only {', '.join(LOOPBACK)} may be served"
                 )
         else:
             _refuse_live_socket(path)
