@@ -123,7 +123,7 @@ def _read_message(peer: socket.socket, received: bytes, *, path: Path, deadline:
             if length > _MAX_MESSAGE_BYTES:
                 raise BadHandle(f"{path} announced a message of {length} bytes; {_MAX_MESSAGE_BYTES} are allowed", socket=path)
             needed = _LENGTH.size + length
-        if len(frame) >= needed >= _LENGTH.size and len(frame) >= _LENGTH.size:
+        if len(frame) >= needed:
             break
         peer.settimeout(max(0.001, deadline - time.monotonic()))
         more = peer.recv(64 * 1024)
