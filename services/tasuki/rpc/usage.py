@@ -45,11 +45,7 @@ def joined(answers: Sequence[memory_pb2.GetUsageResponse]) -> memory_pb2.GetUsag
 def read_usage(response: memory_pb2.GetUsageResponse) -> ServiceUsage:
     """What `usage_response` and `joined` made. Tags that this build does not know are left out."""
     return ServiceUsage(
-        tags=tuple(
-            TagUsage(tag=TAGS[usage.tag], **_values(TagUsage, usage))
-            for usage in response.tags
-            if usage.tag in TAGS
-        ),
+        tags=tuple(TagUsage(tag=TAGS[usage.tag], **_values(TagUsage, usage)) for usage in response.tags if usage.tag in TAGS),
         devices=tuple(DeviceUsage(**_values(DeviceUsage, device)) for device in response.devices),
     )
 
