@@ -20,10 +20,10 @@ from tasuki.transport import fd_socket, manifest
 from tasuki.transport.export import Shard, WeightExport
 from tasuki.transport.fd_socket import FdServer
 from tasuki.transport.imported_weights import import_weights
-from tasuki.transport.verify import ReceivedPiece, check_received
 from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import BadHandle, TasukiError, VersionOrder, WeightsCorrupt
 from tests.models import poison
+from tests.received import ReceivedPiece, check_received
 
 TENSORS = {
     "plain": (6, 4),
