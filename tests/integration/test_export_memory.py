@@ -16,8 +16,9 @@ from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import Keep
 from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.receive import WeightReceiver
-from tasuki.transport.export import ExportMemory, Shard, WeightExport
+from tasuki.transport.export import ExportMemory, WeightExport
 from tasuki.transport.imported_weights import ImportedWeights, import_weights
+from tasuki.transport.shards import Shard
 from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import BadHandle, OutOfGpuMemory, VersionOrder
 from tests.models import poison

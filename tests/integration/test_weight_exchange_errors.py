@@ -17,9 +17,10 @@ from torch import nn
 
 from tasuki.rollout.receive import Received, WeightReceiver
 from tasuki.transport import fd_socket, manifest
-from tasuki.transport.export import Shard, WeightExport
+from tasuki.transport.export import WeightExport
 from tasuki.transport.fd_socket import FdServer
 from tasuki.transport.imported_weights import import_weights
+from tasuki.transport.shards import Shard
 from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import BadHandle, TasukiError, VersionOrder, WeightsCorrupt
 from tests.models import poison
