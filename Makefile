@@ -30,7 +30,7 @@ SOURCES := protos services client tests tools
 .PHONY: help setup demo test chaos check protos native lint types buf bench bench-memory bench-memory-gpu bench-sync-gpu bench-sync-engine-gpu bench-sync-peers-gpu grpcurl clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(ENV) native  ## install everything into .venv (the other targets do it by themselves)
 

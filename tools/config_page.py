@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Lt
 from pydantic import BaseModel
@@ -47,6 +47,8 @@ def _without_none(annotation: Any) -> Any:
 
 
 def _value(kind: Any, field: FieldInfo) -> str:
+    if get_origin(kind) is Annotated and get_origin(get_args(kind)[0]) is tuple:
+        return _value(get_args(kind)[0], field)
     if get_origin(kind) is Literal:
         return " or ".join(f'`"{choice}"`' for choice in get_args(kind))
     if get_origin(kind) is tuple and get_args(kind)[1:] == (...,):

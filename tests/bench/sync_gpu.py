@@ -29,10 +29,10 @@ from tasuki.transport.copies import DeviceSummedCopies, HostCopies
 from tasuki.transport.export import WeightExport
 from tasuki.transport.imported_weights import import_weights
 from tasuki.transport.plan import Slice
-from tasuki.transport.verify import ReceivedPiece, check_received
 from tasuki.v1 import weights_pb2
 from tests.bench.sync_ranks import REPOSITORY, Ranks, answer, published_weights
 from tests.bench.sync_shapes import QWEN, QwenModel, random_shards
+from tests.received import ReceivedPiece, check_received
 
 NUM_ROUNDS = 20
 MODULE = "tests.bench.sync_gpu"

@@ -20,14 +20,15 @@ from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import Keep
 from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.receive import WeightReceiver
-from tasuki.transport.export import ExportMemory, Shard, WeightExport
+from tasuki.transport.export import ExportMemory, WeightExport
 from tasuki.transport.fd_socket import FdServer
 from tasuki.transport.imported_weights import import_weights
 from tasuki.transport.manifest import to_proto
-from tasuki.transport.verify import ReceivedPiece, check_received
+from tasuki.transport.shards import Shard
 from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import BadHandle
 from tests.bench.sync_shapes import QWEN, QwenModel, random_shards
+from tests.received import ReceivedPiece, check_received
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

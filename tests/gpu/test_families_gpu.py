@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from tasuki.transport.imported_weights import import_weights
-from tasuki.transport.verify import check_received
 from tests.integration.engine_rank import EngineRanks, engine_ranks, pieces_of
 from tests.integration.published import Published
 from tests.models import CONFIGS
+from tests.received import check_received
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

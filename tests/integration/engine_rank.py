@@ -20,9 +20,9 @@ from typing import Any
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.tags import MemoryTag
 from tasuki.transport.plan import Slice
-from tasuki.transport.verify import ReceivedPiece
 from tasuki.v1 import weights_pb2
 from tests.integration.adapter_rank import Adapter, receive_adapter
+from tests.received import ReceivedPiece
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,13 @@ from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import Keep
 from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.receive import WeightReceiver
-from tasuki.transport.export import ExportMemory, Shard, WeightExport
+from tasuki.transport.export import ExportMemory, WeightExport
 from tasuki.transport.imported_weights import ImportedWeights, import_weights
-from tasuki.transport.verify import ReceivedPiece, check_received
+from tasuki.transport.shards import Shard
 from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import BadHandle, OutOfGpuMemory, VersionOrder
 from tests.models import poison
+from tests.received import ReceivedPiece, check_received
 
 WEIGHTS, EXPORT = MemoryTag.WEIGHTS, MemoryTag.EXPORT
 MIB = 1 << 20

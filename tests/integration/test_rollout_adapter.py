@@ -11,7 +11,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from tasuki.transport.export import Shard, WeightExport
+from tasuki.transport.export import WeightExport
+from tasuki.transport.shards import Shard
 from tasuki.v1 import memory_pb2, types_pb2, weights_pb2
 from tests.integration.conftest import (
     CALL_TIMEOUT_S,

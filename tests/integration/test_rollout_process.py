@@ -54,7 +54,7 @@ def failed_start(state_dir: Path, model: Path, *overrides: str) -> str:
     finally:
         stop_rollout(rollout)
     left = [path.name for path in places.socket_dir(state_dir).iterdir()]
-    assert set(left) <= {"pulse", "rollout.lock"}
+    assert set(left) <= {"pulse"}
     (line,) = [line for line in rollout.log.read_text().splitlines() if line.startswith("tasuki.rollout:")]
     return line
 
@@ -154,7 +154,8 @@ async def test_two_ranks_receive_and_generate(client: RolloutClient, pair_traine
 async def test_a_second_service_on_the_same_state_folder_is_refused(pair: RolloutProcess, client: RolloutClient) -> None:
     second = subprocess.run(pair.process.args, capture_output=True, text=True, timeout=60, env=pair.environment, check=False)
     assert second.returncode == 1
-    assert second.stderr.splitlines()[-1].startswith("tasuki.rollout: NODE_RUNNING: a rollout service already runs on")
+    expected = f"tasuki.rollout: NODE_RUNNING: pid {pair.process.pid} already runs a rollout on"
+    assert second.stderr.splitlines()[-1].startswith(expected)
     assert (await client.state()).tp_size == 2
 
 
@@ -192,4 +193,4 @@ def test_a_dead_rank_ends_the_service_and_leaves_nothing(pair: RolloutProcess, p
     assert still_there(processes) == []
     assert left_of(shared) == []
     assert "event=engine_lost" in pair.log.read_text()
-    assert sorted(path.name for path in pair.socket_dir.iterdir()) == ["pair-0.sock", "pair-1.sock", "pulse", "rollout.lock"]
+    assert sorted(path.name for path in pair.socket_dir.iterdir()) == ["pair-0.sock", "pair-1.sock", "pulse"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+import asyncio
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,16 @@ def trainer_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def trainer_process(trainer_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerProcess]:
-    trainer = start_trainer(tmp_path_factory.mktemp("trainer-node"), trainer_model, num_ranks=2, settings=SETTINGS)
+def metrics_port(unused_tcp_port_factory: Callable[[], int]) -> int:
+    return unused_tcp_port_factory()
+
+
+@pytest.fixture(scope="session")
+def trainer_process(
+    trainer_model: Path, metrics_port: int, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TrainerProcess]:
+    settings = f"{SETTINGS}\nmetrics_port = {metrics_port}"
+    trainer = start_trainer(tmp_path_factory.mktemp("trainer-node"), trainer_model, num_ranks=2, settings=settings)
     trainer.wait_until_serving()
     yield trainer
     trainer.stop()
@@ -67,6 +77,14 @@ async def test_it_says_what_it_is(client: TrainerClient, trainer_model: Path) ->
     assert (state.vocab_size, state.context_length) == (VOCAB_SIZE, 256)
     assert state.model_path == str(trainer_model)
     assert not state.HasField("published_version")
+
+
+async def test_metrics_are_on_the_port_that_the_configuration_names(client: TrainerClient, metrics_port: int) -> None:
+    await client.state()
+    url = f"http://127.0.0.1:{metrics_port}/metrics"
+    text = (await asyncio.to_thread(urllib.request.urlopen, url, timeout=5)).read().decode()
+    labels = 'grpc_method="GetTrainerState",grpc_service="tasuki.v1.TrainerService",grpc_type="unary"'
+    assert float(text.partition(f"grpc_server_started_total{{{labels}}} ")[2].split()[0]) >= 1
 
 
 async def test_learning_lowers_the_loss_and_counts_versions(client: TrainerClient) -> None:

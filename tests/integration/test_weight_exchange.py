@@ -16,7 +16,6 @@ from tasuki.rollout.memory import EngineMemory
 from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.sync import WeightSync
 from tasuki.transport.imported_weights import import_weights
-from tasuki.transport.verify import check_received
 from tasuki.v1 import types_pb2, weights_pb2
 from tasuki.wire.errors import OutOfGpuMemory, WeightsCorrupt
 from tests.integration.adapter_rank import Adapter
@@ -25,6 +24,7 @@ from tests.integration.published import Published
 from tests.integration.trainer_process import TrainerClient, connect, start_trainer
 from tests.integration.trainer_samples import make_samples
 from tests.models import CONFIGS, VOCAB_SIZE, make_model, save_checkpoint
+from tests.received import check_received
 
 # So small that the second trainer rank has nothing of any A.
 LORA = LoraConfig(rank=1, alpha=4)

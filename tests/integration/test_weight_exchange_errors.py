@@ -17,13 +17,14 @@ from torch import nn
 
 from tasuki.rollout.receive import Received, WeightReceiver
 from tasuki.transport import fd_socket, manifest
-from tasuki.transport.export import Shard, WeightExport
+from tasuki.transport.export import WeightExport
 from tasuki.transport.fd_socket import FdServer
 from tasuki.transport.imported_weights import import_weights
-from tasuki.transport.verify import ReceivedPiece, check_received
+from tasuki.transport.shards import Shard
 from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import BadHandle, TasukiError, VersionOrder, WeightsCorrupt
 from tests.models import poison
+from tests.received import ReceivedPiece, check_received
 
 TENSORS = {
     "plain": (6, 4),

@@ -1,5 +1,6 @@
 """The native library through its Python face, over host memory: pages, budget, descriptors, misuse."""
 
+import ctypes
 import gc
 import os
 import resource
@@ -42,7 +43,7 @@ def resident_bytes():
 
 
 def address_of(block):
-    return native.ctypes.addressof(block)
+    return ctypes.addressof(block)
 
 
 def num_open_fds():

@@ -43,7 +43,7 @@ def test_experts_cannot_have_adapters_but_their_attention_can() -> None:
 
 @pytest.mark.parametrize(("held", "have"), [(None, 8), (8, None), (8, 16)])
 def test_a_checkpoint_of_another_kind_of_training_is_refused(tmp_path: Path, held: int | None, have: int | None) -> None:
-    fields = {"format": 1, "policy_version": 3, "num_ranks": 1, "architecture": "LlamaForCausalLM", "lora_rank": held}
+    fields = {"format": 2, "policy_version": 3, "num_ranks": 1, "architecture": "LlamaForCausalLM", "lora_rank": held}
     (tmp_path / "checkpoint.json").write_text(json.dumps(fields))
     model = torch.nn.Linear(2, 2)
     facts = CheckpointFacts(policy_version=0, num_ranks=1, architecture="LlamaForCausalLM", lora_rank=have)

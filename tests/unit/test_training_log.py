@@ -177,6 +177,12 @@ async def test_full_disk_at_a_checkpoint_leaves_the_log_as_it_was(path: Path, tm
     checkpoint = TrainingRecord(checkpoint=trainer_pb2.LoadCheckpointRequest(path="/c"))
     with pytest.raises(DiskFull, match="cannot be written"):
         await log.saved(checkpoint)
+    aside = path.with_suffix(".part")
+    assert not aside.exists()
+    aside.mkdir()  # nothing can be opened there, as on a read-only disk
+    with pytest.raises(DiskFull, match="cannot be written"):
+        await log.saved(checkpoint)
+    aside.rmdir()
     await write(log, learn("c"))
     await log.saved(checkpoint)
     log.close()

@@ -135,20 +135,7 @@ class AsyncClient:
 
             return await (await self._connection.trainer()).ForwardBackward(messages(), timeout=timeout_s)
 
-        done = await self._train(give)
-        return ForwardBackwardResult(
-            loss=done.loss,
-            num_samples=done.num_samples,
-            num_tokens=done.num_tokens,
-            clip_fraction=done.clip_fraction,
-            ref_kl=done.ref_kl,
-            max_log_prob_gap=done.max_log_prob_gap,
-            mean_log_prob_gap=done.mean_log_prob_gap,
-            num_gap_tokens=done.num_gap_tokens,
-            entropy=done.entropy,
-            num_micro_batches=done.num_micro_batches,
-            seconds=done.seconds,
-        )
+        return encode.forward_backward_from_proto(await self._train(give))
 
     async def optim_step(self, *, learning_rate: float | None = None) -> OptimStepResult:
         """Clips the gradients and makes one AdamW step; `learning_rate` replaces the schedule's rate for this step."""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tasuki.client.types import (
     Changeover,
     FinishReason,
+    ForwardBackwardResult,
     LossConfig,
     NodeState,
     Phase,
@@ -163,6 +164,10 @@ def _stage_from_proto(stage: types_pb2.Stage.ValueType) -> Stage | None:
 
 def _status_from_proto(status: coordinator_pb2.StageStatus.ValueType) -> StageStatus:
     return StageStatus(coordinator_pb2.StageStatus.Name(status).removeprefix("STAGE_STATUS_"))
+
+
+def forward_backward_from_proto(done: trainer_pb2.ForwardBackwardResponse) -> ForwardBackwardResult:
+    return ForwardBackwardResult(**{field.name: getattr(done, field.name) for field in fields(ForwardBackwardResult)})
 
 
 def trainer_state_from_proto(state: trainer_pb2.GetTrainerStateResponse) -> TrainerState:

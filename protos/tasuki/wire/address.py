@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 from pathlib import Path
+
+from tasuki.wire.errors import NodeRunning
 
 # sockaddr_un holds 108 bytes; the longest name below the folder takes 40.
 _MAX_SOCKET_DIR = 68
+_PROBE_TIMEOUT_S = 1.0
 
 
 def socket_folder(state_dir: Path) -> Path:
@@ -24,3 +28,19 @@ def socket_folder(state_dir: Path) -> Path:
 def unix_target(state_dir: Path, *, service: str) -> str:
     """gRPC target of a service that listens on its unix socket."""
     return f"unix:{socket_folder(state_dir) / service}.sock"
+
+
+def remove_dead_socket(path: Path) -> None:
+    """Makes way where a server that was killed has left its socket. Raises NodeRunning when one answers there, or cannot be asked."""
+    if not path.exists():
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(_PROBE_TIMEOUT_S)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+        except OSError as error:
+            raise NodeRunning(f"{path} is there and is no socket of a dead server: {error}", address=path) from error
+    raise NodeRunning(f"another process serves {path}", address=path)

@@ -30,6 +30,56 @@ class Misfit(ValueError):
 
 def raise_misfits(config: NodeConfig) -> None:
     """Raises Misfit naming both settings."""
+    _check_export(config)
+    _check_devices(config)
+    _check_kind_of_device(config)
+    if config.rollout.lora == "adapter" and config.trainer.lora is None:
+        raise Misfit("rollout.lora", '= "adapter" needs a table [trainer.lora]')
+    if config.failpoints and not config.unsafe:
+        raise Misfit("failpoints", "break a node on purpose; they need unsafe = true")
+    _check_deadlines(config)
+
+
+def _check_export(config: NodeConfig) -> None:
+    trainer, dtype = config.trainer, config.rollout.dtype
+    if trainer.export == "parameters" and trainer.param_dtype != dtype:
+        problem = f'= "parameters" needs trainer.param_dtype = {trainer.param_dtype} to be rollout.dtype = {dtype}'
+        raise Misfit("trainer.export", f'{problem}; "copy" casts')
+    if trainer.export == "parameters" and trainer.lora is not None:
+        raise Misfit("trainer.export", '= "parameters" cannot publish adapters; leave it at "auto"')
+
+
+def _check_devices(config: NodeConfig) -> None:
+    """GPUs are named for all ranks of both services, or for none."""
+    named = {
+        "trainer": (config.trainer.devices, config.trainer.num_ranks),
+        "rollout": (config.rollout.devices, config.num_engine_ranks),
+    }
+    given = {service: devices for service, (devices, _) in named.items() if devices is not None}
+    if not given:
+        return
+    if config.device == "cpu" or len(given) < len(named):
+        raise Misfit(f"{next(iter(given))}.devices", 'is given for both, trainer and rollout, and with device = "cuda"')
+    for service, (devices, num_ranks) in named.items():
+        if devices is not None and len(devices) != num_ranks:
+            raise Misfit(f"{service}.devices", f"names {len(devices)} GPUs for {num_ranks} ranks")
+    if len({name.startswith("GPU-") for devices in given.values() for name in devices}) > 1:
+        raise Misfit("trainer.devices", "and rollout.devices are UUIDs or numbers, not both")
+
+
+def _check_kind_of_device(config: NodeConfig) -> None:
+    if config.device == "cpu" and config.trainer.export_handles == "ipc":
+        raise Misfit("trainer.export_handles", '= "ipc" needs device = "cuda"')
+    if config.device == "cuda" and config.rollout.dtype == "float32":
+        raise Misfit(
+            "rollout.dtype",
+            '= "float32" is not possible with device = "cuda", where SGLang\'s kernels take bfloat16: leave it out',
+        )
+    if config.device == "cuda" and config.memory.host_budget_bytes is not None:
+        raise Misfit("memory.host_budget_bytes", 'is for device = "cpu"; the memory of a GPU is measured')
+
+
+def _check_deadlines(config: NodeConfig) -> None:
     shortest = _MISSED_BEATS * HEARTBEAT_S
     if config.restart.stall_s < shortest:
         problem = f"= {config.restart.stall_s:g} must be at least {shortest:g}: a heartbeat comes every {HEARTBEAT_S:g} s"
@@ -38,13 +88,6 @@ def raise_misfits(config: NodeConfig) -> None:
         if _value(config, later) < _value(config, sooner):
             problem = f"= {_value(config, later):g} must not be below {sooner} = {_value(config, sooner):g}"
             raise Misfit(later, f"{problem}: raise the one or lower the other")
-    if config.device == "cuda" and config.rollout.dtype == "float32":
-        raise Misfit(
-            "rollout.dtype",
-            '= "float32" is not possible with device = "cuda", where SGLang\'s kernels take bfloat16: leave it out',
-        )
-    if config.device == "cuda" and config.memory.host_budget_bytes is not None:
-        raise Misfit("memory.host_budget_bytes", 'is for device = "cpu"; the memory of a GPU is measured')
 
 
 def _value(config: NodeConfig, key: str) -> float:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
-from tasuki.config.order import Misfit, raise_misfits
+from tasuki.config.order import raise_misfits
 
 
 class Schema(BaseModel):
@@ -79,7 +79,9 @@ class LoraConfig(Schema):
 
 class TrainerConfig(Schema):
     listen: Listen = "unix"
+    """As `coordinator.listen`."""
     metrics_port: Port | None = None
+    """As `coordinator.metrics_port`."""
     num_ranks: PositiveInt = 1
     """FSDP2 ranks; one GPU each, or one process each on a CPU."""
     devices: Devices | None = None
@@ -137,7 +139,9 @@ class TrainerConfig(Schema):
 
 class RolloutConfig(Schema):
     listen: Listen = "unix"
+    """As `coordinator.listen`."""
     metrics_port: Port | None = None
+    """As `coordinator.metrics_port`."""
     tp_size: PositiveInt = 1
     """GPUs that share one copy of the weights, by tensor parallelism."""
     dp_size: PositiveInt | None = None
@@ -264,55 +268,10 @@ class NodeConfig(Schema):
         is_possible = trainer.param_dtype == self.rollout.dtype and trainer.export_handles == "vmm" and trainer.lora is None
         return trainer.export == "parameters" or (trainer.export == "auto" and is_possible)
 
-    @model_validator(mode="after")
-    def _published_parameters_have_the_engines_dtype(self) -> NodeConfig:
-        if self.trainer.export == "parameters" and self.trainer.param_dtype != self.rollout.dtype:
-            problem = f'= "parameters" needs trainer.param_dtype = {self.trainer.param_dtype} to be rollout.dtype = {self.rollout.dtype}'
-            raise Misfit("trainer.export", f'{problem}; "copy" casts')
-        if self.trainer.export == "parameters" and self.trainer.lora is not None:
-            raise Misfit("trainer.export", '= "parameters" cannot publish adapters; leave it at "auto"')
-        return self
-
-    @model_validator(mode="after")
-    def _devices_are_those_of_all_ranks(self) -> NodeConfig:
-        named = {
-            "trainer": (self.trainer.devices, self.trainer.num_ranks),
-            "rollout": (self.rollout.devices, self.num_engine_ranks),
-        }
-        given = {service: devices for service, (devices, _) in named.items() if devices is not None}
-        if not given:
-            return self
-        if self.device == "cpu" or len(given) < len(named):
-            raise Misfit(f"{next(iter(given))}.devices", 'is given for both, trainer and rollout, and with device = "cuda"')
-        for service, (devices, num_ranks) in named.items():
-            if devices is not None and len(devices) != num_ranks:
-                raise Misfit(f"{service}.devices", f"names {len(devices)} GPUs for {num_ranks} ranks")
-        if len({name.startswith("GPU-") for devices in given.values() for name in devices}) > 1:
-            raise Misfit("trainer.devices", "and rollout.devices are UUIDs or numbers, not both")
-        return self
-
-    @model_validator(mode="after")
-    def _ipc_handles_are_of_gpus(self) -> NodeConfig:
-        if self.trainer.export_handles == "ipc" and self.device == "cpu":
-            raise Misfit("trainer.export_handles", '= "ipc" needs device = "cuda"')
-        return self
-
     @property
     def served_adapter(self) -> LoraConfig | None:
         """What rollout adds to the model by itself; None when weights come whole."""
         return self.trainer.lora if self.rollout.lora == "adapter" else None
-
-    @model_validator(mode="after")
-    def _adapter_is_trained(self) -> NodeConfig:
-        if self.rollout.lora == "adapter" and self.trainer.lora is None:
-            raise Misfit("rollout.lora", '= "adapter" needs a table [trainer.lora]')
-        return self
-
-    @model_validator(mode="after")
-    def _failpoints_are_unsafe(self) -> NodeConfig:
-        if self.failpoints and not self.unsafe:
-            raise Misfit("failpoints", "break a node on purpose; they need unsafe = true")
-        return self
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> NodeConfig:

@@ -31,9 +31,7 @@ def node_layout(
     overheads: Overheads | None = None,
 ) -> Layout:
     """num_gpus: by default as many as the larger service has ranks. Where trainer.export_stays is open, it stays if all fits then."""
-    trainer, rollout = config.trainer, config.rollout
-    is_full = trainer.gradient_checkpointing
-    gpus = gpus_of(config)
+    trainer, rollout, gpus = config.trainer, config.rollout, gpus_of(config)
     layout = Layout(
         model=model,
         num_gpus=max(*gpus.trainer, *gpus.rollout) + 1 if num_gpus is None else num_gpus,
@@ -51,7 +49,7 @@ def node_layout(
         exports_parameters=config.exports_parameters,
         export_stays=trainer.export_stays is not False,
         micro_batch_tokens=trainer.micro_batch_tokens,
-        checkpointing=Checkpointing.FULL if is_full else Checkpointing.NONE,
+        checkpointing=Checkpointing.FULL if trainer.gradient_checkpointing else Checkpointing.NONE,
         has_reference=config.train is not None and config.train.kl_coef > 0,
         lora_rank=None if trainer.lora is None else trainer.lora.rank,
         lora_targets=None if trainer.lora is None else trainer.lora.target_modules,

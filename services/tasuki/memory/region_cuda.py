@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from tasuki.memory.arena import LIBRARY_PATH, NUM_SLOTS, Arena
+from tasuki.memory.arena import Arena
+from tasuki.memory.library import LIBRARY_PATH, NUM_SLOTS
 from tasuki.wire.errors import InvalidArgument
 
 

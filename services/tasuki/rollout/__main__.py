@@ -6,19 +6,17 @@ Every engine rank's process imports this file anew: what is heavy is imported by
 from __future__ import annotations
 
 import argparse
-import fcntl
 import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing.util import Finalize
 from pathlib import Path
 
 from tasuki.config import places
 from tasuki.config.gpus import show_gpus
 from tasuki.config.load import load_config
+from tasuki.config.lock import StateLock
 from tasuki.config.schema import NodeConfig
 from tasuki.rollout.environment import engine_environment
 from tasuki.rollout.model import read_model
@@ -26,7 +24,7 @@ from tasuki.rollout.ranks import RankProcesses
 from tasuki.rollout.starting import Starting
 from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.room import wait_for_trainer_to_leave
-from tasuki.wire.errors import NodeRunning, TasukiError
+from tasuki.wire.errors import TasukiError
 
 
 def main() -> int:
@@ -49,7 +47,7 @@ def _serve(config: NodeConfig, starting: Starting) -> int:
     model = read_model(config)
     socket_dir = places.socket_dir(config.state_dir)
     temp_dir = socket_dir / "tmp"
-    with _only_one(socket_dir / "rollout.lock", config.state_dir):
+    with StateLock.take(config.state_dir, name="rollout"):
         shutil.rmtree(temp_dir, ignore_errors=True)  # left by a service that was killed
         temp_dir.mkdir(mode=0o700)
         # Runs when the interpreter exits, after multiprocessing has removed what it keeps there itself (at priority -100).
@@ -67,17 +65,6 @@ def _serve(config: NodeConfig, starting: Starting) -> int:
         finally:
             starting.finish()
             ranks.kill()
-
-
-@contextmanager
-def _only_one(lock: Path, state_dir: Path) -> Iterator[None]:
-    """Holds the lock that a second rollout service on the same state folder would need. The kernel drops it when we die."""
-    with lock.open("w") as held:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise NodeRunning(f"a rollout service already runs on {state_dir}", state_dir=state_dir) from error
-        yield
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tasuki.config.schema import NodeConfig
+from tasuki.config.schema import LoraConfig, NodeConfig, RolloutConfig
 from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.rank_commands import COMMAND_LOADER
 
@@ -43,34 +43,46 @@ def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
         "grammar_backend": "none",
         "log_level": "warning",
     }
+    arguments |= _chosen(rollout)
     if config.served_adapter is not None:
-        arguments |= {
-            "enable_lora": True,
-            "max_lora_rank": config.served_adapter.rank,
-            "lora_target_modules": list(config.served_adapter.target_modules),
-            # The adapter's slot and that of requests without any, so that neither ever takes the other's.
-            "max_loras_per_batch": 2,
-        }
+        arguments |= _adapter_arguments(config.served_adapter)
     else:
         # Nothing is served before weights have been received: to read others from disk would only take time.
         arguments["load_format"] = "dummy"
-    if rollout.max_total_tokens is not None:
-        arguments["max_total_tokens"] = rollout.max_total_tokens + _CONTEXT_SLACK
-    if rollout.max_running_requests is not None:
-        arguments["max_running_requests"] = rollout.max_running_requests
-    if rollout.attention_backend is not None:
-        arguments["attention_backend"] = rollout.attention_backend
-    if rollout.sampling_backend is not None:
-        arguments["sampling_backend"] = rollout.sampling_backend
-    if config.device == "cpu":
-        arguments |= {
-            "attention_backend": "torch_native",
-            "sampling_backend": "pytorch",
-            "lora_backend": "torch_native",
-            "disable_cuda_graph": True,
-            # There is no second processor to overlap with, and it computes a token more for each sequence than is used.
-            "disable_overlap_schedule": True,
-        }
-        arguments.setdefault("max_total_tokens", max(_CPU_TOTAL_TOKENS, model.context_length) + _CONTEXT_SLACK)
-        arguments.setdefault("max_running_requests", _CPU_RUNNING_REQUESTS)
-    return arguments
+    return arguments | _cpu_arguments(rollout, model) if config.device == "cpu" else arguments
+
+
+def _chosen(rollout: RolloutConfig) -> dict[str, Any]:
+    """What SGLang would choose by itself, where the configuration says it."""
+    total_tokens = None if rollout.max_total_tokens is None else rollout.max_total_tokens + _CONTEXT_SLACK
+    given = {
+        "max_total_tokens": total_tokens,
+        "max_running_requests": rollout.max_running_requests,
+        "attention_backend": rollout.attention_backend,
+        "sampling_backend": rollout.sampling_backend,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _adapter_arguments(adapter: LoraConfig) -> dict[str, Any]:
+    return {
+        "enable_lora": True,
+        "max_lora_rank": adapter.rank,
+        "lora_target_modules": list(adapter.target_modules),
+        # The adapter's slot and that of requests without any, so that neither ever takes the other's.
+        "max_loras_per_batch": 2,
+    }
+
+
+def _cpu_arguments(rollout: RolloutConfig, model: ModelFacts) -> dict[str, Any]:
+    return {
+        "max_total_tokens": max(_CPU_TOTAL_TOKENS, model.context_length) + _CONTEXT_SLACK,
+        "max_running_requests": _CPU_RUNNING_REQUESTS,
+        **_chosen(rollout),
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "lora_backend": "torch_native",
+        "disable_cuda_graph": True,
+        # There is no second processor to overlap with, and it computes a token more for each sequence than is used.
+        "disable_overlap_schedule": True,
+    }

@@ -50,7 +50,7 @@ async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, st
 
     socket_dir = places.socket_dir(config.state_dir)
     target = places.grpc_target(config.state_dir, service="rollout", listen=config.rollout.listen)
-    server = RpcServer(service="rollout", target=target)
+    server = RpcServer(service="rollout", target=target, metrics_port=config.rollout.metrics_port)
     engine = start_engine(config, model, ranks, on_death=on_death)
     starting.finish()
     configure_logging("rollout")  # SGLang has put its own in the place of ours

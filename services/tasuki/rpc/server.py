@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,15 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry, start_http_server
 
+from tasuki.config.schema import LOOPBACK
 from tasuki.rpc.interceptors import CallInterceptor
 from tasuki.rpc.metrics import CallMetrics
 from tasuki.rpc.reflection import enable_reflection
+from tasuki.wire.address import remove_dead_socket
 from tasuki.wire.channel import SERVER_OPTIONS
 from tasuki.wire.errors import InvalidArgument, NodeRunning
 
 _log = logging.getLogger("tasuki.rpc")
-_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 class RpcServer:
@@ -96,12 +96,12 @@ class RpcServer:
         path = self._socket_path()
         if path is None:
             host = self.target.rpartition(":")[0]
-            if host not in _LOOPBACK:
+            if host not in LOOPBACK:
                 raise InvalidArgument(
-                    "listen", f"{self.target} is not loopback; without TLS only {', '.join(_LOOPBACK)} may be served"
+                    "listen", f"{self.target} is not loopback; without TLS only {', '.join(LOOPBACK)} may be served"
                 )
         else:
-            _refuse_live_socket(path)
+            remove_dead_socket(path)  # grpcio would take over one that another server still uses, without a word
         # grpcio makes the socket with the process's umask; there is no other way to have it 0600 from its first moment.
         umask = os.umask(0o177)
         try:
@@ -124,18 +124,3 @@ class RpcServer:
 
     def _socket_path(self) -> Path | None:
         return Path(self.target.removeprefix("unix:")) if self.target.startswith("unix:") else None
-
-
-def _refuse_live_socket(path: Path) -> None:
-    """grpcio takes over a socket that another server still uses, without a word: look first."""
-    if not path.exists():
-        return
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink()  # left by a server that was killed
-            return
-        except OSError as error:
-            raise NodeRunning(f"{path} is there and is no socket of ours: {error}", address=str(path)) from error
-    raise NodeRunning(f"another server answers on {path}", address=str(path))

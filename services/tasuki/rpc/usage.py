@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
 
 from tasuki.memory.tags import DeviceUsage, MemoryTag, ServiceUsage, TagUsage
 from tasuki.v1 import memory_pb2, types_pb2
@@ -27,30 +29,8 @@ _DEFAULT_INTERVAL_MS = 1000
 def usage_response(tags: Sequence[TagUsage], device: DeviceUsage) -> memory_pb2.GetUsageResponse:
     """One rank's."""
     return memory_pb2.GetUsageResponse(
-        tags=[
-            types_pb2.TagUsage(
-                tag=TAG_VALUES[usage.tag],
-                device=usage.device,
-                rank=device.rank,
-                mapped_bytes=usage.mapped_bytes,
-                total_bytes=usage.total_bytes,
-                is_paused=usage.is_paused,
-                kept_bytes=usage.kept_bytes,
-                host_copy_bytes=usage.host_copy_bytes,
-            )
-            for usage in tags
-        ],
-        devices=[
-            types_pb2.DeviceUsage(
-                device=device.device,
-                rank=device.rank,
-                total_bytes=device.total_bytes,
-                free_bytes=device.free_bytes,
-                process_bytes=device.process_bytes,
-                torch_cached_bytes=device.torch_cached_bytes,
-                other_processes_bytes=device.other_processes_bytes,
-            )
-        ],
+        tags=[types_pb2.TagUsage(**_values(TagUsage, usage), tag=TAG_VALUES[usage.tag], rank=device.rank) for usage in tags],
+        devices=[types_pb2.DeviceUsage(**_values(DeviceUsage, device))],
     )
 
 
@@ -65,32 +45,14 @@ def joined(answers: Sequence[memory_pb2.GetUsageResponse]) -> memory_pb2.GetUsag
 def read_usage(response: memory_pb2.GetUsageResponse) -> ServiceUsage:
     """What `usage_response` and `joined` made. Tags that this build does not know are left out."""
     return ServiceUsage(
-        tags=tuple(
-            TagUsage(
-                tag=TAGS[usage.tag],
-                device=usage.device,
-                mapped_bytes=usage.mapped_bytes,
-                total_bytes=usage.total_bytes,
-                is_paused=usage.is_paused,
-                kept_bytes=usage.kept_bytes,
-                host_copy_bytes=usage.host_copy_bytes,
-            )
-            for usage in response.tags
-            if usage.tag in TAGS
-        ),
-        devices=tuple(
-            DeviceUsage(
-                device=device.device,
-                rank=device.rank,
-                total_bytes=device.total_bytes,
-                free_bytes=device.free_bytes,
-                process_bytes=device.process_bytes,
-                torch_cached_bytes=device.torch_cached_bytes,
-                other_processes_bytes=device.other_processes_bytes,
-            )
-            for device in response.devices
-        ),
+        tags=tuple(TagUsage(tag=TAGS[usage.tag], **_values(TagUsage, usage)) for usage in response.tags if usage.tag in TAGS),
+        devices=tuple(DeviceUsage(**_values(DeviceUsage, device)) for device in response.devices),
     )
+
+
+def _values(kind: type[TagUsage | DeviceUsage], usage: object) -> dict[str, Any]:
+    """What message and dataclass have under the same names: all but the tag."""
+    return {field.name: getattr(usage, field.name) for field in fields(kind) if field.name != "tag"}
 
 
 async def watch_usage(

@@ -144,9 +144,10 @@ async def _serve(config: NodeConfig, *, launch: Launch) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     loop.add_reader(launch.launcher_fd, stop.set)
-    trainer = config.trainer
     ranks = Ranks(
-        socket_dir=socket_dir(config.state_dir), num_ranks=launch.num_ranks, collective_timeout_s=trainer.collective_timeout_s
+        socket_dir=socket_dir(config.state_dir),
+        num_ranks=launch.num_ranks,
+        collective_timeout_s=config.trainer.collective_timeout_s,
     )
     own_rank = threading.Thread(target=_run_rank, args=(config,), kwargs={"launch": launch}, name="rank-0", daemon=True)
     own_rank.start()
@@ -157,14 +158,11 @@ async def _serve(config: NodeConfig, *, launch: Launch) -> int:
             return 1
         failpoints = Failpoints.of(config, "trainer")
         state = TrainerState(policy_version=ready.policy_version, gate=CommandGate(failpoints))
-        server = RpcServer(service="trainer", target=grpc_target(config.state_dir, service="trainer", listen=trainer.listen))
         training = Training(ranks, state=state, ready=ready, config=config)
         log = TrainingLog(training_log_path(config.state_dir), failpoints=failpoints)
         cleanup.callback(log.close)
         await restore(training, log, config=config)
-        servicer = TrainerServicer(training, log=log, ready=ready, config=config)
-        server.add(add_TrainerServiceServicer_to_server, servicer, "tasuki.v1.TrainerService")
-        server.add(add_MemoryServiceServicer_to_server, MemoryServicer(ranks, state=state), "tasuki.v1.MemoryService")
+        server = _server(training, log, ready=ready, config=config)
         await server.start()
         heartbeat = Heartbeat(config.state_dir, "trainer")
         cleanup.callback(heartbeat.close)
@@ -178,6 +176,16 @@ async def _serve(config: NodeConfig, *, launch: Launch) -> int:
         cleanup.close()
         loop.remove_reader(launch.launcher_fd)
         await asyncio.to_thread(own_rank.join, _GRACE_S)
+
+
+def _server(training: Training, log: TrainingLog, *, ready: RankReady, config: NodeConfig) -> RpcServer:
+    target = grpc_target(config.state_dir, service="trainer", listen=config.trainer.listen)
+    server = RpcServer(service="trainer", target=target, metrics_port=config.trainer.metrics_port)
+    servicer = TrainerServicer(training, log=log, ready=ready, config=config)
+    server.add(add_TrainerServiceServicer_to_server, servicer, "tasuki.v1.TrainerService")
+    memory = MemoryServicer(training.ranks, state=training.state)
+    server.add(add_MemoryServiceServicer_to_server, memory, "tasuki.v1.MemoryService")
+    return server
 
 
 async def _ready_or_stopped(ranks: Ranks, stop: asyncio.Event) -> RankReady | None:

@@ -1,7 +1,6 @@
 """Saves and restores a rank's training state by torch.distributed.checkpoint. Every rank makes the same calls.
 
-A checkpoint is a folder: torch's files with model, optimizer and random state, and checkpoint.json. Torch's metadata file is a pickle: load
-only what you saved yourself.
+A checkpoint is a folder: torch's files with model, optimizer and random state, their index, and checkpoint.json. Nothing in it is run.
 """
 
 from __future__ import annotations
@@ -14,18 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter, SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint import CheckpointException
 from torch.optim import Optimizer
 
+from tasuki.trainer.checkpoint_files import TensorReader, TensorWriter, damaged
 from tasuki.trainer.folders import cannot_write, drop_aside, folder_bytes, rename_into_place, start_aside
 from tasuki.trainer.lora import trained_parameters
 from tasuki.wire.errors import InvalidArgument, PathNotFound, VersionOrder
 
 _FACTS_FILE = "checkpoint.json"
-_FORMAT = 1
+_FORMAT = 2
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -40,6 +39,10 @@ class CheckpointFacts:
     """Of the adapters that are all the model it holds; None for a whole one."""
 
 
+_Fields = TypeAdapter(dict[str, Any])
+_Facts = TypeAdapter(CheckpointFacts)
+
+
 def save_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer, facts: CheckpointFacts) -> int:
     """Writes aside, fsyncs, renames. Returns the bytes written.
 
@@ -49,7 +52,7 @@ def save_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer, facts
     aside = start_aside(path)
     tensors = _training_tensors(model, optimizer) | {_random_key(): torch.get_rng_state()}
     try:
-        dcp.save(tensors, storage_writer=_Writer(aside, sync_files=True))
+        dcp.save(tensors, storage_writer=TensorWriter(aside, sync_files=True))
     except CheckpointException as error:
         drop_aside(aside, path=path)
         for failure, _ in error.failures.values():
@@ -61,30 +64,17 @@ def save_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer, facts
     return folder_bytes(path)
 
 
-class _Writer(FileSystemWriter):
-    """Says what the disk said."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            # torch.save closes its archive when a write has failed, and that fails as well: the disk's error is the one before.
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from error
-            raise
-
-
 def read_facts(path: Path) -> CheckpointFacts:
     """Raises PathNotFound without a checkpoint at `path`, InvalidArgument when it is not one of ours."""
     if not (path / _FACTS_FILE).is_file():
         raise PathNotFound(f"{path} is no checkpoint: it has no {_FACTS_FILE}", path=path)
     try:
-        fields: dict[str, Any] = json.loads((path / _FACTS_FILE).read_text())
-        if fields.pop("format") != _FORMAT:
+        content = (path / _FACTS_FILE).read_bytes()
+        if _Fields.validate_json(content).get("format") != _FORMAT:
             raise InvalidArgument("path", f"{path} is of a format that this version does not read")
-        return CheckpointFacts(**fields)
-    except (ValueError, KeyError, TypeError) as error:
-        raise InvalidArgument("path", f"{path}/{_FACTS_FILE} is damaged: {error}") from error
+        return _Facts.validate_json(content, strict=True)
+    except ValidationError as error:
+        raise damaged(path / _FACTS_FILE, error) from error
 
 
 def load_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer, have: CheckpointFacts) -> int:
@@ -106,12 +96,13 @@ def load_checkpoint(path: Path, *, model: nn.Module, optimizer: Optimizer, have:
             have=have.policy_version,
             want=facts.policy_version,
         )
+    reader = TensorReader(path)
     present = _training_tensors(model, optimizer)
     loaded: dict[str, Tensor] = {name: torch.empty_like(tensor) for name, tensor in present.items()}
     if facts.num_ranks == have.num_ranks:
         loaded[_random_key()] = torch.get_rng_state()
     try:
-        dcp.load(loaded, storage_reader=FileSystemReader(path))
+        dcp.load(loaded, storage_reader=reader)
     except CheckpointException as error:
         raise InvalidArgument("path", f"{path} cannot be restored: {_cause(error)}") from error
     _set_training_tensors(model, optimizer, loaded)

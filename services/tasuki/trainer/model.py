@@ -90,15 +90,7 @@ def load_policy(
         if lora is not None:
             add_adapters(causal_lm, lora)
     policy = Policy(causal_lm)
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    for layer in causal_lm.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            # Without it a factor other than the number of ranks takes an NCCL-only operation.
-            module.set_force_sum_reduction_for_comms(True)
+    _shard(policy, mesh=mesh, compute_dtype=compute_dtype)
     device = mesh_device(mesh)
     with region:
         # FSDP2 also pads the shards here, so that they stay where they are from now on.
@@ -108,6 +100,18 @@ def load_policy(
     load_shards(path, local_shards(causal_lm))
     initialize_adapters(causal_lm, seed=seed)
     return policy
+
+
+def _shard(policy: Policy, *, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    for layer in policy.causal_lm.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(policy, mesh=mesh, mp_policy=precision)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # Without it a factor other than the number of ranks takes an NCCL-only operation.
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def _unreadable(path: Path, error: Exception) -> InvalidArgument | UnsupportedModel:

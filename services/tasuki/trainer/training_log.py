@@ -111,18 +111,22 @@ class TrainingLog:
     def _replace(self, checkpoint: TrainingRecord, pending: bytes) -> None:
         first = _frame(checkpoint, is_done=True)
         aside = self._path.with_suffix(".part")
-        fd = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            self._failpoints.hit("log.replace")
-            _write(fd, first + pending, at=0)
-            os.fsync(fd)
-            aside.rename(self._path)
+            fd = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                self._failpoints.hit("log.replace")
+                _write(fd, first + pending, at=0)
+                os.fsync(fd)
+                aside.rename(self._path)
+            except OSError:
+                os.close(fd)
+                aside.unlink()  # on a full disk it would be in the way of everything else
+                raise
+            os.close(self._fd)
+            self._fd, self._pending_start, self._end = fd, len(first), len(first) + len(pending)
             _fsync_folder(self._path.parent)
         except OSError as error:
-            os.close(fd)
             raise DiskFull(f"{aside} cannot be written: {error.strerror}", path=aside) from error
-        os.close(self._fd)
-        self._fd, self._pending_start, self._end = fd, len(first), len(first) + len(pending)
 
 
 def read_training_log(path: Path) -> list[TrainingRecord]:

@@ -23,8 +23,6 @@ from tasuki.transport.shards import Shard
 from tasuki.transport.weight_arena import WeightArena
 from tasuki.v1 import weights_pb2
 
-__all__ = ["ExportMemory", "Shard", "WeightExport"]
-
 
 @dataclass(frozen=True, slots=True)
 class ExportMemory:

@@ -12,7 +12,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tasuki.wire.errors import BadHandle, NodeRunning
+from tasuki.wire.address import remove_dead_socket
+from tasuki.wire.errors import BadHandle
 
 MAX_FDS = 253
 """As many as the kernel takes in one message."""
@@ -123,7 +124,7 @@ def _read_message(peer: socket.socket, received: bytes, *, path: Path, deadline:
             if length > _MAX_MESSAGE_BYTES:
                 raise BadHandle(f"{path} announced a message of {length} bytes; {_MAX_MESSAGE_BYTES} are allowed", socket=path)
             needed = _LENGTH.size + length
-        if len(frame) >= needed >= _LENGTH.size and len(frame) >= _LENGTH.size:
+        if len(frame) >= needed:
             break
         peer.settimeout(max(0.001, deadline - time.monotonic()))
         more = peer.recv(64 * 1024)
@@ -138,8 +139,7 @@ def _read_message(peer: socket.socket, received: bytes, *, path: Path, deadline:
 def _listen(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        if path.exists():
-            _remove_left_over(path)
+        remove_dead_socket(path)
         listener.bind(str(path))
         # Nobody can connect before listen(), so there is no moment at which the socket is open to others.
         path.chmod(0o600)
@@ -148,17 +148,6 @@ def _listen(path: Path) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def _remove_left_over(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink()
-            return
-    raise NodeRunning(f"another process serves {path}", address=path)
 
 
 def _peer_uid(peer: socket.socket) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,24 +15,6 @@ from tasuki.wire.errors import WeightsCorrupt
 _NAMED_TENSORS = 5
 HeldSlice = tuple[str, Slice]
 """Name of a checkpoint tensor, and the slice of it that an engine rank holds."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReceivedPiece:
-    """What one engine rank read back for one slice of a checkpoint tensor after its copy."""
-
-    rank: int
-    name: str
-    source: Slice
-    checksum: int
-
-
-def check_received(pieces: Sequence[ReceivedPiece], published: ImportedWeights) -> None:
-    """Raises WeightsCorrupt, naming the first five tensors and the ranks, unless every tensor arrived whole and unchanged."""
-    comparison = Comparison([(piece.rank, piece.name, piece.source) for piece in pieces], published)
-    sums = np.array([piece.checksum for piece in pieces], dtype=np.uint64)
-    if not comparison.agrees(sums):
-        comparison.refuse(sums)
 
 
 class Comparison:

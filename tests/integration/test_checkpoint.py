@@ -1,0 +1,150 @@
+"""A checkpoint's files: what is saved comes back, and nothing that lies in the folder is trusted or run."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tasuki.trainer.checkpoint import CheckpointFacts, load_checkpoint, save_checkpoint
+from tasuki.wire.errors import InvalidArgument
+
+FACTS = CheckpointFacts(policy_version=3, num_ranks=1, architecture="Linear")
+
+
+class Malicious:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def trained(seed: int) -> tuple[nn.Module, torch.optim.AdamW]:
+    torch.manual_seed(seed)
+    model = nn.Linear(16, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 16)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def tensors_of(model: nn.Module, optimizer: torch.optim.AdamW) -> list[torch.Tensor]:
+    moments = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    return [tensor.detach().clone() for tensor in (*model.parameters(), *moments)]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, list[torch.Tensor]]:
+    """A checkpoint, and what is in it."""
+    model, optimizer = trained(seed=0)
+    save_checkpoint(tmp_path / "saved", model=model, optimizer=optimizer, facts=FACTS)
+    return tmp_path / "saved", tensors_of(model, optimizer)
+
+
+def assert_loads(path: Path, expected: list[torch.Tensor]) -> None:
+    model, optimizer = trained(seed=99)
+    assert load_checkpoint(path, model=model, optimizer=optimizer, have=FACTS) == 3
+    assert all(torch.equal(a, b) for a, b in zip(tensors_of(model, optimizer), expected, strict=True))
+
+
+def assert_refused(path: Path, problem: str) -> None:
+    """And nothing has changed."""
+    model, optimizer = trained(seed=99)
+    before = tensors_of(model, optimizer)
+    with pytest.raises(InvalidArgument, match=problem) as refused:
+        load_checkpoint(path, model=model, optimizer=optimizer, have=FACTS)
+    assert refused.value.metadata["field"] == "path"
+    assert all(torch.equal(a, b) for a, b in zip(tensors_of(model, optimizer), before, strict=True))
+
+
+def test_a_checkpoint_brings_back_all_tensors_and_the_random_state(saved: tuple[Path, list[torch.Tensor]]) -> None:
+    path, expected = saved
+    torch.manual_seed(0)
+    trained(seed=0)
+    following = torch.rand(3)
+    assert_loads(path, expected)
+    assert torch.equal(torch.rand(3), following)
+    assert {file.name for file in path.iterdir()} == {"__0_0.distcp", "checkpoint.json", "tensors.json"}
+
+
+def test_a_pickle_in_the_place_of_torchs_index_is_not_run(saved: tuple[Path, list[torch.Tensor]], tmp_path: Path) -> None:
+    path, expected = saved
+    content = pickle.dumps(Malicious(tmp_path / "ran"))
+    pickle.loads(content)
+    (tmp_path / "ran").rmdir()  # it does what it is for
+    for name in (".metadata", "__0.metadata"):
+        (path / name).write_bytes(content)
+    assert_loads(path, expected)
+    (path / "tensors.json").unlink()
+    assert_refused(path, r"tensors\.json cannot be read: No such file")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_pickle_in_the_place_of_the_tensors_is_not_run(saved: tuple[Path, list[torch.Tensor]], tmp_path: Path) -> None:
+    path, _ = saved
+    torch.save(Malicious(tmp_path / "ran"), path / "__0_0.distcp")
+    index: dict[str, Any] = json.loads((path / "tensors.json").read_text())
+    for tensor in index.values():
+        tensor["parts"][0] |= {"start": 0, "num_bytes": (path / "__0_0.distcp").stat().st_size}
+    (path / "tensors.json").write_text(json.dumps(index))
+    assert_refused(path, "cannot be restored: UnpicklingError")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"dtype": "load"}, "damaged: model.weight.dtype: .*load is no dtype"),
+        ({"size": [8, -1]}, "damaged: model.weight.size.1: "),
+        ({"size": [16, 8]}, "cannot be restored: ValueError: Size mismatch"),
+        ({"parts": []}, "damaged: model.weight: .*its parts are not the whole tensor"),
+        ({"file": "../other.distcp"}, "damaged: model.weight.parts.0.file: "),
+        ({"file": "/dev/zero"}, "damaged: model.weight.parts.0.file: "),
+        ({"file": "__1_0.distcp"}, "cannot be restored: FileNotFoundError"),
+        ({"start": 1}, "cannot be restored"),
+    ],
+)
+def test_an_index_that_is_not_what_was_written_is_refused(
+    saved: tuple[Path, list[torch.Tensor]], change: dict[str, Any], problem: str
+) -> None:
+    path, _ = saved
+    index = json.loads((path / "tensors.json").read_text())
+    weight = index["model.weight"]
+    place = weight if change.keys() <= weight.keys() else weight["parts"][0]
+    place.update(change)
+    (path / "tensors.json").write_text(json.dumps(index))
+    assert_refused(path, problem)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("{", r"checkpoint\.json is damaged: Invalid JSON"),
+        ('["format"]', r"checkpoint\.json is damaged: Input should be"),
+        ('{"format": 1}', "of a format that this version does not read"),
+        ('{"format": 2, "policy_version": "3", "num_ranks": 1, "architecture": "Linear"}', "damaged: policy_version: "),
+    ],
+)
+def test_facts_that_are_not_what_was_written_are_refused(
+    saved: tuple[Path, list[torch.Tensor]], content: str, problem: str
+) -> None:
+    (saved[0] / "checkpoint.json").write_text(content)
+    assert_refused(saved[0], problem)

@@ -1,0 +1,30 @@
+"""What ranks read back after a sync, compared with what was published: for tests without a service around the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tasuki.transport.imported_weights import ImportedWeights
+from tasuki.transport.plan import Slice
+from tasuki.transport.verify import Comparison
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedPiece:
+    """What one engine rank read back for one slice of a checkpoint tensor after its copy."""
+
+    rank: int
+    name: str
+    source: Slice
+    checksum: int
+
+
+def check_received(pieces: Sequence[ReceivedPiece], published: ImportedWeights) -> None:
+    """Raises WeightsCorrupt, naming the first five tensors and the ranks, unless every tensor arrived whole and unchanged."""
+    comparison = Comparison([(piece.rank, piece.name, piece.source) for piece in pieces], published)
+    sums = np.array([piece.checksum for piece in pieces], dtype=np.uint64)
+    if not comparison.agrees(sums):
+        comparison.refuse(sums)
