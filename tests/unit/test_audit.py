@@ -23,8 +23,8 @@ from tasuki.v1 import trainer_pb2
 from tasuki.v1.ranks_pb2 import LoggedForwardBackward, TrainingRecord
 from tasuki.wire.errors import DiskFull, InvalidArgument, OutOfGpuMemory, PathNotFound, PeerUnavailable
 from tests.unit.fake_services import FakeServices
-from tests.unit.simulated_faults import CrashPoint, JournalFailpoints
-from tests.unit.test_changeover import acquire, make_node
+from tests.unit.simulated_faults import Crash, CrashPoint, JournalFailpoints
+from tests.unit.test_changeover import acquire, events, make_node
 
 # Of the run below. c000001: intents 1 to 5; c000002: 6 to 9; c000003 fails at RESUME_KV: 10 to 14, undone by 15 to 18; c000004: 19 to
 # 23 with version 1; epoch 2 finds it in ROLLOUT; c000005: 24 to 27.
@@ -212,6 +212,29 @@ async def test_a_full_disk_at_any_write_of_a_changeover_is_no_breach(point: Cras
                 await acquire(node, phase, f"{phase} without room {passes}")
     found = audit(read_history(tmp_path / "journal.sqlite"))
     assert (found.violation, found.num_failed) == (None, 9)
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+async def test_rollout_that_was_only_silent_when_a_changeover_began_that_came_to_no_stage_is_no_breach(
+    is_full: bool, tmp_path: Path
+) -> None:
+    failpoints, services = JournalFailpoints(on_crash=lambda: None), FakeServices()
+    journal = Journal(tmp_path / "journal.sqlite", failpoints=failpoints)
+    journal.begin_epoch("boot-1")
+    node = make_node(journal, services)
+    for stage in (Stage.LOAD_WEIGHTS, Stage.RESUME_WEIGHTS):
+        await events(node.run_stage(stage, f"hand {stage}"))
+    journal.begin_epoch("boot-2")
+    failpoints.armed, failpoints.is_full = (CrashPoint.INTEND, 0), is_full
+    services.absent = {Service.ROLLOUT}
+    with pytest.raises(DiskFull if is_full else Crash):
+        await acquire(make_node(journal, services), Phase.TRAIN, "cut off")
+    services.absent = set()
+    journal.begin_epoch("boot-3")
+    await make_node(journal, services).recover()
+    history = read_history(tmp_path / "journal.sqlite")
+    assert [one.origin for one in history.changeovers] == [Stage.LOAD_TRAINER, Stage.LOAD_WEIGHTS, Stage.RESUME_WEIGHTS]
+    assert audit(history).violation is None
 
 
 def log_line(name: str, sequence: int, outcome: str = "OK", *, epoch: int = 1, changeover: str = "c000001") -> str:
