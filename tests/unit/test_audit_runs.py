@@ -1,4 +1,4 @@
-"""Journals of coordinators whom answers, services and disks failed: a breach that is there is found, and none where there is none."""
+"""Journals of coordinators whom answers, services and disks failed: breaches that are there are found, and no others."""
 
 from __future__ import annotations
 
