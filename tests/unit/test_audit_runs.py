@@ -113,3 +113,21 @@ async def test_rollout_that_was_only_silent_when_a_changeover_began_that_came_to
     history = read_history(tmp_path / "journal.sqlite")
     assert [one.origin for one in history.changeovers] == [Stage.LOAD_TRAINER, Stage.LOAD_WEIGHTS, Stage.RESUME_WEIGHTS]
     assert audit(history).violation is None
+
+
+async def test_changeover_by_hand_that_came_to_no_stage_is_not_the_one_that_goes_on_after_a_service_was_lost(
+    tmp_path: Path,
+) -> None:
+    failpoints, services = JournalFailpoints(on_crash=lambda: None), FakeServices()
+    journal = Journal(tmp_path / "journal.sqlite", failpoints=failpoints)
+    journal.begin_epoch("boot-1")
+    node = make_node(journal, services)
+    await acquire(node, Phase.ROLLOUT)
+    failpoints.armed, failpoints.is_full = (CrashPoint.INTEND, 0), True
+    with pytest.raises(DiskFull):
+        await events(node.run_stage(Stage.DRAIN, "no room"))
+    services.restart(Service.ROLLOUT, "")
+    await events(node.run_stage(Stage.LOAD_TRAINER, "hand"))
+    history = read_history(tmp_path / "journal.sqlite")
+    assert [one.origin for one in history.changeovers] == [Stage.LOAD_TRAINER, Stage.RESUME_KV, Stage.PAUSE_WEIGHTS]
+    assert audit(history).violation is None

@@ -227,8 +227,8 @@ class Node:
         seen, at = await self._look()
         advance(at, stage)
         target = leads_to(at)
-        if self._open is not None and self._open.target is not target:  # a service that was started anew has moved the node
-            self._close_left(at, target)
+        if self._open is not None and (self._open.target is not target or not self._open.knows(seen)):
+            self._close_left(at, target)  # what was started anew may have moved the node
         changeover = self._open or self._begin(unused(self._journal, request_id), seen, target=target)
         changeover.stands(seen)
         await changeover.run_if_admitted(stage)
