@@ -140,6 +140,34 @@ async def test_trainer_leaves_the_gpus_before_an_engine_is_started_anew(
     assert journal.unfinished() == []
 
 
+async def test_trainer_makes_room_for_an_engine_that_was_poisoned_when_it_was_asked_for_and_ended_then(
+    node: Node, services: FakeServices
+) -> None:
+    services.poison = "planted"
+    acquiring = asyncio.create_task(acquire(node, Phase.ROLLOUT))
+    while "waiting for rollout to come back" not in node.state().last_error:
+        await asyncio.sleep(0)
+    services.kill(Service.ROLLOUT)
+    while services.stage[Service.TRAINER] is not Stage.OFFLOAD:
+        assert not acquiring.done()
+        await asyncio.sleep(0)
+    services.start(Service.ROLLOUT)
+    await acquiring
+    assert (node.state().phase, services.served) == (Phase.ROLLOUT, 0)
+
+
+async def test_trainer_that_did_not_hear_that_it_has_to_make_room_is_asked_again(node: Node, services: FakeServices) -> None:
+    services.kill(Service.ROLLOUT)
+    services.fail_undo_once[Stage.LOAD_TRAINER] = PeerUnavailable("socket closed")
+    acquiring = asyncio.create_task(acquire(node, Phase.ROLLOUT))
+    while services.stage[Service.TRAINER] is not Stage.OFFLOAD:
+        assert not acquiring.done()
+        await asyncio.sleep(0)
+    services.start(Service.ROLLOUT)
+    await acquiring
+    assert (node.state().phase, services.served) == (Phase.ROLLOUT, 0)
+
+
 async def test_training_goes_on_while_rollout_is_away(node: Node, services: FakeServices) -> None:
     services.kill(Service.ROLLOUT)
     told = await acquire(node, Phase.TRAIN)
