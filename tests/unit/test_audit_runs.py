@@ -131,3 +131,20 @@ async def test_changeover_by_hand_that_came_to_no_stage_is_not_the_one_that_goes
     history = read_history(tmp_path / "journal.sqlite")
     assert [one.origin for one in history.changeovers] == [Stage.LOAD_TRAINER, Stage.RESUME_KV, Stage.PAUSE_WEIGHTS]
     assert audit(history).violation is None
+
+
+async def test_weights_that_were_not_taken_back_before_the_coordinator_died_are_served_without_another_sync(
+    tmp_path: Path,
+) -> None:
+    failpoints, services = JournalFailpoints(on_crash=lambda: None), FakeServices(done_anyway={Stage.RESUME_KV})
+    services.fail_once[Stage.RESUME_KV] = PeerUnavailable("socket closed")
+    journal = Journal(tmp_path / "journal.sqlite", failpoints=failpoints)
+    journal.begin_epoch("boot-1")
+    failpoints.armed = (CrashPoint.INTENDED, 7)
+    with pytest.raises(Crash):
+        await acquire(make_node(journal, services), Phase.ROLLOUT, "cut off")
+    assert services.asked[-1] == ("undo", Stage.SYNC)
+    journal.begin_epoch("boot-2")
+    await acquire(make_node(journal, services), Phase.ROLLOUT)
+    assert (services.asked[-1], services.served) == (("undo", Stage.DRAIN), 0)
+    assert audit(read_history(tmp_path / "journal.sqlite")).violation is None
