@@ -34,6 +34,7 @@ class FakeServices:
 
     fail_once: dict[Stage, TasukiError] = field(default_factory=dict)
     fail: dict[Stage, TasukiError] = field(default_factory=dict)
+    fail_undo_once: dict[Stage, TasukiError] = field(default_factory=dict)
     fail_undo: dict[Stage, TasukiError] = field(default_factory=dict)
     done_anyway: set[Stage] = field(default_factory=set)
     poisons: set[Stage] = field(default_factory=set)
@@ -122,8 +123,9 @@ class FakeServices:
         self.asked.append(("undo", stage))
         self.commands.append((intent.epoch, intent.sequence))
         self._require(service)
-        if stage in self.fail_undo:
-            raise self.fail_undo[stage]
+        error = self.fail_undo_once.pop(stage, self.fail_undo.get(stage))
+        if error is not None:
+            raise error
         if stage in (Stage.SYNC, Stage.PAUSE_KV):
             return Outcome()
         accepted_after, leads_to = _UNDO[stage]

@@ -12,19 +12,16 @@ from pathlib import Path
 import pytest
 
 from tasuki.cli.__main__ import main
-from tasuki.coordinator.audit import audit
 from tasuki.coordinator.history import read_history
-from tasuki.coordinator.invariants import Invariant
 from tasuki.coordinator.journal import Journal
-from tasuki.coordinator.phases import Phase, Service, Stage
+from tasuki.coordinator.phases import Phase, Stage
 from tasuki.rpc.failpoints import NO_FAILPOINTS
 from tasuki.trainer.training_log import TrainingLog
 from tasuki.v1 import trainer_pb2
 from tasuki.v1.ranks_pb2 import LoggedForwardBackward, TrainingRecord
-from tasuki.wire.errors import DiskFull, InvalidArgument, OutOfGpuMemory, PathNotFound, PeerUnavailable
+from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory, PathNotFound
+from tests.unit.fake_node import acquire, make_node
 from tests.unit.fake_services import FakeServices
-from tests.unit.simulated_faults import CrashPoint, JournalFailpoints
-from tests.unit.test_changeover import acquire, make_node
 
 # Of the run below. c000001: intents 1 to 5; c000002: 6 to 9; c000003 fails at RESUME_KV: 10 to 14, undone by 15 to 18; c000004: 19 to
 # 23 with version 1; epoch 2 finds it in ROLLOUT; c000005: 24 to 27.
@@ -134,84 +131,10 @@ def test_a_broken_journal_is_found_out(
     assert violation["expected"]
 
 
-async def test_a_rollout_that_serves_an_older_version_than_before_is_found_out(tmp_path: Path) -> None:
-    journal, services = Journal(tmp_path / "journal.sqlite"), FakeServices(version=3)
-    for version, boot in ((3, "boot-1"), (2, "boot-2")):
-        services.version = version
-        journal.begin_epoch(boot)
-        node = make_node(journal, services)
-        await acquire(node, Phase.ROLLOUT, f"to {version}")
-        await acquire(node, Phase.TRAIN, f"from {version}")
-        services.restart(Service.TRAINER, "")
-    violation = audit(read_history(tmp_path / "journal.sqlite")).violation
-    assert violation is not None
-    assert (violation.invariant, violation.changeover_id) == (Invariant.VERSIONS_GROW, "c000003")
-
-
-async def test_training_that_begins_anew_with_new_services_is_no_breach(tmp_path: Path) -> None:
-    journal, services = Journal(tmp_path / "journal.sqlite"), FakeServices()
-    for version, boot in ((3, "boot-1"), (0, "boot-2")):
-        services.version = version
-        journal.begin_epoch(boot)
-        await acquire(make_node(journal, services), Phase.ROLLOUT, f"to {version}")
-        for service in Service:
-            services.restart(service, "")
-    found = audit(read_history(tmp_path / "journal.sqlite"))
-    assert (found.violation, found.num_rewinds, found.num_versions_served) == (None, 1, 2)
-
-
-async def test_a_run_under_way_is_clean_and_its_open_stage_is_counted(tmp_path: Path) -> None:
-    journal, services = Journal(tmp_path / "journal.sqlite"), FakeServices()
-    journal.begin_epoch("boot-1")
-    changeover_id = journal.begin_changeover("mine", origin=Stage.LOAD_TRAINER, target=Phase.ROLLOUT)
-    boots = {f"{service}_boot_id": boot for service, boot in services.boot_id.items()}
-    journal.intend(Stage.LOAD_WEIGHTS, changeover_id, is_undo=False, **boots)
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for file in tmp_path.glob("journal.sqlite*"):
-        shutil.copy(file, copy)
-    for folder in (tmp_path, copy):
-        found = audit(read_history(folder / "journal.sqlite"))
-        assert (found.violation, found.num_unanswered, found.num_done, found.num_changeovers) == (None, 1, 0, 1)
-    journal.close()
-
-
 def test_reading_leaves_nothing_beside_a_journal_that_nobody_writes(run: Path) -> None:
     before = sorted(run.iterdir())
     read_history(run / "journal.sqlite")
     assert sorted(run.iterdir()) == before
-
-
-async def test_lost_answers_and_new_boots_are_no_breach(tmp_path: Path) -> None:
-    journal, services = Journal(tmp_path / "journal.sqlite"), FakeServices()
-    journal.begin_epoch("boot-1")
-    node = make_node(journal, services)
-    for stage in Stage:
-        for services.done_anyway in (set(), {stage}):
-            services.fail_once[stage] = PeerUnavailable("socket closed")
-            await acquire(node, Phase.ROLLOUT, f"to {stage} {len(services.done_anyway)}")
-            services.restart(Service.ROLLOUT, "")
-            await acquire(node, Phase.TRAIN, f"from {stage} {len(services.done_anyway)}")
-    found = audit(read_history(tmp_path / "journal.sqlite"))
-    assert found.violation is None
-    assert found.num_failed >= 5
-
-
-@pytest.mark.parametrize("point", CrashPoint)
-async def test_a_full_disk_at_any_write_of_a_changeover_is_no_breach(point: CrashPoint, tmp_path: Path) -> None:
-    failpoints, services = JournalFailpoints(on_crash=lambda: None), FakeServices()
-    failpoints.is_full = True
-    journal = Journal(tmp_path / "journal.sqlite", failpoints=failpoints)
-    journal.begin_epoch("boot-1")
-    node = make_node(journal, services)
-    for origin, phase, num_stages in ((Phase.TRAIN, Phase.ROLLOUT, 5), (Phase.ROLLOUT, Phase.TRAIN, 4)):
-        for passes in range(num_stages):
-            await acquire(node, origin, f"{origin} with room {passes}")
-            failpoints.armed = (point, passes)
-            with pytest.raises(DiskFull):
-                await acquire(node, phase, f"{phase} without room {passes}")
-    found = audit(read_history(tmp_path / "journal.sqlite"))
-    assert (found.violation, found.num_failed) == (None, 9)
 
 
 def log_line(name: str, sequence: int, outcome: str = "OK", *, epoch: int = 1, changeover: str = "c000001") -> str:

@@ -14,8 +14,8 @@ from tasuki.coordinator.records import Outcome, Status
 from tasuki.rpc.failpoints import Action, Failpoints, plant
 from tasuki.wire.errors import DiskFull
 from tests.tiny_disk import TinyDisk, limited_files, tmpfs
+from tests.unit.fake_node import acquire, make_node
 from tests.unit.fake_services import FakeServices
-from tests.unit.test_changeover import acquire, make_node
 
 TO_ROLLOUT = path(HOLDS[Phase.TRAIN], Phase.ROLLOUT)
 TO_TRAIN = path(HOLDS[Phase.ROLLOUT], Phase.TRAIN)

@@ -24,6 +24,7 @@ from tasuki.wire.errors import (
     EnginePoisoned,
     OutOfGpuMemory,
     PeerUnavailable,
+    StageOrder,
     WeightsCorrupt,
     WrongPhase,
 )
@@ -104,10 +105,12 @@ class NodeMachine(RuleBasedStateMachine):
 
     @rule(faults=faults(5))
     def next_stage_by_hand(self, faults: list[Fault | None]) -> None:
-        at = self.node.node.state().next_stage
-        if at is not None:
-            self.faults = faults
-            self.runner.run(self.node.run_stage(at, self._id("hand")))
+        """Also when the node was moved since it was looked at: the refusal names the stage that comes next."""
+        at = self.node.node.state().next_stage or Stage.LOAD_WEIGHTS
+        self.faults = faults
+        error = self.runner.run(self.node.run_stage(at, self._id("hand")))
+        if isinstance(error, StageOrder) and error.metadata.get("allowed") in list(Stage):
+            self.runner.run(self.node.run_stage(Stage(error.metadata["allowed"]), self._id("hand")))
 
     @rule(stage=st.sampled_from(Stage))
     def any_stage_by_hand(self, stage: Stage) -> None:

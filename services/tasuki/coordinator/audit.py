@@ -266,11 +266,17 @@ class _Replay:
         return {at for _, at in self._standings(or_new=or_new)}
 
     def _narrow(self, at: Stage, *, or_new: bool = False) -> bool:
-        """Takes it as known that the node stood at `at`; False when it cannot have."""
+        """Takes it as known that the node stood at `at`; False when it cannot have.
+
+        or_new: no boot ids were written down with it, so that whoever may have counted as freshly started may have been silent instead,
+        and stay where it was.
+        """
         fitting = [pair for pair, place in self._standings(or_new=or_new) if place is at]
         for index, whereabouts in enumerate(self.services.values()):
-            if fitting and not whereabouts.is_absent:
-                whereabouts.at = {pair[index] for pair in fitting}
+            places = {pair[index] for pair in fitting}
+            may_be_absent = whereabouts.is_absent or (or_new and None in places)
+            if fitting and not may_be_absent:
+                whereabouts.at = places
         return bool(fitting)
 
     def _standings(self, *, or_new: bool) -> Iterator[tuple[tuple[Stage | None, Stage | None], Stage]]:

@@ -51,9 +51,13 @@ class Changeover:
         """Takes what the services say as the truth. Raises StageOrder when they do not fit together."""
         self.at = seen.place()
         self._is_on_the_way_back = seen.is_on_the_way_back
-        self._boots = {"trainer_boot_id": seen.trainer_boot_id, "rollout_boot_id": seen.rollout_boot_id}
+        self._boots = _boots(seen)
         if self._admission is not None:
             self._admission.meet({Service.TRAINER: seen.trainer_boot_id, Service.ROLLOUT: seen.rollout_boot_id})
+
+    def knows(self, seen: Observed) -> bool:
+        """Whether both services are still those that it took the node from."""
+        return self._boots == _boots(seen)
 
     async def bring_to_target(self) -> None:
         """Brings the node to `target`. When a stage fails, the finished ones are taken back and the stage's error is raised."""
@@ -151,3 +155,8 @@ class Changeover:
             event.error_reason or "-",
         )
         self._tell(event, self.at)
+
+
+def _boots(seen: Observed) -> dict[str, str]:
+    """As an intent has them."""
+    return {"trainer_boot_id": seen.trainer_boot_id, "rollout_boot_id": seen.rollout_boot_id}

@@ -21,7 +21,8 @@ class Invariant(StrEnum):
     SETTLED = "intents-settled"
     """An intent has its result before the next intent: only the last one may wait for it."""
     ORIGIN = "origin"
-    """A changeover begins where the journal left the node, or where it was after a service was started anew."""
+    """A changeover begins where the journal left the node, or where it is with a service freshly started, as which a silent one
+    counts, too."""
     RING = "ring"
     """A stage comes after the one that the ring has before it."""
     UNDO = "undo"

@@ -17,10 +17,15 @@ def close_interrupted(journal: Journal) -> str:
     return f"{latest.error_reason}: {latest.error_message}" if latest is not None and latest.error_reason else ""
 
 
+_WITH_WEIGHTS = (Stage.RESUME_KV, Stage.DRAIN, Stage.PAUSE_KV)
+"""Where rollout still has what RESUME_WEIGHTS gave it, although a phase has held since then."""
+
+
 def settle(journal: Journal, at: Stage) -> None:
     """Gives the stages whose outcome no coordinator learned the one that the services show."""
     for intent in journal.unresolved():
-        if (intent.stage in (at, *since_phase(at))) is not intent.is_undo:
+        is_left = intent.stage in (at, *since_phase(at)) or (intent.stage is Stage.RESUME_WEIGHTS and at in _WITH_WEIGHTS)
+        if is_left is not intent.is_undo:
             journal.done(intent, Outcome(), seconds=0.0)
         else:
             journal.failed(intent, Interrupted(f"the coordinator stopped before {intent.stage} was answered"), seconds=0.0)

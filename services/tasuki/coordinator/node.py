@@ -156,16 +156,16 @@ class Node:
     async def _bring_to(self, phase: Phase, request_id: str) -> None:
         """Tries again, as another changeover, when a service is lost on the way and has come back."""
         for number in range(1, _MAX_TRIES + 1):
-            await self._make_room(phase, request_id)
             seen = await self._lookout.able(phase)
             at = self._take(seen)
             if phase_of(at) is phase and not seen.is_on_the_way_back:
                 self._tell(StageEvent("", None, Status.HELD, time=time.time()), at)
                 return
             self._close_left(at, phase)
+            go = self._make_room if phase is Phase.ROLLOUT and seen.trainer_is_in_the_way else self._try
             try:
-                await self._try(phase, unused(self._journal, request_id), seen)
-            except _LOSSES as error:
+                await go(phase, unused(self._journal, request_id), seen)
+            except (*_LOSSES, Interrupted) as error:
                 if number == _MAX_TRIES:
                     raise
                 _log.warning("event=try_again phase=%s number=%d reason=%s", phase, number + 1, error.reason)
@@ -177,22 +177,16 @@ class Node:
         if self._open is not None:
             self._close(self._open, Interrupted(f"left at {at} when phase {phase} was asked for"))
 
-    async def _make_room(self, phase: Phase, request_id: str) -> None:
-        """An engine that is being started anew takes what memory is free, and waits for the trainer to leave."""
-        seen = await self._lookout.still()
-        if phase is not Phase.ROLLOUT or not seen.trainer_is_in_the_way:
-            return
-        self._close_left(self._take(seen), phase)
-        changeover = self._begin(unused(self._journal, request_id), seen, target=phase)
+    async def _make_room(self, phase: Phase, request_id: str, seen: Observed) -> None:
+        """An engine that is being started anew takes what memory is free, and waits for the trainer to leave. Raises what it ended in:
+        Interrupted when the trainer has left, for it takes another changeover to reach `phase`."""
+        changeover = self._begin(request_id, seen, target=phase)
         try:
             await changeover.make_room()
-        except _LOSSES as error:
-            self._close(changeover, error)  # the trainer is lost, too: what comes next waits for both
+            raise Interrupted(f"rollout was lost; it comes back before phase {phase} is reached")
         except TasukiError as error:
             self._close(changeover, error)
             raise
-        else:
-            self._close(changeover, Interrupted(f"rollout was lost; it comes back before phase {phase} is reached"))
 
     async def _try(self, phase: Phase, request_id: str, seen: Observed) -> None:
         changeover = self._begin(request_id, seen, target=phase)
@@ -227,8 +221,8 @@ class Node:
         seen, at = await self._look()
         advance(at, stage)
         target = leads_to(at)
-        if self._open is not None and self._open.target is not target:  # a service that was started anew has moved the node
-            self._close_left(at, target)
+        if self._open is not None and (self._open.target is not target or not self._open.knows(seen)):
+            self._close_left(at, target)  # what was started anew may have moved the node
         changeover = self._open or self._begin(unused(self._journal, request_id), seen, target=target)
         changeover.stands(seen)
         await changeover.run_if_admitted(stage)

@@ -89,11 +89,11 @@ class Observed:
     def lacks(self, phase: Phase) -> Service | None:
         """The service without which no step towards `phase` can be made; it has to come back first.
 
-        An engine takes its memory while the trainer is away, so the trainer does not return before it. A trainer that is gone is not
-        waited for while rollout is awake: it may need rollout's memory to start.
+        An engine takes its memory while the trainer is away: the trainer has to leave before it, and does not return before it. A trainer
+        that is gone is not waited for while rollout is awake: it may need rollout's memory to start.
         """
         if Service.ROLLOUT in self.absent and (phase is Phase.ROLLOUT or self.trainer_stage is Stage.OFFLOAD):
-            return Service.ROLLOUT
+            return None if self.trainer_is_in_the_way else Service.ROLLOUT
         if Service.TRAINER in self.absent and self.rollout_stage in (None, Stage.PAUSE_WEIGHTS):
             return Service.TRAINER
         return Service.ROLLOUT if self.poison and phase is Phase.ROLLOUT else None

@@ -1,0 +1,31 @@
+"""A node in memory: the real coordinator and journal, over services that fail on request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tasuki.coordinator.journal import Journal
+from tasuki.coordinator.node import Node
+from tests.unit.fake_node import make_node
+from tests.unit.fake_services import FakeServices
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    journal = Journal(tmp_path / "journal.sqlite")
+    journal.begin_epoch("boot-1")
+    yield journal
+    journal.close()
+
+
+@pytest.fixture
+def services() -> FakeServices:
+    return FakeServices()
+
+
+@pytest.fixture
+async def node(journal: Journal, services: FakeServices) -> Node:
+    return make_node(journal, services)

@@ -1,0 +1,49 @@
+"""The real coordinator over services in memory, and how a test asks it for things."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tasuki.coordinator.journal import Journal
+from tasuki.coordinator.node import Node
+from tasuki.coordinator.operation import Operation
+from tasuki.coordinator.phases import HOLDS, Phase, Stage, path
+from tasuki.coordinator.records import StageEvent
+from tests.unit.fake_services import FakeServices
+
+TRAIN, ROLLOUT = HOLDS[Phase.TRAIN], HOLDS[Phase.ROLLOUT]
+TO_ROLLOUT, TO_TRAIN = path(TRAIN, Phase.ROLLOUT), path(ROLLOUT, Phase.TRAIN)
+
+
+def make_node(journal: Journal, services: FakeServices) -> Node:
+    return Node(
+        journal,
+        services,
+        boot_id="boot-1",
+        trainer_target="unix:/t",
+        rollout_target="unix:/r",
+        restart=services.restart,
+        recovery_timeout_s=0.3,
+    )
+
+
+async def events(operation: Operation) -> list[StageEvent]:
+    return [told.event async for told in operation.follow()]
+
+
+async def acquire(node: Node, phase: Phase, request_id: str = "") -> list[StageEvent]:
+    return await events(node.acquire(phase, request_id or f"to {phase} {len(node._operations)}"))
+
+
+class Hold:
+    """Keeps a stage running until `release` is set; `reached` tells that it began."""
+
+    def __init__(self, services: FakeServices, stage: Stage) -> None:
+        self.reached, self.release = asyncio.Event(), asyncio.Event()
+        self._stage = stage
+        services.before_stage = self._wait
+
+    async def _wait(self, stage: Stage) -> None:
+        if stage is self._stage:
+            self.reached.set()
+            await self.release.wait()

@@ -1,0 +1,150 @@
+"""Journals of coordinators whom answers, services and disks failed: breaches that are there are found, and no others."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tasuki.coordinator.audit import audit
+from tasuki.coordinator.history import read_history
+from tasuki.coordinator.invariants import Invariant
+from tasuki.coordinator.journal import Journal
+from tasuki.coordinator.phases import Phase, Service, Stage
+from tasuki.wire.errors import DiskFull, PeerUnavailable
+from tests.unit.fake_node import acquire, events, make_node
+from tests.unit.fake_services import FakeServices
+from tests.unit.simulated_faults import Crash, CrashPoint, JournalFailpoints
+
+
+async def test_a_rollout_that_serves_an_older_version_than_before_is_found_out(tmp_path: Path) -> None:
+    journal, services = Journal(tmp_path / "journal.sqlite"), FakeServices(version=3)
+    for version, boot in ((3, "boot-1"), (2, "boot-2")):
+        services.version = version
+        journal.begin_epoch(boot)
+        node = make_node(journal, services)
+        await acquire(node, Phase.ROLLOUT, f"to {version}")
+        await acquire(node, Phase.TRAIN, f"from {version}")
+        services.restart(Service.TRAINER, "")
+    violation = audit(read_history(tmp_path / "journal.sqlite")).violation
+    assert violation is not None
+    assert (violation.invariant, violation.changeover_id) == (Invariant.VERSIONS_GROW, "c000003")
+
+
+async def test_training_that_begins_anew_with_new_services_is_no_breach(tmp_path: Path) -> None:
+    journal, services = Journal(tmp_path / "journal.sqlite"), FakeServices()
+    for version, boot in ((3, "boot-1"), (0, "boot-2")):
+        services.version = version
+        journal.begin_epoch(boot)
+        await acquire(make_node(journal, services), Phase.ROLLOUT, f"to {version}")
+        for service in Service:
+            services.restart(service, "")
+    found = audit(read_history(tmp_path / "journal.sqlite"))
+    assert (found.violation, found.num_rewinds, found.num_versions_served) == (None, 1, 2)
+
+
+async def test_a_run_under_way_is_clean_and_its_open_stage_is_counted(tmp_path: Path) -> None:
+    journal, services = Journal(tmp_path / "journal.sqlite"), FakeServices()
+    journal.begin_epoch("boot-1")
+    changeover_id = journal.begin_changeover("mine", origin=Stage.LOAD_TRAINER, target=Phase.ROLLOUT)
+    boots = {f"{service}_boot_id": boot for service, boot in services.boot_id.items()}
+    journal.intend(Stage.LOAD_WEIGHTS, changeover_id, is_undo=False, **boots)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in tmp_path.glob("journal.sqlite*"):
+        shutil.copy(file, copy)
+    for folder in (tmp_path, copy):
+        found = audit(read_history(folder / "journal.sqlite"))
+        assert (found.violation, found.num_unanswered, found.num_done, found.num_changeovers) == (None, 1, 0, 1)
+    journal.close()
+
+
+async def test_lost_answers_and_new_boots_are_no_breach(tmp_path: Path) -> None:
+    journal, services = Journal(tmp_path / "journal.sqlite"), FakeServices()
+    journal.begin_epoch("boot-1")
+    node = make_node(journal, services)
+    for stage in Stage:
+        for services.done_anyway in (set(), {stage}):
+            services.fail_once[stage] = PeerUnavailable("socket closed")
+            await acquire(node, Phase.ROLLOUT, f"to {stage} {len(services.done_anyway)}")
+            services.restart(Service.ROLLOUT, "")
+            await acquire(node, Phase.TRAIN, f"from {stage} {len(services.done_anyway)}")
+    found = audit(read_history(tmp_path / "journal.sqlite"))
+    assert found.violation is None
+    assert found.num_failed >= 5
+
+
+@pytest.mark.parametrize("point", CrashPoint)
+async def test_a_full_disk_at_any_write_of_a_changeover_is_no_breach(point: CrashPoint, tmp_path: Path) -> None:
+    failpoints, services = JournalFailpoints(on_crash=lambda: None), FakeServices()
+    failpoints.is_full = True
+    journal = Journal(tmp_path / "journal.sqlite", failpoints=failpoints)
+    journal.begin_epoch("boot-1")
+    node = make_node(journal, services)
+    for origin, phase, num_stages in ((Phase.TRAIN, Phase.ROLLOUT, 5), (Phase.ROLLOUT, Phase.TRAIN, 4)):
+        for passes in range(num_stages):
+            await acquire(node, origin, f"{origin} with room {passes}")
+            failpoints.armed = (point, passes)
+            with pytest.raises(DiskFull):
+                await acquire(node, phase, f"{phase} without room {passes}")
+    found = audit(read_history(tmp_path / "journal.sqlite"))
+    assert (found.violation, found.num_failed) == (None, 9)
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+async def test_rollout_that_was_only_silent_when_a_changeover_began_that_came_to_no_stage_is_no_breach(
+    is_full: bool, tmp_path: Path
+) -> None:
+    failpoints, services = JournalFailpoints(on_crash=lambda: None), FakeServices()
+    journal = Journal(tmp_path / "journal.sqlite", failpoints=failpoints)
+    journal.begin_epoch("boot-1")
+    node = make_node(journal, services)
+    for stage in (Stage.LOAD_WEIGHTS, Stage.RESUME_WEIGHTS):
+        await events(node.run_stage(stage, f"hand {stage}"))
+    journal.begin_epoch("boot-2")
+    failpoints.armed, failpoints.is_full = (CrashPoint.INTEND, 0), is_full
+    services.absent = {Service.ROLLOUT}
+    with pytest.raises(DiskFull if is_full else Crash):
+        await acquire(make_node(journal, services), Phase.TRAIN, "cut off")
+    services.absent = set()
+    journal.begin_epoch("boot-3")
+    await make_node(journal, services).recover()
+    history = read_history(tmp_path / "journal.sqlite")
+    assert [one.origin for one in history.changeovers] == [Stage.LOAD_TRAINER, Stage.LOAD_WEIGHTS, Stage.RESUME_WEIGHTS]
+    assert audit(history).violation is None
+
+
+async def test_changeover_by_hand_that_came_to_no_stage_is_not_the_one_that_goes_on_after_a_service_was_lost(
+    tmp_path: Path,
+) -> None:
+    failpoints, services = JournalFailpoints(on_crash=lambda: None), FakeServices()
+    journal = Journal(tmp_path / "journal.sqlite", failpoints=failpoints)
+    journal.begin_epoch("boot-1")
+    node = make_node(journal, services)
+    await acquire(node, Phase.ROLLOUT)
+    failpoints.armed, failpoints.is_full = (CrashPoint.INTEND, 0), True
+    with pytest.raises(DiskFull):
+        await events(node.run_stage(Stage.DRAIN, "no room"))
+    services.restart(Service.ROLLOUT, "")
+    await events(node.run_stage(Stage.LOAD_TRAINER, "hand"))
+    history = read_history(tmp_path / "journal.sqlite")
+    assert [one.origin for one in history.changeovers] == [Stage.LOAD_TRAINER, Stage.RESUME_KV, Stage.PAUSE_WEIGHTS]
+    assert audit(history).violation is None
+
+
+async def test_weights_that_were_not_taken_back_before_the_coordinator_died_are_served_without_another_sync(
+    tmp_path: Path,
+) -> None:
+    failpoints, services = JournalFailpoints(on_crash=lambda: None), FakeServices(done_anyway={Stage.RESUME_KV})
+    services.fail_once[Stage.RESUME_KV] = PeerUnavailable("socket closed")
+    journal = Journal(tmp_path / "journal.sqlite", failpoints=failpoints)
+    journal.begin_epoch("boot-1")
+    failpoints.armed = (CrashPoint.INTENDED, 7)
+    with pytest.raises(Crash):
+        await acquire(make_node(journal, services), Phase.ROLLOUT, "cut off")
+    assert services.asked[-1] == ("undo", Stage.SYNC)
+    journal.begin_epoch("boot-2")
+    await acquire(make_node(journal, services), Phase.ROLLOUT)
+    assert (services.asked[-1], services.served) == (("undo", Stage.DRAIN), 0)
+    assert audit(read_history(tmp_path / "journal.sqlite")).violation is None

@@ -1,0 +1,281 @@
+"""A changeover in which an answer or a service is lost: it is tried again, and the phase is reached."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tasuki.coordinator.journal import Journal
+from tasuki.coordinator.node import Node
+from tasuki.coordinator.peers import Observed
+from tasuki.coordinator.phases import HOLDS, RULES, Phase, Service, Stage
+from tasuki.coordinator.records import Status
+from tasuki.wire.errors import DeadlineExceeded, EnginePoisoned, PeerUnavailable, WeightsCorrupt
+from tests.unit.fake_node import TO_ROLLOUT, TO_TRAIN, Hold, acquire, events, make_node
+from tests.unit.fake_services import FakeServices
+
+
+@pytest.mark.parametrize("was_done", [False, True])
+@pytest.mark.parametrize("failing", TO_ROLLOUT)
+async def test_lost_answer_on_the_way_to_rollout_is_taken_back_and_the_whole_tried_again(
+    failing: Stage, was_done: bool, node: Node, services: FakeServices, journal: Journal
+) -> None:
+    services.fail_once[failing] = PeerUnavailable("socket closed")
+    services.done_anyway = {failing} if was_done else set()
+    await acquire(node, Phase.ROLLOUT)
+    assert (node.state().phase, services.served) == (Phase.ROLLOUT, 0)
+    tried = journal.changeovers(limit=9)
+    assert [(one.status, one.error_reason) for one in tried] == [(Status.DONE, ""), (Status.FAILED, "PEER_UNAVAILABLE")]
+    assert services.asked.count(("run", failing)) == 2
+    assert journal.unresolved() == []
+
+
+@pytest.mark.parametrize("was_done", [False, True])
+@pytest.mark.parametrize("failing", TO_TRAIN)
+async def test_lost_answer_on_the_way_to_train_is_tried_again(
+    failing: Stage, was_done: bool, node: Node, services: FakeServices
+) -> None:
+    await acquire(node, Phase.ROLLOUT)
+    services.fail_once[failing] = PeerUnavailable("socket closed")
+    services.done_anyway = {failing} if was_done else set()
+    await acquire(node, Phase.TRAIN)
+    assert node.state().phase is Phase.TRAIN
+
+
+@pytest.mark.parametrize("failing", [*TO_ROLLOUT, *TO_TRAIN])
+async def test_stage_that_does_not_end_has_its_service_started_anew(failing: Stage, node: Node, services: FakeServices) -> None:
+    if failing in TO_TRAIN:
+        await acquire(node, Phase.ROLLOUT)
+    target = Phase.TRAIN if failing in TO_TRAIN else Phase.ROLLOUT
+    services.fail_once[failing] = DeadlineExceeded("600 s are over")
+    await acquire(node, target)
+    assert node.state().phase is target
+    assert services.restarts == [RULES[failing].service]
+
+
+async def test_service_that_is_lost_again_and_again_ends_the_changeover_with_its_error(
+    node: Node, services: FakeServices, journal: Journal
+) -> None:
+    services.fail[Stage.SYNC] = PeerUnavailable("socket closed")
+    with pytest.raises(PeerUnavailable, match="socket closed"):
+        await acquire(node, Phase.ROLLOUT)
+    assert [one.status for one in journal.changeovers(limit=9)] == [Status.FAILED] * 5
+    assert node.state().phase is Phase.TRAIN
+
+
+async def test_corrupt_weights_are_not_served_and_rollout_is_synced_anew_once_it_is_back(
+    node: Node, services: FakeServices
+) -> None:
+    services.fail_once[Stage.SYNC] = WeightsCorrupt("lm_head.weight differs on rank 0")
+    services.poisons = {Stage.SYNC}
+    acquiring = asyncio.create_task(acquire(node, Phase.ROLLOUT))
+    while "waiting for rollout to come back" not in node.state().last_error:
+        await asyncio.sleep(0)
+    state = node.state()
+    assert (state.phase, state.policy_version, services.served) == (Phase.TRAIN, None, None)
+    assert "lm_head.weight differs on rank 0; rollout is unusable until it is started anew: planted" in state.last_error
+    services.kill(Service.ROLLOUT)
+    services.start(Service.ROLLOUT)
+    await acquiring
+    assert (node.state().phase, services.served, node.state().last_error) == (Phase.ROLLOUT, 0, "")
+
+
+async def test_poisoned_rollout_that_nobody_starts_anew_is_an_error_and_the_trainer_can_go_on(
+    node: Node, services: FakeServices
+) -> None:
+    services.poison = "planted"
+    with pytest.raises(EnginePoisoned, match=r"not been started anew in 0\.3 s: planted"):
+        await acquire(node, Phase.ROLLOUT)
+    await acquire(node, Phase.TRAIN)
+    assert node.state().phase is Phase.TRAIN
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+@pytest.mark.parametrize("stage", [*TO_ROLLOUT, *TO_TRAIN])
+@pytest.mark.parametrize("service", list(Service))
+async def test_service_that_dies_in_a_stage_is_waited_for_and_the_phase_reached(
+    service: Service, stage: Stage, comes_back: bool, node: Node, services: FakeServices, journal: Journal
+) -> None:
+    if stage in TO_TRAIN:
+        await acquire(node, Phase.ROLLOUT)
+    target = Phase.TRAIN if stage in TO_TRAIN else Phase.ROLLOUT
+    hold = Hold(services, stage)
+    acquiring = asyncio.create_task(acquire(node, target))
+    await hold.reached.wait()
+    services.before_stage = lambda _: asyncio.sleep(0)
+    services.kill(service)
+    hold.release.set()
+    if comes_back:
+        await asyncio.sleep(0.02)
+        services.start(service)
+        await acquiring
+        assert node.state().phase is target
+        assert services.served == (0 if target is Phase.ROLLOUT else None)
+    else:
+        await asyncio.wait([acquiring])
+        if acquiring.exception() is None:  # the other one was enough
+            assert node.state().phase is target
+        else:
+            assert isinstance(acquiring.exception(), PeerUnavailable)
+            assert service in str(acquiring.exception())
+    assert journal.unresolved() == []
+
+
+@pytest.mark.parametrize("at", [Stage.LOAD_TRAINER, Stage.LOAD_WEIGHTS])
+async def test_trainer_leaves_the_gpus_before_an_engine_is_started_anew(
+    at: Stage, node: Node, services: FakeServices, journal: Journal
+) -> None:
+    if at is Stage.LOAD_WEIGHTS:
+        await events(node.run_stage(Stage.LOAD_WEIGHTS, "hand"))
+    services.kill(Service.ROLLOUT)
+    acquiring = asyncio.create_task(acquire(node, Phase.ROLLOUT))
+    while services.stage[Service.TRAINER] is not Stage.OFFLOAD:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.02)
+    assert not acquiring.done()
+    services.start(Service.ROLLOUT)
+    await acquiring
+    assert (node.state().phase, services.served) == (Phase.ROLLOUT, 0)
+    assert journal.unfinished() == []
+
+
+async def test_trainer_makes_room_for_an_engine_that_was_poisoned_when_it_was_asked_for_and_ended_then(
+    node: Node, services: FakeServices
+) -> None:
+    services.poison = "planted"
+    acquiring = asyncio.create_task(acquire(node, Phase.ROLLOUT))
+    while "waiting for rollout to come back" not in node.state().last_error:
+        await asyncio.sleep(0)
+    services.kill(Service.ROLLOUT)
+    while services.stage[Service.TRAINER] is not Stage.OFFLOAD:
+        assert not acquiring.done()
+        await asyncio.sleep(0)
+    services.start(Service.ROLLOUT)
+    await acquiring
+    assert (node.state().phase, services.served) == (Phase.ROLLOUT, 0)
+
+
+async def test_trainer_that_did_not_hear_that_it_has_to_make_room_is_asked_again(node: Node, services: FakeServices) -> None:
+    services.kill(Service.ROLLOUT)
+    services.fail_undo_once[Stage.LOAD_TRAINER] = PeerUnavailable("socket closed")
+    acquiring = asyncio.create_task(acquire(node, Phase.ROLLOUT))
+    while services.stage[Service.TRAINER] is not Stage.OFFLOAD:
+        assert not acquiring.done()
+        await asyncio.sleep(0)
+    services.start(Service.ROLLOUT)
+    await acquiring
+    assert (node.state().phase, services.served) == (Phase.ROLLOUT, 0)
+
+
+async def test_training_goes_on_while_rollout_is_away(node: Node, services: FakeServices) -> None:
+    services.kill(Service.ROLLOUT)
+    told = await acquire(node, Phase.TRAIN)
+    assert [event.status for event in told] == [Status.HELD]
+    assert services.asked == []
+
+
+async def test_trainer_that_was_started_anew_while_rollout_serves_is_loaded_at_the_next_changeover(
+    node: Node, services: FakeServices
+) -> None:
+    await acquire(node, Phase.ROLLOUT)
+    services.restart(Service.TRAINER, "")
+    told = await acquire(node, Phase.ROLLOUT)
+    assert [event.status for event in told] == [Status.HELD]
+    await acquire(node, Phase.TRAIN)
+    assert services.asked[-4:] == [("run", stage) for stage in TO_TRAIN]
+
+
+async def test_changeover_by_hand_that_lost_its_rollout_is_not_the_one_that_leads_back(
+    node: Node, services: FakeServices, journal: Journal
+) -> None:
+    for stage in TO_ROLLOUT[:4]:
+        await events(node.run_stage(stage, f"hand {stage}"))
+    services.restart(Service.ROLLOUT, "")
+    await events(node.run_stage(Stage.LOAD_TRAINER, "hand back"))
+    assert node.state().phase is Phase.TRAIN
+    assert [(one.target, one.error_reason) for one in journal.changeovers(limit=9)] == [
+        (Phase.TRAIN, ""),
+        (Phase.ROLLOUT, "INTERRUPTED"),
+    ]
+
+
+async def test_rollout_that_did_not_answer_while_the_weights_were_taken_back_is_put_to_sleep(
+    node: Node, services: FakeServices
+) -> None:
+    services.stage = {Service.TRAINER: Stage.LOAD_TRAINER, Service.ROLLOUT: Stage.SYNC}
+    await acquire(node, Phase.ROLLOUT)
+    assert services.asked[:3] == [("undo", Stage.SYNC), ("undo", Stage.RESUME_WEIGHTS), ("undo", Stage.LOAD_WEIGHTS)]
+    assert (node.state().phase, services.served) == (Phase.ROLLOUT, 0)
+
+
+async def test_rollout_that_does_not_answer_after_an_undo_does_not_count_as_asleep(
+    node: Node, services: FakeServices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await acquire(node, Phase.ROLLOUT)
+    await events(node.run_stage(Stage.DRAIN, "hand"))
+    services.restart(Service.TRAINER, "")
+    answer, unheard = services.observe, [("undo", Stage.DRAIN)]
+
+    async def observe() -> Observed:
+        services.absent = {Service.ROLLOUT} if services.asked[-1:] == unheard else set()
+        unheard[:] = [] if services.absent else unheard
+        return await answer()
+
+    monkeypatch.setattr(services, "observe", observe)
+    await acquire(node, Phase.ROLLOUT, "again")
+    assert node.state().phase is Phase.ROLLOUT
+    assert services.asked == [*(("run", stage) for stage in (*TO_ROLLOUT, Stage.DRAIN)), ("undo", Stage.DRAIN)]
+
+
+@pytest.mark.parametrize("phase", Phase)
+async def test_rollout_that_was_only_silent_while_the_trainer_made_room_for_it_is_put_to_sleep(
+    phase: Phase, node: Node, services: FakeServices, journal: Journal
+) -> None:
+    for stage in TO_ROLLOUT[:2]:
+        await events(node.run_stage(stage, f"hand {stage}"))
+    services.stage[Service.TRAINER] = Stage.OFFLOAD
+    await acquire(make_node(journal, services), phase)
+    assert (await services.observe()).place() is HOLDS[phase]
+    assert ("undo", Stage.RESUME_WEIGHTS) in services.asked
+
+
+async def test_changeover_whose_publication_was_not_heard_begins_anew(
+    node: Node, services: FakeServices, journal: Journal
+) -> None:
+    await acquire(node, Phase.ROLLOUT)
+    await acquire(node, Phase.TRAIN)
+    services.version, services.done_anyway = 1, {Stage.LOAD_WEIGHTS}
+    services.fail_once[Stage.LOAD_WEIGHTS] = PeerUnavailable("socket closed")
+    with pytest.raises(PeerUnavailable):
+        await events(node.run_stage(Stage.LOAD_WEIGHTS, "hand"))
+    await acquire(node, Phase.ROLLOUT, "on")
+    assert (services.served, node.state().policy_version) == (1, 1)
+
+
+async def test_refusal_by_a_service_that_was_started_anew_is_a_loss_and_tried_again(
+    node: Node, services: FakeServices, journal: Journal
+) -> None:
+    async def restart(stage: Stage) -> None:
+        if stage is Stage.SYNC and len(services.restarts) == 0:
+            services.restart(Service.ROLLOUT, "")
+
+    services.before_stage = restart
+    await acquire(node, Phase.ROLLOUT)
+    assert [one.error_reason for one in journal.changeovers(limit=9)] == ["", "PEER_UNAVAILABLE"]
+
+
+@pytest.mark.parametrize("at", [Stage.RESUME_KV, Stage.DRAIN, Stage.SYNC])
+async def test_trainer_that_waits_for_rollout_to_leave_is_not_waited_for(
+    at: Stage, node: Node, services: FakeServices, journal: Journal
+) -> None:
+    await acquire(node, Phase.ROLLOUT)
+    services.stage[Service.ROLLOUT] = at
+    services.kill(Service.TRAINER)
+    acquiring = asyncio.create_task(acquire(node, Phase.ROLLOUT, "again"))
+    if at is Stage.SYNC:
+        while services.stage[Service.ROLLOUT] is not Stage.PAUSE_WEIGHTS:
+            await asyncio.sleep(0)
+        services.start(Service.TRAINER)
+    await acquiring
+    assert (node.state().phase, services.served) == (Phase.ROLLOUT, 0)
