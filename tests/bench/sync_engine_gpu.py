@@ -2,8 +2,8 @@
 
 A case is model : trainer ranks : tensor-parallel ranks, or, with replicas, model : trainer ranks : tensor-parallel ranks x replicas.
 Trainer ranks are processes as in sync_gpu.py; rollout is the service itself, and the clock runs from the call of ReceiveWeights to its
-answer, which is the acknowledgement: handles checked, all ranks' copies made, summed and waited for, all checksums compared. Before each
-round the engine's weights wake, as in a changeover, and after it they sleep again. "copy" (with sums, and whether a parameter has moved)
+answer, which is the acknowledgement: handles checked, all ranks' copies made, summed and waited for, all checksums compared. Right before
+it the engine's weights wake, as in a changeover, and after it they sleep again. "copy" (with sums, and whether a parameter has moved)
 and "verify" are parts of it, of the slowest rank. Every round has new weights; the first one, with import, recording and compilation, is
 told apart, and memory is measured in a round of its own. In the end every replica must generate alike. Writes sync_engine_gpu.json and
 prints a table.
@@ -12,7 +12,6 @@ prints a table.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import statistics
 import sys
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import uvloop
 
 from tasuki.v1 import types_pb2, weights_pb2
 from tests.bench.peak_memory import PeakMemory
@@ -83,7 +83,6 @@ class Sync:
         """New weights; the engine's are asleep before and after."""
         weights = self._publish()
         await self._client.resume(types_pb2.STAGE_RESUME_WEIGHTS, WEIGHTS)
-        await asyncio.sleep(0.1)  # the schedulers are idle
         cpu_s, start = self._cpu_seconds(), time.perf_counter()
         received = await self._client.receive(weights)
         total_ms = 1e3 * (time.perf_counter() - start)
@@ -134,7 +133,7 @@ def run(case: Case) -> dict[str, Any]:
         stack.callback(stop_rollout, rollout)
         wait_until_serving(rollout)
         start_s = time.monotonic() - started
-        return asyncio.run(measure(case, rollout)) | {"start_s": start_s}
+        return uvloop.run(measure(case, rollout)) | {"start_s": start_s}
 
 
 async def measure(case: Case, rollout: RolloutProcess) -> dict[str, Any]:

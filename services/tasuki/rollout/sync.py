@@ -7,6 +7,7 @@ import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +60,11 @@ class WeightSync:
             if self._imported is not None:
                 self._imported.close()
             self._imported = imported
-        await asyncio.to_thread(self._imported.renew, weights, timeout_s=_IMPORT_TIMEOUT_S)
+        renew = partial(self._imported.renew, weights, timeout_s=_IMPORT_TIMEOUT_S)
+        if self._imported.is_current(weights):
+            renew()
+        else:
+            await asyncio.to_thread(renew)
         self._imported.check_version(weights.policy_version)
         return self._imported
 

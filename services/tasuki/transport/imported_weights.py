@@ -60,14 +60,22 @@ class ImportedWeights:
         """
         deadline = time.monotonic() + timeout_s
         for index, (arena, handle) in enumerate(zip(self._arenas, published.handles, strict=True)):
-            is_current = arena.holds_memory and self._generations[index] == handle.generation
-            if arena.is_mapped and arena.manifest.entries and not is_current:
+            if not self._is_current(index, handle):
                 manifest, fds = _fetch(handle, timeout_s=max(0.001, deadline - time.monotonic()))
                 try:
                     arena.renew(manifest, fds)
                 finally:
                     _close(fds)
             self._generations[index], self._leaves[index] = handle.generation, handle.leaves
+
+    def is_current(self, published: weights_pb2.PublishedWeights) -> bool:
+        """Whether `renew` has nothing to map, and so takes no time."""
+        return all(self._is_current(index, handle) for index, handle in enumerate(published.handles))
+
+    def _is_current(self, index: int, handle: weights_pb2.WeightHandle) -> bool:
+        arena = self._arenas[index]
+        has_memory = arena.is_mapped and bool(arena.manifest.entries)
+        return not has_memory or (arena.holds_memory and self._generations[index] == handle.generation)
 
     def let_go(self) -> None:
         """Lets go of memory that its owner is about to give back, which nobody could use while it is mapped here. Headers stay."""
