@@ -23,7 +23,10 @@ from tasuki.rollout.arguments import ADAPTER_ID
 from tasuki.wire.errors import BadHandle, InternalError, UnsupportedModel
 
 _PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-_HEADS, _KV_HEADS = ("num_attention_heads", "original_num_attention_heads"), ("num_key_value_heads", "original_total_num_kv_heads")
+_HEADS, _KV_HEADS = (
+    ("num_attention_heads", "original_num_attention_heads"),
+    ("num_key_value_heads", "original_total_num_kv_heads"),
+)
 # What SGLang's configuration counts a layer's split dimension in: as it is, and as the checkpoint has it, where that was noted.
 _COUNTS = {"q_proj": _HEADS, "k_proj": _KV_HEADS, "v_proj": _KV_HEADS, "o_proj": _HEADS}
 _MLP_COUNTS = ("intermediate_size", "original_intermediate_size")
@@ -102,7 +105,9 @@ class _Place:
 
     def load(self, whole: torch.Tensor) -> None:
         if tuple(whole.shape) != self.shape:
-            raise BadHandle(f"{self.name} is published as {tuple(whole.shape)}; the engine's has {self.shape}", tensor=self.name)
+            raise BadHandle(
+                f"{self.name} is published as {tuple(whole.shape)}; the engine's has {self.shape}", tensor=self.name
+            )
         size = self.to.shape[self.dim]
         length = min(max(self.shape[self.dim] - self.start, 0), size)
         if length:

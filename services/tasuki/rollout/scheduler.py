@@ -90,7 +90,7 @@ def run_scheduler(
 
     class ReportingScheduler(sglang_scheduler.Scheduler):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            with _reporting(pipe_writer):
+            with reporting(pipe_writer):
                 super().__init__(*args, **kwargs)
 
         def init_tokenizer(self) -> None:
@@ -107,7 +107,7 @@ def run_scheduler(
             adapter = None
             if config is not None and config.served_adapter is not None:
                 manager = self.tp_worker.model_runner.lora_manager
-                with _reporting(pipe_writer):
+                with reporting(pipe_writer):
                     adapter = serve_adapter(manager, config.served_adapter, tp_rank=tp_rank)
             number = tp_rank if rank is None else rank
             engine_rank = EngineRank(model, allocator, rank=number, scheduler=self, turn=turn, adapter=adapter)
@@ -137,7 +137,7 @@ def run_scheduler(
 
 
 @contextmanager
-def _reporting(pipe_writer: Connection) -> Iterator[None]:
+def reporting(pipe_writer: Connection) -> Iterator[None]:
     """Says to the front why the rank cannot start."""
     try:
         yield
