@@ -1,28 +1,39 @@
 """SGLang's LoRA as one adapter whose buffers a sync overwrites in place, as it overwrites weights.
 
 For each module of each layer a rank has a buffer for A [parts * rank, in] and one for B [out, rank]. Parts are the checkpoint's layers that
-SGLang runs as one, in qkv_proj and gate_up_proj; in and out are those of the rank's slice of the module.
+SGLang runs as one, in qkv_proj and gate_up_proj; in and out are those of the rank's slice of the module. On a CPU SGLang pads heads and
+intermediate sizes that ranks cannot share evenly: there a slice is smaller than its place, or nothing, and the rest of the place is zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from sglang.srt.lora.layers import ColumnParallelLinearWithLoRA, RowParallelLinearWithLoRA
 from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.lora.lora_registry import LoRARef
 from torch.overrides import TorchFunctionMode
 
 from tasuki.config.schema import LoraConfig
 from tasuki.rollout.arguments import ADAPTER_ID
-from tasuki.wire.errors import InternalError
+from tasuki.wire.errors import BadHandle, InternalError, UnsupportedModel
 
 _PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_HEADS, _KV_HEADS = (
+    ("num_attention_heads", "original_num_attention_heads"),
+    ("num_key_value_heads", "original_total_num_kv_heads"),
+)
+# What SGLang's configuration counts a layer's split dimension in: as it is, and as the checkpoint has it, where that was noted.
+_COUNTS = {"q_proj": _HEADS, "k_proj": _KV_HEADS, "v_proj": _KV_HEADS, "o_proj": _HEADS}
+_MLP_COUNTS = ("intermediate_size", "original_intermediate_size")
 
 
 def serve_adapter(manager: LoRAManager, config: LoraConfig, *, tp_rank: int) -> AdapterBuffers:
-    """Gives the adapter its slot for good. It changes nothing until it is received."""
+    """Gives the adapter its slot for good. It changes nothing until it is received. Raises UnsupportedModel, see AdapterBuffers."""
     settings = {
         "peft_type": "LORA",
         "r": config.rank,
@@ -41,9 +52,27 @@ class AdapterBuffers:
     """One rank's slice of the adapter, for a copy plan: what an EngineModel has, with buffers in the place of parameters."""
 
     def __init__(self, manager: LoRAManager, config: LoraConfig, *, tp_rank: int) -> None:
-        self._config, self._tp_rank = config, tp_rank
+        """Raises UnsupportedModel for a layer that is not split as adapters are, or whose buffers SGLang makes in other sizes."""
+        self._config = config
         self._modules = list(_modules(manager))
         """Name, module, and the adapter's slot of its A and B; the same tensors at every look, since a plan is for tensors."""
+        self._places: list[_Place] = []
+        self._unused: list[torch.Tensor] = []
+        for name, module, a, b in self._modules:
+            split = _split_of(name, module, manager.base_hf_config, tp_rank=tp_rank)
+            _check_fit(name, split, a, b, rank=config.rank, tp_size=module.base_layer.tp_size)
+            self._note_places(name, split, a, b)
+
+    def _note_places(self, name: str, split: _Split, a: torch.Tensor, b: torch.Tensor) -> None:
+        rank, prefix = self._config.rank, name.rpartition(".")[0]
+        for index, (part, output) in enumerate(split.outputs.items()):
+            to_a, to_b = a[index * rank : (index + 1) * rank], b.narrow(0, output.row, output.size)
+            if part not in self._config.target_modules:
+                self._unused += [to_a, to_b]
+                continue
+            layer = f"{prefix}.{part}"
+            self._places.append(_Place(f"{layer}.lora_A.weight", to_a, 1, split.input.start, (rank, split.input.whole)))
+            self._places.append(_Place(f"{layer}.lora_B.weight", to_b, 0, output.start, (output.whole, rank)))
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for name, _, a, b in self._modules:
@@ -51,25 +80,100 @@ class AdapterBuffers:
             yield f"{name}.lora_B", cast(torch.nn.Parameter, b)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copies the rank's slices of `<layer>.lora_A.weight` and `<layer>.lora_B.weight`; layers without an adapter get zeros."""
+        """Copies the rank's slices of `<layer>.lora_A.weight` and `<layer>.lora_B.weight`; layers without an adapter get zeros.
+
+        Raises BadHandle for a tensor of another shape than the engine's layer has.
+        """
         given = dict(weights)
-        for name, module, a, b in self._modules:
-            prefix, _, kind = name.rpartition(".")
-            rows = module.output_offset.tolist()
-            for index, part in enumerate(_PARTS.get(kind, (kind,))):
-                to_a = a[index * self._config.rank : (index + 1) * self._config.rank]
-                to_b = b[rows[index] : rows[index + 1]]
-                if part not in self._config.target_modules:
-                    to_a.zero_()
-                    to_b.zero_()
-                    continue
-                # Key-value heads may be fewer than ranks; then several ranks hold the same.
-                is_shared = part in ("k_proj", "v_proj")
-                rank = self._tp_rank // module.base_layer.num_kv_head_replicas if is_shared else self._tp_rank
-                for to, dim, factor in ((to_a, 1, "lora_A"), (to_b, 0, "lora_B")):
-                    # What nobody gives the plan's coverage will name.
-                    if (whole := given.get(f"{prefix}.{part}.{factor}.weight")) is not None:
-                        to.copy_(_slice_of(whole, dim, rank, size=to.shape[dim]))
+        for buffer in self._unused:
+            buffer.zero_()
+        for place in self._places:
+            # What nobody gives the plan's coverage will name.
+            if (whole := given.get(place.name)) is not None:
+                place.load(whole)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the slice from `start` of `dim` of a published tensor of `shape` goes, as far as the tensor reaches."""
+
+    name: str
+    to: torch.Tensor
+    dim: int
+    start: int
+    shape: tuple[int, int]
+
+    def load(self, whole: torch.Tensor) -> None:
+        if tuple(whole.shape) != self.shape:
+            raise BadHandle(
+                f"{self.name} is published as {tuple(whole.shape)}; the engine's has {self.shape}", tensor=self.name
+            )
+        size = self.to.shape[self.dim]
+        length = min(max(self.shape[self.dim] - self.start, 0), size)
+        if length:
+            self.to.narrow(self.dim, 0, length).copy_(whole.narrow(self.dim, self.start, length))
+        if length < size:
+            self.to.narrow(self.dim, length, size - length).zero_()
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """A rank's share of one dimension of a layer: `size` from `start` of the `whole`, padding included, at `row` of the rank's own."""
+
+    whole: int
+    start: int
+    size: int
+    row: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """Of a module: its input, and the outputs of its parts by name."""
+
+    input: _Share
+    outputs: Mapping[str, _Share]
+
+
+def _split_of(name: str, module: Any, config: Any, *, tp_rank: int) -> _Split:
+    """By the kind of the module: ranks share the input of a row-parallel layer and the outputs of a column-parallel one."""
+    layer, kind = module.base_layer, name.rpartition(".")[2]
+    if isinstance(module, RowParallelLinearWithLoRA):
+        size = layer.input_size_per_partition
+        whole = _unpadded(layer.input_size, config, kind)
+        return _Split(_Share(whole, tp_rank * size, size), {kind: _Share(layer.output_size, 0, layer.output_size)})
+    if not isinstance(module, ColumnParallelLinearWithLoRA):
+        raise UnsupportedModel(
+            f'{name} is a {type(layer).__name__}, which rollout.lora = "adapter" cannot serve; use "merged"', module=name
+        )
+    outputs: dict[str, _Share] = {}
+    row = 0
+    for index, part in enumerate(_PARTS.get(kind, (kind,))):
+        size = layer.output_partition_sizes[index]
+        # Key-value heads may be fewer than ranks; then several ranks hold the same.
+        copies = layer.num_kv_head_replicas if part in ("k_proj", "v_proj") else 1
+        whole = _unpadded(size * layer.tp_size // copies, config, part)
+        outputs[part] = _Share(whole, tp_rank // copies * size, size, row)
+        row += size
+    return _Split(_Share(layer.input_size, 0, layer.input_size), outputs)
+
+
+def _unpadded(size: int, config: Any, part: str) -> int:
+    """What the checkpoint has of a dimension of `size` that ranks share."""
+    counted, original = _COUNTS.get(part, _MLP_COUNTS)
+    count = getattr(config, counted)
+    return size * getattr(config, original, count) // count
+
+
+def _check_fit(name: str, split: _Split, a: torch.Tensor, b: torch.Tensor, *, rank: int, tp_size: int) -> None:
+    needed = (len(split.outputs) * rank, split.input.size), (sum(output.size for output in split.outputs.values()), rank)
+    made = tuple(a.shape), tuple(b.shape)
+    if made != needed:
+        raise UnsupportedModel(
+            f"{name}: SGLang makes LoRA buffers of {made} for a layer that needs {needed} at rollout.tp_size = {tp_size}; "
+            'use another rollout.tp_size, or rollout.lora = "merged"',
+            module=name,
+            tp_size=tp_size,
+        )
 
 
 def _modules(manager: LoRAManager) -> Iterator[tuple[str, Any, torch.Tensor, torch.Tensor]]:
@@ -81,17 +185,14 @@ def _modules(manager: LoRAManager) -> Iterator[tuple[str, Any, torch.Tensor, tor
             yield name, module, pool.A_buffer[kind][layer][slot], pool.B_buffer[kind][layer][slot]
 
 
-def _slice_of(whole: torch.Tensor, dim: int, rank: int, *, size: int) -> torch.Tensor:
-    """The rank's part along `dim`; all where ranks do not share that dimension."""
-    return whole if whole.shape[dim] == size else whole.narrow(dim, rank * size, size)
+class CpuLora(LoRAManager):
+    """SGLang's manager on a CPU. It would pin memory for a GPU that is not there, which torch refuses, and take heads for smaller where
+    there are more of them than the checkpoint has.
+    """
 
-
-class UnpinnedLora(LoRAManager):
-    """SGLang's manager on a CPU, where it would pin memory for a GPU that is not there, which torch refuses."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *, base_hf_config: Any, **options: Any) -> None:
         with _Unpinned():
-            super().__init__(*args, **options)
+            super().__init__(base_hf_config=_with_head_size(base_hf_config.get_text_config()), **options)
 
     def prepare_lora_batch(self, forward_batch: Any) -> None:
         with _Unpinned():
@@ -105,3 +206,13 @@ class _Unpinned(TorchFunctionMode):
         if func is torch.Tensor.pin_memory:
             return args[0]
         return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
+
+
+def _with_head_size(config: Any) -> Any:
+    """A configuration that says the size of a head, which SGLang else computes from the padded number of heads."""
+    if getattr(config, "head_dim", None) is not None:
+        return config
+    config = copy.copy(config)
+    heads = getattr(config, "original_num_attention_heads", config.num_attention_heads)
+    config.head_dim = config.hidden_size // heads
+    return config

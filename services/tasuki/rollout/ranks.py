@@ -13,15 +13,16 @@ from multiprocessing.context import SpawnProcess
 from typing import Any, TypedDict
 
 from tasuki.config.schema import NodeConfig
-from tasuki.wire.errors import InternalError
+from tasuki.wire.errors import InternalError, from_reason
 
 _POLL_S = 0.2
 
 
 class RankReport(TypedDict, total=False):
-    """What a rank sends once: why it did not start, or, with status "ready", what it holds."""
+    """What a rank sends once: why it did not start, or, with status "ready", what it holds. reason: that of a TasukiError."""
 
     status: str
+    reason: str
     problem: str
     max_total_num_tokens: int
     max_req_input_len: int
@@ -58,7 +59,7 @@ class RankProcesses:
                 raise self._lost(rank) from error
 
     def wait_for_reports(self) -> list[RankReport]:
-        """Returns when every rank is ready. Raises InternalError when one is not going to be."""
+        """Returns when every rank is ready. Raises the error of one that is not going to be, InternalError unless it said another."""
         reports: dict[int, RankReport] = {}
         while len(reports) < len(self._pipes):
             for rank in set(range(len(self._pipes))) - set(reports):
@@ -90,7 +91,8 @@ class RankProcesses:
         except (EOFError, OSError) as error:
             raise self._lost(rank) from error
         if report["status"] != "ready":
-            raise InternalError(f"engine rank {rank} could not start: {report['problem']}")
+            problem = f"engine rank {rank} could not start: {report['problem']}"
+            raise from_reason(report.get("reason", InternalError.reason), problem, {"rank": str(rank)})
         return report
 
     def _lost(self, rank: int) -> InternalError:

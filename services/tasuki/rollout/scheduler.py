@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, cast
@@ -16,7 +18,7 @@ from sglang.srt.server_args import PortArgs, ServerArgs, get_global_server_args
 
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.arena import set_host_budget
-from tasuki.rollout.adapter import UnpinnedLora, serve_adapter
+from tasuki.rollout.adapter import CpuLora, serve_adapter
 from tasuki.rollout.cpu_attention import BatchedAttention
 from tasuki.rollout.rank_commands import EngineRank, register_rank
 from tasuki.rollout.rank_memory import rank_allocator
@@ -25,6 +27,7 @@ from tasuki.rollout.record import EngineModel
 from tasuki.rollout.saver import install_saver
 from tasuki.rollout.seeded import multinomial_with_seed
 from tasuki.rollout.turn import Turn
+from tasuki.wire.errors import TasukiError
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +90,8 @@ def run_scheduler(
 
     class ReportingScheduler(sglang_scheduler.Scheduler):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            try:
+            with reporting(pipe_writer):
                 super().__init__(*args, **kwargs)
-            except Exception as error:
-                pipe_writer.send(RankReport(status="failed", problem=f"{type(error).__name__}: {error}"))
-                raise
 
         def init_tokenizer(self) -> None:
             super().init_tokenizer()
@@ -107,7 +107,8 @@ def run_scheduler(
             adapter = None
             if config is not None and config.served_adapter is not None:
                 manager = self.tp_worker.model_runner.lora_manager
-                adapter = serve_adapter(manager, config.served_adapter, tp_rank=tp_rank)
+                with reporting(pipe_writer):
+                    adapter = serve_adapter(manager, config.served_adapter, tp_rank=tp_rank)
             number = tp_rank if rank is None else rank
             engine_rank = EngineRank(model, allocator, rank=number, scheduler=self, turn=turn, adapter=adapter)
             turn.take()
@@ -127,12 +128,25 @@ def run_scheduler(
     sglang_scheduler.Scheduler = ReportingScheduler
     if server_args.device == "cpu":
         attention_registry.ATTENTION_BACKENDS["torch_native"] = BatchedAttention
-        model_runner.LoRAManager = UnpinnedLora
+        model_runner.LoRAManager = CpuLora
     # It would write what a data-parallel balancer reads, to a file in /dev/shm that nobody ever removes.
     sglang_scheduler.create_load_snapshot_writer = _no_load_snapshots
     sglang_scheduler.run_scheduler_process(
         server_args, port_args, gpu_id, tp_rank, attn_cp_rank, moe_dp_rank, moe_ep_rank, pp_rank, dp_rank, pipe_writer
     )
+
+
+@contextmanager
+def reporting(pipe_writer: Connection) -> Iterator[None]:
+    """Says to the front why the rank cannot start."""
+    try:
+        yield
+    except TasukiError as error:
+        pipe_writer.send(RankReport(status="failed", reason=error.reason, problem=error.message))
+        raise
+    except Exception as error:
+        pipe_writer.send(RankReport(status="failed", problem=f"{type(error).__name__}: {error}"))
+        raise
 
 
 def _sample_by_seeds() -> None:

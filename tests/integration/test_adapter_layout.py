@@ -1,0 +1,167 @@
+"""What of an adapter each engine rank takes, on SGLang's own layers without an engine: even, replicated and padded shapes."""
+
+from __future__ import annotations
+
+import multiprocessing
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
+from sglang.srt.lora.layers import (
+    MergedColumnParallelLinearWithLoRA,
+    QKVParallelLinearWithLoRA,
+    ReplicatedLinearWithLoRA,
+    RowParallelLinearWithLoRA,
+)
+from torch.nn.functional import pad
+
+from tasuki.config.schema import LoraConfig
+from tasuki.rollout.adapter import AdapterBuffers, _Unpinned
+from tasuki.rollout.ranks import RankProcesses
+from tasuki.rollout.scheduler import reporting
+from tasuki.wire.errors import BadHandle, InternalError, UnsupportedModel
+
+HIDDEN, HEAD, RANK = 64, 16, 3
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# Heads, key-value heads and intermediate size: of the checkpoint, and as SGLang pads them on a CPU at this TP size.
+EVEN = ((4, 2, 128), (4, 2, 128), 2)
+REPLICATED = ((4, 2, 128), (4, 2, 128), 4)
+PADDED = ((4, 1, 96), (8, 2, 128), 2)
+PADDED_WIDELY = ((4, 2, 96), (8, 4, 128), 4)
+Shape = tuple[tuple[int, int, int], tuple[int, int, int], int]
+
+
+def buffers_of(shape: Shape, tp_rank: int, *, changed: dict[str, Any] | None = None) -> AdapterBuffers:
+    """One layer's, full of NaN. changed: modules in the place of its own."""
+    (heads, kv_heads, intermediate), (padded_heads, padded_kv_heads, padded_intermediate), tp_size = shape
+    tp = {"tp_rank": tp_rank, "tp_size": tp_size, "bias": False}
+    q_size, o_size = padded_heads * HEAD, padded_heads * HEAD
+    with _Unpinned():
+        layer: dict[str, Any] = {
+            "qkv_proj": QKVParallelLinearWithLoRA(
+                QKVParallelLinear(HIDDEN, HEAD, padded_heads, padded_kv_heads, **tp), cast(Any, None)
+            ),
+            "o_proj": RowParallelLinearWithLoRA(RowParallelLinear(o_size, HIDDEN, **tp), cast(Any, None)),
+            "gate_up_proj": MergedColumnParallelLinearWithLoRA(
+                MergedColumnParallelLinear(HIDDEN, [padded_intermediate] * 2, **tp), cast(Any, None)
+            ),
+            "down_proj": RowParallelLinearWithLoRA(RowParallelLinear(padded_intermediate, HIDDEN, **tp), cast(Any, None)),
+        }
+    kv_rows = max(1, padded_kv_heads // tp_size) * HEAD
+    sizes = {
+        "qkv_proj": (3, HIDDEN, q_size // tp_size + 2 * kv_rows),
+        "o_proj": (1, o_size // tp_size, HIDDEN),
+        "gate_up_proj": (2, HIDDEN, 2 * padded_intermediate // tp_size),
+        "down_proj": (1, padded_intermediate // tp_size, HIDDEN),
+    }
+    nan = float("nan")
+    pool = SimpleNamespace(
+        get_buffer_id=lambda _: 0,
+        A_buffer={kind: [torch.full((1, parts * RANK, inputs), nan)] for kind, (parts, inputs, _) in sizes.items()},
+        B_buffer={kind: [torch.full((1, outputs, RANK), nan)] for kind, (_, _, outputs) in sizes.items()},
+    )
+    config = SimpleNamespace(
+        num_attention_heads=padded_heads, num_key_value_heads=padded_kv_heads, intermediate_size=padded_intermediate
+    )
+    if padded_heads != heads:
+        config.original_num_attention_heads, config.original_total_num_kv_heads = heads, kv_heads
+        config.original_intermediate_size = intermediate
+    modules = {f"layers.0.{kind}": module for kind, module in (layer | (changed or {})).items()}
+    manager = SimpleNamespace(memory_pool=pool, lora_modules=[modules], base_hf_config=config)
+    return AdapterBuffers(cast(Any, manager), LoraConfig(rank=RANK, alpha=6, target_modules=TARGETS), tp_rank=tp_rank)
+
+
+def published(shape: Shape) -> dict[str, torch.Tensor]:
+    heads, kv_heads, intermediate = shape[0]
+    inputs = {"o_proj": heads * HEAD, "down_proj": intermediate}
+    outputs = {
+        "q_proj": heads * HEAD,
+        "k_proj": kv_heads * HEAD,
+        "v_proj": kv_heads * HEAD,
+        "o_proj": HIDDEN,
+        "down_proj": HIDDEN,
+    }
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for part in TARGETS:
+        tensors[f"layers.0.{part}.lora_A.weight"] = torch.randn(RANK, inputs.get(part, HIDDEN), generator=generator)
+        tensors[f"layers.0.{part}.lora_B.weight"] = torch.randn(outputs.get(part, intermediate), RANK, generator=generator)
+    return tensors
+
+
+@pytest.mark.parametrize("shape", [EVEN, REPLICATED, PADDED, PADDED_WIDELY])
+def test_each_rank_takes_its_share_of_the_padded_layer_and_zeros_where_the_checkpoint_ends(shape: Shape) -> None:
+    (heads, kv_heads, intermediate), (padded_heads, padded_kv_heads, padded_intermediate), tp_size = shape
+    tensors = published(shape)
+    more_q, more_kv = (padded_heads - heads) * HEAD, (padded_kv_heads - kv_heads) * HEAD
+    more_mlp = padded_intermediate - intermediate
+    for tp_rank in range(tp_size):
+        buffers = buffers_of(shape, tp_rank)
+        buffers.load_weights(tensors.items())
+        held = dict(buffers.named_parameters())
+
+        def whole(part: str, factor: str) -> torch.Tensor:
+            return tensors[f"layers.0.{part}.lora_{factor}.weight"]
+
+        def rows(part: str, more: int, *, rank: int = tp_rank, num_shares: int = tp_size) -> torch.Tensor:
+            return pad(whole(part, "B"), (0, 0, 0, more)).chunk(num_shares)[rank]
+
+        def columns(part: str, more: int, *, rank: int = tp_rank) -> torch.Tensor:
+            return pad(whole(part, "A"), (0, more)).chunk(tp_size, dim=1)[rank]
+
+        kv = {"num_shares": min(tp_size, padded_kv_heads), "rank": tp_rank // max(1, tp_size // padded_kv_heads)}
+        expected = {
+            "qkv_proj.lora_A": torch.cat([whole(part, "A") for part in ("q_proj", "k_proj", "v_proj")]),
+            "qkv_proj.lora_B": torch.cat(
+                [rows("q_proj", more_q), rows("k_proj", more_kv, **kv), rows("v_proj", more_kv, **kv)]
+            ),
+            "o_proj.lora_A": columns("o_proj", more_q),
+            "o_proj.lora_B": whole("o_proj", "B"),
+            "gate_up_proj.lora_A": torch.cat([whole("gate_proj", "A"), whole("up_proj", "A")]),
+            "gate_up_proj.lora_B": torch.cat([rows("gate_proj", more_mlp), rows("up_proj", more_mlp)]),
+            "down_proj.lora_A": columns("down_proj", more_mlp),
+            "down_proj.lora_B": whole("down_proj", "B"),
+        }
+        assert sorted(held) == sorted(f"layers.0.{name}" for name in expected)
+        for name, values in expected.items():
+            assert torch.equal(held[f"layers.0.{name}"], values), f"{name} of rank {tp_rank}"
+
+
+def test_a_tensor_of_another_shape_is_refused_by_name() -> None:
+    """Also one that is as large as the padded layer, and would leave nothing uncovered."""
+    tensors = published(PADDED)
+    tensors["layers.0.q_proj.lora_B.weight"] = torch.zeros(8 * HEAD, RANK)
+    with pytest.raises(
+        BadHandle, match=r"q_proj.lora_B.weight is published as \(128, 3\); the engine's has \(64, 3\)"
+    ) as caught:
+        buffers_of(PADDED, 0).load_weights(tensors.items())
+    assert caught.value.metadata == {"tensor": "layers.0.q_proj.lora_B.weight"}
+
+
+def test_buffers_that_do_not_fit_their_layer_are_refused_with_what_to_change() -> None:
+    smaller = QKVParallelLinear(HIDDEN, HEAD // 2, 8, 2, bias=False, tp_rank=0, tp_size=2)
+    with _Unpinned():
+        changed = {"qkv_proj": QKVParallelLinearWithLoRA(smaller, cast(Any, None))}
+    with pytest.raises(
+        UnsupportedModel, match="qkv_proj: SGLang makes LoRA buffers of .* at rollout.tp_size = 2; .* rollout.lora"
+    ):
+        buffers_of(PADDED, 0, changed=changed)
+
+
+def test_why_a_rank_cannot_start_reaches_the_front_as_the_same_error() -> None:
+    ranks = RankProcesses()
+    ours, theirs = multiprocessing.Pipe()
+    ranks._pipes.append(ours)
+    for error, kind in ((UnsupportedModel("use another rollout.tp_size"), UnsupportedModel), (ValueError("17"), InternalError)):
+        with pytest.raises(type(error)), reporting(theirs):
+            raise error
+        with pytest.raises(kind, match=f"engine rank 0 could not start: .*{error}"):
+            ranks.wait_for_reports()
+
+
+def test_a_layer_that_ranks_do_not_share_is_refused() -> None:
+    whole = ReplicatedLinearWithLoRA(ReplicatedLinear(4 * HEAD, HIDDEN, bias=False), cast(Any, None))
+    with pytest.raises(UnsupportedModel, match=r"o_proj is a ReplicatedLinear, .*rollout.lora"):
+        buffers_of(EVEN, 0, changed={"o_proj": whole})
