@@ -1,7 +1,7 @@
-"""The planner against GPUs: `python tests/bench/plan_gpu.py [--out FOLDER] [--sizes qwen2.5-0.5b ...] [--ranks N]`.
+"""The planner against GPUs: `python tests/bench/plan_gpu.py [--out FOLDER] [--sizes qwen2.5-0.5b ...] [--ranks N] [--micro-batches N]`.
 
 N FSDP2 ranks for each size, on as many GPUs; a size that the planner says does not fit is left out (7B takes two GPUs of 141 GB). Random
-weights, float32 masters, AdamW, bfloat16 compute, full checkpointing; three times ForwardBackward of one micro-batch and OptimStep, then a
+weights, float32 masters, AdamW, bfloat16 compute, full checkpointing; three times ForwardBackward of N micro-batches and OptimStep, then a
 publish, and a pause and resume of all tags. For each stage on rank 0: predicted bytes, what torch's allocator held at most (in training) or
 what the driver says is taken, and the error. Writes plan_gpu.json and prints a table. With --tiny it runs on a CPU: tags only.
 """
@@ -32,8 +32,10 @@ NUM_TOKENS, NUM_STEPS = 8192, 3
 STAGES = (PlanStage.TRAIN, PlanStage.LOAD_WEIGHTS, PlanStage.OFFLOAD, PlanStage.LOAD_TRAINER)
 
 
-def layout_of(size: str, *, gpu_bytes: int, device: Literal["cpu", "cuda"], num_ranks: int) -> Layout:
-    """What `measure` runs. Half of every sample are completion tokens; one micro-batch a call, so no gradients stay whole."""
+def layout_of(
+    size: str, *, gpu_bytes: int, device: Literal["cpu", "cuda"], num_ranks: int, num_micro_batches: int = 1
+) -> Layout:
+    """What `measure` runs. Half of every sample are completion tokens; with one micro-batch a call no gradients stay whole."""
     shape = MODELS[size]
     if device == "cpu":
         tiny = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 4, "head_dim": 16, "vocab_size": 512}
@@ -41,7 +43,7 @@ def layout_of(size: str, *, gpu_bytes: int, device: Literal["cpu", "cuda"], num_
     num_tokens = 64 if device == "cpu" else NUM_TOKENS
     return Layout(
         model=shape, num_gpus=num_ranks, gpu_bytes=gpu_bytes, host_bytes=2000 * GB, num_ranks=num_ranks, device=device,
-        micro_batch_tokens=num_tokens, logit_tokens=num_tokens // 2, checkpointing=Checkpointing.FULL, accumulates=False,
+        micro_batch_tokens=num_tokens, logit_tokens=num_tokens // 2, checkpointing=Checkpointing.FULL, accumulates=num_micro_batches > 1,
     )  # fmt: skip
 
 
@@ -59,7 +61,7 @@ def make_model(folder: Path, layout: Layout, device: str) -> None:
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
 
 
-def measure(folder: Path, layout: Layout, device: str) -> dict[str, Any]:
+def measure(folder: Path, layout: Layout, device: str, num_micro_batches: int) -> dict[str, Any]:
     """Bytes by stage and kind, and the tags' bytes."""
     from tasuki.config.schema import NodeConfig
     from tasuki.trainer.memory import TAGS
@@ -69,7 +71,7 @@ def measure(folder: Path, layout: Layout, device: str) -> dict[str, Any]:
     from tasuki.v1.types_pb2 import TrainingSample
 
     mesh = start_mesh(device, gpu=int(os.environ["LOCAL_RANK"]), num_threads=1, timeout_s=60)
-    trainer = {"gradient_checkpointing": True, "micro_batch_tokens": layout.micro_batch_tokens}
+    trainer = {"gradient_checkpointing": True, "micro_batch_tokens": layout.micro_batch_tokens, "export_stays": True}
     node = {"state_dir": folder / "state", "device": device, "model": {"path": folder}, "trainer": trainer}
     worker = Worker(NodeConfig.model_validate(node), mesh=mesh)
     # A sample is one token longer than what it puts into the model, since nothing is predicted from its last one.
@@ -83,7 +85,9 @@ def measure(folder: Path, layout: Layout, device: str) -> dict[str, Any]:
     )
     batch = loss_batch([sample], policy_version=0, device=worker.device)
     for _ in range(NUM_STEPS):
-        worker.forward_backward([batch], loss=PolicyLossConfig(), num_loss_tokens=half, num_gap_tokens=half)
+        counted = half * num_micro_batches
+        batches = [batch] * num_micro_batches
+        worker.forward_backward(batches, loss=PolicyLossConfig(), num_loss_tokens=counted, num_gap_tokens=counted)
         worker.optim_step(learning_rate=1e-6)
     tags = {usage.tag: usage.total_bytes for usage in worker.memory.usage()}
     # The tags' blocks are torch's too; what a step adds to them lies in torch's own pool.
@@ -158,6 +162,8 @@ def run_part(size: str, arguments: argparse.Namespace) -> dict[str, Any]:
             size,
             "--ranks",
             str(arguments.ranks),
+            "--micro-batches",
+            str(arguments.micro_batches),
             "--folder",
             folder,
         ]
@@ -198,7 +204,7 @@ def work(arguments: argparse.Namespace, layout: Layout, device: str) -> None:
     if arguments.make:
         make_model(arguments.folder, layout, device)
     else:
-        print("RESULT " + json.dumps(measure(arguments.folder, layout, device)), flush=True)
+        print("RESULT " + json.dumps(measure(arguments.folder, layout, device, arguments.micro_batches)), flush=True)
     os._exit(0)
 
 
@@ -207,6 +213,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--micro-batches", type=int, default=1, help="of each call")
     parser.add_argument("--tiny", action="store_true", help="tiny models on a CPU")
     parser.add_argument("--part", choices=SIZES)
     parser.add_argument("--folder", type=Path)
@@ -214,7 +221,8 @@ def main() -> None:
     arguments = parser.parse_args()
     device = "cpu" if arguments.tiny else "cuda"
     gpu_name, gpu_bytes = ("none", GB) if arguments.tiny else gpu()
-    layouts = {size: layout_of(size, gpu_bytes=gpu_bytes, device=device, num_ranks=arguments.ranks) for size in SIZES}
+    settings = {"num_ranks": arguments.ranks, "num_micro_batches": arguments.micro_batches}
+    layouts = {size: layout_of(size, gpu_bytes=gpu_bytes, device=device, **settings) for size in SIZES}
     if arguments.part is not None:
         work(arguments, layouts[arguments.part], device)
     results: dict[str, Any] = {}
@@ -231,6 +239,7 @@ def main() -> None:
         "gpu": gpu_name,
         "torch": torch.__version__,
         "ranks": arguments.ranks,
+        "micro_batches": arguments.micro_batches,
     }
     (arguments.out / "plan_gpu.json").write_text(json.dumps({"machine": machine, **results}, indent=1) + "\n")
     print("\n".join(lines))

@@ -72,7 +72,7 @@ class Overheads:
     rollout_context: int = 1_500 * 10**6
     rollout_cached: int = 280 * 10**6
     """Blocks that torch caches in the engine, asleep or not."""
-    nccl: int = 500 * 10**6
+    nccl: int = 550 * 10**6
     """Buffers of one communicator, of a trainer rank or of an engine rank above TP 1."""
     cuda_graph: int = 600 * 10**6
     margin: int = 512 * MIB

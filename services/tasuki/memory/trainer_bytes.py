@@ -68,19 +68,22 @@ def step_moments(layout: Layout) -> dict[str, Bytes]:
 def _cached(layout: Layout, *, moment: str) -> int:
     """What torch holds at a moment without using it: blocks of FSDP2's own streams, which serve no other stream.
 
-    Of several ranks: the root's parameters as they are sent and as they arrive, and the reduced gradients of root and layer in float32. Of
-    a single one: such gradients twice, divided and copied, and, unless gradients stay whole, a block for logits, since its parameters
-    have broken up a free one. As torch's allocator showed on H200s (docs/plan.md).
+    Of several ranks: the root's parameters as they are sent and as they arrive, the reduced gradients of root and layer in float32, and, if
+    gradients stay whole, those of the root as they are sent, for which no free block is large enough, and a block for logits, since whole
+    gradients have broken up a free one. Of a single one: such gradients twice, divided and copied, and, unless gradients stay whole, a
+    block for logits, since its parameters have broken up a free one. As torch's allocator showed on H200s (docs/plan.md).
     """
     model, ranks = layout.model, layout.num_ranks
     root, layer = _numel(model.root()), max(_numel(model.layer(index)) for index in range(model.num_layers))
     trains_base = layout.lora_rank is None
+    logits = _logit_places(layout) * model.vocab_size * layout.compute_bytes
     if ranks > 1:
         arriving = root * layout.compute_bytes * (ranks + 1) // ranks
-        return arriving + (_FLOAT32 * (root + layer) // ranks if trains_base else 0)
+        reduced = _FLOAT32 * (root + layer) // ranks if trains_base else 0
+        whole = logits + (0 if moment == "root" else _FLOAT32 * root) if _whole_gradients(layout) else 0
+        return arriving + reduced + whole
     idle = {"layer": root, "root": layer}.get(moment, root + layer)
-    logits = 0 if layout.accumulates else _logit_places(layout) * model.vocab_size * layout.compute_bytes
-    return logits + (2 * _FLOAT32 * idle if trains_base else 0)
+    return (0 if layout.accumulates else logits) + (2 * _FLOAT32 * idle if trains_base else 0)
 
 
 def kept_per_token(model: ModelShape, layer: int, *, compute_bytes: int = 2, lora_rank: int | None = None) -> int:

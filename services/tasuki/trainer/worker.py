@@ -115,9 +115,9 @@ class Worker:
         """
         sums = torch.zeros(5, dtype=torch.float64, device=self.device)
         max_gap = torch.zeros((), dtype=torch.float32, device=self.device)
-        for batch in micro_batches:
+        for index, batch in enumerate(micro_batches):
             # Gradients stay whole on each rank until the last micro-batch sums them over the ranks.
-            cast(FSDPModule, self.policy).set_requires_gradient_sync(batch is micro_batches[-1])
+            cast(FSDPModule, self.policy).set_requires_gradient_sync(index == len(micro_batches) - 1)
             log_probs_T, entropy_T = self._score(self.policy, batch.tokens, temperature=loss.temperature)
             part = policy_loss_sums(
                 log_probs_T,
