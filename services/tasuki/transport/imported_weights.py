@@ -69,6 +69,15 @@ class ImportedWeights:
                     _close(fds)
             self._generations[index], self._leaves[index] = handle.generation, handle.leaves
 
+    def hold(self, published: weights_pb2.PublishedWeights, *, timeout_s: float) -> None:
+        """Renews what is needed to read the published version, until `let_go`. Raises BadHandle or VersionOrder, and then has let go."""
+        try:
+            self.renew(published, timeout_s=timeout_s)
+            self.check_version(published.policy_version)
+        except BaseException:
+            self.let_go()
+            raise
+
     def let_go(self) -> None:
         """Lets go of memory that its owner is about to give back, which nobody could use while it is mapped here. Headers stay."""
         for arena, leaves in zip(self._arenas, self._leaves, strict=True):
