@@ -77,10 +77,11 @@ def refused_weights(trainer: TrainerRank) -> list[tuple[weights_pb2.PublishedWei
     return [(other_version, VersionOrder), (other_layout, BadHandle)]
 
 
-def test_a_rank_holds_nothing_after_a_sync_that_it_refused(trainer: TrainerRank) -> None:
+def test_a_rank_holds_nothing_after_a_sync_nor_after_one_that_it_refused(trainer: TrainerRank) -> None:
     held = native.totals().imported_bytes
     receiver = WeightReceiver(Engine(torch.bfloat16))
     receiver.receive(trainer.publish(0), import_timeout_s=2)
+    assert native.totals().imported_bytes == held
     offload_and_load(trainer)
     for weights, error in refused_weights(trainer):
         with pytest.raises(error):
