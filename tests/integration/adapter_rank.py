@@ -58,9 +58,9 @@ def _manager(model: Any, args: Any, lora: LoraConfig, *, tp_rank: int) -> Any:
     import torch
     from sglang.srt.configs.load_config import LoadConfig
 
-    from tasuki.rollout.adapter import CpuLora
+    from tasuki.rollout.adapter import UnpinnedLora
 
-    return CpuLora(
+    return UnpinnedLora(
         base_model=model,
         base_hf_config=model.config,
         max_loras_per_batch=2,

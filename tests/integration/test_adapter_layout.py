@@ -33,43 +33,48 @@ PADDED_WIDELY = ((4, 2, 96), (8, 4, 128), 4)
 Shape = tuple[tuple[int, int, int], tuple[int, int, int], int]
 
 
-def buffers_of(shape: Shape, tp_rank: int, *, changed: dict[str, Any] | None = None) -> AdapterBuffers:
-    """One layer's, full of NaN. changed: modules in the place of its own."""
-    (heads, kv_heads, intermediate), (padded_heads, padded_kv_heads, padded_intermediate), tp_size = shape
-    tp = {"tp_rank": tp_rank, "tp_size": tp_size, "bias": False}
-    q_size, o_size = padded_heads * HEAD, padded_heads * HEAD
+def layer_of(shape: Shape, tp_rank: int) -> dict[str, Any]:
+    """The rank's modules of one layer, as SGLang makes them."""
+    _, (heads, kv_heads, intermediate), tp_size = shape
+    tp: dict[str, Any] = {"tp_rank": tp_rank, "tp_size": tp_size, "bias": False}
+    backend = cast(Any, None)
+    gate_up = MergedColumnParallelLinear(HIDDEN, [intermediate] * 2, **tp)
     with _Unpinned():
-        layer: dict[str, Any] = {
-            "qkv_proj": QKVParallelLinearWithLoRA(
-                QKVParallelLinear(HIDDEN, HEAD, padded_heads, padded_kv_heads, **tp), cast(Any, None)
-            ),
-            "o_proj": RowParallelLinearWithLoRA(RowParallelLinear(o_size, HIDDEN, **tp), cast(Any, None)),
-            "gate_up_proj": MergedColumnParallelLinearWithLoRA(
-                MergedColumnParallelLinear(HIDDEN, [padded_intermediate] * 2, **tp), cast(Any, None)
-            ),
-            "down_proj": RowParallelLinearWithLoRA(RowParallelLinear(padded_intermediate, HIDDEN, **tp), cast(Any, None)),
+        return {
+            "qkv_proj": QKVParallelLinearWithLoRA(QKVParallelLinear(HIDDEN, HEAD, heads, kv_heads, **tp), backend),
+            "o_proj": RowParallelLinearWithLoRA(RowParallelLinear(heads * HEAD, HIDDEN, **tp), backend),
+            "gate_up_proj": MergedColumnParallelLinearWithLoRA(gate_up, backend),
+            "down_proj": RowParallelLinearWithLoRA(RowParallelLinear(intermediate, HIDDEN, **tp), backend),
         }
-    kv_rows = max(1, padded_kv_heads // tp_size) * HEAD
+
+
+def pool_of(shape: Shape) -> SimpleNamespace:
+    """A rank's LoRA buffers for the layer, full of NaN."""
+    _, (heads, kv_heads, intermediate), tp_size = shape
+    q_rows, kv_rows, mlp_rows = heads * HEAD // tp_size, max(1, kv_heads // tp_size) * HEAD, intermediate // tp_size
     sizes = {
-        "qkv_proj": (3, HIDDEN, q_size // tp_size + 2 * kv_rows),
-        "o_proj": (1, o_size // tp_size, HIDDEN),
-        "gate_up_proj": (2, HIDDEN, 2 * padded_intermediate // tp_size),
-        "down_proj": (1, padded_intermediate // tp_size, HIDDEN),
+        "qkv_proj": (3, HIDDEN, q_rows + 2 * kv_rows),
+        "o_proj": (1, q_rows, HIDDEN),
+        "gate_up_proj": (2, HIDDEN, 2 * mlp_rows),
+        "down_proj": (1, mlp_rows, HIDDEN),
     }
     nan = float("nan")
-    pool = SimpleNamespace(
+    return SimpleNamespace(
         get_buffer_id=lambda _: 0,
         A_buffer={kind: [torch.full((1, parts * RANK, inputs), nan)] for kind, (parts, inputs, _) in sizes.items()},
         B_buffer={kind: [torch.full((1, outputs, RANK), nan)] for kind, (_, _, outputs) in sizes.items()},
     )
-    config = SimpleNamespace(
-        num_attention_heads=padded_heads, num_key_value_heads=padded_kv_heads, intermediate_size=padded_intermediate
-    )
-    if padded_heads != heads:
-        config.original_num_attention_heads, config.original_total_num_kv_heads = heads, kv_heads
-        config.original_intermediate_size = intermediate
-    modules = {f"layers.0.{kind}": module for kind, module in (layer | (changed or {})).items()}
-    manager = SimpleNamespace(memory_pool=pool, lora_modules=[modules], base_hf_config=config)
+
+
+def buffers_of(shape: Shape, tp_rank: int, *, changed: dict[str, Any] | None = None) -> AdapterBuffers:
+    """changed: modules in the place of the layer's own."""
+    sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    originals = ("original_num_attention_heads", "original_total_num_kv_heads", "original_intermediate_size")
+    config = SimpleNamespace(**dict(zip(sizes, shape[1], strict=True)))
+    if shape[0] != shape[1]:
+        vars(config).update(zip(originals, shape[0], strict=True))
+    modules = {f"layers.0.{kind}": module for kind, module in (layer_of(shape, tp_rank) | (changed or {})).items()}
+    manager = SimpleNamespace(memory_pool=pool_of(shape), lora_modules=[modules], base_hf_config=config)
     return AdapterBuffers(cast(Any, manager), LoraConfig(rank=RANK, alpha=6, target_modules=TARGETS), tp_rank=tp_rank)
 
 
@@ -91,41 +96,44 @@ def published(shape: Shape) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("shape", [EVEN, REPLICATED, PADDED, PADDED_WIDELY])
-def test_each_rank_takes_its_share_of_the_padded_layer_and_zeros_where_the_checkpoint_ends(shape: Shape) -> None:
+def share_of(tensors: dict[str, torch.Tensor], shape: Shape, tp_rank: int) -> dict[str, torch.Tensor]:
+    """What the rank must hold: of every tensor that ranks share its share, once it is filled with zeros up to the padded size."""
     (heads, kv_heads, intermediate), (padded_heads, padded_kv_heads, padded_intermediate), tp_size = shape
-    tensors = published(shape)
     more_q, more_kv = (padded_heads - heads) * HEAD, (padded_kv_heads - kv_heads) * HEAD
     more_mlp = padded_intermediate - intermediate
-    for tp_rank in range(tp_size):
+
+    def whole(part: str, factor: str) -> torch.Tensor:
+        return tensors[f"layers.0.{part}.lora_{factor}.weight"]
+
+    def rows(part: str, more: int, *, rank: int = tp_rank, num_shares: int = tp_size) -> torch.Tensor:
+        return pad(whole(part, "B"), (0, 0, 0, more)).chunk(num_shares)[rank]
+
+    def columns(part: str, more: int) -> torch.Tensor:
+        return pad(whole(part, "A"), (0, more)).chunk(tp_size, dim=1)[tp_rank]
+
+    kv = {"num_shares": min(tp_size, padded_kv_heads), "rank": tp_rank // max(1, tp_size // padded_kv_heads)}
+    return {
+        "qkv_proj.lora_A": torch.cat([whole(part, "A") for part in ("q_proj", "k_proj", "v_proj")]),
+        "qkv_proj.lora_B": torch.cat([rows("q_proj", more_q), rows("k_proj", more_kv, **kv), rows("v_proj", more_kv, **kv)]),
+        "o_proj.lora_A": columns("o_proj", more_q),
+        "o_proj.lora_B": whole("o_proj", "B"),
+        "gate_up_proj.lora_A": torch.cat([whole("gate_proj", "A"), whole("up_proj", "A")]),
+        "gate_up_proj.lora_B": torch.cat([rows("gate_proj", more_mlp), rows("up_proj", more_mlp)]),
+        "down_proj.lora_A": columns("down_proj", more_mlp),
+        "down_proj.lora_B": whole("down_proj", "B"),
+    }
+
+
+@pytest.mark.parametrize("shape", [EVEN, REPLICATED, PADDED, PADDED_WIDELY])
+def test_each_rank_takes_its_share_of_the_padded_layer_and_zeros_where_the_checkpoint_ends(shape: Shape) -> None:
+    tensors = published(shape)
+    for tp_rank in range(shape[2]):
         buffers = buffers_of(shape, tp_rank)
         buffers.load_weights(tensors.items())
         held = dict(buffers.named_parameters())
-
-        def whole(part: str, factor: str) -> torch.Tensor:
-            return tensors[f"layers.0.{part}.lora_{factor}.weight"]
-
-        def rows(part: str, more: int, *, rank: int = tp_rank, num_shares: int = tp_size) -> torch.Tensor:
-            return pad(whole(part, "B"), (0, 0, 0, more)).chunk(num_shares)[rank]
-
-        def columns(part: str, more: int, *, rank: int = tp_rank) -> torch.Tensor:
-            return pad(whole(part, "A"), (0, more)).chunk(tp_size, dim=1)[rank]
-
-        kv = {"num_shares": min(tp_size, padded_kv_heads), "rank": tp_rank // max(1, tp_size // padded_kv_heads)}
-        expected = {
-            "qkv_proj.lora_A": torch.cat([whole(part, "A") for part in ("q_proj", "k_proj", "v_proj")]),
-            "qkv_proj.lora_B": torch.cat(
-                [rows("q_proj", more_q), rows("k_proj", more_kv, **kv), rows("v_proj", more_kv, **kv)]
-            ),
-            "o_proj.lora_A": columns("o_proj", more_q),
-            "o_proj.lora_B": whole("o_proj", "B"),
-            "gate_up_proj.lora_A": torch.cat([whole("gate_proj", "A"), whole("up_proj", "A")]),
-            "gate_up_proj.lora_B": torch.cat([rows("gate_proj", more_mlp), rows("up_proj", more_mlp)]),
-            "down_proj.lora_A": columns("down_proj", more_mlp),
-            "down_proj.lora_B": whole("down_proj", "B"),
-        }
-        assert sorted(held) == sorted(f"layers.0.{name}" for name in expected)
-        for name, values in expected.items():
+        wanted = share_of(tensors, shape, tp_rank)
+        assert sorted(held) == sorted(f"layers.0.{name}" for name in wanted)
+        for name, values in wanted.items():
             assert torch.equal(held[f"layers.0.{name}"], values), f"{name} of rank {tp_rank}"
 
 

@@ -9,98 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from tasuki.memory import arena as native
-from tasuki.memory.allocator import NativeAllocator
-from tasuki.memory.arena import Keep
-from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.receive import WeightReceiver
-from tasuki.transport.export import ExportMemory, WeightExport
 from tasuki.transport.imported_weights import ImportedWeights, import_weights
-from tasuki.transport.shards import Shard
 from tasuki.v1 import weights_pb2
-from tasuki.wire.errors import BadHandle, OutOfGpuMemory, VersionOrder
+from tasuki.wire.errors import OutOfGpuMemory, VersionOrder
+from tests.integration.exporting_rank import EXPORT, MIB, SHAPES, WEIGHTS, Engine, TrainerRank
 from tests.models import poison
 from tests.received import ReceivedPiece, check_received
-
-WEIGHTS, EXPORT = MemoryTag.WEIGHTS, MemoryTag.EXPORT
-MIB = 1 << 20
-# The small one is below what a region on a CPU puts into its arena: it is always a copy.
-SHAPES = {"large": (512, 1024), "odd": (999, 77), "small": (40,)}
-
-
-class Engine(nn.Module):
-    """Every tensor as it is in the checkpoint, the rows of `large` twice."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        for name, shape in {**SHAPES, "again": SHAPES["large"]}.items():
-            self.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False))
-
-    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        for name, loaded in weights:
-            self._parameters[name].data.copy_(loaded)
-            if name == "large":
-                self.again.data.copy_(loaded)
-
-
-class TrainerRank:
-    """One rank's tensors in the arena of `weights`, beside others that are nobody's business, and their export."""
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        dtype: torch.dtype,
-        published: torch.dtype,
-        in_place: bool,
-        leaves: bool,
-        rank: int = 0,
-        num_ranks: int = 1,
-    ) -> None:
-        self.keep = Keep.CHUNKS if in_place and not leaves else Keep.CONTENT
-        self.allocator = NativeAllocator(tags=[WEIGHTS], device="cpu", keep={WEIGHTS: self.keep})
-        self.leaves, self.published = leaves, published
-        shards = []
-        with self.allocator.region(WEIGHTS):
-            self.before = torch.full((3 * MIB,), 7, dtype=torch.uint8)
-            for name, shape in SHAPES.items():
-                rows = -(-shape[0] // num_ranks)
-                count = min(rows, shape[0] - rank * rows)
-                shards.append(Shard(name, shape, rank * rows, torch.randn((count, *shape[1:])).to(dtype)))
-            self.after = torch.full((20 * MIB,), 7, dtype=torch.uint8)
-        self.tensors = {shard.name: shard.local for shard in shards}
-        memory = ExportMemory(self.allocator.arena(WEIGHTS) if in_place else None, leaves=leaves)
-        self.export = WeightExport(
-            shards, rank=rank, num_ranks=num_ranks, dtype=published, socket_path=folder / f"w{rank}.sock", memory=memory
-        )
-
-        assert self.export.copies is not None
-        self.allocator.adopt(EXPORT, self.export.copies)
-
-    def publish(self, version: int) -> weights_pb2.PublishedWeights:
-        self.allocator.resume([EXPORT])
-        self.export.publish(version)
-        return weights_pb2.PublishedWeights(policy_version=version, boot_id="boot", handles=[self.export.handle()])
-
-    def offload(self) -> int:
-        if not self.leaves:
-            return self.allocator.pause([WEIGHTS])
-        with self.export.leaving():
-            return self.allocator.pause([WEIGHTS, EXPORT])
-
-    def load(self) -> None:
-        self.allocator.resume([WEIGHTS])
-        self.export.withdraw()
-
-    def train(self) -> None:
-        for tensor in self.tensors.values():
-            tensor.add_(1)
-
-    def close(self) -> None:
-        self.export.close()
-
 
 Start = Callable[..., TrainerRank]
 
@@ -242,14 +159,6 @@ def test_a_reader_that_does_not_let_go_is_accounted_for_by_the_system_alone(star
     imported.let_go()
     assert native.totals().imported_bytes == before
     imported.close()
-
-
-def test_nothing_is_handed_out_while_the_memory_is_away(start: Start) -> None:
-    trainer = start(dtype=torch.float32, published=torch.bfloat16, in_place=False, leaves=True)
-    weights = trainer.publish(0)
-    trainer.offload()
-    with pytest.raises(BadHandle, match="hands nothing out now"):
-        import_weights(weights, timeout_s=2)
 
 
 def test_a_refused_pause_hands_out_the_same_version_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

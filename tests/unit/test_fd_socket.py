@@ -162,3 +162,31 @@ def test_a_server_that_stands_still_is_left_in_time(path: Path, sent: bytes) -> 
             fetch(path, timeout_s=0.3)
         done.set()
     assert time.monotonic() - started < 5
+
+
+# --- another user's process; the kernel says whose it is, and here we are the one who is somebody else
+
+
+def test_a_peer_of_another_user_gets_nothing(
+    path: Path, fd: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = FdServer(path, message=MESSAGE, fds=[fd])
+    peer_uid = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: peer_uid + 1)
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.settimeout(5)
+        peer.connect(str(path))
+        assert socket.recv_fds(peer, 100, 1)[:2] == (b"", [])
+    server.close()
+    assert [record.getMessage() for record in caplog.records] == [f"event=fd_refused socket=w.sock peer_uid={peer_uid}"]
+
+
+def test_a_server_of_another_user_is_not_listened_to(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, server_uid = num_open_fds(), os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: server_uid + 1)
+    with (
+        rogue(path, lambda peer: socket.send_fds(peer, [struct.pack("<Q", 1) + b"x"], [0])),
+        pytest.raises(BadHandle, match=f"w.sock belongs to user {server_uid}"),
+    ):
+        fetch(path, timeout_s=5)
+    assert num_open_fds() == before

@@ -7,7 +7,6 @@ intermediate sizes that ranks cannot share evenly: there a slice is smaller than
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -185,14 +184,12 @@ def _modules(manager: LoRAManager) -> Iterator[tuple[str, Any, torch.Tensor, tor
             yield name, module, pool.A_buffer[kind][layer][slot], pool.B_buffer[kind][layer][slot]
 
 
-class CpuLora(LoRAManager):
-    """SGLang's manager on a CPU. It would pin memory for a GPU that is not there, which torch refuses, and take heads for smaller where
-    there are more of them than the checkpoint has.
-    """
+class UnpinnedLora(LoRAManager):
+    """SGLang's manager on a CPU, where it would pin memory for a GPU that is not there, which torch refuses."""
 
-    def __init__(self, *, base_hf_config: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
         with _Unpinned():
-            super().__init__(base_hf_config=_with_head_size(base_hf_config.get_text_config()), **options)
+            super().__init__(*args, **options)
 
     def prepare_lora_batch(self, forward_batch: Any) -> None:
         with _Unpinned():
@@ -206,13 +203,3 @@ class _Unpinned(TorchFunctionMode):
         if func is torch.Tensor.pin_memory:
             return args[0]
         return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
-
-
-def _with_head_size(config: Any) -> Any:
-    """A configuration that says the size of a head, which SGLang else computes from the padded number of heads."""
-    if getattr(config, "head_dim", None) is not None:
-        return config
-    config = copy.copy(config)
-    heads = getattr(config, "original_num_attention_heads", config.num_attention_heads)
-    config.head_dim = config.hidden_size // heads
-    return config

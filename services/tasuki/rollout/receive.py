@@ -71,7 +71,6 @@ class WeightReceiver:
     def _receive(
         self, imported: ImportedWeights, weights: weights_pb2.PublishedWeights, *, reads_back_in_full: bool
     ) -> Received:
-        imported.check_version(weights.policy_version)
         prepared = self._replay(imported) or self._replay(imported)
         if prepared is None:
             raise InternalError("parameters of the engine's model move at every look")
@@ -88,7 +87,7 @@ class WeightReceiver:
                 self._imported.close()
                 self._imported = None
             self._imported = import_weights(weights, timeout_s=timeout_s, device=Parameters(self.model).device)
-        self._imported.renew(weights, timeout_s=timeout_s)
+        self._imported.hold(weights, timeout_s=timeout_s)
         return self._imported
 
     def _replay(self, imported: ImportedWeights) -> _PreparedPlan | None:

@@ -18,7 +18,7 @@ from sglang.srt.server_args import PortArgs, ServerArgs, get_global_server_args
 
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.arena import set_host_budget
-from tasuki.rollout.adapter import CpuLora, serve_adapter
+from tasuki.rollout.adapter import UnpinnedLora, serve_adapter
 from tasuki.rollout.cpu_attention import BatchedAttention
 from tasuki.rollout.rank_commands import EngineRank, register_rank
 from tasuki.rollout.rank_memory import rank_allocator
@@ -128,7 +128,7 @@ def run_scheduler(
     sglang_scheduler.Scheduler = ReportingScheduler
     if server_args.device == "cpu":
         attention_registry.ATTENTION_BACKENDS["torch_native"] = BatchedAttention
-        model_runner.LoRAManager = CpuLora
+        model_runner.LoRAManager = UnpinnedLora
     # It would write what a data-parallel balancer reads, to a file in /dev/shm that nobody ever removes.
     sglang_scheduler.create_load_snapshot_writer = _no_load_snapshots
     sglang_scheduler.run_scheduler_process(

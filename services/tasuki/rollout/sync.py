@@ -51,21 +51,18 @@ class WeightSync:
         """Of each replica, for these layouts of its ranks."""
 
     async def prepare(self, weights: weights_pb2.PublishedWeights) -> ImportedWeights:
-        """Maps and checks what was published; touches no engine. Raises BadHandle or VersionOrder."""
+        """Maps and checks what was published; touches no engine. Raises BadHandle or VersionOrder, and then holds nothing that leaves."""
         for index, handle in enumerate(weights.handles):
             if os.path.dirname(handle.socket_path) != str(self._socket_dir):
                 raise BadHandle(f"weights.handles[{index}].socket_path is not in {self._socket_dir}", socket=handle.socket_path)
         if self._imported is None or not self._imported.is_of(weights):
-            imported = await asyncio.to_thread(import_weights, weights, timeout_s=_IMPORT_TIMEOUT_S)
-            if self._imported is not None:
-                self._imported.close()
-            self._imported = imported
-        renew = partial(self._imported.renew, weights, timeout_s=_IMPORT_TIMEOUT_S)
+            self.close()
+            self._imported = await asyncio.to_thread(import_weights, weights, timeout_s=_IMPORT_TIMEOUT_S)
+        hold = partial(self._imported.hold, weights, timeout_s=_IMPORT_TIMEOUT_S)
         if self._imported.is_current(weights):
-            renew()
+            hold()
         else:
-            await asyncio.to_thread(renew)
-        self._imported.check_version(weights.policy_version)
+            await asyncio.to_thread(hold)
         return self._imported
 
     async def run(self, weights: weights_pb2.PublishedWeights, imported: ImportedWeights, *, timeout_s: float) -> SyncReport:
@@ -111,6 +108,7 @@ class WeightSync:
     def close(self) -> None:
         if self._imported is not None:
             self._imported.close()
+            self._imported = self._comparisons = None
 
 
 def _held(result: ranks_pb2.ReceiveResult) -> Sequence[HeldSlice]:

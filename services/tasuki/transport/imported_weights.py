@@ -69,13 +69,22 @@ class ImportedWeights:
             self._generations[index], self._leaves[index] = handle.generation, handle.leaves
 
     def is_current(self, published: weights_pb2.PublishedWeights) -> bool:
-        """Whether `renew` has nothing to map, and so takes no time."""
+        """Whether `hold` has nothing to map, and so takes no time."""
         return all(self._is_current(index, handle) for index, handle in enumerate(published.handles))
 
     def _is_current(self, index: int, handle: weights_pb2.WeightHandle) -> bool:
         arena = self._arenas[index]
         has_memory = arena.is_mapped and bool(arena.manifest.entries)
         return not has_memory or (arena.holds_memory and self._generations[index] == handle.generation)
+
+    def hold(self, published: weights_pb2.PublishedWeights, *, timeout_s: float) -> None:
+        """Renews what is needed to read the published version, until `let_go`. Raises BadHandle or VersionOrder, and then has let go."""
+        try:
+            self.renew(published, timeout_s=timeout_s)
+            self.check_version(published.policy_version)
+        except BaseException:
+            self.let_go()
+            raise
 
     def let_go(self) -> None:
         """Lets go of memory that its owner is about to give back, which nobody could use while it is mapped here. Headers stay."""

@@ -1,0 +1,116 @@
+"""Memory that leaves between two publications: nobody gets it while it is away, and readers hold it only while they read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from tasuki.memory import arena as native
+from tasuki.rollout.rank_calls import RankCalls
+from tasuki.rollout.receive import WeightReceiver
+from tasuki.rollout.sync import WeightSync
+from tasuki.transport.imported_weights import import_weights
+from tasuki.v1 import weights_pb2
+from tasuki.wire.errors import BadHandle, TasukiError, VersionOrder
+from tests.integration.breaking_rank import BreakingRank
+from tests.integration.exporting_rank import SHAPES, Engine, TrainerRank
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[TrainerRank]:
+    rank = TrainerRank(tmp_path, dtype=torch.float32, published=torch.bfloat16, in_place=False, leaves=True)
+    yield rank
+    rank.close()
+
+
+def offload_and_load(trainer: TrainerRank) -> None:
+    trainer.offload()
+    trainer.load()
+    trainer.train()
+
+
+# --- the publisher
+
+
+def test_nothing_is_handed_out_while_the_memory_is_away(trainer: TrainerRank, caplog: pytest.LogCaptureFixture) -> None:
+    """Not even other files that have got the numbers of descriptors which were handed out before."""
+    weights = trainer.publish(0)
+    numbers = set(trainer.export._arena.fds)
+    with ExitStack() as cleanup, trainer.export.leaving():
+        others = [os.memfd_create("another-secret") for _ in range(200)]
+        for other in others:
+            cleanup.callback(os.close, other)
+        assert numbers - {trainer.export._header_fd} <= set(others)
+        with pytest.raises(BadHandle, match="hands nothing out now"):
+            import_weights(weights, timeout_s=2)
+        assert not caplog.records, "what was withheld was not even tried to be sent"
+
+
+# --- a reader
+
+
+def test_a_reader_that_never_let_go_sees_the_memory_of_the_new_publication(trainer: TrainerRank) -> None:
+    imported = import_weights(trainer.publish(0), timeout_s=2)
+    offload_and_load(trainer)
+    weights = trainer.publish(1)
+    assert imported.is_of(weights)
+    imported.renew(weights, timeout_s=2)
+    imported.check_version(1)
+    for name, tensor in trainer.tensors.items():
+        assert torch.equal(imported.gathered(name), tensor.bfloat16()), name
+    imported.close()
+
+
+def refused_weights(trainer: TrainerRank) -> list[tuple[weights_pb2.PublishedWeights, type[TasukiError]]]:
+    """Of a version that is not there, and of a manifest that is not the handle's; the memory itself can be had."""
+    weights = trainer.publish(1)
+    other_version, other_layout = weights_pb2.PublishedWeights(), weights_pb2.PublishedWeights()
+    other_version.CopyFrom(weights)
+    other_version.policy_version = 2
+    other_layout.CopyFrom(weights)
+    other_layout.handles[0].manifest_digest = "0" * 64
+    return [(other_version, VersionOrder), (other_layout, BadHandle)]
+
+
+def test_a_rank_holds_nothing_after_a_sync_nor_after_one_that_it_refused(trainer: TrainerRank) -> None:
+    held = native.totals().imported_bytes
+    receiver = WeightReceiver(Engine(torch.bfloat16))
+    receiver.receive(trainer.publish(0), import_timeout_s=2)
+    assert native.totals().imported_bytes == held
+    offload_and_load(trainer)
+    for weights, error in refused_weights(trainer):
+        with pytest.raises(error):
+            receiver.receive(weights, import_timeout_s=2)
+        assert native.totals().imported_bytes == held
+    receiver.receive(trainer.publish(2), import_timeout_s=2)
+
+
+# --- the front
+
+
+async def test_the_front_holds_nothing_after_a_sync_nor_after_one_that_it_refused(trainer: TrainerRank, tmp_path: Path) -> None:
+    held = native.totals().imported_bytes
+    with ExitStack() as stack:
+        rank = BreakingRank(list(SHAPES.items()))
+        stack.callback(rank.close)
+        calls = RankCalls(rank, socket_dir=tmp_path)
+        stack.callback(calls.close)
+        sync = WeightSync(calls, socket_dir=tmp_path)
+        stack.callback(sync.close)
+        for version in (0, 3):
+            weights = trainer.publish(version)
+            imported = await sync.prepare(weights)
+            assert native.totals().imported_bytes > held, "the front compares with what it maps"
+            await sync.run(weights, imported, timeout_s=30)
+            assert native.totals().imported_bytes == held
+            offload_and_load(trainer)
+            for refused, error in refused_weights(trainer):
+                with pytest.raises(error):
+                    await sync.prepare(refused)
+                assert native.totals().imported_bytes == held
+            offload_and_load(trainer)

@@ -1,0 +1,184 @@
+"""Readers during a publication, publications during a sync, and copies that go astray: no such version counts as received."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tasuki.memory.tags import MemoryTag
+from tasuki.rollout import receive as receiving
+from tasuki.rollout.rank_calls import RankCalls
+from tasuki.rollout.rank_commands import EngineRank
+from tasuki.rollout.rank_memory import rank_allocator
+from tasuki.rollout.receive import WeightReceiver
+from tasuki.rollout.sync import WeightSync
+from tasuki.transport.copies import HostCopies, HostSummedCopies, ViewCopy
+from tasuki.transport.imported_weights import import_weights
+from tasuki.transport.plan import Slice
+from tasuki.v1 import ranks_pb2, weights_pb2
+from tasuki.wire.errors import VersionOrder, WeightsCorrupt
+from tests.integration.awkward_model import TENSORS, AwkwardModel, Trainer, receive
+from tests.integration.breaking_rank import BreakingRank
+from tests.received import ReceivedPiece, check_received
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[Trainer]:
+    trainer = Trainer(tmp_path)
+    yield trainer
+    trainer.close()
+
+
+# --- a publication that a reader looks into
+
+
+def rows_of(trainer: Trainer, look: Callable[[], None]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The first rank's rows of a tensor in the place of its shard, and a look while they are being taken."""
+    look()
+    yield "plain", trainer.tensors["plain"][:3].bfloat16()
+    look()
+
+
+def test_no_version_can_be_read_while_the_next_one_is_being_written(trainer: Trainer) -> None:
+    imported = import_weights(trainer.publish(0), timeout_s=2)
+    num_looks = 0
+
+    def look() -> None:
+        nonlocal num_looks
+        num_looks += 1
+        for version in (0, 1):
+            with pytest.raises(VersionOrder, match="trainer rank 0 holds writing"):
+                imported.check_version(version)
+
+    imported.check_version(0)
+    trainer.exports[0].publish(1, replaced=rows_of(trainer, look))
+    trainer.exports[1].publish(1)
+    assert num_looks == 2
+    imported.check_version(1)
+    imported.close()
+
+
+def test_a_publication_that_fails_in_the_middle_leaves_no_version(trainer: Trainer) -> None:
+    def fail() -> None:
+        raise MemoryError
+
+    receiver = WeightReceiver(AwkwardModel())
+    receive(receiver, trainer.publish(0))
+    with pytest.raises(MemoryError):
+        trainer.exports[0].publish(1, replaced=rows_of(trainer, fail))
+    for version in (0, 1):
+        with pytest.raises(VersionOrder, match="trainer rank 0 holds writing"):
+            receiver.receive(trainer.handles(version), import_timeout_s=2)
+    receive(receiver, trainer.publish(1))
+
+
+# --- a sync that a publication runs into
+
+
+class InterruptedModel(AwkwardModel):
+    """Something happens in the middle of its sync: between its copies and what it loads by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meanwhile: Callable[[], object] = lambda: None
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.meanwhile()
+        super().load_weights(weights)
+
+
+def test_a_publication_during_the_copy_is_noticed_by_the_rank(trainer: Trainer) -> None:
+    """By its version alone: the values are the same."""
+    model = InterruptedModel()
+    receiver = WeightReceiver(model)
+    receive(receiver, trainer.publish(0))
+    weights = trainer.publish(1)
+    model.meanwhile = lambda: trainer.publish(2)
+    with pytest.raises(VersionOrder, match="asked for policy version 1, .* holds 2"):
+        receiver.receive(weights, import_timeout_s=2)
+
+
+async def test_a_publication_after_the_copy_is_noticed_by_the_front(trainer: Trainer, tmp_path: Path) -> None:
+    """The rank has read all of version 0 and is content; what the front compares with is not that any more."""
+
+    class Overtaken(BreakingRank):
+        async def run_on_ranks(self, command: bytes) -> None:
+            await super().run_on_ranks(command)
+            trainer.publish(1)
+
+    with ExitStack() as stack:
+        rank = Overtaken(list(TENSORS.items()))
+        stack.callback(rank.close)
+        calls = RankCalls(rank, socket_dir=tmp_path)
+        stack.callback(calls.close)
+        sync = WeightSync(calls, socket_dir=tmp_path)
+        stack.callback(sync.close)
+        weights = trainer.publish(0)
+        with pytest.raises(VersionOrder, match="asked for policy version 0, .* holds 1"):
+            await sync.run(weights, await sync.prepare(weights), timeout_s=30)
+
+
+# --- copies that do not go where the plan says; their own sums, of what they wrote, are right
+
+
+def astray(copy: ViewCopy) -> ViewCopy:
+    return replace(copy, destination=torch.empty_like(copy.destination))
+
+
+def test_a_plan_that_was_lowered_wrongly_is_noticed_at_its_first_sync(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lowered_wrongly(copies: Sequence[ViewCopy], *, num_sums: int, **_: Any) -> HostSummedCopies:
+        return HostSummedCopies([astray(copies[0]), *copies[1:]], num_sums=num_sums)
+
+    monkeypatch.setattr(receiving, "prepare_summed_copies", lowered_wrongly)
+    with pytest.raises(WeightsCorrupt, match=r"1 of 6 tensors.*plain: checksum differs \(engine rank 0\)"):
+        receive(WeightReceiver(AwkwardModel()), trainer.publish(0))
+
+
+def received_by(rank: EngineRank, weights: weights_pb2.PublishedWeights, *, full_read_back: bool) -> list[ReceivedPiece]:
+    command = ranks_pb2.ReceiveCommand(weights=weights, import_timeout_ms=2000, full_read_back=full_read_back)
+    result = rank.run(ranks_pb2.EngineRankCommand(receive=command))
+    assert not result.HasField("error"), result.error
+    return [
+        ReceivedPiece(0, one.name, Slice(one.offset, tuple(one.shape), tuple(one.strides)), one.checksum)
+        for one in result.receive.checksums
+    ]
+
+
+def test_a_copy_that_later_goes_astray_is_noticed_by_a_full_read_back_alone(trainer: Trainer) -> None:
+    allocator = rank_allocator("cpu")
+    with allocator.region(MemoryTag.WEIGHTS):
+        model = AwkwardModel()
+    rank = EngineRank(model, allocator, rank=0)
+    weights = trainer.publish(0)
+    imported = import_weights(weights, timeout_s=2)
+    check_received(received_by(rank, weights, full_read_back=False), imported)
+    copies = rank.receiver._prepared._copies._copies
+    copies[0] = astray(copies[0])
+    trainer.tensors["plain"].add_(1)
+    trainer.publish(1)
+    weights.policy_version = 1
+    check_received(received_by(rank, weights, full_read_back=False), imported)
+    with pytest.raises(WeightsCorrupt, match=r"1 of 6 tensors.*plain: checksum differs \(engine rank 0\)"):
+        check_received(received_by(rank, weights, full_read_back=True), imported)
+    imported.close()
+
+
+def test_rows_that_must_be_constant_and_are_not_are_noticed_at_every_sync(trainer: Trainer) -> None:
+    """As the padding of a vocabulary: no published tensor's checksum counts them."""
+    model = AwkwardModel()
+    receiver = WeightReceiver(model)
+    receive(receiver, trainer.publish(0))
+    receiver._prepared._fills = HostCopies([])
+    receive(receiver, trainer.publish(1))
+    model.plain.data[7, 3] = 2**-133  # the smallest number of bfloat16
+    with pytest.raises(WeightsCorrupt, match=r"plain: rows that must be 0.0 are not") as caught:
+        receiver.receive(trainer.publish(2), import_timeout_s=2)
+    assert caught.value.metadata == {"tensors": "plain"}

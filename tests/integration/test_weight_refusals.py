@@ -1,0 +1,170 @@
+"""Handles, manifests and memory that a receiver must not use: each is refused before anything is written."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import mmap
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tasuki.rollout.receive import WeightReceiver
+from tasuki.transport import fd_socket, manifest
+from tasuki.transport.fd_socket import FdServer
+from tasuki.transport.imported_weights import import_weights
+from tasuki.v1 import weights_pb2
+from tasuki.wire.errors import BadHandle, TasukiError, VersionOrder
+from tests.integration.awkward_model import AwkwardModel, Trainer, receive
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[Trainer]:
+    trainer = Trainer(tmp_path)
+    yield trainer
+    trainer.close()
+
+
+def refusal(receiver: WeightReceiver, weights: weights_pb2.PublishedWeights) -> TasukiError:
+    before = [parameter.clone() for parameter in receiver.model.parameters()]
+    with pytest.raises(TasukiError) as caught:
+        receive(receiver, weights)
+    after = list(receiver.model.parameters())
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True)), "a refusal must change nothing"
+    return caught.value
+
+
+def test_another_version_than_the_published_one_is_refused(trainer: Trainer) -> None:
+    trainer.publish(4)
+    error = refusal(WeightReceiver(AwkwardModel()), trainer.handles(5))
+    assert isinstance(error, VersionOrder)
+    assert (error.metadata["want"], error.metadata["have"]) == ("5", "4")
+
+
+def test_one_rank_that_is_behind_is_refused(trainer: Trainer) -> None:
+    trainer.publish(4)
+    trainer.exports[0].publish(5)
+    error = refusal(WeightReceiver(AwkwardModel()), trainer.handles(5))
+    assert error.metadata["rank"] == "1"
+
+
+def test_withdrawn_and_never_published_weights_are_refused(trainer: Trainer) -> None:
+    receiver = WeightReceiver(AwkwardModel())
+    assert "holds empty" in str(refusal(receiver, trainer.handles(0)))
+    receive(receiver, trainer.publish(0))
+    trainer.exports[1].withdraw()
+    assert "trainer rank 1 holds withdrawn" in str(refusal(receiver, trainer.handles(0)))
+
+
+def test_a_handle_of_another_manifest_is_refused(trainer: Trainer) -> None:
+    weights = trainer.publish(0)
+    weights.handles[1].manifest_digest = "0" * 64
+    assert "another manifest" in str(refusal(WeightReceiver(AwkwardModel()), weights))
+
+
+def test_handles_that_miss_a_rank_or_repeat_one_are_refused(trainer: Trainer) -> None:
+    weights = trainer.publish(0)
+    one = weights_pb2.PublishedWeights(policy_version=0, boot_id="boot", handles=weights.handles[:1])
+    twice = weights_pb2.PublishedWeights(policy_version=0, boot_id="boot", handles=[weights.handles[0], weights.handles[0]])
+    none = weights_pb2.PublishedWeights(policy_version=0, boot_id="boot")
+    for bad in (one, twice, none):
+        assert isinstance(refusal(WeightReceiver(AwkwardModel()), bad), BadHandle)
+
+
+def test_handles_of_another_kind_are_refused(trainer: Trainer) -> None:
+    weights = trainer.publish(0)
+    weights.handles[0].kind = weights_pb2.HANDLE_KIND_CUDA_IPC
+    assert "HANDLE_KIND_CUDA_IPC for weights in host memory cannot" in str(refusal(WeightReceiver(AwkwardModel()), weights))
+    weights.handles[0].kind = weights_pb2.HANDLE_KIND_UNSPECIFIED
+    assert "HANDLE_KIND_UNSPECIFIED cannot be imported" in str(refusal(WeightReceiver(AwkwardModel()), weights))
+    weights.handles[0].kind = weights_pb2.HANDLE_KIND_CUDA_VMM_FD
+    assert "CUDA_VMM_FD for weights in host memory cannot" in str(refusal(WeightReceiver(AwkwardModel()), weights))
+
+
+def published_by(
+    folder: Path, message: bytes, *, digest: str, header_bytes: int = 4096, num_bytes: int = 4096, seals: int = 0xF
+) -> weights_pb2.PublishedWeights:
+    """Handles of a trainer that sends `message`, a header and one chunk of `num_bytes`; `seals` are the header's."""
+    fds = [rogue_memory(header_bytes, seals=seals), rogue_memory(num_bytes, seals=0xF)]
+    path = folder / "rogue.sock"
+    FdServer(path, message=message, fds=fds)
+    kind = weights_pb2.HANDLE_KIND_HOST_MEMFD
+    handle = weights_pb2.WeightHandle(rank=0, socket_path=str(path), manifest_digest=digest, kind=kind)
+    return weights_pb2.PublishedWeights(policy_version=0, boot_id="rogue", handles=[handle])
+
+
+def rogue_memory(num_bytes: int, *, seals: int) -> int:
+    fd = os.memfd_create("rogue", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, num_bytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals & ~fcntl.F_SEAL_WRITE)
+    return fd
+
+
+GOOD = replace(manifest.lay_out([manifest.Entry("plain", "bfloat16", (6, 4), 0, 6)], rank=0, num_ranks=1), chunk_bytes=(4096,))
+HEADER_BYTES = manifest.header_bytes(1)
+
+
+def test_a_truncated_manifest_is_refused(tmp_path: Path) -> None:
+    message = manifest.to_proto(GOOD).SerializeToString()
+    weights = published_by(tmp_path, message[:-3], digest=GOOD.digest())
+    assert isinstance(refusal(WeightReceiver(AwkwardModel()), weights), BadHandle)
+
+
+def test_a_manifest_with_overlapping_entries_is_refused(tmp_path: Path) -> None:
+    bad = replace(GOOD, entries=(*GOOD.entries, replace(GOOD.entries[0], name="doubled")))
+    weights = published_by(tmp_path, manifest.to_proto(bad).SerializeToString(), digest=bad.digest())
+    assert "doubled and plain overlap" in str(refusal(WeightReceiver(AwkwardModel()), weights))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"header_bytes": 16}, "must be sealed"),
+        ({"seals": 0}, "must be sealed"),
+        ({"num_bytes": 8192}, "rank 0 sent memory that cpu does not map: .*the file holds 8192 bytes"),
+    ],
+)
+def test_memory_that_is_of_another_size_or_could_shrink_is_refused(
+    tmp_path: Path, changes: dict[str, int], message: str
+) -> None:
+    arguments = {"header_bytes": HEADER_BYTES, **changes}
+    weights = published_by(tmp_path, manifest.to_proto(GOOD).SerializeToString(), digest=GOOD.digest(), **arguments)
+    assert re.search(message, str(refusal(WeightReceiver(AwkwardModel()), weights)))
+
+
+def test_memory_without_a_header_is_refused(tmp_path: Path) -> None:
+    message = manifest.to_proto(GOOD).SerializeToString()
+    weights = published_by(tmp_path, message, digest=GOOD.digest(), header_bytes=HEADER_BYTES)
+    assert "no valid header" in str(refusal(WeightReceiver(AwkwardModel()), weights))
+
+
+def test_a_receiver_cannot_map_the_memory_for_writing(trainer: Trainer) -> None:
+    weights = trainer.publish(0)
+    _, [header, chunk] = fd_socket.fetch(Path(weights.handles[0].socket_path), timeout_s=2)
+    for fd in (header, chunk):
+        with pytest.raises(PermissionError):
+            mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        with pytest.raises(OSError, match="not permitted|Invalid argument"):
+            os.ftruncate(fd, 0)
+        os.close(fd)
+
+
+def test_closing_leaves_no_descriptor_mapping_or_socket(tmp_path: Path) -> None:
+    def footprint() -> tuple[int, int]:
+        gc.collect()  # what earlier tests' errors still hold
+        maps = Path("/proc/self/maps").read_text().count("memfd:tasuki")
+        return len(os.listdir("/proc/self/fd")), maps
+
+    before = footprint()
+    trainer = Trainer(tmp_path)
+    imported = import_weights(trainer.publish(0), timeout_s=2)
+    assert footprint() > before
+    imported.close()
+    trainer.close()
+    assert footprint() == before
+    assert list(tmp_path.iterdir()) == []
