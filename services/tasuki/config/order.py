@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tasuki.config.devices import UUID
+
 if TYPE_CHECKING:
     from tasuki.config.schema import NodeConfig
 
@@ -63,7 +65,7 @@ def _check_devices(config: NodeConfig) -> None:
     for service, (devices, num_ranks) in named.items():
         if devices is not None and len(devices) != num_ranks:
             raise Misfit(f"{service}.devices", f"names {len(devices)} GPUs for {num_ranks} ranks")
-    if len({name.startswith("GPU-") for devices in given.values() for name in devices}) > 1:
+    if len({name.startswith(UUID) for devices in given.values() for name in devices}) > 1:
         raise Misfit("trainer.devices", "and rollout.devices are UUIDs or numbers, not both")
 
 
