@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from google.protobuf.message import Message
 
+from tasuki.config.failpoints import Action
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.rpc.commands import CommandGate, digest
-from tasuki.rpc.failpoints import NO_FAILPOINTS, Action, Failpoints, plant
+from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints, plant
 from tasuki.trainer.restore import recipe, restore
 from tasuki.trainer.state import TrainerState
 from tasuki.trainer.training_log import TrainingLog, read_training_log

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tasuki.config.devices import UUID
+from tasuki.config.failpoints import check_failpoint, parse_failpoint
 
 if TYPE_CHECKING:
     from tasuki.config.schema import NodeConfig
@@ -37,9 +38,18 @@ def raise_misfits(config: NodeConfig) -> None:
     _check_kind_of_device(config)
     if config.rollout.lora == "adapter" and config.trainer.lora is None:
         raise Misfit("rollout.lora", '= "adapter" needs a table [trainer.lora]')
+    _check_failpoints(config)
+    _check_deadlines(config)
+
+
+def _check_failpoints(config: NodeConfig) -> None:
     if config.failpoints and not config.unsafe:
         raise Misfit("failpoints", "break a node on purpose; they need unsafe = true")
-    _check_deadlines(config)
+    for spec in config.failpoints:
+        try:
+            check_failpoint(parse_failpoint(spec), config)
+        except ValueError as error:
+            raise Misfit("failpoints", f"has {spec!r}, which {error}") from error
 
 
 def _check_export(config: NodeConfig) -> None:
