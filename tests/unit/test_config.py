@@ -93,6 +93,7 @@ def test_wrong_key_or_value_is_named(tmp_path: Path, extra: str, overrides: list
         (["device=cuda", "rollout.dtype=float32"], "rollout.dtype", 'device = "cuda"'),
         (["device=cuda", "memory.host_budget_bytes=1GB"], "memory.host_budget_bytes", 'device = "cpu"'),
         (["trainer.export=parameters", "trainer.lora.rank=8", "rollout.dtype=float32"], "trainer.export", 'leave it at "auto"'),
+        (["trainer.param_dtype=bfloat16", "trainer.lora.rank=8"], "trainer.param_dtype", "[trainer.lora]"),
         (["trainer.export=parameters"], "trainer.export", "rollout.dtype = bfloat16"),
         (["trainer.devices=['0']"], "trainer.devices", "both, trainer and rollout"),
         (["trainer.export_handles=ipc"], "trainer.export_handles", 'device = "cuda"'),

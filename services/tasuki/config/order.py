@@ -59,6 +59,10 @@ def _check_export(config: NodeConfig) -> None:
         raise Misfit("trainer.export", f'{problem}; "copy" casts')
     if trainer.export == "parameters" and trainer.lora is not None:
         raise Misfit("trainer.export", '= "parameters" cannot publish adapters; leave it at "auto"')
+    if trainer.param_dtype != "float32" and trainer.lora is not None:
+        raise Misfit(
+            "trainer.param_dtype", f'= "{trainer.param_dtype}" is not for [trainer.lora]: adapters are trained in float32'
+        )
 
 
 def _check_devices(config: NodeConfig) -> None:
