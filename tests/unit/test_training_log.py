@@ -166,28 +166,46 @@ async def test_a_mark_that_cannot_be_written_stops_training_until_the_trainer_is
     with pytest.raises(DiskFull, match="lacks a command that was carried out"):
         await write(log, learn("c"))
     with pytest.raises(DiskFull, match="lacks a command that was carried out"):
-        await log.saved(TrainingRecord(checkpoint=trainer_pb2.LoadCheckpointRequest(path="/c")))
+        log.check_not_behind()  # as before a checkpoint is saved
     log.close()
     assert ids(path) == ["a"]
 
 
-async def test_full_disk_at_a_checkpoint_leaves_the_log_as_it_was(path: Path, tmp_path: Path) -> None:
+async def test_full_disk_at_a_saved_checkpoint_leaves_the_log_as_it_was_and_warns(
+    path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = TrainingLog(path, failpoints=Failpoints("trainer", folder=tmp_path))
+    await write(log, learn("a"), step("b"))
+    plant(tmp_path, "trainer", "log.replace", Action.FULL)
+    checkpoint = TrainingRecord(checkpoint=trainer_pb2.LoadCheckpointRequest(path="/c"))
+    await log.saved(checkpoint)
+    aside = path.with_suffix(".part")
+    assert not aside.exists()
+    assert [record.request_id for record in read_training_log(path)] == ["a", "b"]
+    aside.mkdir()  # nothing can be opened there, as on a read-only disk
+    await log.saved(checkpoint)
+    aside.rmdir()
+    assert caplog.text.count("event=log_not_shortened checkpoint='/c'") == 2
+    assert [record.request_id for record in read_training_log(path)] == ["a", "b"]
+    await write(log, learn("c"))
+    await log.saved(checkpoint)
+    log.close()
+    assert ids(path) == ["", "c"]
+
+
+async def test_full_disk_at_a_loaded_checkpoint_stops_training_until_it_is_loaded_again(path: Path, tmp_path: Path) -> None:
     log = TrainingLog(path, failpoints=Failpoints("trainer", folder=tmp_path))
     await write(log, learn("a"), step("b"))
     plant(tmp_path, "trainer", "log.replace", Action.FULL)
     checkpoint = TrainingRecord(checkpoint=trainer_pb2.LoadCheckpointRequest(path="/c"))
     with pytest.raises(DiskFull, match="cannot be written"):
-        await log.saved(checkpoint)
-    aside = path.with_suffix(".part")
-    assert not aside.exists()
-    aside.mkdir()  # nothing can be opened there, as on a read-only disk
-    with pytest.raises(DiskFull, match="cannot be written"):
-        await log.saved(checkpoint)
-    aside.rmdir()
-    await write(log, learn("c"))
-    await log.saved(checkpoint)
+        await log.loaded(checkpoint)
+    with pytest.raises(DiskFull, match="lacks a command that was carried out"):
+        await write(log, learn("c"))
+    await log.loaded(checkpoint)
+    await write(log, learn("d"))
     log.close()
-    assert ids(path) == ["", "c"]
+    assert ids(path) == ["", "d"]
 
 
 async def test_a_log_that_cannot_be_opened_or_found_is_a_clear_error(path: Path) -> None:
