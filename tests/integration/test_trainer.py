@@ -271,6 +271,15 @@ async def test_what_is_corrupted_after_it_was_summed_is_refused_until_it_is_publ
         rank.close()
 
 
+async def test_a_checkpoint_is_saved_though_the_log_has_no_room(
+    trainer_process: TrainerProcess, client: TrainerClient, tmp_path: Path
+) -> None:
+    plant(socket_dir(trainer_process.state_dir), "trainer", "log.replace", Action.FULL)
+    await client.save(tmp_path / "checkpoint")
+    assert "event=log_not_shortened" in trainer_process.log.read_text()
+    await client.load(tmp_path / "checkpoint")
+
+
 async def test_the_ring_of_stages_is_kept(client: TrainerClient) -> None:
     samples = await samples_of_now(client)
     await client.forward_backward(samples)

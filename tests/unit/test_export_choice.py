@@ -64,6 +64,7 @@ def test_parameters_are_published_where_dtypes_are_equal(
         ({"trainer": {"devices": ["1", "1"], "num_ranks": 2}}, "names a GPU twice"),
         ({"trainer": {"devices": ["1", "01"], "num_ranks": 2}}, "names a GPU twice"),
         ({"trainer": {"devices": ["GPU-ab", "GPU-AB"], "num_ranks": 2}}, "names a GPU twice"),
+        ({"trainer": {"devices": ["GPU-ab"]}, "rollout": {"devices": ["GPU-abc"]}}, "name one GPU in two ways"),
         ({"trainer": {"devices": ["cuda:0"]}}, "should match pattern"),
         ({"trainer": {"devices": [-1]}}, "should match pattern"),
         ({"trainer": {"devices": [True]}}, "valid string"),
@@ -117,6 +118,7 @@ def test_both_services_see_the_gpus_of_both_in_one_order(monkeypatch: pytest.Mon
 
 
 def test_a_gpu_has_one_name() -> None:
+    assert gpus_of(node(trainer={"devices": [1]}, rollout={"devices": [10]})).names == ("1", "10")
     numbers = node(trainer={"num_ranks": 2, "devices": [0, "01"]}, rollout={"devices": ["00"]})
     assert gpus_of(numbers) == Gpus(("0", "1"), (0, 1), (0,))
     uuids = node(trainer={"devices": ["GPU-ABC"]}, rollout={"devices": ["GPU-abc"]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from tasuki.config.devices import UUID
@@ -79,8 +80,12 @@ def _check_devices(config: NodeConfig) -> None:
     for service, (devices, num_ranks) in named.items():
         if devices is not None and len(devices) != num_ranks:
             raise Misfit(f"{service}.devices", f"names {len(devices)} GPUs for {num_ranks} ranks")
-    if len({name.startswith(UUID) for devices in given.values() for name in devices}) > 1:
+    names = sorted({name for devices in given.values() for name in devices})
+    if len({name.startswith(UUID) for name in names}) > 1:
         raise Misfit("trainer.devices", "and rollout.devices are UUIDs or numbers, not both")
+    for name, longer in pairwise(names):
+        if name.startswith(UUID) and longer.startswith(name):  # CUDA takes the beginning for all of it
+            raise Misfit("trainer.devices", f"and rollout.devices name one GPU in two ways, {name} and {longer}")
 
 
 def _check_kind_of_device(config: NodeConfig) -> None:
