@@ -17,9 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from tasuki.client import Client, Phase, SamplingParams, Stage, TrainingSample
+from tasuki.config.failpoints import Action
 from tasuki.config.places import log_path, pulse_dir, socket_dir
 from tasuki.coordinator import phases
-from tasuki.rpc.failpoints import Action, plant
+from tasuki.rpc.failpoints import plant
 from tests.conftest import RunningNode
 
 PROCESSES = ("coordinator", "trainer1", "rollout", "scheduler0")

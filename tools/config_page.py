@@ -11,6 +11,7 @@ from annotated_types import Ge, Gt, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from tasuki.config.devices import Device
 from tasuki.config.schema import NodeConfig
 
 HEAD = """# Configuration
@@ -55,6 +56,8 @@ def _value(kind: Any, field: FieldInfo) -> str:
         return f"[{_value(get_args(kind)[0], field)}, ...]"
     if get_origin(kind) is tuple:
         return f"[{', '.join(_value(part, field) for part in get_args(kind))}]"
+    if kind == Device:
+        return "int or string"
     limits = (*getattr(kind, "__metadata__", ()), *field.metadata)  # Annotated's, where the type has any
     plain = getattr(kind, "__origin__", kind)
     bounds = [_bound(limit) for limit in limits]

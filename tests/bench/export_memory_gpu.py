@@ -28,6 +28,7 @@ from tasuki.rollout.receive import WeightReceiver
 from tasuki.transport.export import ExportMemory, WeightExport
 from tasuki.transport.imported_weights import ImportedWeights
 from tasuki.v1 import weights_pb2
+from tests.bench.gpus import require_gpus
 from tests.bench.sync_shapes import QWEN, QwenModel, random_shards
 
 NUM_ROUNDS = 11
@@ -108,6 +109,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             print(json.dumps(run_case(arguments.model, Path(folder), in_place=in_place, leaves=leaves)))
         return
+    require_gpus()
     results: dict[str, dict[str, float]] = {}
     for case in CASES:
         command = [sys.executable, "-m", "tests.bench.export_memory_gpu", "--model", arguments.model, "--case", case]

@@ -274,6 +274,10 @@ def main() -> None:
         sys.path[:0] = [str(REPOSITORY / "protos"), str(REPOSITORY / "services")]
         print("RESULT " + json.dumps(PARTS[arguments.part]()), flush=True)
         os._exit(0)  # without freeing _peer_tensors
+    sys.path.insert(0, str(REPOSITORY))
+    from tests.bench.gpus import require_gpus
+
+    require_gpus()
     arguments.out.mkdir(parents=True, exist_ok=True)
     start, results = time.monotonic(), dict[str, dict[str, Any]]()
     machine = {

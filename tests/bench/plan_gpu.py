@@ -21,11 +21,12 @@ from typing import Any, Literal
 import torch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(REPOSITORY / "protos"), str(REPOSITORY / "services")]
+sys.path[:0] = [str(REPOSITORY / "protos"), str(REPOSITORY / "services"), str(REPOSITORY)]
 
 from tasuki.memory.layout import GB, Checkpointing, Layout, Part  # noqa: E402
 from tasuki.memory.plan import TRAINER_TAGS, PlanStage, plan  # noqa: E402
 from tasuki.memory.presets import MODELS  # noqa: E402
+from tests.bench.gpus import require_gpus  # noqa: E402
 
 SIZES = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b")
 NUM_TOKENS, NUM_STEPS = 8192, 3
@@ -220,6 +221,8 @@ def main() -> None:
     parser.add_argument("--make", action="store_true")
     arguments = parser.parse_args()
     device = "cpu" if arguments.tiny else "cuda"
+    if not arguments.tiny:
+        require_gpus(arguments.ranks)
     gpu_name, gpu_bytes = ("none", GB) if arguments.tiny else gpu()
     settings = {"num_ranks": arguments.ranks, "num_micro_batches": arguments.micro_batches}
     layouts = {size: layout_of(size, gpu_bytes=gpu_bytes, device=device, **settings) for size in SIZES}

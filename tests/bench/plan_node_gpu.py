@@ -34,6 +34,7 @@ from tasuki.memory.plan import PlanStage
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.types_pb2 import Stage
+from tests.bench.gpus import require_gpus
 from tests.bench.plan_gpu import SIZES, make_model
 from tests.bench.plan_gpu import layout_of as trainer_layout
 from tests.models import char_tokenizer
@@ -170,6 +171,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES)
     parser.add_argument("--gpus", type=int, default=1)
     arguments = parser.parse_args()
+    require_gpus(arguments.gpus)
     arguments.out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {"gpus": arguments.gpus}
     for size in arguments.sizes:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SOURCES = [str(REPOSITORY / "protos"), str(REPOSITORY / "services"), str(Path(__file__).parent)]
+SOURCES = [str(REPOSITORY / "protos"), str(REPOSITORY / "services"), str(Path(__file__).parent), str(REPOSITORY)]
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -240,6 +240,9 @@ def main() -> None:
     if arguments.turn is not None:
         asyncio.set_event_loop(asyncio.new_event_loop())
         turn(arguments.turn, {"model_path": arguments.model, **SETTINGS})
+    from tests.bench.gpus import require_gpus
+
+    require_gpus()
     arguments.out.mkdir(parents=True, exist_ok=True)
     model = Path(tempfile.mkdtemp())
     (model / "config.json").write_text(json.dumps(MODEL))

@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,47 +26,30 @@ import psutil
 import uvloop
 
 from tasuki.v1 import types_pb2, weights_pb2
+from tests.bench.cases import METAVAR, Case
+from tests.bench.gpus import require_gpus
 from tests.bench.peak_memory import PeakMemory
 from tests.bench.sync_gpu import MODULE, NUM_ROUNDS
 from tests.bench.sync_ranks import REPOSITORY, Ranks, published_weights
-from tests.bench.sync_shapes import QWEN, write_config
+from tests.bench.sync_shapes import write_config
 from tests.integration.conftest import RolloutClient, RolloutProcess, connected, start_rollout, stop_rollout, wait_until_serving
 
 NUM_TOKENS = 8
 WEIGHTS, KV_CACHE = types_pb2.MEMORY_TAG_WEIGHTS, types_pb2.MEMORY_TAG_KV_CACHE
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """trainer ranks and engine ranks are both on the first GPUs."""
-
-    model: str
-    num_ranks: int
-    tp_size: int
-    dp_size: int
-
-    @classmethod
-    def of(cls, text: str) -> Case:
-        """Raises ValueError."""
-        model, num_ranks, layout = text.split(":")
-        tp_size, _, dp_size = layout.partition("x")
-        if model not in QWEN:
-            raise ValueError(f"{model!r} is none of {', '.join(sorted(QWEN))}")
-        return cls(model, int(num_ranks), int(tp_size), int(dp_size or 1))
-
-    @property
-    def settings(self) -> list[str]:
-        return [
-            'device="cuda"',
-            f"trainer.num_ranks={self.num_ranks}",
-            f"rollout.tp_size={self.tp_size}",
-            f"rollout.dp_size={self.dp_size}",
-            'rollout.attention_backend="triton"',
-            'rollout.sampling_backend="pytorch"',
-            "rollout.kv_ratio=0.4",
-            "rollout.max_total_tokens=65536",
-            "rollout.max_running_requests=16",
-        ]
+def settings(case: Case) -> list[str]:
+    return [
+        'device="cuda"',
+        f"trainer.num_ranks={case.num_ranks}",
+        f"rollout.tp_size={case.tp_size}",
+        f"rollout.dp_size={case.num_engines}",
+        'rollout.attention_backend="triton"',
+        'rollout.sampling_backend="pytorch"',
+        "rollout.kv_ratio=0.4",
+        "rollout.max_total_tokens=65536",
+        "rollout.max_running_requests=16",
+    ]
 
 
 class Sync:
@@ -129,7 +111,7 @@ def run(case: Case) -> dict[str, Any]:
         # A unix socket's path must be short.
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sync-")))
         started = time.monotonic()
-        rollout = start_rollout(folder / "node", write_config(case.model, folder / "model"), *case.settings)
+        rollout = start_rollout(folder / "node", write_config(case.model, folder / "model"), *settings(case))
         stack.callback(stop_rollout, rollout)
         wait_until_serving(rollout)
         start_s = time.monotonic() - started
@@ -144,13 +126,13 @@ async def measure(case: Case, rollout: RolloutProcess) -> dict[str, Any]:
         rounds = [await sync.one_round() for _ in range(NUM_ROUNDS + 1)]
         uuids = [str(torch.cuda.get_device_properties(gpu).uuid) for gpu in range(torch.cuda.device_count())]
         extra_bytes = await sync.extra_bytes(uuids)
-        tokens = await sync.tokens(case.dp_size)
+        tokens = await sync.tokens(case.num_engines)
         sync.close()
     return {
         "model": case.model,
         "num_ranks": case.num_ranks,
         "tp_size": case.tp_size,
-        "dp_size": case.dp_size,
+        "dp_size": case.num_engines,
         "gpu": torch.cuda.get_device_name(),
         "first": rounds[0],
         "rounds": rounds[1:],
@@ -182,9 +164,10 @@ def table(result: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", type=Case.of, default=[Case.of("7b:1:1")], metavar="MODEL:RANKS:TP[xREPLICAS]")
+    parser.add_argument("--cases", nargs="+", type=Case.of, default=[Case.of("7b:1:1")], metavar=METAVAR)
     parser.add_argument("--out", type=Path, default=REPOSITORY / "runs/bench")
     args = parser.parse_args()
+    require_gpus(max(case.num_gpus for case in args.cases))
     args.out.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, Any]] = []
     for case in args.cases:

@@ -30,6 +30,8 @@ from tasuki.transport.export import WeightExport
 from tasuki.transport.imported_weights import import_weights
 from tasuki.transport.plan import Slice
 from tasuki.v1 import weights_pb2
+from tests.bench.cases import METAVAR, Case
+from tests.bench.gpus import require_gpus
 from tests.bench.sync_ranks import REPOSITORY, Ranks, answer, published_weights
 from tests.bench.sync_shapes import QWEN, QwenModel, random_shards
 from tests.received import ReceivedPiece, check_received
@@ -146,7 +148,8 @@ def best_ms(call: Callable[[], object]) -> float:
     return min(times)
 
 
-def run_case(model: str, num_ranks: int, tp_size: int, num_engines: int) -> dict[str, Any]:
+def run_case(case: Case) -> dict[str, Any]:
+    model, num_ranks, tp_size, num_engines = case.model, case.num_ranks, case.tp_size, case.num_engines
     with tempfile.TemporaryDirectory() as folder:
         trainers = Ranks(MODULE, [["--trainer", str(rank), str(num_ranks), model, folder] for rank in range(num_ranks)])
         engines = Ranks(MODULE, [["--engine", str(rank), str(tp_size), model] for rank in range(tp_size * num_engines)])
@@ -249,7 +252,7 @@ def table(case: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--cases", nargs="+", default=["7b:1:1"])
+    parser.add_argument("--cases", nargs="+", type=Case.of, default=[Case.of("7b:1:1")], metavar=METAVAR)
     parser.add_argument("--out", type=Path, default=REPOSITORY / "runs/bench")
     parser.add_argument("--trainer", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--engine", nargs=3, help=argparse.SUPPRESS)
@@ -260,11 +263,10 @@ def main() -> None:
     if args.engine:
         rank, tp_size, model = args.engine
         return engine_rank(int(rank), int(tp_size), model)
+    require_gpus(max(case.num_gpus for case in args.cases))
     cases: list[dict[str, Any]] = []
-    for text in args.cases:
-        model, num_ranks, layout = text.split(":")
-        tp_size, _, num_engines = layout.partition("x")
-        cases.append(run_case(model, int(num_ranks), int(tp_size), int(num_engines or 1)))
+    for case in args.cases:
+        cases.append(run_case(case))
         print(table(cases[-1]), flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "sync_gpu.json").write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "cases": cases}, indent=1))

@@ -4,7 +4,8 @@ A case is model : trainer ranks : tensor-parallel ranks, one of each on every GP
 `update_weights_from_tensor` with flattened buckets and with single tensors, gathered by FSDP2's `full_tensor` and sent as CUDA IPC handles
 as verl and slime do; "overlapped" gathers the next bucket while the engine loads one, which they do not. NCCL's all-gather straight into
 place has no engine at all. All take turns, each with new weights, 20 rounds after the first. The clock runs from the call until every
-rank has waited for its copies; ours also reads everything back and compares it. After each round of a peer, off the clock, the engine's
+rank has waited for its copies; ours also compares the sums that the copies make of what they wrote (all is read back at its first sync
+alone). After each round of a peer, off the clock, the engine's
 weights are compared with what was published by our checksums: no peer's figure is of weights that did not arrive. Peers keep their
 memory from round to round on the clock; what they take at most is measured in rounds of their own, from a trimmed state. Publishing, which
 copies our trainer's weights into its arena and sums them up, is off the clock and told apart; all weights are bfloat16 from the start. CPU
@@ -32,6 +33,8 @@ from typing import Any
 import psutil
 
 from tasuki.v1 import weights_pb2
+from tests.bench.cases import Case
+from tests.bench.gpus import require_gpus
 from tests.bench.peak_memory import PeakMemory
 from tests.bench.peer_start import SETTINGS, start_engine
 from tests.bench.sync_gpu import NUM_ROUNDS, floor_ms
@@ -66,15 +69,16 @@ class Round:
 class Contest:
     """An engine, its trainer, and every way to bring weights from one to the other."""
 
-    def __init__(self, model: str, *, num_ranks: int, tp_size: int, folder: Path) -> None:
+    def __init__(self, case: Case, *, folder: Path) -> None:
         from tasuki.rollout.rank_calls import RankCalls
         from tasuki.rollout.sync import WeightSync
         from tests.bench.peer_engine import BENCH_LOADER, run_scheduler
 
-        assert num_ranks == tp_size, "a peer's engine rank is given memory of its own GPU, so each has a trainer rank beside it"
+        # A peer's engine rank is given memory of its own GPU, so each has a trainer rank beside it.
+        model, num_ranks = case.model, case.num_ranks
         asyncio.set_event_loop(asyncio.new_event_loop())
         arguments = {"model_path": str(write_config(model, folder / "model")), **SETTINGS}
-        self._engine = start_engine(arguments, tp_size=tp_size, scheduler=run_scheduler, loaders=[BENCH_LOADER])
+        self._engine = start_engine(arguments, tp_size=num_ranks, scheduler=run_scheduler, loaders=[BENCH_LOADER])
         self._trainers = Ranks(
             "tests.bench.peer_trainer", [[str(r), str(num_ranks), model, str(folder)] for r in range(num_ranks)]
         )
@@ -221,8 +225,8 @@ def cpu_seconds() -> float:
     return sum(one.user + one.system for one in times)
 
 
-def run_case(model: str, num_ranks: int, tp_size: int, folder: Path) -> dict[str, Any]:
-    contest = Contest(model, num_ranks=num_ranks, tp_size=tp_size, folder=folder)
+def run_case(case: Case, folder: Path) -> dict[str, Any]:
+    contest = Contest(case, folder=folder)
     ways = contest.ways()
     rounds: dict[str, list[Round]] = {name: [] for name in ways}
     for _ in range(NUM_ROUNDS + 1):
@@ -233,10 +237,10 @@ def run_case(model: str, num_ranks: int, tp_size: int, folder: Path) -> dict[str
     floors = contest.floors()
     contest.close()
     return {
-        "model": model,
+        "model": case.model,
         "gpu": contest.gpu,
-        "num_ranks": num_ranks,
-        "tp_size": tp_size,
+        "num_ranks": case.num_ranks,
+        "tp_size": case.tp_size,
         "publish_ms": statistics.median(contest.publish_ms),
         "copied_bytes": contest.copied_bytes,
         "floors": floors,
@@ -250,34 +254,35 @@ def run_case(model: str, num_ranks: int, tp_size: int, folder: Path) -> dict[str
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", default=["7b:1:1", "7b:2:2", "7b:4:4"])
+    cases = [Case("7b", ranks, ranks) for ranks in (1, 2, 4)]
+    parser.add_argument("--cases", nargs="+", type=Case.beside_each_other, default=cases, metavar="MODEL:RANKS:TP")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "runs/bench")
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.case:
         text, file = args.case
-        model, num_ranks, tp_size = text.split(":")
-        case = run_case(model, int(num_ranks), int(tp_size), Path(tempfile.mkdtemp(prefix="peers-")))
-        Path(file).write_text(json.dumps(case))
+        result = run_case(Case.beside_each_other(text), Path(tempfile.mkdtemp(prefix="peers-")))
+        Path(file).write_text(json.dumps(result))
         os._exit(0)  # the engine's processes end with this one
+    require_gpus(max(case.num_gpus for case in args.cases))
     args.out.mkdir(parents=True, exist_ok=True)
     return run_cases(args.cases, args.out)
 
 
-def run_cases(texts: Sequence[str], out: Path) -> int:
+def run_cases(wanted: Sequence[Case], out: Path) -> int:
     """One process for each case, since an engine's GPUs are free only when it has ended. Returns how many failed."""
     cases: list[dict[str, Any]] = []
-    for text in texts:
+    for case in wanted:
         with tempfile.NamedTemporaryFile() as file:
-            command = [sys.executable, "-m", "tests.bench.sync_peers", "--case", text, file.name]
+            command = [sys.executable, "-m", "tests.bench.sync_peers", "--case", str(case), file.name]
             subprocess.run(command, cwd=REPOSITORY, check=False, timeout=CASE_TIMEOUT_S)
             written = Path(file.name).read_text()
         if written:
             cases.append(json.loads(written))
             print(write_report({"gpu": cases[0]["gpu"], "cases": cases}, out), flush=True)
         else:
-            print(f"{text} did not finish", file=sys.stderr)
-    return len(texts) - len(cases)
+            print(f"{case} did not finish", file=sys.stderr)
+    return len(wanted) - len(cases)
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--device", default="cuda")
     arguments = parser.parse_args()
-    sys.path[:0] = [str(REPOSITORY / "protos"), str(REPOSITORY / "services")]
+    sys.path[:0] = [str(REPOSITORY / "protos"), str(REPOSITORY / "services"), str(REPOSITORY)]
     if arguments.part == "model":
         make_model(arguments.model, is_tiny=arguments.device == "cpu")
         print("RESULT {}", flush=True)
@@ -170,6 +170,10 @@ def main() -> None:
         print("RESULT " + json.dumps(result), flush=True)
         os._exit(0)
     else:
+        if arguments.device == "cuda" and not arguments.tiny:
+            from tests.bench.gpus import require_gpus
+
+            require_gpus()
         compare(arguments.out, device="cpu" if arguments.tiny else arguments.device)
 
 

@@ -83,12 +83,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_the_summary_has_the_figures_and_the_score_has_risen(run: tuple[Path, str]):
     summary = json.loads((run[0] / "summary.json").read_text())
-    assert summary["exact_match_before"] < 0.5
-    assert summary["exact_match_after"] > summary["exact_match_before"] + 0.2
+    assert summary["eval_score_before"] < 0.5
+    assert summary["eval_score_after"] > summary["eval_score_before"] + 0.2
     assert summary["policy_version"] == summary["steps"] == NUM_STEPS
     # There and back for each step, and there and back for the last evaluation and the export.
     assert summary["changeovers"] == 2 * (NUM_STEPS + 1)
-    assert 0 < summary["max_log_prob_gap"] < 2
+    assert 0 < summary["max_log_prob_gap"] < 1e-3  # both compute in float32
     assert summary["seed"] == 0
     assert summary["seconds"] > 0
 
@@ -117,7 +117,7 @@ def test_metrics_have_every_part_and_every_stage_of_a_step(run: tuple[Path, str]
 def test_the_exported_model_reproduces_the_score_in_transformers(run: tuple[Path, str]):
     done = subprocess.run([sys.executable, "-c", GREEDY, run[0]], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    after = json.loads((run[0] / "summary.json").read_text())["exact_match_after"]
+    after = json.loads((run[0] / "summary.json").read_text())["eval_score_after"]
     assert float(done.stdout) == pytest.approx(after, abs=0.02)
 
 

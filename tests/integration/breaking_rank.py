@@ -7,12 +7,14 @@ import hashlib
 import multiprocessing
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from itertools import islice
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from tasuki.memory.tags import MemoryTag
 from tasuki.rollout import receive
 from tasuki.rollout.rank_commands import EngineRank, command_tensors, register_rank, run_command
 from tasuki.rollout.rank_memory import rank_allocator
+from tasuki.rpc.failpoints import Failpoints
 from tasuki.transport.copies import ViewCopy
 from tasuki.wire.errors import InternalError
 from tests.models import poison
@@ -107,7 +110,7 @@ def _prepared(prepare: Callable[..., Any], breaking: Breaking | None, copies: Se
     return prepared
 
 
-def run_rank(pipe: Connection, shapes: Shapes, breaking: Breaking | None, rank: int) -> None:
+def run_rank(pipe: Connection, shapes: Shapes, breaking: Breaking | None, rank: int, failpoint: str | None) -> None:
     torch.set_num_threads(1)
     break_copies(breaking)
     allocator = rank_allocator("cpu")
@@ -115,8 +118,16 @@ def run_rank(pipe: Connection, shapes: Shapes, breaking: Breaking | None, rank: 
         model = FlatModel(shapes)
     with allocator.region(MemoryTag.KV_CACHE):
         cache = torch.zeros(1 << 20, dtype=torch.uint8)
-    register_rank(EngineRank(model, allocator, rank=rank))
+    engine_rank = EngineRank(model, allocator, rank=rank)
+    register_rank(engine_rank)
     poison(model)
+    with tempfile.TemporaryDirectory(prefix="tasuki-") as folder:
+        if failpoint is not None:
+            engine_rank.receiver.failpoints = Failpoints(f"scheduler{rank}", [failpoint], folder=Path(folder))
+        _answer_commands(pipe, model, cache)
+
+
+def _answer_commands(pipe: Connection, model: FlatModel, cache: torch.Tensor) -> None:
     while True:
         match pipe.recv():
             case bytes() as command:
@@ -135,9 +146,11 @@ class BreakingRank:
 
     num_ranks = 1
 
-    def __init__(self, shapes: Shapes, breaking: Breaking | None = None, *, rank: int = 0) -> None:
+    def __init__(
+        self, shapes: Shapes, breaking: Breaking | None = None, *, rank: int = 0, failpoint: str | None = None
+    ) -> None:
         self._pipe, theirs = _processes.Pipe()
-        self._process = _processes.Process(target=run_rank, args=(theirs, shapes, breaking, rank), daemon=True)
+        self._process = _processes.Process(target=run_rank, args=(theirs, shapes, breaking, rank, failpoint), daemon=True)
         self._process.start()
         theirs.close()
 

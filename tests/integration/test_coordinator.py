@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import signal
 import sys
+import urllib.request
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -99,8 +100,9 @@ async def start_coordinator(config: NodeConfig) -> asyncio.subprocess.Process:
 
 
 @pytest.fixture
-async def node(tmp_path: Path) -> AsyncIterator[Node]:
-    config = NodeConfig(state_dir=tmp_path / "state", model=ModelConfig(path=tmp_path))
+async def node(tmp_path: Path, unused_tcp_port: int) -> AsyncIterator[Node]:
+    coordinator = CoordinatorConfig(metrics_port=unused_tcp_port)
+    config = NodeConfig(state_dir=tmp_path / "state", model=ModelConfig(path=tmp_path), coordinator=coordinator)
     config.state_dir.mkdir()
     save_config(config, config.state_dir / "node.toml")
     async with serving(config) as (trainer, rollout):
@@ -113,6 +115,12 @@ async def node(tmp_path: Path) -> AsyncIterator[Node]:
         node.process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(node.process.wait(), DEADLINE_S) == 0
     shutil.rmtree(socket_dir(config.state_dir))
+
+
+async def test_metrics_are_on_the_port_that_the_configuration_names(node: Node) -> None:
+    url = f"http://127.0.0.1:{node.config.coordinator.metrics_port}/metrics"
+    text = (await asyncio.to_thread(urllib.request.urlopen, url, timeout=5)).read().decode()
+    assert 'grpc_server_started_total{grpc_method="Acquire",grpc_service="tasuki.v1.CoordinatorService"' in text
 
 
 async def test_both_directions_with_events_and_versions(node: Node) -> None:

@@ -15,10 +15,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tasuki.config.failpoints import Action
+from tasuki.config.places import socket_dir
+from tasuki.rollout.rank_calls import RankCalls
+from tasuki.rollout.sync import WeightSync
+from tasuki.rpc.failpoints import plant
 from tasuki.transport.imported_weights import import_weights
 from tasuki.v1 import trainer_pb2, types_pb2
 from tasuki.v1.types_pb2 import TrainingSample
-from tasuki.wire.errors import TasukiError, from_rpc_error
+from tasuki.wire.errors import TasukiError, WeightsCorrupt, from_rpc_error
+from tests.integration.breaking_rank import BreakingRank
 from tests.integration.trainer_process import TrainerClient, TrainerProcess, connect, start_trainer
 from tests.integration.trainer_samples import make_samples, plain_log_probs
 from tests.models import VOCAB_SIZE, make_model, save_checkpoint
@@ -241,6 +247,37 @@ async def test_published_weights_are_the_rounded_policy(client: TrainerClient, t
     assert set(imported.layout()) == set(exported)
     for name, tensor in exported.items():
         assert torch.equal(imported.gathered(name), tensor), name
+
+
+async def test_what_is_corrupted_after_it_was_summed_is_refused_until_it_is_published_again(
+    trainer_process: TrainerProcess, client: TrainerClient
+) -> None:
+    sockets = socket_dir(trainer_process.state_dir)
+    plant(sockets, "trainer1", "publish_weights", Action.CORRUPT)
+    published = (await client.publish()).weights
+    shapes = [(name, shape) for name, (shape, _) in import_weights(published, timeout_s=5).layout().items()]
+    rank = BreakingRank(shapes)
+    calls = RankCalls(rank, socket_dir=sockets)
+    sync = WeightSync(calls, socket_dir=sockets)
+    try:
+        with pytest.raises(WeightsCorrupt):
+            await sync.run(published, await sync.prepare(published), timeout_s=30)
+        await client.withdraw()
+        published = (await client.publish()).weights
+        await sync.run(published, await sync.prepare(published), timeout_s=30)
+    finally:
+        sync.close()
+        calls.close()
+        rank.close()
+
+
+async def test_a_checkpoint_is_saved_though_the_log_has_no_room(
+    trainer_process: TrainerProcess, client: TrainerClient, tmp_path: Path
+) -> None:
+    plant(socket_dir(trainer_process.state_dir), "trainer", "log.replace", Action.FULL)
+    await client.save(tmp_path / "checkpoint")
+    assert "event=log_not_shortened" in trainer_process.log.read_text()
+    await client.load(tmp_path / "checkpoint")
 
 
 async def test_the_ring_of_stages_is_kept(client: TrainerClient) -> None:

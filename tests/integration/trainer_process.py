@@ -59,10 +59,11 @@ class TrainerProcess:
 
 
 def start_trainer(state_dir: Path, model: Path, *, num_ranks: int, settings: str = "") -> TrainerProcess:
-    """Starts the service and returns at once. settings: further lines of the table [trainer]."""
+    """Starts the service, in which faults may be planted, and returns at once. settings: further lines of the table [trainer]."""
     state_dir.mkdir(parents=True, exist_ok=True)
     config = state_dir / "node.toml"
-    config.write_text(f'state_dir = "{state_dir}"\n[model]\npath = "{model}"\n[trainer]\nnum_ranks = {num_ranks}\n{settings}\n')
+    head = f'state_dir = "{state_dir}"\nunsafe = true\n[model]\npath = "{model}"\n'
+    config.write_text(f"{head}[trainer]\nnum_ranks = {num_ranks}\n{settings}\n")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     paths = os.pathsep.join(str(ROOT / folder) for folder in ("protos", "services", "client"))
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}

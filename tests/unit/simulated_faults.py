@@ -45,12 +45,12 @@ class JournalFailpoints:
         self.is_full = False
         self._on_crash = on_crash
 
-    def hit(self, point: str) -> bool:
+    def hit(self, point: str) -> None:
         if self.armed is None or point.rpartition(".")[2] != self.armed[0]:
-            return False
+            return
         if self.armed[1] > 0:
             self.armed = (self.armed[0], self.armed[1] - 1)
-            return False
+            return
         self.armed = None
         if self.is_full:
             raise OSError(28, "No space left on device")

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 
 from tasuki.config.load import load_config
 from tasuki.config.places import grpc_target, node_targets, socket_dir
 from tasuki.config.save import save_config
+from tasuki.coordinator.phases import RULES, Stage
+from tasuki.v1 import trainer_pb2
 from tasuki.wire.address import socket_folder
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
@@ -90,6 +93,7 @@ def test_wrong_key_or_value_is_named(tmp_path: Path, extra: str, overrides: list
         (["device=cuda", "rollout.dtype=float32"], "rollout.dtype", 'device = "cuda"'),
         (["device=cuda", "memory.host_budget_bytes=1GB"], "memory.host_budget_bytes", 'device = "cpu"'),
         (["trainer.export=parameters", "trainer.lora.rank=8", "rollout.dtype=float32"], "trainer.export", 'leave it at "auto"'),
+        (["trainer.param_dtype=bfloat16", "trainer.lora.rank=8"], "trainer.param_dtype", "[trainer.lora]"),
         (["trainer.export=parameters"], "trainer.export", "rollout.dtype = bfloat16"),
         (["trainer.devices=['0']"], "trainer.devices", "both, trainer and rollout"),
         (["trainer.export_handles=ipc"], "trainer.export_handles", 'device = "cuda"'),
@@ -103,6 +107,69 @@ def test_settings_that_do_not_go_together_are_both_named(tmp_path: Path, overrid
     assert refused.value.metadata["field"] == field
     assert refused.value.message.startswith(field)
     assert other in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ("rubbish", "is not PROCESS@POINT"),
+        ("rollout@SYNC=explode", "with an action of kill, stop"),
+        ("rollout@SYNC:0=kill", "is not PROCESS@POINT"),
+        ("rollout@SYNC=slow(trainer0)", "only kill and stop can do"),
+        (
+            "nosuch9@POINT=kill",
+            "names nosuch9, but the node's processes are coordinator, trainer, trainer0, rollout, scheduler0",
+        ),
+        ("trainer1@optim_step=kill", "names trainer1"),
+        ("coordinator@SYNC.intended=kill(scheduler1)", "names scheduler1"),
+        ("trainer@SYNC=kill", "trainer can be asked to kill at LOAD_WEIGHTS, LOAD_WEIGHTS.done, OFFLOAD"),
+        ("trainer0@stop=kill", "trainer0 can be asked to kill at forward_backward"),
+        ("scheduler0@optim_step=hang", "scheduler0 can be asked to hang at receive"),
+        ("coordinator@SYNC=kill", "coordinator can be asked to kill at LOAD_WEIGHTS.intend"),
+        ("rollout@SYNC=corrupt", "rollout makes nothing to corrupt"),
+        ("coordinator@SYNC.note=corrupt", "coordinator makes nothing to corrupt"),
+        ("trainer0@optim_step=corrupt", "trainer0 can be asked to corrupt at publish_weights"),
+        ("scheduler0@receive=corrupt", "needs rollout.full_read_back = true"),
+    ],
+)
+def test_a_failpoint_that_nothing_comes_to_is_refused(tmp_path: Path, spec: str, problem: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        load_config(write(tmp_path, MINIMAL), overrides=["unsafe=true", f'failpoints=["{spec}"]'])
+    assert refused.value.metadata["field"] == "failpoints"
+    assert repr(spec) in refused.value.message and problem in refused.value.message
+
+
+def test_failpoints_are_at_every_stage_and_every_command(tmp_path: Path) -> None:
+    stages = {(rule.service.value, rule.stage.value) for rule in RULES.values()}
+    commands = {("trainer", method.name) for method in _commanded(trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"])}
+    points = stages | commands - {("trainer", "PublishWeights")}  # which is LOAD_WEIGHTS
+    points |= {("coordinator", f"{stage}.intend") for stage in Stage}
+    for process in ("trainer", "rollout", "coordinator"):
+        for point in {point for _, point in points}:
+            overrides = ["unsafe=true", f'failpoints=["{process}@{point}=kill"]']
+            if (process, point) in points:
+                assert load_config(write(tmp_path, MINIMAL), overrides=overrides).failpoints
+            else:
+                with pytest.raises(InvalidArgument, match="names a point that is none"):
+                    load_config(write(tmp_path, MINIMAL), overrides=overrides)
+
+
+def _commanded(service: ServiceDescriptor) -> list[MethodDescriptor]:
+    """Methods whose request, or its header, carries a command."""
+
+    def is_commanded(method: MethodDescriptor) -> bool:
+        fields = method.input_type.fields_by_name
+        message = fields["header"].message_type if "header" in fields else method.input_type
+        return message is not None and "command" in message.fields_by_name
+
+    return [method for method in service.methods if is_commanded(method)]
+
+
+def test_published_parameters_are_not_damaged(tmp_path: Path) -> None:
+    overrides = ["unsafe=true", 'failpoints=["trainer0@publish_weights=corrupt"]']
+    assert load_config(write(tmp_path, MINIMAL), overrides=overrides).failpoints
+    with pytest.raises(InvalidArgument, match='trainer.export = "copy"'):
+        load_config(write(tmp_path, MINIMAL), overrides=[*overrides, "trainer.param_dtype=bfloat16"])
 
 
 def test_table_whose_keys_do_not_fit_is_not_printed_whole(tmp_path: Path) -> None:

@@ -62,7 +62,14 @@ def test_parameters_are_published_where_dtypes_are_equal(
         ({"trainer": {"devices": ["0", "1"]}, "rollout": {"devices": ["0"]}}, "trainer.devices names 2 GPUs for 1 ranks"),
         ({"trainer": {"devices": ["0"]}, "rollout": {"devices": [UUIDS[0]]}}, "UUIDs or numbers, not both"),
         ({"trainer": {"devices": ["1", "1"], "num_ranks": 2}}, "names a GPU twice"),
+        ({"trainer": {"devices": ["1", "01"], "num_ranks": 2}}, "names a GPU twice"),
+        ({"trainer": {"devices": ["GPU-ab", "GPU-AB"], "num_ranks": 2}}, "names a GPU twice"),
+        ({"trainer": {"devices": ["GPU-ab"]}, "rollout": {"devices": ["GPU-abc"]}}, "name one GPU in two ways"),
         ({"trainer": {"devices": ["cuda:0"]}}, "should match pattern"),
+        ({"trainer": {"devices": [-1]}}, "should match pattern"),
+        ({"trainer": {"devices": [True]}}, "valid string"),
+        ({"trainer": {"devices": [1024]}}, "at most 1023"),
+        ({"trainer": {"devices": ["9" * 5000]}}, "at most 1023"),
     ],
 )
 def test_choices_that_cannot_be_had_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -108,6 +115,57 @@ def test_both_services_see_the_gpus_of_both_in_one_order(monkeypatch: pytest.Mon
     assert (os.environ["CUDA_VISIBLE_DEVICES"], os.environ["CUDA_DEVICE_ORDER"]) == (f"{UUIDS[1]},{UUIDS[0]}", "PCI_BUS_ID")
     two_beside_one = node(trainer={"num_ranks": 2, "devices": ["3", "1"]}, rollout={"devices": ["0"]})
     assert gpus_of(two_beside_one) == Gpus(("3", "1", "0"), (0, 1), (2,))
+
+
+def test_a_gpu_has_one_name() -> None:
+    assert gpus_of(node(trainer={"devices": [1]}, rollout={"devices": [10]})).names == ("1", "10")
+    numbers = node(trainer={"num_ranks": 2, "devices": [0, "01"]}, rollout={"devices": ["00"]})
+    assert gpus_of(numbers) == Gpus(("0", "1"), (0, 1), (0,))
+    uuids = node(trainer={"devices": ["GPU-ABC"]}, rollout={"devices": ["GPU-abc"]})
+    assert gpus_of(uuids) == Gpus(("GPU-abc",), (0,), (0,))
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices", "expected"),
+    [
+        ("4,7", (["1"], ["0"]), "7,4"),
+        (" 4, 7 ", (["1"], ["1"]), "7"),
+        (f"{UUIDS[2]},{UUIDS[0]}", (["0"], ["0"]), UUIDS[2]),
+        (",".join(UUIDS), ([UUIDS[1]], [UUIDS[0]]), f"{UUIDS[1]},{UUIDS[0]}"),
+        ("GPU-1,GPU-3", ([UUIDS[1]], [UUIDS[0]]), "GPU-3,GPU-1"),
+        ("4,7", ([UUIDS[0]], [UUIDS[0]]), UUIDS[0]),
+    ],
+)
+def test_gpus_are_some_of_those_that_the_scheduler_gave(
+    visible: str, devices: tuple[list[str], list[str]], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    show_gpus(node(trainer={"devices": devices[0]}, rollout={"devices": devices[1]}))
+    # Numbers of the scheduler's mean what they meant when it gave them.
+    assert (os.environ["CUDA_VISIBLE_DEVICES"], os.environ["CUDA_DEVICE_ORDER"]) == (expected, "FASTEST_FIRST")
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices", "field"),
+    [
+        ("4,7", (["2"], ["0"]), "trainer.devices"),
+        ("4,7", (["0"], ["4"]), "rollout.devices"),
+        ("4,-1,7", (["1"], ["1"]), "trainer.devices"),
+        ("", (["0"], ["0"]), "trainer.devices"),
+        ("", ([UUIDS[0]], [UUIDS[0]]), "trainer.devices"),
+        (UUIDS[0], ([UUIDS[0]], [UUIDS[1]]), "rollout.devices"),
+        ("MIG-1", ([UUIDS[0]], [UUIDS[0]]), "trainer.devices"),
+    ],
+)
+def test_a_gpu_that_the_scheduler_did_not_give_is_refused(
+    visible: str, devices: tuple[list[str], list[str]], field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(InvalidArgument) as refused:
+        show_gpus(node(trainer={"devices": devices[0]}, rollout={"devices": devices[1]}))
+    assert refused.value.metadata["field"] == field
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
 
 
 def test_devices_and_choices_survive_the_file(tmp_path: Path) -> None:

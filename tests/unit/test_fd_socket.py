@@ -86,6 +86,23 @@ def test_socket_left_by_a_dead_server_is_replaced(path: Path, fd: int) -> None:
     server.close()
 
 
+@pytest.mark.parametrize("what", ["folder", "file", "dangling link", "link to itself"])
+def test_what_is_no_socket_is_named_and_stays(path: Path, fd: int, what: str) -> None:
+    match what:
+        case "folder":
+            path.mkdir()
+        case "file":
+            path.write_text("kept")
+        case "dangling link":
+            path.symlink_to(path.with_name("nowhere"))
+        case _:
+            path.symlink_to(path)
+    with pytest.raises(NodeRunning, match="is in the way: it is no socket; remove it") as refused:
+        FdServer(path, message=b"", fds=[fd])
+    assert refused.value.metadata["address"] == str(path)
+    assert path.lstat()
+
+
 def test_socket_of_a_living_server_is_not_taken(path: Path, fd: int) -> None:
     server = FdServer(path, message=b"", fds=[fd])
     with pytest.raises(NodeRunning, match="another process serves"):

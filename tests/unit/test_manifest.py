@@ -137,6 +137,13 @@ def test_ipc_memory_that_cannot_hold_the_arena_is_refused(changes: dict[str, obj
         check(replace(manifest(), **{"device_uuid": "b1946ac9", "ipc_memory": IPC, **changes}))
 
 
+def test_a_header_anywhere_but_at_the_beginning_is_refused() -> None:
+    message = to_proto(manifest())
+    message.header_offset = 64
+    with pytest.raises(BadHandle, match="header_offset is 64 and must be 0"):
+        from_proto(message)
+
+
 def test_rank_outside_the_number_of_ranks_is_refused() -> None:
     with pytest.raises(BadHandle, match="rank 2 of 2"):
         check(replace(manifest(), rank=2, num_ranks=2))

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.rpc.commands import CommandGate, digest
-from tasuki.rpc.failpoints import NO_FAILPOINTS, Action, Failpoints, plant
+from tasuki.rpc.failpoints import NO_FAILPOINTS
 from tasuki.trainer.restore import recipe, restore
 from tasuki.trainer.state import TrainerState
 from tasuki.trainer.training_log import TrainingLog, read_training_log
@@ -140,53 +140,6 @@ async def test_a_command_that_failed_is_not_in_the_log_and_one_whose_gradients_w
             raise GradientsNotFinite("nan")
     log.close()
     assert ids(path) == ["b", "c"]
-
-
-async def test_full_disk_refuses_a_command_before_it_is_carried_out(path: Path, tmp_path: Path) -> None:
-    log = TrainingLog(path, failpoints=Failpoints("trainer", folder=tmp_path))
-    await write(log, learn("a"))
-    plant(tmp_path, "trainer", "log.begin", Action.FULL)
-    with pytest.raises(DiskFull, match="No space left on device; nothing was trained"):
-        async with log.command(learn("b")):
-            pytest.fail("the block is entered")
-    await write(log, learn("c"))
-    log.close()
-    assert ids(path) == ["a", "c"]
-
-
-async def test_a_mark_that_cannot_be_written_stops_training_until_the_trainer_is_started_anew(
-    path: Path, tmp_path: Path
-) -> None:
-    log = TrainingLog(path, failpoints=Failpoints("trainer", folder=tmp_path))
-    await write(log, learn("a"))
-    plant(tmp_path, "trainer", "log.commit", Action.FULL)
-    with pytest.raises(DiskFull, match="the trainer is ahead of it"):
-        await write(log, step("b"))
-    with pytest.raises(DiskFull, match="lacks a command that was carried out"):
-        await write(log, learn("c"))
-    with pytest.raises(DiskFull, match="lacks a command that was carried out"):
-        await log.saved(TrainingRecord(checkpoint=trainer_pb2.LoadCheckpointRequest(path="/c")))
-    log.close()
-    assert ids(path) == ["a"]
-
-
-async def test_full_disk_at_a_checkpoint_leaves_the_log_as_it_was(path: Path, tmp_path: Path) -> None:
-    log = TrainingLog(path, failpoints=Failpoints("trainer", folder=tmp_path))
-    await write(log, learn("a"), step("b"))
-    plant(tmp_path, "trainer", "log.replace", Action.FULL)
-    checkpoint = TrainingRecord(checkpoint=trainer_pb2.LoadCheckpointRequest(path="/c"))
-    with pytest.raises(DiskFull, match="cannot be written"):
-        await log.saved(checkpoint)
-    aside = path.with_suffix(".part")
-    assert not aside.exists()
-    aside.mkdir()  # nothing can be opened there, as on a read-only disk
-    with pytest.raises(DiskFull, match="cannot be written"):
-        await log.saved(checkpoint)
-    aside.rmdir()
-    await write(log, learn("c"))
-    await log.saved(checkpoint)
-    log.close()
-    assert ids(path) == ["", "c"]
 
 
 async def test_a_log_that_cannot_be_opened_or_found_is_a_clear_error(path: Path) -> None:

@@ -159,7 +159,8 @@ class TrainerServiceServicer(object):
 
         Phase: TRAIN. Repeat: the same request_id gets the first answer.
         Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE, INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL,
-        after which nothing is at the path.
+        after which nothing is at the path. Without room to shorten the training log alone it succeeds, and the log builds on the checkpoint
+        before.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -169,7 +170,9 @@ class TrainerServiceServicer(object):
         """Reads what SaveCheckpoint wrote; the number of ranks may differ. Gradients are cleared. All or nothing.
 
         Phase: TRAIN. Repeat: the same request_id gets the first answer.
-        Errors: NOT_FOUND/PATH_NOT_FOUND, FAILED_PRECONDITION/VERSION_ORDER, FAILED_PRECONDITION/WRONG_PHASE.
+        Errors: NOT_FOUND/PATH_NOT_FOUND, FAILED_PRECONDITION/VERSION_ORDER, FAILED_PRECONDITION/WRONG_PHASE,
+        INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL, after which nothing is trained until a load succeeds or the trainer
+        was started anew.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -77,13 +77,16 @@ class TrainerServiceStub:
 
     Phase: TRAIN. Repeat: the same request_id gets the first answer.
     Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE, INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL,
-    after which nothing is at the path.
+    after which nothing is at the path. Without room to shorten the training log alone it succeeds, and the log builds on the checkpoint
+    before.
     """
     LoadCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.LoadCheckpointRequest, _trainer_pb2.LoadCheckpointResponse]
     """Reads what SaveCheckpoint wrote; the number of ranks may differ. Gradients are cleared. All or nothing.
 
     Phase: TRAIN. Repeat: the same request_id gets the first answer.
-    Errors: NOT_FOUND/PATH_NOT_FOUND, FAILED_PRECONDITION/VERSION_ORDER, FAILED_PRECONDITION/WRONG_PHASE.
+    Errors: NOT_FOUND/PATH_NOT_FOUND, FAILED_PRECONDITION/VERSION_ORDER, FAILED_PRECONDITION/WRONG_PHASE,
+    INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL, after which nothing is trained until a load succeeds or the trainer
+    was started anew.
     """
     ExportModel: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ExportModelRequest, _trainer_pb2.ExportModelResponse]
     """Writes a Hugging Face folder (safetensors, config, tokenizer) that from_pretrained loads.
@@ -142,13 +145,16 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
 
     Phase: TRAIN. Repeat: the same request_id gets the first answer.
     Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE, INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL,
-    after which nothing is at the path.
+    after which nothing is at the path. Without room to shorten the training log alone it succeeds, and the log builds on the checkpoint
+    before.
     """
     LoadCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.LoadCheckpointRequest, _trainer_pb2.LoadCheckpointResponse]  # type: ignore[assignment]
     """Reads what SaveCheckpoint wrote; the number of ranks may differ. Gradients are cleared. All or nothing.
 
     Phase: TRAIN. Repeat: the same request_id gets the first answer.
-    Errors: NOT_FOUND/PATH_NOT_FOUND, FAILED_PRECONDITION/VERSION_ORDER, FAILED_PRECONDITION/WRONG_PHASE.
+    Errors: NOT_FOUND/PATH_NOT_FOUND, FAILED_PRECONDITION/VERSION_ORDER, FAILED_PRECONDITION/WRONG_PHASE,
+    INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL, after which nothing is trained until a load succeeds or the trainer
+    was started anew.
     """
     ExportModel: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ExportModelRequest, _trainer_pb2.ExportModelResponse]  # type: ignore[assignment]
     """Writes a Hugging Face folder (safetensors, config, tokenizer) that from_pretrained loads.
@@ -246,7 +252,8 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Phase: TRAIN. Repeat: the same request_id gets the first answer.
         Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE, INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL,
-        after which nothing is at the path.
+        after which nothing is at the path. Without room to shorten the training log alone it succeeds, and the log builds on the checkpoint
+        before.
         """
 
     @_abc_1.abstractmethod
@@ -258,7 +265,9 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Reads what SaveCheckpoint wrote; the number of ranks may differ. Gradients are cleared. All or nothing.
 
         Phase: TRAIN. Repeat: the same request_id gets the first answer.
-        Errors: NOT_FOUND/PATH_NOT_FOUND, FAILED_PRECONDITION/VERSION_ORDER, FAILED_PRECONDITION/WRONG_PHASE.
+        Errors: NOT_FOUND/PATH_NOT_FOUND, FAILED_PRECONDITION/VERSION_ORDER, FAILED_PRECONDITION/WRONG_PHASE,
+        INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL, after which nothing is trained until a load succeeds or the trainer
+        was started anew.
         """
 
     @_abc_1.abstractmethod

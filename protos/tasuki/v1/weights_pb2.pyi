@@ -133,7 +133,7 @@ class WeightManifest(_message.Message):
     arena_bytes: _builtins.int
     """From the start of the arena to the end of its last entry."""
     header_offset: _builtins.int
-    """Offset of the header in its memfd, which is the first descriptor: version and checksums, written last."""
+    """Offset of the header in its memfd, which is the first descriptor: version and checksums, written last. Must be 0."""
     device_uuid: _builtins.str
     """GPU that holds the arena, as CUDA names it; empty in host memory."""
     @_builtins.property

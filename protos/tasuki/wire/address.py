@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+import stat
 from pathlib import Path
 
 from tasuki.wire.errors import NodeRunning
@@ -31,15 +32,24 @@ def unix_target(state_dir: Path, *, service: str) -> str:
 
 
 def remove_dead_socket(path: Path) -> None:
-    """Makes way where a server that was killed has left its socket. Raises NodeRunning when one answers there, or cannot be asked."""
-    if not path.exists():
-        return
+    """Makes way where a server that was killed has left its socket.
+
+    Raises NodeRunning when one answers there, or cannot be asked, and when something else is there than a socket.
+    """
+    try:
+        is_socket = stat.S_ISSOCK(path.stat().st_mode)
+    except OSError:
+        if not path.is_symlink():  # whatever else keeps us from it, bind() says
+            return
+        is_socket = False
+    if not is_socket:
+        raise NodeRunning(f"{path} is in the way: it is no socket; remove it", address=path)
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(_PROBE_TIMEOUT_S)
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
-            path.unlink()
+            path.unlink(missing_ok=True)
             return
         except OSError as error:
             raise NodeRunning(f"{path} is there and is no socket of a dead server: {error}", address=path) from error

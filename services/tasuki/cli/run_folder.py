@@ -30,14 +30,12 @@ class MetricsFile:
 
 
 def summarize(steps: Sequence[Step], *, seed: int, seconds: float, changeovers: int, policy_version: int) -> dict[str, object]:
-    """The run in a few figures. exact_match_* are the held-out scores: with a reward of 0 or 1 they are the share of exact answers."""
+    """The run in a few figures. eval_score_* are the means of the reward over the held-out prompts, None without any."""
     scores = [step.eval_score for step in steps if step.eval_score is not None]
     before, after = (scores[0], scores[-1]) if scores else (None, None)
     rewards = [step.mean_reward for step in steps if step.mean_reward is not None]
     gaps = [step.max_log_prob_gap for step in steps if step.max_log_prob_gap is not None]
     return {
-        "exact_match_before": before,
-        "exact_match_after": after,
         "eval_score_before": before,
         "eval_score_after": after,
         "mean_reward_last": rewards[-1] if rewards else None,

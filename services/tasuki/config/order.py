@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
+
+from tasuki.config.devices import UUID
+from tasuki.config.failpoints import check_failpoint, parse_failpoint
 
 if TYPE_CHECKING:
     from tasuki.config.schema import NodeConfig
@@ -35,9 +39,18 @@ def raise_misfits(config: NodeConfig) -> None:
     _check_kind_of_device(config)
     if config.rollout.lora == "adapter" and config.trainer.lora is None:
         raise Misfit("rollout.lora", '= "adapter" needs a table [trainer.lora]')
+    _check_failpoints(config)
+    _check_deadlines(config)
+
+
+def _check_failpoints(config: NodeConfig) -> None:
     if config.failpoints and not config.unsafe:
         raise Misfit("failpoints", "break a node on purpose; they need unsafe = true")
-    _check_deadlines(config)
+    for spec in config.failpoints:
+        try:
+            check_failpoint(parse_failpoint(spec), config)
+        except ValueError as error:
+            raise Misfit("failpoints", f"has {spec!r}, which {error}") from error
 
 
 def _check_export(config: NodeConfig) -> None:
@@ -47,6 +60,10 @@ def _check_export(config: NodeConfig) -> None:
         raise Misfit("trainer.export", f'{problem}; "copy" casts')
     if trainer.export == "parameters" and trainer.lora is not None:
         raise Misfit("trainer.export", '= "parameters" cannot publish adapters; leave it at "auto"')
+    if trainer.param_dtype != "float32" and trainer.lora is not None:
+        raise Misfit(
+            "trainer.param_dtype", f'= "{trainer.param_dtype}" is not for [trainer.lora]: adapters are trained in float32'
+        )
 
 
 def _check_devices(config: NodeConfig) -> None:
@@ -63,8 +80,12 @@ def _check_devices(config: NodeConfig) -> None:
     for service, (devices, num_ranks) in named.items():
         if devices is not None and len(devices) != num_ranks:
             raise Misfit(f"{service}.devices", f"names {len(devices)} GPUs for {num_ranks} ranks")
-    if len({name.startswith("GPU-") for devices in given.values() for name in devices}) > 1:
+    names = sorted({name for devices in given.values() for name in devices})
+    if len({name.startswith(UUID) for name in names}) > 1:
         raise Misfit("trainer.devices", "and rollout.devices are UUIDs or numbers, not both")
+    for name, longer in pairwise(names):
+        if name.startswith(UUID) and longer.startswith(name):  # CUDA takes the beginning for all of it
+            raise Misfit("trainer.devices", f"and rollout.devices name one GPU in two ways, {name} and {longer}")
 
 
 def _check_kind_of_device(config: NodeConfig) -> None:

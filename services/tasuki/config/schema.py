@@ -10,6 +10,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
+from tasuki.config.devices import Devices
 from tasuki.config.order import raise_misfits
 
 
@@ -26,18 +27,10 @@ def _loopback(listen: str) -> str:
     return listen
 
 
-def _distinct(devices: tuple[str, ...]) -> tuple[str, ...]:
-    if len(set(devices)) < len(devices):
-        raise ValueError("names a GPU twice")
-    return devices
-
-
 MAX_PORT = 65535
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 Listen = Annotated[str, AfterValidator(_loopback)]
-Device = Annotated[str, Field(pattern=r"^(GPU-[0-9a-fA-F-]+|[0-9]+)$")]
 Port = Annotated[int, Field(ge=1, le=MAX_PORT)]
-Devices = Annotated[tuple[Device, ...], AfterValidator(_distinct)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 LinearName = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -85,8 +78,9 @@ class TrainerConfig(Schema):
     num_ranks: PositiveInt = 1
     """FSDP2 ranks; one GPU each, or one process each on a CPU."""
     devices: Devices | None = None
-    """GPU of each rank: UUIDs as nvidia-smi -L tells them ("GPU-..."), or all by number. Goes with `rollout.devices`, which may name other
-    GPUs, fewer or more. By default rank i is on GPU i."""
+    """GPU of each rank: all by number, as in `[0, 1]`, or all by UUID of nvidia-smi -L, as in `["GPU-6f1d...", "GPU-93ab..."]`. Numbers
+    count within CUDA_VISIBLE_DEVICES where that is set. Goes with `rollout.devices`, which may name other GPUs, fewer or more. By default
+    rank i is on GPU i."""
     num_threads: PositiveInt = 1
     """Torch threads for each rank on a CPU."""
     learning_rate: float = Field(default=1e-6, ge=0)
@@ -105,7 +99,7 @@ class TrainerConfig(Schema):
     """Dtype of forward and backward."""
     param_dtype: Literal["bfloat16", "float32"] = "float32"
     """Dtype of the weights that are trained, of their gradients and of the optimizer state. In bfloat16 an update below about 1/256 of a
-    weight is lost, and all four take half the memory."""
+    weight is lost, and all four take half the memory. Not with `[trainer.lora]`: adapters are float32, the frozen model `compute_dtype`."""
     export: Literal["auto", "parameters", "copy"] = "auto"
     """What rollout reads at a sync: the parameters themselves, which takes no memory and needs `param_dtype` to be `rollout.dtype`, or a
     copy in that dtype. "auto" is "parameters" where that is possible."""

@@ -66,26 +66,8 @@ async def _serve(config: NodeConfig) -> None:
         drain_grace_s=config.coordinator.drain_grace_s,
     )
     admission = Admission(peers, config, published_bytes=journal.published_bytes)
-
-    def restart(service: Service, cause: str) -> None:
-        restart_request_path(config.state_dir, service).write_text(cause)
-
-    node = Node(
-        journal,
-        peers,
-        boot_id=boot_id,
-        trainer_target=targets["trainer"],
-        rollout_target=targets["rollout"],
-        restart=restart,
-        recovery_timeout_s=config.coordinator.recovery_timeout_s,
-        admission=admission,
-    )
-    server = RpcServer(service="coordinator", target=targets["coordinator"])
-    server.add(
-        coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server,
-        CoordinatorServicer(node, journal, Planning(admission, config)),
-        "tasuki.v1.CoordinatorService",
-    )
+    node = _node(journal, peers, boot_id=boot_id, admission=admission, config=config)
+    server = _server(CoordinatorServicer(node, journal, Planning(admission, config)), config=config)
     await server.start()
     heartbeat = Heartbeat(config.state_dir, "coordinator")
     heartbeat.beat_in_loop()
@@ -101,6 +83,31 @@ async def _serve(config: NodeConfig) -> None:
         await peers.close()
         journal.close()
         heartbeat.close()
+
+
+def _node(journal: Journal, peers: GrpcPeers, *, boot_id: str, admission: Admission, config: NodeConfig) -> Node:
+    targets = node_targets(config)
+
+    def restart(service: Service, cause: str) -> None:
+        restart_request_path(config.state_dir, service).write_text(cause)
+
+    return Node(
+        journal,
+        peers,
+        boot_id=boot_id,
+        trainer_target=targets["trainer"],
+        rollout_target=targets["rollout"],
+        restart=restart,
+        recovery_timeout_s=config.coordinator.recovery_timeout_s,
+        admission=admission,
+    )
+
+
+def _server(servicer: CoordinatorServicer, *, config: NodeConfig) -> RpcServer:
+    target, metrics_port = node_targets(config)["coordinator"], config.coordinator.metrics_port
+    server = RpcServer(service="coordinator", target=target, metrics_port=metrics_port)
+    server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, servicer, "tasuki.v1.CoordinatorService")
+    return server
 
 
 async def _end_watches(stop: asyncio.Event, node: Node) -> None:

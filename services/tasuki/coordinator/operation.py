@@ -31,10 +31,6 @@ class Operation:
         self._task = asyncio.get_running_loop().create_task(work)
         self._task.add_done_callback(self._end)
 
-    @property
-    def is_running(self) -> bool:
-        return self._task is not None and not self._task.done()
-
     def tell(self, told: Told) -> None:
         self._told.append(told)
         self._wake()

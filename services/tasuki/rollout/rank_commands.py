@@ -67,7 +67,7 @@ class EngineRank:
     def join_node(self, config: NodeConfig) -> None:
         """From here on the node's supervisor sees whether this process lives."""
         name = f"scheduler{self.rank}"
-        self._failpoints = Failpoints.of(config, name)
+        self._failpoints = self.receiver.failpoints = Failpoints.of(config, name)
         self._heartbeat = Heartbeat(config.state_dir, name)
         self._heartbeat.beat_in_thread()
 

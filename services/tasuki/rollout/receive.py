@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from tasuki.config.failpoints import RECEIVED
 from tasuki.rollout.record import EngineModel, Parameters, record_plan
 from tasuki.rollout.whereabouts import Whereabouts
+from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
 from tasuki.transport.checksum import checksum
 from tasuki.transport.copies import ViewChecksum, ViewCopy, prepare_checksums, prepare_copies, prepare_summed_copies
 from tasuki.transport.imported_weights import ImportedWeights, import_weights
@@ -43,6 +45,7 @@ class WeightReceiver:
     """One engine rank's end of the weight exchange. Keeps the imported arenas and the plan from sync to sync."""
 
     model: EngineModel
+    failpoints: Failpoints = field(default=NO_FAILPOINTS, kw_only=True)
     _imported: ImportedWeights | None = None
     _prepared: _PreparedPlan | None = None
     _timings: dict[str, float] = field(default_factory=dict)
@@ -75,10 +78,18 @@ class WeightReceiver:
         if prepared is None:
             raise InternalError("parameters of the engine's model move at every look")
         with self._timed("verify"):
+            if self.failpoints.corrupts(RECEIVED):
+                self._damage(prepared.plan)
             sums = prepared.sums(read_back=reads_back_in_full)
             # The trainer may have begun to overwrite what was being copied.
             imported.check_version(weights.policy_version)
         return Received(prepared.copied_bytes, prepared.plan.fallback_names, dict(self._timings), prepared.held, sums)
+
+    def _damage(self, plan: CopyPlan) -> None:
+        """A fault on request: changes one element of a parameter, after the copies and their own sums."""
+        piece = plan.pieces[0]
+        held = Parameters(self.model).view(piece.parameter, piece.destination)
+        held[(0,) * held.dim()].neg_()
 
     def _import(self, weights: weights_pb2.PublishedWeights, timeout_s: float) -> ImportedWeights:
         if self._imported is None or not self._imported.is_of(weights):

@@ -123,7 +123,7 @@ def _run_rank(config: NodeConfig, *, launch: Launch) -> bool:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)
         heartbeat.beat_in_thread()
-        commands = RankCommands(worker)
+        commands = RankCommands(worker, failpoints=failpoints)
         return commands.ready(), commands.handlers()
 
     with ExitStack() as cleanup:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from tasuki.config.failpoints import PUBLISHED
+from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.usage import TAGS, usage_response
 from tasuki.trainer.micro_batch import loss_batch, token_batch
 from tasuki.trainer.rank_loop import Handlers
@@ -15,8 +17,8 @@ from tasuki.v1 import memory_pb2, ranks_pb2, trainer_pb2
 class RankCommands:
     """One method for each field of TrainerRankCommand."""
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+    def __init__(self, worker: Worker, *, failpoints: Failpoints) -> None:
+        self._worker, self._failpoints = worker, failpoints
 
     def handlers(self) -> Handlers:
         return {
@@ -89,6 +91,8 @@ class RankCommands:
 
     def publish_weights(self, _: trainer_pb2.PublishWeightsRequest) -> ranks_pb2.RankPublished:
         export = self._worker.publish_weights()
+        if self._failpoints.corrupts(PUBLISHED):
+            self._worker.damage_published()
         return ranks_pb2.RankPublished(handle=export.handle, published_bytes=export.num_bytes)
 
     def withdraw_weights(self, _: trainer_pb2.WithdrawWeightsRequest) -> trainer_pb2.WithdrawWeightsResponse:

@@ -115,6 +115,7 @@ class TrainerServicer(TrainerServiceServicer):
         async def save() -> trainer_pb2.SaveCheckpointResponse:
             requests.check_path(request.path)
             async with self._state.training():
+                self._log.check_not_behind()
                 answers = await self._ranks.call(ranks_pb2.TrainerRankCommand(save_checkpoint=request))
                 saved = answers[0].save_checkpoint
                 checkpoint = trainer_pb2.LoadCheckpointRequest(path=request.path)

@@ -8,6 +8,7 @@ of a command that nobody was told to be done; it is dropped. Anything else that 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import struct
 import zlib
@@ -19,6 +20,7 @@ from tasuki.rpc.failpoints import Failpoints
 from tasuki.v1.ranks_pb2 import TrainingRecord
 from tasuki.wire.errors import DiskFull, GradientsNotFinite, InvalidArgument, PathNotFound
 
+_log = logging.getLogger("tasuki.trainer")
 _HEADER = struct.Struct("<IIB")
 """Bytes of the record, their CRC-32, and 1 when the command was carried out."""
 _DONE_OFFSET = _HEADER.size - 1
@@ -31,7 +33,7 @@ class TrainingLog:
         """Raises InvalidArgument when the log is damaged, DiskFull when it cannot be written."""
         self._path, self._failpoints = path, failpoints
         self._is_behind = False
-        """Whether something was carried out that could not be marked as done."""
+        """Whether something was carried out that the log does not have."""
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -67,22 +69,34 @@ class TrainingLog:
         await asyncio.to_thread(self._commit, record)
 
     async def saved(self, checkpoint: TrainingRecord) -> None:
-        """Forgets what is in the checkpoint: all but the gradients that wait for their optimizer step."""
-        self._check_not_behind()
+        """Forgets what is in the checkpoint: all but the gradients that wait for their optimizer step.
+
+        Without room it keeps everything, which leads to the same weights, and warns. To be called when `check_not_behind` has passed.
+        """
+        assert not self._is_behind
         pending = os.pread(self._fd, self._end - self._pending_start, self._pending_start)
-        await asyncio.to_thread(self._replace, checkpoint, pending)
+        try:
+            await asyncio.to_thread(self._replace, checkpoint, pending)
+        except DiskFull as error:
+            path = checkpoint.checkpoint.path
+            _log.warning("event=log_not_shortened checkpoint=%a cause=%a keep=the_checkpoint_before", path, error.message)
 
     async def loaded(self, checkpoint: TrainingRecord) -> None:
-        """Forgets everything: training goes on from the checkpoint, without gradients."""
+        """Forgets everything: training goes on from the checkpoint, without gradients.
+
+        Raises DiskFull; until it succeeds, or the trainer is started anew, nothing is trained: the log leads elsewhere.
+        """
+        self._is_behind = True
         await asyncio.to_thread(self._replace, checkpoint, b"")
         self._is_behind = False
 
-    def _check_not_behind(self) -> None:
+    def check_not_behind(self) -> None:
+        """Raises DiskFull while something was carried out that the log does not have."""
         if self._is_behind:
             raise DiskFull(f"{self._path} lacks a command that was carried out; start the trainer anew", path=self._path)
 
     def _begin(self, record: TrainingRecord) -> None:
-        self._check_not_behind()
+        self.check_not_behind()
         try:
             self._failpoints.hit("log.begin")
             _write(self._fd, _frame(record, is_done=False), at=self._end)

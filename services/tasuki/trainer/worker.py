@@ -194,6 +194,11 @@ class Worker:
         num_bytes = self._export.publish(self.policy_version, replaced=replaced)
         return PublishReport(handle=self._export.handle(), num_bytes=num_bytes)
 
+    def damage_published(self) -> None:
+        """A fault that a test of recovery asked for."""
+        assert self._export is not None
+        self._export.damage()
+
     def withdraw_weights(self) -> None:
         if self._export is not None:
             self._export.withdraw()

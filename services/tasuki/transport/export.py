@@ -126,6 +126,13 @@ class WeightExport:
         self._header.write_published(version, checksums.read())
         return sum(entry.num_bytes for entry in self._arena.manifest.entries)
 
+    def damage(self) -> None:
+        """A fault on request: changes one element of what is published, whose checksums were made before."""
+        held = next(tensor for tensor in self._arena.tensors if tensor.numel())
+        held[(0,) * held.dim()].neg_()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
     def withdraw(self) -> None:
         """Makes the published version invalid; readers that check the header refuse it."""
         self._header.write_state(ArenaState.WITHDRAWN)

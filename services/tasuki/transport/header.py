@@ -40,13 +40,12 @@ class HeaderContent:
 
 
 class Header:
-    """The words at the manifest's header_offset of a mapping."""
+    """The words at the beginning of a mapping."""
 
     def __init__(self, manifest: Manifest, mapping: mmap.mmap) -> None:
         self._rank, self._num_entries = manifest.rank, len(manifest.entries)
-        start, end = manifest.header_offset, manifest.header_offset + header_bytes(self._num_entries)
         # Words of 8 bytes are stored by one instruction each, so a reader sees the old or the new one.
-        self._words = memoryview(mapping)[start:end].cast("Q")
+        self._words = memoryview(mapping)[: header_bytes(self._num_entries)].cast("Q")
 
     def read(self) -> HeaderContent:
         """Raises BadHandle when there is no header of this layout."""

@@ -235,9 +235,7 @@ def _map_arena(
             f"rank {manifest.rank} sent {len(fds)} descriptors for a header and {len(manifest.chunk_bytes)} chunks",
             rank=manifest.rank,
         )
-    header = Header(
-        manifest, map_sealed(fds[0], manifest.header_offset + header_bytes(len(manifest.entries)), rank=manifest.rank)
-    )
+    header = Header(manifest, map_sealed(fds[0], header_bytes(len(manifest.entries)), rank=manifest.rank))
     if not manifest.entries or (device is None and wanted == "cuda"):
         return WeightArena(manifest, kind=handle.kind, header=header, tensors=())
     memory = _map_memory(manifest, fds[1:], device=device or torch.device("cpu"))

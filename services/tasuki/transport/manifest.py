@@ -73,7 +73,7 @@ class IpcMemory:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Layout of one rank's arena. The header, at `header_offset`, has memory of its own, on the host.
+    """Layout of one rank's arena. The header has memory of its own, on the host.
 
     device_uuid: of the GPU that holds the entries; empty in host memory. Their memory is chunks of these sizes, or `ipc_memory`.
     """
@@ -81,7 +81,6 @@ class Manifest:
     rank: int
     num_ranks: int
     arena_bytes: int
-    header_offset: int
     entries: tuple[Entry, ...]
     device_uuid: str = ""
     chunk_bytes: tuple[int, ...] = ()
@@ -90,7 +89,7 @@ class Manifest:
     def digest(self) -> str:
         """Hex SHA-256 over everything in the manifest."""
         digest = hashlib.sha256()
-        digest.update(repr((self.rank, self.num_ranks, self.arena_bytes, self.header_offset)).encode())
+        digest.update(repr((self.rank, self.num_ranks, self.arena_bytes)).encode())
         digest.update(repr((self.device_uuid, self.chunk_bytes, self.ipc_memory)).encode())
         for entry in self.entries:
             fields = (entry.name, entry.dtype, entry.global_shape, entry.row_start, entry.num_rows, entry.offset)
@@ -105,7 +104,7 @@ def header_bytes(num_entries: int) -> int:
 def lay_out(entries: Sequence[Entry], *, rank: int, num_ranks: int) -> Manifest:
     """Gives every entry an aligned place, in the order given; says nothing of memory yet. Raises BadHandle as `check` does."""
     placed, arena_bytes = place(entries)
-    manifest = Manifest(rank=rank, num_ranks=num_ranks, arena_bytes=arena_bytes, header_offset=0, entries=tuple(placed))
+    manifest = Manifest(rank=rank, num_ranks=num_ranks, arena_bytes=arena_bytes, entries=tuple(placed))
     check(manifest)
     return manifest
 
@@ -156,7 +155,6 @@ def to_proto(manifest: Manifest) -> weights_pb2.WeightManifest:
         rank=manifest.rank,
         num_ranks=manifest.num_ranks,
         arena_bytes=manifest.arena_bytes,
-        header_offset=manifest.header_offset,
         entries=[
             weights_pb2.ManifestEntry(
                 name=entry.name,
@@ -176,11 +174,12 @@ def to_proto(manifest: Manifest) -> weights_pb2.WeightManifest:
 
 def from_proto(message: weights_pb2.WeightManifest) -> Manifest:
     """The manifest in `message`, checked. Raises BadHandle."""
+    if message.header_offset != 0:
+        raise BadHandle(f"rank {message.rank}: header_offset is {message.header_offset} and must be 0", rank=message.rank)
     manifest = Manifest(
         rank=message.rank,
         num_ranks=message.num_ranks,
         arena_bytes=message.arena_bytes,
-        header_offset=message.header_offset,
         entries=tuple(
             Entry(
                 name=entry.name,

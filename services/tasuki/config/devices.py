@@ -1,0 +1,36 @@
+"""How a configuration names GPUs: each has one name, so that names can be compared."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+UUID = "GPU-"
+_MAX_NUMBER = 1023
+
+
+def _text_of_number(device: object) -> object:
+    return str(device) if type(device) is int else device
+
+
+def _one_name(device: str) -> str:
+    """Numbers without zeros in front, UUIDs in small letters."""
+    if not device.isdecimal():
+        return f"{UUID}{device.removeprefix(UUID).lower()}"
+    number = device.lstrip("0") or "0"
+    if len(number) > len(str(_MAX_NUMBER)) or int(number) > _MAX_NUMBER:
+        raise ValueError(f"a GPU's number is at most {_MAX_NUMBER}")
+    return number
+
+
+def _distinct(devices: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(devices)) < len(devices):
+        raise ValueError("names a GPU twice")
+    return devices
+
+
+Device = Annotated[
+    str, BeforeValidator(_text_of_number), Field(pattern=rf"^({UUID}[0-9a-fA-F-]+|[0-9]+)$"), AfterValidator(_one_name)
+]
+Devices = Annotated[tuple[Device, ...], AfterValidator(_distinct)]

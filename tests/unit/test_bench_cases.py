@@ -1,0 +1,60 @@
+"""What the benchmarks say to a case that they cannot run, a machine without GPUs, and a rank that ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from argparse import ArgumentTypeError
+
+import pytest
+import torch
+
+from tests.bench import gpus
+from tests.bench.cases import Case
+from tests.bench.sync_ranks import REPOSITORY, Ranks
+
+
+def test_a_case_is_what_it_says() -> None:
+    assert Case.of("7b:4:1x4") == Case("7b", num_ranks=4, tp_size=1, num_engines=4)
+    assert Case.of("tiny:1:2").num_gpus == 2
+    assert [str(Case.of(text)) for text in ("7b:4:4", "32b:2:4x2")] == ["7b:4:4", "32b:2:4x2"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["rubbish", "7b:2:2:2", "7b:0:1", "7b:1:0", "7b:4:3", "9000b:1:1", "7b:1:1x0", "7b:1:-1", "7b:1:1x", "7b:1:1x2x2", ""],
+)
+def test_a_case_that_cannot_be_run_is_refused(text: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=repr(text)):
+        Case.of(text)
+
+
+@pytest.mark.parametrize("text", ["7b:4:2", "7b:1:1x2", "7b:2:1x2"])
+def test_peers_have_a_trainer_rank_beside_every_engine_rank(text: str) -> None:
+    assert Case.beside_each_other("7b:2:2").num_gpus == 2
+    with pytest.raises(ArgumentTypeError, match=repr(text)):
+        Case.beside_each_other(text)
+
+
+def test_missing_gpus_are_one_line_and_exit_code_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    gpus.require_gpus()
+    with pytest.raises(SystemExit) as ended:
+        gpus.require_gpus(4)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith("needs 4 GPUs, and CUDA shows 1 here\n")
+
+
+def test_a_rank_that_ends_is_named_with_its_exit_code() -> None:
+    # The first one reads until its input ends, the second cannot read its file.
+    ranks = Ranks("json.tool", [["--compact"], ["/nonexistent"]])
+    with pytest.raises(SystemExit, match=r"json.tool /nonexistent ended with exit code [12]"):
+        ranks.ask("rubbish")
+    assert all(rank.poll() is not None for rank in ranks._ranks)
+
+
+def test_a_bench_refuses_its_command_line_before_it_begins() -> None:
+    command = [sys.executable, "-m", "tests.bench.sync_gpu", "--cases", "7b:1:1", "7b:1:1x0"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr and "'7b:1:1x0' is not" in done.stderr
