@@ -77,8 +77,8 @@ class Journal:
     def intend(self, stage: Stage, changeover_id: str, *, is_undo: bool, trainer_boot_id: str, rollout_boot_id: str) -> Intent:
         """Writes a stage down before it is sent, and numbers it."""
         self._hit(f"{stage}.intend")
-        self._sequence += 1
-        request_id = f"{changeover_id}-{self.epoch}-{self._sequence}"
+        sequence = self._sequence + 1  # taken once it is on disk, so that an audit finds no number missing
+        request_id = f"{changeover_id}-{self.epoch}-{sequence}"
         now = time.time()
         row = self._write(
             "INSERT INTO stages (number, stage, is_undo, epoch, sequence, request_id, trainer_boot_id, rollout_boot_id, time)"
@@ -88,14 +88,15 @@ class Journal:
                 stage,
                 is_undo,
                 self.epoch,
-                self._sequence,
+                sequence,
                 request_id,
                 trainer_boot_id,
                 rollout_boot_id,
                 now,
             ),
         )
-        intent = Intent(int(row.lastrowid or 0), changeover_id, stage, is_undo, self.epoch, self._sequence, request_id, now)
+        self._sequence = sequence
+        intent = Intent(int(row.lastrowid or 0), changeover_id, stage, is_undo, self.epoch, sequence, request_id, now)
         try:
             self._hit(f"{stage}.intended")
         except DiskFull as error:

@@ -15,6 +15,8 @@ from google.protobuf.message import Message
 
 from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
 from tasuki.v1.memory_pb2 import PauseRequest, ResumeRequest
+from tasuki.v1.rollout_pb2 import ReceiveWeightsResponse
+from tasuki.v1.trainer_pb2 import PublishWeightsResponse
 from tasuki.v1.types_pb2 import CommandId, Stage
 from tasuki.wire.errors import InvalidArgument, StaleEpoch, StaleSequence, TasukiError
 
@@ -42,9 +44,12 @@ class CommandGate:
     A command outlives its caller: a cancelled or timed-out call leaves it running, and the same request_id finds it again.
     """
 
-    def __init__(self, failpoints: Failpoints = NO_FAILPOINTS) -> None:
-        """failpoints: each command comes to one with its stage's or its own name before it is carried out, and ".done" after."""
-        self._failpoints = failpoints
+    def __init__(self, failpoints: Failpoints = NO_FAILPOINTS, *, boot_id: str = "") -> None:
+        """failpoints: each command comes to one with its stage's or its own name before it is carried out, and ".done" after.
+
+        boot_id: of this life of the service, for the log.
+        """
+        self._failpoints, self._boot_id = failpoints, boot_id
         self.epoch = 0
         self.sequence = 0
         self._looked = 0
@@ -158,12 +163,12 @@ class CommandGate:
 
     async def _one_at_a_time(self, action: Callable[[], Awaitable[_Answer]], name: str, command: CommandId) -> _Answer:
         async with self._lock:
-            outcome, started = "INTERNAL", time.perf_counter()
+            outcome, version, started = "INTERNAL", "-", time.perf_counter()
             try:
                 self._failpoints.hit(name)
                 answer = await action()
                 self._failpoints.hit(f"{name}.done")
-                outcome = "OK"
+                outcome, version = "OK", _version(answer)
                 return answer
             except TasukiError as error:
                 outcome = error.reason
@@ -171,12 +176,14 @@ class CommandGate:
             finally:
                 # `tasuki audit` reads it (command_log.py). A request id may be any text.
                 _log.info(
-                    "event=command name=%s epoch=%d sequence=%d outcome=%s seconds=%.4f request_id=%a",
+                    "event=command name=%s epoch=%d sequence=%d outcome=%s seconds=%.4f boot_id=%s version=%s request_id=%a",
                     name,
                     command.epoch,
                     command.sequence,
                     outcome,
                     time.perf_counter() - started,
+                    self._boot_id,
+                    version,
                     command.request_id,
                 )
 
@@ -193,6 +200,13 @@ def _name(request: Commanded) -> str:
         return Stage.Name(request.stage).removeprefix("STAGE_")
     name = type(request).__name__.removesuffix("Request").removesuffix("Header")
     return _STAGES.get(name, name)
+
+
+def _version(answer: object) -> str:
+    """The version that was published or received, for the log."""
+    if isinstance(answer, PublishWeightsResponse):
+        return str(answer.weights.policy_version)
+    return str(answer.policy_version) if isinstance(answer, ReceiveWeightsResponse) else "-"
 
 
 def digest(request: Commanded) -> bytes:
