@@ -34,6 +34,7 @@ def log(tmp_path: Path) -> Iterator[Path]:
 
 async def test_each_command_has_one_line_with_its_outcome(log: Path) -> None:
     gate = CommandGate(boot_id="b1")
+    gate.look(2)
 
     async def well() -> memory_pb2.PauseResponse:
         return memory_pb2.PauseResponse()

@@ -104,6 +104,10 @@ class Journal:
             raise
         return intent
 
+    def pass_over(self, sequence: int) -> None:
+        """The numbers up to `sequence` are taken in a service, by somebody who is not the coordinator."""
+        self._sequence = max(self._sequence, sequence)
+
     def done(self, intent: Intent, outcome: Outcome, *, seconds: float) -> StageEvent:
         """Writes down that the stage, or its undo, was carried out."""
         return self._result(intent, Status.UNDONE if intent.is_undo else Status.DONE, outcome, seconds=seconds)

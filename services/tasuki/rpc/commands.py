@@ -24,6 +24,10 @@ _Answer = TypeVar("_Answer")
 _log = logging.getLogger("tasuki.rpc")
 _KEPT_ANSWERS = 1024
 _MAX_REQUEST_ID = 128
+_MAX_STEP = 10**6
+"""Numbers between two stage commands of an epoch at one service: the other one may be asked again and again meanwhile."""
+_MAX_FIRST = 10**8
+"""The first number of an epoch at a service, which may be started anew late in it. An epoch of so many stages lasts for weeks."""
 _STAGES = {"PublishWeights": "LOAD_WEIGHTS", "ReceiveWeights": "SYNC", "Drain": "DRAIN"}
 _REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
 """Codes of the errors after which nothing has changed."""
@@ -54,6 +58,8 @@ class CommandGate:
         self.sequence = 0
         self._looked = 0
         """Epoch of the coordinator that read the state last."""
+        self._announced: set[int] = set()
+        """Epochs of all coordinators that did."""
         self._refused = (0, 0)
         """Epoch and sequence of the stage command that was refused last."""
         self._answers: OrderedDict[str, tuple[bytes, asyncio.Future[Any]]] = OrderedDict()
@@ -72,13 +78,16 @@ class CommandGate:
         The latest look counts, and not the highest: an epoch that no coordinator has shuts none out for longer than to its next look.
         Epoch 0 means that somebody else reads.
         """
-        self._looked = epoch or self._looked
+        if epoch:
+            self._looked = epoch
+            self._announced = {known for known in self._announced if known >= self.epoch} | {epoch}
 
     async def stage(self, request: Commanded, action: Callable[[], Awaitable[_Answer]]) -> _Answer:
         """Runs a stage command of the coordinator.
 
-        Raises StaleEpoch below the highest epoch carried out and the one that looked last, StaleSequence when the sequence number does
-        not grow, InvalidArgument without a request_id. A refused command leaves the epoch and its sequence as they were: one out of
+        Raises StaleEpoch below the highest epoch carried out and the one that looked last, and for one that no coordinator has shown by
+        a look; StaleSequence when the sequence number does not grow; InvalidArgument when it is further ahead than a coordinator can
+        have come, or without a request_id. A refused command leaves the epoch and its sequence as they were: one out of
         order, with whatever epoch, cannot shut the coordinator out. Only within its own epoch its number stays taken: the coordinator
         takes the refusal of an undo as proof that the stage was not carried out, so the stage must not be when its command arrives late.
         """
@@ -89,11 +98,14 @@ class CommandGate:
             nonlocal before, after
             before = (self.epoch, self.sequence)
             self._refuse_old(command.epoch, current=max(self.epoch, self._looked))
-            taken = max(sequence for epoch, sequence in (before, self._refused, (command.epoch, 0)) if epoch == command.epoch)
-            if command.sequence <= taken:
-                raise StaleSequence(
-                    f"stage command {command.sequence} comes after {taken}", sequence=command.sequence, current_sequence=taken
+            if command.epoch not in self._announced:
+                raise StaleEpoch(
+                    f"no coordinator of epoch {command.epoch} has read this service's state; ask the coordinator for the stage",
+                    epoch=command.epoch,
+                    current_epoch=max(self.epoch, self._looked),
                 )
+            taken = max(sequence for epoch, sequence in (before, self._refused, (command.epoch, 0)) if epoch == command.epoch)
+            _refuse_sequence(command.sequence, taken=taken)
             self.epoch, self.sequence = after = (command.epoch, command.sequence)
 
         async def act() -> _Answer:
@@ -192,6 +204,16 @@ class CommandGate:
             if self._answers[request_id][1].done():
                 # Nobody may have waited for it; reading the error keeps asyncio from reporting it as lost.
                 self._answers.pop(request_id)[1].exception()
+
+
+def _refuse_sequence(sequence: int, *, taken: int) -> None:
+    """taken: the highest number of its epoch that came here, 0 when none has: then the other service, or an earlier life of this one,
+    had those before."""
+    if sequence <= taken:
+        raise StaleSequence(f"stage command {sequence} comes after {taken}", sequence=sequence, current_sequence=taken)
+    if sequence - taken > (_MAX_STEP if taken else _MAX_FIRST):
+        text = f"{sequence} is further from {taken} than any coordinator comes; ask the coordinator for the stage"
+        raise InvalidArgument("command.sequence", text, current_sequence=taken)
 
 
 def _name(request: Commanded) -> str:
