@@ -11,7 +11,7 @@ from tasuki.coordinator.invariants import Broken, Invariant, Violation
 from tasuki.coordinator.phases import RULES, Service, Stage
 from tasuki.coordinator.records import Status
 from tasuki.rpc.command_log import LoggedCommand, LoggedLife
-from tasuki.wire.errors import from_reason
+from tasuki.wire.errors import DiskFull, from_reason
 
 _UNDONE_BY = {
     Stage.LOAD_WEIGHTS: "WithdrawWeights",
@@ -47,7 +47,8 @@ def _check_once(service: Service, life: Sequence[LoggedCommand]) -> None:
     for command in life:
         if command.request_id in seen:
             raise _of(command, Invariant.EXECUTED_ONCE, f"one execution of {command.request_id} in one life of {service}")
-        seen.add(command.request_id)
+        if command.outcome != DiskFull.reason:  # it was not carried out, and may be asked for again
+            seen.add(command.request_id)
 
 
 def _check_order(service: Service, life: Sequence[LoggedCommand]) -> None:

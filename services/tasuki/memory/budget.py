@@ -31,7 +31,7 @@ def check_host_budget(config: NodeConfig) -> None:
             parts = ", ".join(f"{tag} {size}" for tag, size in tags.items())
             raise InvalidArgument(
                 _FIELD,
-                f"{budget} bytes are {share} for each of the {num_ranks} {name} ranks, and one takes {needed} in whole chunks when it starts "
-                f"({parts}); give at least {needed * num_ranks}",
+                f"{budget} bytes are {share} for each of the {num_ranks} {name} ranks, and one takes {needed} in whole chunks when it"
+                f" starts ({parts}); give at least {needed * num_ranks}",
                 needed_bytes=needed * num_ranks,
             )

@@ -18,7 +18,7 @@ from tasuki.v1.memory_pb2 import PauseRequest, ResumeRequest
 from tasuki.v1.rollout_pb2 import ReceiveWeightsResponse
 from tasuki.v1.trainer_pb2 import PublishWeightsResponse
 from tasuki.v1.types_pb2 import CommandId, Stage
-from tasuki.wire.errors import InvalidArgument, StaleEpoch, StaleSequence, TasukiError
+from tasuki.wire.errors import DiskFull, InvalidArgument, StaleEpoch, StaleSequence, TasukiError
 
 _Answer = TypeVar("_Answer")
 _log = logging.getLogger("tasuki.rpc")
@@ -41,7 +41,8 @@ class Commanded(Protocol):
 
 
 class CommandGate:
-    """Runs commands one at a time, each once: a repeated request gets the first answer, or the first error.
+    """Runs commands one at a time, each once: a repeated request gets the first answer, or the first error. Only one that is no stage,
+    and that a full disk refused, is tried again.
 
     A request repeats another when request_id, message type and content agree; the same request_id on anything else is refused.
 
@@ -160,6 +161,8 @@ class CommandGate:
             raise InvalidArgument(
                 "command.request_id", f"give one of 1 to {_MAX_REQUEST_ID} characters, unique for each intent"
             )
+        if not is_stage and self._was_full(request_id, content):
+            del self._answers[request_id]
         if request_id not in self._answers:
             fence()
             task = asyncio.get_running_loop().create_task(self._one_at_a_time(action, _name(request), request.command))
@@ -172,6 +175,13 @@ class CommandGate:
         if content != first:
             raise InvalidArgument("command.request_id", f"{request_id} was used for another request; choose a new one")
         return cast(_Answer, await asyncio.shield(task))
+
+    def _was_full(self, request_id: str, content: bytes) -> bool:
+        """Whether a full disk has refused this very request: it was not carried out, and is when it comes again and there is room."""
+        first, answer = self._answers.get(request_id, (b"", None))
+        if answer is None or first != content or not answer.done() or answer.cancelled():
+            return False
+        return isinstance(answer.exception(), DiskFull)
 
     async def _one_at_a_time(self, action: Callable[[], Awaitable[_Answer]], name: str, command: CommandId) -> _Answer:
         async with self._lock:
