@@ -35,14 +35,6 @@ class Operation:
     def is_running(self) -> bool:
         return self._task is not None and not self._task.done()
 
-    @property
-    def reason(self) -> str:
-        """Of the error that it ended with; empty when it runs, or ended well."""
-        if self._task is None or not self._task.done() or self._task.cancelled():
-            return ""
-        error = self._task.exception()
-        return error.reason if isinstance(error, TasukiError) else ""
-
     def tell(self, told: Told) -> None:
         self._told.append(told)
         self._wake()
@@ -66,6 +58,14 @@ class Operation:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+
+    @property
+    def reason(self) -> str:
+        """Of the error that it ended with; empty when it runs, or ended well."""
+        if self._task is None or not self._task.done() or self._task.cancelled():
+            return ""
+        error = self._task.exception()
+        return error.reason if isinstance(error, TasukiError) else ""
 
     def _end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():

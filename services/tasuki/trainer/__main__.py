@@ -159,8 +159,7 @@ async def _serve(config: NodeConfig, *, launch: Launch) -> int:
             return 1
         failpoints = Failpoints.of(config, "trainer")
         boot_id = uuid.uuid4().hex
-        gate = CommandGate(failpoints, boot_id=boot_id)
-        state = TrainerState(policy_version=ready.policy_version, gate=gate, boot_id=boot_id)
+        state = TrainerState(ready.policy_version, gate=CommandGate(failpoints, boot_id=boot_id), boot_id=boot_id)
         training = Training(ranks, state=state, ready=ready, config=config)
         log = TrainingLog(training_log_path(config.state_dir), failpoints=failpoints)
         cleanup.callback(log.close)
