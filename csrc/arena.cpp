@@ -179,20 +179,25 @@ Status Arena::check_whole() const {
 }
 
 Status Arena::back_with_memory(const Range& block) {
-  Status status = back_exactly(block, true);
-  if (status.code == Code::out_of_memory) status = back_exactly(block, false);
+  size_t needed_bytes = 0;
+  Status status = back_exactly(block, true, &needed_bytes);
+  if (status.code == Code::out_of_memory) status = back_exactly(block, false, &needed_bytes);
   if (status.code != Code::out_of_memory) return status;
   size_t free_bytes = 0, total_bytes = 0;
   if (!driver_.room(device_, &free_bytes, &total_bytes).ok()) return status;
-  return no_room(tag_, block.bytes, free_bytes);
+  return no_room(tag_, needed_bytes, free_bytes);
 }
 
-Status Arena::back_exactly(const Range& block, bool grow_ahead) {
+Status Arena::back_exactly(const Range& block, bool grow_ahead, size_t* needed_bytes) {
   size_t num_chunks = chunks_.size();
   chunks_.extend(block.end(), grow_ahead);
   Chunks::Indices absent, unmapped;
+  *needed_bytes = 0;
   for (size_t index : chunks_.overlapping(block)) {
-    if (chunks_.at(index).physical == 0) absent.push_back(index);
+    if (chunks_.at(index).physical == 0) {
+      absent.push_back(index);
+      *needed_bytes += chunks_.at(index).range.bytes;
+    }
     if (!chunks_.at(index).is_mapped) unmapped.push_back(index);
   }
   Status status = chunks_.create(absent);

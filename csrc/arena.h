@@ -89,7 +89,8 @@ class Arena {
  private:
   Arena(Driver& driver, std::string tag, int device, uint64_t id, uintptr_t base, size_t capacity, ChunkSizes sizes, Exports& exports);
   Status back_with_memory(const Range& block);
-  Status back_exactly(const Range& block, bool grow_ahead);
+  // needed_bytes: of the whole chunks that it takes anew.
+  Status back_exactly(const Range& block, bool grow_ahead, size_t* needed_bytes);
   void trim(const Range& block);
 
   Driver& driver_;

@@ -18,9 +18,10 @@ from tasuki.config.load import load_config
 from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.places import config_path, exit_path, node_targets, socket_dir
 from tasuki.v1 import coordinator_pb2 as pb
-from tasuki.v1 import memory_pb2, trainer_pb2
+from tasuki.v1 import memory_pb2, rollout_pb2, trainer_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
+from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
 from tasuki.v1.types_pb2 import (
     MEMORY_TAG_EXPORT,
@@ -100,8 +101,13 @@ def test_stage_out_of_order_is_refused_by_coordinator_trainer_and_rollout_and_ev
     assert refusal(coordinator.RunStage, pb.RunStageRequest(stage=STAGE_SYNC)).reason == "STAGE_ORDER"
 
     def command(name: str) -> CommandId:
-        return CommandId(epoch=epoch + 1000, sequence=1_000_000_000, request_id=f"out of order {name} {time.time()}")
+        return CommandId(epoch=epoch + 1000, sequence=1_000_000, request_id=f"out of order {name} {time.time()}")
 
+    # Whoever shows an epoch is a coordinator to a service, until the next one does.
+    trainer_state = trainer_pb2.GetTrainerStateRequest(epoch=epoch + 1000)
+    TrainerServiceStub(channels["trainer"]).GetTrainerState(trainer_state, timeout=LIMIT_S)
+    rollout_state = rollout_pb2.GetRolloutStateRequest(epoch=epoch + 1000)
+    RolloutServiceStub(channels["rollout"]).GetRolloutState(rollout_state, timeout=LIMIT_S)
     offload = memory_pb2.PauseRequest(command=command("t"), stage=STAGE_OFFLOAD, tags=[MEMORY_TAG_WEIGHTS])
     assert refusal(MemoryServiceStub(channels["trainer"]).Pause, offload).reason == "STAGE_ORDER"
     resume = memory_pb2.ResumeRequest(command=command("r"), stage=STAGE_RESUME_KV, tags=[MEMORY_TAG_KV_CACHE])

@@ -104,6 +104,10 @@ class RolloutClient:
         number = RolloutClient._sequence
         return types_pb2.CommandId(epoch=1, sequence=number, request_id=f"test-{number}")
 
+    async def look(self) -> None:
+        """As a coordinator does before its first command."""
+        await self.rollout.GetRolloutState(rollout_pb2.GetRolloutStateRequest(epoch=1), timeout=CALL_TIMEOUT_S)
+
     async def state(self) -> rollout_pb2.GetRolloutStateResponse:
         return await self.rollout.GetRolloutState(rollout_pb2.GetRolloutStateRequest(), timeout=CALL_TIMEOUT_S)
 
@@ -234,7 +238,9 @@ def trainer(rollout_process: RolloutProcess) -> Iterator[TestTrainer]:
 @asynccontextmanager
 async def connected(rollout: RolloutProcess) -> AsyncIterator[RolloutClient]:
     async with open_channel(rollout.target) as channel:
-        yield RolloutClient(channel)
+        client = RolloutClient(channel)
+        await client.look()
+        yield client
 
 
 @pytest.fixture

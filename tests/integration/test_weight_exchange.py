@@ -93,6 +93,7 @@ async def trained_adapters(folder: Path, *, settings: str = "", **sizes: int) ->
     try:
         async with connect(trainer) as channel:
             client = TrainerClient(channel)
+            await client.look()
             await client.forward_backward(make_samples(8, vocab_size=VOCAB_SIZE))
             await client.optim_step(learning_rate=0.05)
             await client.export(folder / "model")

@@ -100,6 +100,10 @@ class TrainerClient:
         TrainerClient._sequence += 1
         return types_pb2.CommandId(epoch=1, sequence=TrainerClient._sequence, request_id=uuid.uuid4().hex)
 
+    async def look(self) -> None:
+        """As a coordinator does before its first command."""
+        await self.trainer.GetTrainerState(trainer_pb2.GetTrainerStateRequest(epoch=1), timeout=CALL_TIMEOUT_S)
+
     async def state(self) -> trainer_pb2.GetTrainerStateResponse:
         return await self.trainer.GetTrainerState(trainer_pb2.GetTrainerStateRequest(), timeout=CALL_TIMEOUT_S)
 
@@ -177,6 +181,7 @@ class TrainerClient:
 
     async def back_to_training(self) -> None:
         """LOADED, without gradients, from wherever a test left the service."""
+        await self.look()
         stage = (await self.state()).stage
         if stage == types_pb2.STAGE_OFFLOAD:
             await self.resume()

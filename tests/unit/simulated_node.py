@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tasuki.coordinator.audit import Audit, audit
+from tasuki.coordinator.audit_commands import audit_commands
 from tasuki.coordinator.history import read_history
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
@@ -19,6 +20,7 @@ from tasuki.rollout.stages import Stage as RolloutStage
 from tasuki.v1 import trainer_pb2, types_pb2
 from tasuki.wire.errors import DeadlineExceeded, OutOfGpuMemory, PeerUnavailable, TasukiError
 from tests.unit.simulated_faults import Crash, Fault, JournalFailpoints
+from tests.unit.simulated_logs import SimulatedLogs
 from tests.unit.simulated_services import Disk, SimulatedRollout, SimulatedService, SimulatedTrainer
 
 STAGE_TIMEOUT_S, STALL_S, RECOVERY_TIMEOUT_S, RESTART_S, LATE_S = 60.0, 90.0, 120.0, 1.0, 0.5
@@ -56,6 +58,7 @@ class SimulatedNode:
         self.failpoints = JournalFailpoints(self._crash)
         self.disk = Disk()
         self.lives: dict[Service, list[SimulatedService]] = {service: [] for service in Service}
+        self.logs = SimulatedLogs(self.lives)
         self.trainer: SimulatedTrainer | None = None
         self.rollout: SimulatedRollout | None = None
         self.num_calls = self.num_crashes = self.num_kills = 0
@@ -289,8 +292,13 @@ class SimulatedNode:
             for life in lives:
                 twice = [request_id for request_id, count in life.executed.items() if count > 1]
                 assert twice == [], f"{life.boot_id} carried {twice} out more than once"
-        found = audit(read_history(self._path))
+        self.logs.close()
+        logged = self.logs.read(self._path.parent)
+        history = read_history(self._path)
+        found = audit(history)
         assert found.violation is None, found.violation
+        violation = audit_commands(history, logged)
+        assert violation is None, violation
         return found
 
 

@@ -52,7 +52,7 @@ class SimulatedService:
 
     def __init__(self, boot_id: str) -> None:
         self.boot_id = boot_id
-        self.gate = CommandGate()
+        self.gate = CommandGate(boot_id=boot_id)
         self.weather = Weather()
         self.executed: Counter[str] = Counter()
         self.died = asyncio.Event()

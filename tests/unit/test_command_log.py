@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tasuki.rpc.command_log import LoggedCommand, read_command_log
+from tasuki.rpc.command_log import LoggedCommand, LoggedLife, read_command_log
 from tasuki.rpc.commands import CommandGate
-from tasuki.v1 import memory_pb2, trainer_pb2, types_pb2
+from tasuki.rpc.logs import configure_logging
+from tasuki.v1 import memory_pb2, trainer_pb2, types_pb2, weights_pb2
 from tasuki.wire.errors import OutOfGpuMemory, StaleSequence
 
 
@@ -30,13 +33,17 @@ def log(tmp_path: Path) -> Iterator[Path]:
 
 
 async def test_each_command_has_one_line_with_its_outcome(log: Path) -> None:
-    gate = CommandGate()
+    gate = CommandGate(boot_id="b1")
+    gate.look(2)
 
     async def well() -> memory_pb2.PauseResponse:
         return memory_pb2.PauseResponse()
 
     async def badly() -> memory_pb2.PauseResponse:
         raise OutOfGpuMemory("no room")
+
+    async def publish() -> trainer_pb2.PublishWeightsResponse:
+        return trainer_pb2.PublishWeightsResponse(weights=weights_pb2.PublishedWeights(policy_version=7))
 
     def offload(sequence: int) -> memory_pb2.PauseRequest:
         command = types_pb2.CommandId(epoch=2, sequence=sequence, request_id=f"c000001-2-{sequence}")
@@ -52,15 +59,51 @@ async def test_each_command_has_one_line_with_its_outcome(log: Path) -> None:
     await gate.once(trainer_pb2.OptimStepRequest(command=types_pb2.CommandId(request_id=odd)), well)
     logging.getLogger("tasuki.rpc").info("event=serving service=trainer target=unix:t pid=1")
     await gate.stage(offload(5), well)
+    published = trainer_pb2.PublishWeightsRequest(command=types_pb2.CommandId(epoch=2, sequence=6, request_id="p"))
+    await gate.stage(published, publish)
     assert read_command_log(log) == [
-        [
-            LoggedCommand("OFFLOAD", 2, 1, "OK", "'c000001-2-1'"),
-            LoggedCommand("OFFLOAD", 2, 4, "GPU_MEMORY", "'c000001-2-4'"),
-            LoggedCommand("OptimStep", 0, 0, "OK", ascii(odd)),
-        ],
-        [LoggedCommand("OFFLOAD", 2, 5, "OK", "'c000001-2-5'")],
+        LoggedLife(
+            [
+                LoggedCommand("OFFLOAD", 2, 1, "OK", "'c000001-2-1'", "b1"),
+                LoggedCommand("OFFLOAD", 2, 4, "GPU_MEMORY", "'c000001-2-4'", "b1"),
+                LoggedCommand("OptimStep", 0, 0, "OK", ascii(odd), "b1"),
+            ]
+        ),
+        LoggedLife(
+            [
+                LoggedCommand("OFFLOAD", 2, 5, "OK", "'c000001-2-5'", "b1"),
+                LoggedCommand("LOAD_WEIGHTS", 2, 6, "OK", "'p'", "b1", 7),
+            ],
+            has_beginning=True,
+        ),
     ]
 
 
-def test_a_service_without_a_log_has_no_commands(tmp_path: Path) -> None:
-    assert read_command_log(tmp_path / "missing.log") == [[]]
+def test_a_service_without_a_log_has_no_lives(tmp_path: Path) -> None:
+    assert read_command_log(tmp_path / "missing.log") == []
+
+
+def test_lines_that_a_full_disk_took_are_told_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Disk(io.StringIO):
+        is_full = False
+
+        def write(self, text: str) -> int:
+            if self.is_full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(text)
+
+    disk, root = Disk(), logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    monkeypatch.setattr("sys.stderr", disk)
+    try:
+        root.handlers = []
+        configure_logging("trainer")
+        line = "event=command name=SYNC epoch=1 sequence=%d outcome=OK seconds=0.1 boot_id=b version=2 request_id='r'"
+        for sequence in (1, 2, 3, 4):
+            disk.is_full = sequence in (2, 3)
+            logging.getLogger("tasuki.rpc").info(line, sequence)
+    finally:
+        root.handlers, root.level = handlers, level
+    (tmp_path / "trainer.log").write_text(disk.getvalue())
+    (life,) = read_command_log(tmp_path / "trainer.log")
+    assert ([command.sequence for command in life.commands], life.lacks_lines) == ([1, 4], True)

@@ -13,7 +13,7 @@ import pytest
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.phases import HOLDS, Phase, Stage
 from tasuki.coordinator.records import Intent, Outcome, Status
-from tasuki.wire.errors import OutOfGpuMemory
+from tasuki.wire.errors import DiskFull, OutOfGpuMemory
 
 TRAIN = HOLDS[Phase.TRAIN]
 
@@ -50,6 +50,17 @@ def test_sequence_grows_by_one_in_an_epoch_and_starts_anew_in_the_next(journal: 
     second = intend(journal, changeover_id, Stage.SYNC)
     assert [(intent.epoch, intent.sequence) for intent in (*first, second)] == [(1, 1), (1, 2), (2, 1)]
     assert len({intent.request_id for intent in (*first, second)}) == 3
+
+
+def test_number_of_an_intent_that_could_not_be_written_is_given_again(journal: Journal) -> None:
+    changeover_id = journal.begin_changeover("r1", origin=TRAIN, target=Phase.ROLLOUT)
+    intend(journal, changeover_id, Stage.LOAD_WEIGHTS)
+    journal._db.execute("PRAGMA query_only = 1")
+    with pytest.raises(DiskFull):
+        intend(journal, changeover_id, Stage.RESUME_WEIGHTS)
+    journal._db.execute("PRAGMA query_only = 0")
+    again = intend(journal, changeover_id, Stage.RESUME_WEIGHTS)
+    assert (again.id, again.sequence) == (2, 2)
 
 
 def test_stage_without_a_result_is_unresolved_and_stands_as_started(journal: Journal) -> None:

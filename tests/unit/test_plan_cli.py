@@ -44,7 +44,7 @@ def test_a_preset_prints_every_stage_and_the_answers(name: str, capsys: pytest.C
     assert ("It fits." in printed) is fits
     for answer in ("GPU peak: ", "Host peak: ", "Least that must leave: ", "Largest KV ratio: "):
         assert answer in printed
-    assert ("Change LoRA" in printed) is not fits
+    assert ("Change trainer.lora.rank: none -> 32: " in printed) is not fits
 
 
 def test_a_nodes_configuration_is_planned_as_it_stands(node: Path, capsys: pytest.CaptureFixture[str]):
@@ -147,3 +147,36 @@ def test_what_is_wrong_is_named_in_one_line(
     assert main(["plan", *(argument.format(**places) for argument in arguments)]) == 2
     said = capsys.readouterr().err
     assert said.startswith("tasuki: error ") and named in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "cause"),
+    [
+        (["--gpu-gb", "1e300"], "gpu-gb: must be at most 1e+09 GB, not 1e+300"),
+        (["--host-gb", "1e300"], "host-gb: must be at most"),
+        (["--gpus", "1000000"], "num_gpus: must be at most 1024 on one node, not 1000000"),
+        (["--plot", "/nodir/x.png"], "plot: there is no folder /nodir for x.png"),
+        (["--plot", "/"], "plot: / names no picture"),
+        (["--plot", "picture"], "plot: picture names no picture"),
+        (["--plot", "/dev/null/x.png"], "plot: there is no folder /dev/null"),
+        (["--plot", "/proc/x.png"], "plot: /proc/x.png cannot be written"),
+    ],
+)
+def test_what_no_node_has_and_what_cannot_be_drawn_is_refused(
+    flags: list[str], cause: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--preset", "balanced", *flags]) == 2
+    assert f"error INVALID_ARGUMENT: {cause}" in capsys.readouterr().err
+
+
+def test_gpus_that_no_engine_uses_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "--preset", "balanced", "--gpus", "3", "--tp", "2"])
+    assert "Without an engine: 1 of 3 GPUs, which do nothing in ROLLOUT" in capsys.readouterr().out
+    main(["plan", "--preset", "balanced", "--gpus", "4", "--tp", "2"])
+    assert "Without an engine" not in capsys.readouterr().out
+
+
+def test_wider_engines_are_advised_together_with_how_many_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "--preset", "balanced", "--gpus", "8", "--gpu-gb", "14", "--tp", "1", "--lora-rank", "8"])
+    printed = capsys.readouterr().out
+    assert "rollout.tp_size: 1 (rollout.dp_size 8) -> 2 (rollout.dp_size 4)" in printed

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,39 +15,71 @@ from tasuki.coordinator.audit import Audit, audit
 from tasuki.coordinator.audit_commands import audit_commands
 from tasuki.coordinator.history import read_history
 from tasuki.coordinator.invariants import Invariant, Violation
-from tasuki.rpc.command_log import LoggedCommand, read_command_log
+from tasuki.coordinator.phases import Service
+from tasuki.rpc.command_log import LoggedLife, read_command_log
 from tasuki.trainer.training_audit import first_repetition
 from tasuki.trainer.training_log import read_training_log
-from tasuki.wire.errors import PathNotFound
+from tasuki.v1.ranks_pb2 import TrainingRecord
+from tasuki.wire.errors import InvalidArgument, PathNotFound
 
-CLEAN, BROKEN = 0, 1
+CLEAN, BROKEN, UNREADABLE = 0, 1, 2
 
 
 def run(path: Path, *, as_json: bool) -> int:
-    """Audits the run at `path` and says what it found: 0 when it is clean, 1 when a promise was broken.
+    """Audits the run at `path` and says what it found: 0 when it is clean, 1 when a promise was broken, 2 when a part cannot be read.
 
-    Raises PathNotFound, and InvalidArgument for what cannot be read.
+    Raises PathNotFound, and InvalidArgument for a journal that cannot be read.
     """
     folder, journal = _place(path)
+    lives = {service: _lives(folder, service) for service in Service}  # before the journal: a node may go on meanwhile
     history = read_history(journal)
     found = audit(history)
-    lives = {service: _lives(folder, service) for service in ("trainer", "rollout")}
     found = replace(found, violation=found.violation or audit_commands(history, lives))
-    num_commands = sum(len(life) for commands in lives.values() for life in commands)
-    num_trained = 0
-    if training_log_path(folder).exists():
-        records = read_training_log(training_log_path(folder))
-        num_trained = len(records)
-        repetition = first_repetition(records)
-        if repetition and found.violation is None:
-            found = replace(found, violation=Violation(Invariant.TRAINED_ONCE, repetition))
-    counts = {**_counts(found), "num_logged_commands": num_commands, "num_training_records": num_trained}
-    if as_json:
-        told = None if found.violation is None else asdict(found.violation)
-        sys.stdout.write(json.dumps({"is_clean": told is None, "violation": told, **counts}, indent=2) + "\n")
-    else:
-        sys.stdout.write(_text(found.violation, counts))
-    return CLEAN if found.violation is None else BROKEN
+    records, damage = _training(folder)
+    repetition = first_repetition(records)
+    if repetition and found.violation is None:
+        found = replace(found, violation=Violation(Invariant.TRAINED_ONCE, repetition))
+    num_commands = sum(len(life.commands) for of_service in lives.values() for life in of_service)
+    counts = {**_counts(found), "num_logged_commands": num_commands, "num_training_records": len(records)}
+    told = Told(found.violation, damage, _not_audited(folder, lives), counts)
+    sys.stdout.write(_json(told) if as_json else _text(told))
+    if found.violation is not None:
+        return BROKEN
+    return UNREADABLE if damage else CLEAN
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What an audit comes to. damage: of the trainer's log. not_audited: what is not there to be compared."""
+
+    violation: Violation | None
+    damage: str
+    not_audited: tuple[str, ...]
+    counts: dict[str, Any]
+
+
+def _training(folder: Path) -> tuple[list[TrainingRecord], str]:
+    """What is in the trainer's log, and what is wrong with the file."""
+    path = training_log_path(folder)
+    try:
+        return (read_training_log(path) if path.exists() else []), ""
+    except (InvalidArgument, OSError) as error:
+        return [], str(error)
+
+
+def _not_audited(folder: Path, lives: Mapping[Service, Sequence[LoggedLife]]) -> tuple[str, ...]:
+    lacking: list[str] = []
+    for service, logged in lives.items():
+        log = log_path(folder, service)
+        if not logged:
+            lacking.append(f"what {service} carried out: nothing of it is in {log}")
+        elif not all(life.has_beginning for life in logged):
+            lacking.append(f"what {service} carried out at the beginning of a life: that is not in {log}")
+        if any(life.lacks_lines for life in logged):
+            lacking.append(f"whether {service} carried out all that the journal says: lines were lost, says {log}")
+    if not training_log_path(folder).exists():
+        lacking.append(f"what was trained: there is no {training_log_path(folder)}")
+    return tuple(lacking)
 
 
 def _place(path: Path) -> tuple[Path, Path]:
@@ -60,7 +93,7 @@ def _place(path: Path) -> tuple[Path, Path]:
     return path.parent, path
 
 
-def _lives(folder: Path, service: str) -> list[list[LoggedCommand]]:
+def _lives(folder: Path, service: Service) -> list[LoggedLife]:
     """The lives of a service whose logs are left; of older ones there is none."""
     log = log_path(folder, service)
     return [life for place in (log.with_suffix(".log.old"), log) for life in read_command_log(place)]
@@ -72,7 +105,21 @@ def _counts(found: Audit) -> dict[str, Any]:
     return counts
 
 
-def _text(violation: Violation | None, counts: dict[str, Any]) -> str:
+def _json(told: Told) -> str:
+    violation = None if told.violation is None else asdict(told.violation)
+    is_clean = violation is None and not told.damage
+    content = {
+        "is_clean": is_clean,
+        "violation": violation,
+        "damage": told.damage,
+        "not_audited": told.not_audited,
+        **told.counts,
+    }
+    return json.dumps(content, indent=2) + "\n"
+
+
+def _text(told: Told) -> str:
+    violation = told.violation
     lines = ["clean" if violation is None else f"broken: {violation.invariant}"]
     if violation is not None:
         where = {
@@ -83,5 +130,9 @@ def _text(violation: Violation | None, counts: dict[str, Any]) -> str:
         }
         lines += [f"  {name}: {value}" for name, value in where.items() if value]
         lines.append(f"  expected: {violation.expected}")
-    lines.append(" ".join(f"{name.removeprefix('num_')}={count}" for name, count in counts.items()))
+    if told.damage:
+        lines[0] = f"damaged: the trainer's log; apart from it {lines[0]}"
+        lines.append(f"  {told.damage}, so what was trained cannot be audited; the journal can")
+    lines.append(" ".join(f"{name.removeprefix('num_')}={count}" for name, count in told.counts.items()))
+    lines += [f"not audited: {lacking}" for lacking in told.not_audited]
     return "\n".join(lines) + "\n"

@@ -23,6 +23,7 @@ from tasuki.config.lock import NODE_LOCK, StateLock, holder
 from tasuki.config.places import config_path, exit_path, journal_path, log_path, node_targets, training_log_path
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
+from tasuki.memory.budget import check_host_budget
 from tasuki.v1 import coordinator_pb2, types_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.wire.channel import CLIENT_OPTIONS
@@ -82,6 +83,7 @@ def start_node(config: NodeConfig, *, tell: Tell = to_stderr) -> StartedNode:
     before it serves. Whatever is raised, KeyboardInterrupt included, nothing is left running.
     """
     check_model_folder(config.model.path)
+    check_host_budget(config)
     _check_state_folder(config.state_dir)
     lock = StateLock.take(config.state_dir, name=NODE_LOCK)
     read_fd, starter_fd = os.pipe()

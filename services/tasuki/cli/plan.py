@@ -25,6 +25,7 @@ from tasuki.memory.presets import MODELS, find_preset
 from tasuki.wire.errors import InvalidArgument
 
 DOES_NOT_FIT = 1
+_MAX_GB = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
         settings=settings,
         overrides=arguments.overrides,
     )
+    if arguments.plot is not None:
+        _check_picture(arguments.plot)
     planned = plan(layout_of(arguments.config, wishes))
     advice = advise(planned)
     if arguments.plot is not None:
@@ -128,4 +131,14 @@ def _host_bytes(wishes: Wishes) -> int:
 def _bytes(flag: str, size: float) -> int:
     if not (math.isfinite(size) and size * GB >= 1):
         raise InvalidArgument(flag, f"must be a size above 0 in GB, not {size:g}")
+    if size > _MAX_GB:
+        raise InvalidArgument(flag, f"must be at most {_MAX_GB:g} GB, not {size:g}")
     return int(size * GB)
+
+
+def _check_picture(file: Path) -> None:
+    """Before anything is reckoned. Raises InvalidArgument."""
+    if file.is_dir() or not file.suffix:
+        raise InvalidArgument("plot", f"{file} names no picture: give a file such as plan.png")
+    if not file.parent.is_dir():
+        raise InvalidArgument("plot", f"there is no folder {file.parent} for {file.name}: make it first")

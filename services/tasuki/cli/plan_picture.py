@@ -39,7 +39,8 @@ _PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}
 
 
 def draw_plan(planned: Plan, file: Path) -> None:
-    """Writes `file`. Raises InvalidArgument for a suffix that matplotlib does not know, or without matplotlib."""
+    """Writes `file`. Raises InvalidArgument for a suffix that matplotlib does not know, a file that cannot be
+    written, or without matplotlib."""
     try:
         from matplotlib.figure import Figure  # half a second, and no other command draws
     except ImportError as error:
@@ -66,6 +67,8 @@ def draw_plan(planned: Plan, file: Path) -> None:
         figure.savefig(file, dpi=120)
     except ValueError as error:
         raise InvalidArgument("plot", f"{file}: {error}") from error
+    except OSError as error:
+        raise InvalidArgument("plot", f"{file} cannot be written: {error.strerror}") from error
 
 
 def _bars(axes: Axes, columns: Sequence[Mapping[Part, int]], *, limit: int, used: dict[Part, str]) -> None:

@@ -44,6 +44,12 @@ def answers(planned: Plan, advice: Advice) -> list[str]:
     lines.append(
         f"KV cache: {planned.kv_pool.num_tokens:,} tokens for each engine, {gb(planned.kv_pool.num_bytes)} GB on a GPU."
     )
+    idle = layout.num_gpus - layout.num_engine_ranks
+    if layout.device == "cuda" and idle and layout.engine_gpus is None:
+        engines = f"{layout.num_engines} of TP {layout.tp_size}"
+        lines.append(
+            f"Without an engine: {idle} of {layout.num_gpus} GPUs, which do nothing in ROLLOUT; the engines are {engines}."
+        )
     if layout.device == "cuda":
         lines.append(f"Least that must leave: {_least(advice)}.")
         ratio = "none fits" if advice.max_kv_ratio is None else f"{advice.max_kv_ratio:g}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from tasuki.coordinator.audit_numbers import check_numbers
 from tasuki.coordinator.history import BegunChangeover, ChangeoverEnding, History, StageIntent, StageResult
 from tasuki.coordinator.invariants import Broken, Invariant, Violation
 from tasuki.coordinator.journal import id_number, id_text
@@ -48,6 +49,7 @@ def audit(history: History) -> Audit:
         replay = _Replay(history, found, results=results, endings=endings)
         replay.run()
         found.num_versions_served, found.num_rewinds = replay.weights.num_served, replay.weights.num_rewinds
+        check_numbers(history)
     except Broken as broken:
         found.violation = broken.violation
     return found

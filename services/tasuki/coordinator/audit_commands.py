@@ -2,53 +2,150 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from tasuki.coordinator.history import History
+import grpc
+
+from tasuki.coordinator.history import History, StageIntent, StageResult
 from tasuki.coordinator.invariants import Broken, Invariant, Violation
+from tasuki.coordinator.phases import RULES, Service, Stage
 from tasuki.coordinator.records import Status
-from tasuki.rpc.command_log import LoggedCommand
+from tasuki.rpc.command_log import LoggedCommand, LoggedLife
+from tasuki.wire.errors import DiskFull, from_reason
+
+_UNDONE_BY = {
+    Stage.LOAD_WEIGHTS: "WithdrawWeights",
+    Stage.RESUME_WEIGHTS: Stage.PAUSE_WEIGHTS,
+    Stage.OFFLOAD: Stage.LOAD_TRAINER,
+    Stage.RESUME_KV: Stage.PAUSE_KV,
+    Stage.DRAIN: Stage.RESUME_KV,
+    Stage.LOAD_TRAINER: Stage.OFFLOAD,
+}
+"""The command that takes a stage back, as its service's log names it; none of those that go with another stage's undo."""
+_CHANGED_NOTHING = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
 
 
-def audit_commands(history: History, lives: Mapping[str, Sequence[Sequence[LoggedCommand]]]) -> Violation | None:
-    """lives: of each service what `read_command_log` gives, which need not reach back to the beginning."""
+def audit_commands(history: History, lives: Mapping[Service, Sequence[LoggedLife]]) -> Violation | None:
+    """lives: of each service what its logs hold, oldest first, which need not reach back to the beginning. They were read before the
+    journal was: what a log holds was written down before."""
     try:
-        for service, commands in lives.items():
-            for life in commands:
-                _check_once(service, life)
-                _check_order(service, life)
-        _check_results(history, [command for commands in lives.values() for life in commands for command in life])
+        for service, logged in lives.items():
+            for life in logged:
+                _check_once(service, life.commands)
+                _check_order(service, life.commands)
+            comparison = _Comparison(history, service, logged)
+            comparison.check_results()
+            comparison.check_asked()
+            comparison.check_none_missing()
     except Broken as broken:
         return broken.violation
     return None
 
 
-def _check_once(service: str, life: Sequence[LoggedCommand]) -> None:
+def _check_once(service: Service, life: Sequence[LoggedCommand]) -> None:
     seen: set[str] = set()
     for command in life:
         if command.request_id in seen:
             raise _of(command, Invariant.EXECUTED_ONCE, f"one execution of {command.request_id} in one life of {service}")
-        seen.add(command.request_id)
+        if command.outcome != DiskFull.reason:  # it was not carried out, and may be asked for again
+            seen.add(command.request_id)
 
 
-def _check_order(service: str, life: Sequence[LoggedCommand]) -> None:
+def _check_order(service: Service, life: Sequence[LoggedCommand]) -> None:
     last = (0, 0)
     for command in life:
-        if command.sequence and command.outcome == "OK":
-            if (command.epoch, command.sequence) <= last:
+        if command.is_stage and command.outcome == "OK":
+            if _number(command) <= last:
                 expected = f"epoch and sequence above {last[0]} and {last[1]} at {service}"
                 raise _of(command, Invariant.EXECUTED_IN_ORDER, expected)
-            last = (command.epoch, command.sequence)
+            last = _number(command)
 
 
-def _check_results(history: History, commands: Sequence[LoggedCommand]) -> None:
-    outcomes = {command.request_id: command.outcome for command in commands}
-    results = {result.id: result for result in history.results}
-    for intent in history.intents:
-        outcome, result = outcomes.get(ascii(intent.request_id)), results.get(intent.id)
-        if outcome not in (None, "OK") and result is not None and result.status is not Status.FAILED:
-            expected = f"FAILED in the journal, since the service answered {outcome}, found {result.status}"
-            raise Broken.at_intent(intent, Invariant.EXECUTED_ONCE, expected)
+class _Comparison:
+    """Of one service's logs with the journal."""
+
+    def __init__(self, history: History, service: Service, lives: Sequence[LoggedLife]) -> None:
+        self._service, self._lives = service, lives
+        self._intents = {
+            ascii(intent.request_id): intent for intent in history.intents if RULES[intent.stage].service is service
+        }
+        self._results = {result.id: result for result in history.results}
+        self._logged = {command.request_id: command for life in lives for command in life.commands}
+        self._first_seen: dict[str, int] = {}
+        """By boot id the first intent that knows of it."""
+        for intent in history.intents:
+            self._first_seen.setdefault(intent.boot_ids[service], intent.id)
+
+    def check_results(self) -> None:
+        for intent, command in self._pairs():
+            result = self._results.get(intent.id)
+            # An undo is settled, too, when there was nothing to take back.
+            is_done = result is not None and result.status is not Status.FAILED and not (intent.is_undo and result.is_settled)
+            if command.outcome != "OK" and result is not None and is_done:
+                expected = f"FAILED in the journal, since the service answered {command.outcome}, found {result.status}"
+                raise Broken.at_intent(intent, Invariant.EXECUTED_ONCE, expected)
+
+    def check_asked(self) -> None:
+        """Every stage command that was carried out has an intent that asked for just this."""
+        for command in self._logged.values():
+            if command.is_stage and command.request_id not in self._intents and _may_have_changed(command):
+                expected = f"an intent in the journal for {command.request_id}, which {self._service} carried out"
+                raise _of(command, Invariant.AS_ASKED, expected)
+        for intent, command in self._pairs():
+            name = _name(intent)
+            if (command.name, *_number(command)) != (name, intent.epoch, intent.sequence):
+                expected = f"{name} at epoch {intent.epoch} and sequence {intent.sequence} in the log of {self._service}"
+                raise _of(command, Invariant.AS_ASKED, expected)
+            result = self._results.get(intent.id)
+            if command.outcome == "OK" and result is not None and not result.is_settled:
+                self._check_answer(intent, result, command)
+
+    def _check_answer(self, intent: StageIntent, result: StageResult, command: LoggedCommand) -> None:
+        known = intent.boot_ids[self._service]  # empty when it was silent then
+        # It may have been started anew since it was seen; then nobody had seen the new life before.
+        if known and command.boot_id not in ("", known) and self._first_seen.get(command.boot_id, intent.id + 1) <= intent.id:
+            expected = f"{self._service} with boot id {command.boot_id}, which carried it out, found {known}"
+            raise Broken.at_intent(intent, Invariant.AS_ASKED, expected)
+        if None not in (versions := {command.policy_version, result.policy_version}) and len(versions) > 1:
+            expected = f"version {command.policy_version}, as {self._service} says, found {result.policy_version}"
+            raise Broken.at_intent(intent, Invariant.AS_ASKED, expected)
+
+    def check_none_missing(self) -> None:
+        """Up to the last line of a life: what came after it may have been cut off with a machine."""
+        for life in self._lives:
+            numbers = [_number(command) for command in life.commands if command.is_stage]
+            if life.lacks_lines or not numbers:
+                continue
+            boots = {command.boot_id for command in life.commands if command.boot_id and life.has_beginning}
+            for request_id, intent in self._intents.items():
+                number, result = (intent.epoch, intent.sequence), self._results.get(intent.id)
+                is_inside = min(numbers) <= number <= max(numbers)
+                is_inside |= intent.boot_ids[self._service] in boots and number <= max(numbers)
+                if result is None or result.status is Status.FAILED or result.is_settled or not _name(intent):
+                    continue
+                if is_inside and request_id not in self._logged:
+                    expected = (
+                        f"a line for {request_id} in the log of {self._service}, found {result.status} in the journal alone"
+                    )
+                    raise Broken.at_intent(intent, Invariant.AS_ASKED, expected)
+
+    def _pairs(self) -> Iterator[tuple[StageIntent, LoggedCommand]]:
+        for request_id, command in self._logged.items():
+            if request_id in self._intents:
+                yield self._intents[request_id], command
+
+
+def _name(intent: StageIntent) -> str:
+    """As the service's log names the command; empty when none is sent."""
+    return _UNDONE_BY.get(intent.stage, "") if intent.is_undo else intent.stage
+
+
+def _may_have_changed(command: LoggedCommand) -> bool:
+    return command.outcome == "OK" or from_reason(command.outcome, "", {}).code not in _CHANGED_NOTHING
+
+
+def _number(command: LoggedCommand) -> tuple[int, int]:
+    return command.epoch, command.sequence
 
 
 def _of(command: LoggedCommand, invariant: Invariant, expected: str) -> Broken:

@@ -11,7 +11,15 @@ from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.peers import Observed, Peers
 from tasuki.coordinator.phases import RULES, Phase, Service, Stage, advance, path, since_phase, turns_back, undo_path
 from tasuki.coordinator.records import Intent, Outcome, StageEvent, Status
-from tasuki.wire.errors import DeadlineExceeded, DiskFull, InternalError, PeerUnavailable, StageOrder, TasukiError
+from tasuki.wire.errors import (
+    DeadlineExceeded,
+    DiskFull,
+    InternalError,
+    PeerUnavailable,
+    StageOrder,
+    StaleSequence,
+    TasukiError,
+)
 
 _log = logging.getLogger("tasuki.coordinator")
 # After these nobody knows whether the stage was carried out, or still is. It is not sent again, but its undo is sent: a service
@@ -131,6 +139,8 @@ class Changeover:
             outcome = await act
         except TasukiError as error:
             self._report(self._journal.failed(intent, error, seconds=time.perf_counter() - started))
+            if isinstance(error, StaleSequence):
+                self._journal.pass_over(int(error.metadata["current_sequence"]))
             self._forget_memory()
             raise
         if intent.is_undo:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -72,6 +72,8 @@ class History:
     endings: tuple[ChangeoverEnding, ...]
     intents: tuple[StageIntent, ...]
     results: tuple[StageResult, ...]
+    highest: dict[str, int] = field(default_factory=dict)
+    """The last number that was ever given in a table, by the table's name, as SQLite remembers it."""
 
 
 def read_history(path: Path) -> History:
@@ -86,7 +88,7 @@ def read_history(path: Path) -> History:
             return _read(db, path)
     except sqlite3.Error as error:
         raise InvalidArgument("journal", f"{path} cannot be read: {error}", path=path) from error
-    except ValueError as error:  # a stage, phase or status
+    except ValueError as error:  # a stage, phase or status, or what is no number
         raise InvalidArgument("journal", f"{path} holds what this build does not know: {error}", path=path) from error
 
 
@@ -105,35 +107,57 @@ def _read(db: sqlite3.Connection, path: Path) -> History:
         return tuple(make(row) for row in db.execute(query))
 
     return History(
-        epochs=rows("SELECT epoch FROM epochs ORDER BY epoch", lambda row: row["epoch"]),
+        epochs=rows("SELECT epoch FROM epochs ORDER BY epoch", lambda row: _number(row, "epoch")),
         changeovers=rows("SELECT * FROM changeovers ORDER BY number", _changeover),
         endings=rows("SELECT * FROM outcomes ORDER BY number", _ending),
         intents=rows("SELECT * FROM stages ORDER BY id", _intent),
         results=rows("SELECT * FROM results ORDER BY id", _result),
+        highest=dict(rows("SELECT * FROM sqlite_sequence", lambda row: (_text(row, "name"), _number(row, "seq")))),
     )
 
 
 def _changeover(row: sqlite3.Row) -> BegunChangeover:
-    return BegunChangeover(id_text(row["number"]), row["epoch"], Stage(row["origin"]), Phase(row["target"]))
+    number, epoch = _number(row, "number"), _number(row, "epoch")
+    return BegunChangeover(id_text(number), epoch, Stage(row["origin"]), Phase(row["target"]))
 
 
 def _ending(row: sqlite3.Row) -> ChangeoverEnding:
-    return ChangeoverEnding(id_text(row["number"]), Status(row["status"]), row["policy_version"], row["error_reason"])
+    number, version = _number(row, "number"), _version(row)
+    return ChangeoverEnding(id_text(number), Status(row["status"]), version, _text(row, "error_reason"))
 
 
 def _intent(row: sqlite3.Row) -> StageIntent:
     return StageIntent(
-        id=row["id"],
-        changeover_id=id_text(row["number"]),
+        id=_number(row, "id"),
+        changeover_id=id_text(_number(row, "number")),
         stage=Stage(row["stage"]),
-        is_undo=bool(row["is_undo"]),
-        epoch=row["epoch"],
-        sequence=row["sequence"],
-        request_id=row["request_id"],
-        boot_ids={Service.TRAINER: row["trainer_boot_id"], Service.ROLLOUT: row["rollout_boot_id"]},
+        is_undo=bool(_number(row, "is_undo")),
+        epoch=_number(row, "epoch"),
+        sequence=_number(row, "sequence"),
+        request_id=_text(row, "request_id"),
+        boot_ids={Service.TRAINER: _text(row, "trainer_boot_id"), Service.ROLLOUT: _text(row, "rollout_boot_id")},
     )
 
 
 def _result(row: sqlite3.Row) -> StageResult:
     is_settled = row["seconds"] == 0.0  # `settle` writes it so; no answer comes in no time
-    return StageResult(row["id"], Status(row["status"]), row["policy_version"], row["error_reason"], is_settled)
+    return StageResult(_number(row, "id"), Status(row["status"]), _version(row), _text(row, "error_reason"), is_settled)
+
+
+def _number(row: sqlite3.Row, column: str) -> int:
+    """SQLite keeps whatever it is given, also where a number belongs. Raises ValueError."""
+    value = row[column]
+    if not isinstance(value, int):
+        raise ValueError(f"{value!r} as {column}, where a number belongs")
+    return value
+
+
+def _text(row: sqlite3.Row, column: str) -> str:
+    value = row[column]
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} as {column}, where a text belongs")
+    return value
+
+
+def _version(row: sqlite3.Row) -> int | None:
+    return None if row["policy_version"] is None else _number(row, "policy_version")

@@ -42,6 +42,13 @@ class Invariant(StrEnum):
     """No life of a service carries a command out twice, and the journal has the answer that the service gave."""
     EXECUTED_IN_ORDER = "executed-in-order"
     """A service carries stage commands out in the order of their epochs and sequence numbers."""
+    AS_ASKED = "executed-as-asked"
+    """What a service carried out is what the journal says it was asked, by the same life and with the same version, and nothing that
+    the journal says was done is missing in the service's log."""
+    NONE_MISSING = "none-missing"
+    """Epochs, changeovers and intents are numbered without a gap, up to the last number that was given."""
+    LIVES_IN_ORDER = "lives-in-order"
+    """A life of a service does not come back once another one has followed it."""
     TRAINED_ONCE = "trained-once"
     """No command is twice in the trainer's log, and a step in it has gradients before it."""
 

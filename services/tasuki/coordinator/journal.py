@@ -77,8 +77,8 @@ class Journal:
     def intend(self, stage: Stage, changeover_id: str, *, is_undo: bool, trainer_boot_id: str, rollout_boot_id: str) -> Intent:
         """Writes a stage down before it is sent, and numbers it."""
         self._hit(f"{stage}.intend")
-        self._sequence += 1
-        request_id = f"{changeover_id}-{self.epoch}-{self._sequence}"
+        sequence = self._sequence + 1  # taken once it is on disk, so that an audit finds no number missing
+        request_id = f"{changeover_id}-{self.epoch}-{sequence}"
         now = time.time()
         row = self._write(
             "INSERT INTO stages (number, stage, is_undo, epoch, sequence, request_id, trainer_boot_id, rollout_boot_id, time)"
@@ -88,20 +88,25 @@ class Journal:
                 stage,
                 is_undo,
                 self.epoch,
-                self._sequence,
+                sequence,
                 request_id,
                 trainer_boot_id,
                 rollout_boot_id,
                 now,
             ),
         )
-        intent = Intent(int(row.lastrowid or 0), changeover_id, stage, is_undo, self.epoch, self._sequence, request_id, now)
+        self._sequence = sequence
+        intent = Intent(int(row.lastrowid or 0), changeover_id, stage, is_undo, self.epoch, sequence, request_id, now)
         try:
             self._hit(f"{stage}.intended")
         except DiskFull as error:
             self._unwritten.append(_result_row(intent, Status.FAILED, Outcome(), time=now, seconds=0.0, error=error))
             raise
         return intent
+
+    def pass_over(self, sequence: int) -> None:
+        """The numbers up to `sequence` are taken in a service, by somebody who is not the coordinator."""
+        self._sequence = max(self._sequence, sequence)
 
     def done(self, intent: Intent, outcome: Outcome, *, seconds: float) -> StageEvent:
         """Writes down that the stage, or its undo, was carried out."""

@@ -122,9 +122,11 @@ class Node:
 
     def _operation(self, request_id: str, subject: str, work: Callable[[], Awaitable[None]]) -> Operation:
         known = self._operations.get(request_id)
+        if known is not None and known.subject == subject and known.reason == DiskFull.reason:
+            known = None  # it asked for room, and to be asked again
         written = None if known is not None else last_try(self._journal, request_id)
         # One that an earlier coordinator left in the middle is not answered by its interruption: it is carried out now.
-        if written is not None and written.error_reason not in _UNANSWERED:
+        if written is not None and written.error_reason not in (*_UNANSWERED, DiskFull.reason):
             known = replayed(written, self.state())
         if known is not None:
             if known.subject != subject:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
 
 from tasuki.coordinator.records import ChangeoverRecord, NodeState, StageEvent
-from tasuki.wire.errors import from_reason
+from tasuki.wire.errors import TasukiError, from_reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,14 @@ class Operation:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+
+    @property
+    def reason(self) -> str:
+        """Of the error that it ended with; empty when it runs, or ended well."""
+        if self._task is None or not self._task.done() or self._task.cancelled():
+            return ""
+        error = self._task.exception()
+        return error.reason if isinstance(error, TasukiError) else ""
 
     def _end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():

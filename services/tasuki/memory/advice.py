@@ -168,7 +168,8 @@ def _for_training(layout: Layout) -> Iterator[_Change]:
             "trainer.num_ranks", str(layout.num_ranks), str(layout.num_gpus), replace(layout, num_ranks=layout.num_gpus)
         )
     if layout.lora_rank is None:
-        yield _Change("LoRA", "none", f"rank {_LORA_RANK}", replace(layout, lora_rank=_LORA_RANK), False)
+        changed = replace(layout, lora_rank=_LORA_RANK, exports_parameters=False)
+        yield _Change("trainer.lora.rank", "none", str(_LORA_RANK), changed)
 
 
 def _for_rollout(layout: Layout) -> Iterator[_Change]:
@@ -246,7 +247,10 @@ def _wider_engines(layout: Layout) -> Iterator[_Change]:
     wider = layout.tp_size * 2
     if layout.engine_gpus is None and wider <= layout.num_gpus and layout.model.num_heads % wider == 0:
         changed = replace(layout, tp_size=wider, num_engines=max(1, layout.num_engine_ranks // wider))
-        yield _Change("rollout.tp_size", str(layout.tp_size), str(wider), changed)
+        old, new = str(layout.tp_size), str(wider)
+        if changed.num_engines != layout.num_engines:  # a node's rollout.dp_size stays as it is written
+            old, new = (f"{size} (rollout.dp_size {one.num_engines})" for size, one in ((old, layout), (new, changed)))
+        yield _Change("rollout.tp_size", old, new, changed)
 
 
 def _shortage(planned: Plan) -> int:

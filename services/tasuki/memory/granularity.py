@@ -13,7 +13,7 @@ _LARGE, _LARGE_SEGMENT, _SEGMENT_STEP = 10 * _MIB, 20 * _MIB, 2 * _MIB
 # csrc/chunks.cpp and the defaults of csrc/arena.h: a chunk ahead of need is an eighth of what is there.
 _MIN_CHUNK, _MAX_CHUNK, _GROWTH_PART = 64 * _MIB, 1024 * _MIB, 8
 # memory/allocator.py and region_cpu.py.
-_CPU_MIN_CHUNK, _CPU_MAX_CHUNK, _CPU_MIN_TENSOR = 2 * _MIB, 64 * _MIB, 2048
+_CPU_MIN_CHUNK, _CPU_MAX_CHUNK, CPU_MIN_TENSOR = 2 * _MIB, 64 * _MIB, 2048
 
 
 def rounded_up(num_bytes: int, step: int) -> int:
@@ -25,7 +25,7 @@ def arena_bytes(tensors: tuple[int, ...], *, device: str = "cuda") -> int:
     """Physical bytes of an arena after tensors of these bytes were made in it, in this order. On a CPU small ones stay outside."""
     if device == "cuda":
         return _chunk_bytes(_segments(tensors), least=_MIN_CHUNK, most=_MAX_CHUNK)
-    blocks = (rounded_up(tensor, _BLOCK) for tensor in tensors if tensor >= _CPU_MIN_TENSOR)
+    blocks = (rounded_up(tensor, _BLOCK) for tensor in tensors if tensor >= CPU_MIN_TENSOR)
     return _chunk_bytes(blocks, least=_CPU_MIN_CHUNK, most=_CPU_MAX_CHUNK)
 
 

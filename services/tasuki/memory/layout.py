@@ -12,6 +12,9 @@ from tasuki.wire.errors import InvalidArgument
 GB = 10**9
 MIB = 2**20
 
+MAX_GPUS = 1024
+"""Of a node; a bound for what is mistyped, above any that there is."""
+
 
 class Part(StrEnum):
     """What memory is taken by. The first five are tags, which can leave a GPU and come back."""
@@ -145,6 +148,8 @@ class Layout:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidArgument(name, f"must be at least 1, not {value}")
+        if self.num_gpus > MAX_GPUS:
+            raise InvalidArgument("num_gpus", f"must be at most {MAX_GPUS} on one node, not {self.num_gpus}")
         if not 0 < self.kv_ratio < 1:
             raise InvalidArgument("kv_ratio", f"must lie between 0 and 1, not {self.kv_ratio}")
         if self.model.num_heads % self.tp_size:

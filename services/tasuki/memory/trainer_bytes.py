@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from itertools import chain
 
-from tasuki.memory.granularity import arena_bytes, export_bytes
+from tasuki.memory.granularity import CPU_MIN_TENSOR, arena_bytes, export_bytes
 from tasuki.memory.layout import Checkpointing, Layout, Part
 from tasuki.memory.model_shape import ModelShape, Shapes
 
@@ -41,7 +41,10 @@ def export_arena(layout: Layout) -> int:
     if layout.sync_bucket_bytes is not None:
         return layout.sync_bucket_bytes
     if layout.exports_parameters:
-        return 0
+        # On a CPU those that are too small for the arena of the weights are copied, into whole chunks all the same.
+        small = [size for size in (math.prod(shape) * layout.engine_bytes for shape in shards(layout)) if size < CPU_MIN_TENSOR]
+        num_bytes = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in small)
+        return export_bytes(num_bytes, device=layout.device) if layout.device == "cpu" and num_bytes else 0
     published = shards(layout) if layout.merges_adapters else _trained_shards(layout)
     tensors = (math.prod(shape) * layout.engine_bytes for shape in published)
     num_bytes = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in tensors)

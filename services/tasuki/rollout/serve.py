@@ -71,7 +71,7 @@ async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, st
             on_poison=on_poison,
             on_serving=lambda is_serving: server.set_serving(f"{_SERVICE}/Generate", is_serving),
         )
-        gate = CommandGate(Failpoints.of(config, "rollout"))
+        gate = CommandGate(Failpoints.of(config, "rollout"), boot_id=rollout.boot_id)
         server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, RolloutServicer(rollout, gate), _SERVICE)
         server.add(
             memory_pb2_grpc.add_MemoryServiceServicer_to_server, RolloutMemoryServicer(rollout, gate), "tasuki.v1.MemoryService"

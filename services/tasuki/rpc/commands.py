@@ -15,13 +15,19 @@ from google.protobuf.message import Message
 
 from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
 from tasuki.v1.memory_pb2 import PauseRequest, ResumeRequest
+from tasuki.v1.rollout_pb2 import ReceiveWeightsResponse
+from tasuki.v1.trainer_pb2 import PublishWeightsResponse
 from tasuki.v1.types_pb2 import CommandId, Stage
-from tasuki.wire.errors import InvalidArgument, StaleEpoch, StaleSequence, TasukiError
+from tasuki.wire.errors import DiskFull, InvalidArgument, StaleEpoch, StaleSequence, TasukiError
 
 _Answer = TypeVar("_Answer")
 _log = logging.getLogger("tasuki.rpc")
 _KEPT_ANSWERS = 1024
 _MAX_REQUEST_ID = 128
+_MAX_STEP = 10**6
+"""Numbers between two stage commands of an epoch at one service: the other one may be asked again and again meanwhile."""
+_MAX_FIRST = 10**8
+"""The first number of an epoch at a service, which may be started anew late in it. An epoch of so many stages lasts for weeks."""
 _STAGES = {"PublishWeights": "LOAD_WEIGHTS", "ReceiveWeights": "SYNC", "Drain": "DRAIN"}
 _REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
 """Codes of the errors after which nothing has changed."""
@@ -35,20 +41,26 @@ class Commanded(Protocol):
 
 
 class CommandGate:
-    """Runs commands one at a time, each once: a repeated request gets the first answer, or the first error.
+    """Runs commands one at a time, each once: a repeated request gets the first answer, or the first error. Only one that is no stage,
+    and that a full disk refused, is tried again.
 
     A request repeats another when request_id, message type and content agree; the same request_id on anything else is refused.
 
     A command outlives its caller: a cancelled or timed-out call leaves it running, and the same request_id finds it again.
     """
 
-    def __init__(self, failpoints: Failpoints = NO_FAILPOINTS) -> None:
-        """failpoints: each command comes to one with its stage's or its own name before it is carried out, and ".done" after."""
-        self._failpoints = failpoints
+    def __init__(self, failpoints: Failpoints = NO_FAILPOINTS, *, boot_id: str = "") -> None:
+        """failpoints: each command comes to one with its stage's or its own name before it is carried out, and ".done" after.
+
+        boot_id: of this life of the service, for the log.
+        """
+        self._failpoints, self._boot_id = failpoints, boot_id
         self.epoch = 0
         self.sequence = 0
         self._looked = 0
         """Epoch of the coordinator that read the state last."""
+        self._announced: set[int] = set()
+        """Epochs of all coordinators that did."""
         self._refused = (0, 0)
         """Epoch and sequence of the stage command that was refused last."""
         self._answers: OrderedDict[str, tuple[bytes, asyncio.Future[Any]]] = OrderedDict()
@@ -67,13 +79,16 @@ class CommandGate:
         The latest look counts, and not the highest: an epoch that no coordinator has shuts none out for longer than to its next look.
         Epoch 0 means that somebody else reads.
         """
-        self._looked = epoch or self._looked
+        if epoch:
+            self._looked = epoch
+            self._announced = {known for known in self._announced if known >= self.epoch} | {epoch}
 
     async def stage(self, request: Commanded, action: Callable[[], Awaitable[_Answer]]) -> _Answer:
         """Runs a stage command of the coordinator.
 
-        Raises StaleEpoch below the highest epoch carried out and the one that looked last, StaleSequence when the sequence number does
-        not grow, InvalidArgument without a request_id. A refused command leaves the epoch and its sequence as they were: one out of
+        Raises StaleEpoch below the highest epoch carried out and the one that looked last, and for one that no coordinator has shown by
+        a look; StaleSequence when the sequence number does not grow; InvalidArgument when it is further ahead than a coordinator can
+        have come, or without a request_id. A refused command leaves the epoch and its sequence as they were: one out of
         order, with whatever epoch, cannot shut the coordinator out. Only within its own epoch its number stays taken: the coordinator
         takes the refusal of an undo as proof that the stage was not carried out, so the stage must not be when its command arrives late.
         """
@@ -84,11 +99,14 @@ class CommandGate:
             nonlocal before, after
             before = (self.epoch, self.sequence)
             self._refuse_old(command.epoch, current=max(self.epoch, self._looked))
-            taken = max(sequence for epoch, sequence in (before, self._refused, (command.epoch, 0)) if epoch == command.epoch)
-            if command.sequence <= taken:
-                raise StaleSequence(
-                    f"stage command {command.sequence} comes after {taken}", sequence=command.sequence, current_sequence=taken
+            if command.epoch not in self._announced:
+                raise StaleEpoch(
+                    f"no coordinator of epoch {command.epoch} has read this service's state; ask the coordinator for the stage",
+                    epoch=command.epoch,
+                    current_epoch=max(self.epoch, self._looked),
                 )
+            taken = max(sequence for epoch, sequence in (before, self._refused, (command.epoch, 0)) if epoch == command.epoch)
+            _refuse_sequence(command.sequence, taken=taken)
             self.epoch, self.sequence = after = (command.epoch, command.sequence)
 
         async def act() -> _Answer:
@@ -143,6 +161,8 @@ class CommandGate:
             raise InvalidArgument(
                 "command.request_id", f"give one of 1 to {_MAX_REQUEST_ID} characters, unique for each intent"
             )
+        if not is_stage and self._was_full(request_id, content):
+            del self._answers[request_id]
         if request_id not in self._answers:
             fence()
             task = asyncio.get_running_loop().create_task(self._one_at_a_time(action, _name(request), request.command))
@@ -156,14 +176,21 @@ class CommandGate:
             raise InvalidArgument("command.request_id", f"{request_id} was used for another request; choose a new one")
         return cast(_Answer, await asyncio.shield(task))
 
+    def _was_full(self, request_id: str, content: bytes) -> bool:
+        """Whether a full disk has refused this very request: it was not carried out, and is when it comes again and there is room."""
+        first, answer = self._answers.get(request_id, (b"", None))
+        if answer is None or first != content or not answer.done() or answer.cancelled():
+            return False
+        return isinstance(answer.exception(), DiskFull)
+
     async def _one_at_a_time(self, action: Callable[[], Awaitable[_Answer]], name: str, command: CommandId) -> _Answer:
         async with self._lock:
-            outcome, started = "INTERNAL", time.perf_counter()
+            outcome, version, started = "INTERNAL", "-", time.perf_counter()
             try:
                 self._failpoints.hit(name)
                 answer = await action()
                 self._failpoints.hit(f"{name}.done")
-                outcome = "OK"
+                outcome, version = "OK", _version(answer)
                 return answer
             except TasukiError as error:
                 outcome = error.reason
@@ -171,12 +198,14 @@ class CommandGate:
             finally:
                 # `tasuki audit` reads it (command_log.py). A request id may be any text.
                 _log.info(
-                    "event=command name=%s epoch=%d sequence=%d outcome=%s seconds=%.4f request_id=%a",
+                    "event=command name=%s epoch=%d sequence=%d outcome=%s seconds=%.4f boot_id=%s version=%s request_id=%a",
                     name,
                     command.epoch,
                     command.sequence,
                     outcome,
                     time.perf_counter() - started,
+                    self._boot_id,
+                    version,
                     command.request_id,
                 )
 
@@ -187,12 +216,29 @@ class CommandGate:
                 self._answers.pop(request_id)[1].exception()
 
 
+def _refuse_sequence(sequence: int, *, taken: int) -> None:
+    """taken: the highest number of its epoch that came here, 0 when none has: then the other service, or an earlier life of this one,
+    had those before."""
+    if sequence <= taken:
+        raise StaleSequence(f"stage command {sequence} comes after {taken}", sequence=sequence, current_sequence=taken)
+    if sequence - taken > (_MAX_STEP if taken else _MAX_FIRST):
+        text = f"{sequence} is further from {taken} than any coordinator comes; ask the coordinator for the stage"
+        raise InvalidArgument("command.sequence", text, current_sequence=taken)
+
+
 def _name(request: Commanded) -> str:
     """The stage that a command carries out, e.g. "SYNC", or its own name, e.g. "OptimStep"."""
     if isinstance(request, PauseRequest | ResumeRequest) and request.stage in Stage.values():
         return Stage.Name(request.stage).removeprefix("STAGE_")
     name = type(request).__name__.removesuffix("Request").removesuffix("Header")
     return _STAGES.get(name, name)
+
+
+def _version(answer: object) -> str:
+    """The version that was published or received, for the log."""
+    if isinstance(answer, PublishWeightsResponse):
+        return str(answer.weights.policy_version)
+    return str(answer.policy_version) if isinstance(answer, ReceiveWeightsResponse) else "-"
 
 
 def digest(request: Commanded) -> bytes:

@@ -3,10 +3,35 @@
 from __future__ import annotations
 
 import logging
+import sys
+
+LINES_LOST = "log_lines_lost"
+
+
+class _Lines(logging.StreamHandler):
+    """Says so, once there is room again, when lines could not be written: an audit must not miss what was never there to find."""
+
+    _has_lost = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._has_lost:
+            self._has_lost = False
+            text = f"event={LINES_LOST}"
+            super().emit(logging.LogRecord("tasuki.rpc", logging.WARNING, __file__, 0, text, None, None))
+        super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if isinstance(sys.exc_info()[1], OSError):
+            self._has_lost = True
+        else:
+            super().handleError(record)
 
 
 def configure_logging(service: str) -> None:
     """Sets the format once, at the start of a service's process."""
     logging.basicConfig(
-        level=logging.INFO, format=f"%(asctime)s %(levelname)s service={service} logger=%(name)s %(message)s", force=True
+        level=logging.INFO,
+        format=f"%(asctime)s %(levelname)s service={service} logger=%(name)s %(message)s",
+        handlers=[_Lines()],
+        force=True,
     )

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import uuid
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,7 +158,8 @@ async def _serve(config: NodeConfig, *, launch: Launch) -> int:
         if ready is None:
             return 1
         failpoints = Failpoints.of(config, "trainer")
-        state = TrainerState(policy_version=ready.policy_version, gate=CommandGate(failpoints))
+        boot_id = uuid.uuid4().hex
+        state = TrainerState(ready.policy_version, gate=CommandGate(failpoints, boot_id=boot_id), boot_id=boot_id)
         training = Training(ranks, state=state, ready=ready, config=config)
         log = TrainingLog(training_log_path(config.state_dir), failpoints=failpoints)
         cleanup.callback(log.close)

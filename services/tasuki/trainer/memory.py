@@ -110,7 +110,7 @@ class TrainerMemory:
                 self._allocator.resume(self._copies())
             except TasukiError as raised:
                 error = raised
-            self._raise_if_any(error, self._copies())
+            self._raise_if_any(error, self._copies(), of=[MemoryTag.EXPORT])
             self._is_export_there = True
         assert self._export is not None
         return self._export
@@ -185,8 +185,13 @@ class TrainerMemory:
                 raise
         return self._mapped_bytes() - before
 
-    def _raise_if_any(self, error: TasukiError | None, woken: Sequence[MemoryTag]) -> None:
-        """Raises on every rank what one of them met, and undoes on the others what they have done."""
+    def _raise_if_any(
+        self, error: TasukiError | None, woken: Sequence[MemoryTag], *, of: Sequence[MemoryTag] | None = None
+    ) -> None:
+        """Raises on every rank what one of them met, and undoes on the others what they have done.
+
+        of: what there is no room for, where it may not be there yet to be woken.
+        """
         lacking = isinstance(error, OutOfGpuMemory)
         numbers = [int(error.metadata["needed_bytes"]), int(error.metadata["free_bytes"])] if lacking and error else [0, 0]
         mine = torch.tensor([error is not None, *numbers], dtype=torch.int64, device=self._device)
@@ -200,9 +205,10 @@ class TrainerMemory:
         if error is None:
             self.pause(woken)
         rank, needed, free = max(failures, key=lambda failure: failure[1] - failure[2])
+        tags = woken if of is None else of
         raise OutOfGpuMemory(
-            f"trainer rank {rank} needs {needed} bytes for {', '.join(woken)}; {free} are free",
-            tag=",".join(woken),
+            f"trainer rank {rank} needs {needed} bytes for {', '.join(tags)}; {free} are free",
+            tag=",".join(tags),
             needed_bytes=needed,
             free_bytes=free,
             rank=rank,

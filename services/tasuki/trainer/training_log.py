@@ -40,8 +40,12 @@ class TrainingLog:
             raise DiskFull(f"{path} cannot be written: {error.strerror}", path=path) from error
         self._end = self._pending_start = 0
         """Where the next frame goes, and where those begin whose gradients wait for their optimizer step."""
-        for record in self.records():
-            self._advance(record)
+        try:
+            for record in self.records():
+                self._advance(record)
+        except InvalidArgument as error:
+            text = f"{path} is damaged at byte {error.metadata['byte']}; start the node anew and load a checkpoint"
+            raise InvalidArgument("state_dir", text) from error
         os.ftruncate(self._fd, self._end)
 
     def close(self) -> None:
@@ -164,7 +168,7 @@ def _records(fd: int, path: Path) -> Iterator[TrainingRecord]:
             return
         content = os.pread(fd, min(num_bytes, num_left), at + _HEADER.size)
         if is_done != 1 or len(content) != num_bytes or zlib.crc32(content) != checksum:
-            raise InvalidArgument("state_dir", f"{path} is damaged at byte {at}; start the node anew and load a checkpoint")
+            raise InvalidArgument("training.log", f"{path} is damaged at byte {at}", byte=at)
         yield TrainingRecord.FromString(content)
         at += _HEADER.size + num_bytes
         size = os.fstat(fd).st_size

@@ -1,0 +1,107 @@
+"""A budget of a CPU's memory is reckoned in whole chunks, and what it does not hold is refused before anything is begun."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tasuki.config.schema import MemoryConfig, ModelConfig, NodeConfig, RolloutConfig, TrainerConfig
+from tasuki.coordinator.admission import Admission
+from tasuki.coordinator.phases import Service, Stage
+from tasuki.memory import arena as native
+from tasuki.memory.arena import Arena
+from tasuki.memory.budget import check_host_budget
+from tasuki.memory.tags import DeviceUsage, MemoryTag, ServiceUsage, TagUsage
+from tasuki.trainer.memory import ExportChoice, TrainerMemory
+from tasuki.transport.export import ExportMemory, WeightExport
+from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory
+from tests.unit.test_plan_cli import CONFIG
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def config_of(model: Path, *, budget_bytes: int) -> NodeConfig:
+    """A node whose parameters are published where they are: but for those below 2 KiB, which are in no arena."""
+    return NodeConfig(
+        state_dir=Path("/nowhere"),
+        device="cpu",
+        model=ModelConfig(path=model),
+        trainer=TrainerConfig(num_ranks=2, compute_dtype="float32"),
+        rollout=RolloutConfig(dtype="float32", context_length=64, max_total_tokens=1024),
+        memory=MemoryConfig(host_budget_bytes=budget_bytes),
+    )
+
+
+class Trainer:
+    """Its three tags, of one chunk each on two ranks; rollout sleeps."""
+
+    async def usage(self, service: Service) -> ServiceUsage:
+        sizes = {MemoryTag.WEIGHTS: 2 * MIB, MemoryTag.GRADIENTS: 2 * MIB, MemoryTag.OPTIMIZER: 2 * MIB}
+        tags = [TagUsage(tag, "cpu", size, size, False, 0, 0) for tag, size in sizes.items() for _ in range(2)]
+        device = DeviceUsage("cpu", 0, 64 * 10**9, 32 * 10**9, 0, 0, 0)
+        return ServiceUsage(tuple(tags) if service is Service.TRAINER else (), (device,))
+
+
+@pytest.mark.parametrize(("budget_bytes", "short"), [(13_500_000, 3_277_216), (16 * MIB, 0)])
+async def test_first_publication_counts_the_chunks_of_what_is_too_small_for_an_arena(
+    budget_bytes: int, short: int, model: Path
+) -> None:
+    admission = Admission(Trainer(), config_of(model, budget_bytes=budget_bytes), published_bytes=lambda boot_id: None)
+    admission.meet({Service.TRAINER: "t", Service.ROLLOUT: "r"})
+    if not short:
+        await admission.admit(Stage.LOAD_WEIGHTS)
+        return
+    with pytest.raises(OutOfGpuMemory) as refused:
+        await admission.admit(Stage.LOAD_WEIGHTS)
+    told = refused.value.metadata
+    assert (told["tag"], told["needed_bytes"], told["short_bytes"]) == ("export", str(4 * MIB), str(short))
+
+
+def test_a_budget_that_does_not_hold_what_a_rank_makes_at_its_start_is_refused_before_the_start(model: Path) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        check_host_budget(config_of(model, budget_bytes=4_000_000))
+    assert refused.value.metadata == {"field": "memory.host_budget_bytes", "needed_bytes": str(12 * MIB)}
+    assert "trainer weights 2097152, gradients 2097152, optimizer 2097152" in refused.value.message
+    check_host_budget(config_of(model, budget_bytes=12 * MIB))
+
+
+def test_an_arena_without_room_says_what_it_takes_in_whole_chunks() -> None:
+    arena = Arena("weights", device="cpu", min_chunk_bytes=2 * MIB, max_chunk_bytes=64 * MIB)
+    native.set_host_budget(native.totals().mapped_bytes + MIB)
+    try:
+        with pytest.raises(OutOfGpuMemory, match=r"cpu needs 2.00 MiB for weights, 1.00 MiB free") as refused:
+            arena.allocate(3072)
+    finally:
+        native.set_host_budget(0)
+        arena.close()
+    assert refused.value.metadata["needed_bytes"] == str(2 * MIB)
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    dist.destroy_process_group()
+
+
+def test_a_first_publication_without_room_names_its_tag(mesh: DeviceMesh) -> None:
+    memory = TrainerMemory(mesh, ExportChoice(of_parameters=True, stays=False))
+
+    def make(where: ExportMemory) -> WeightExport:
+        raise OutOfGpuMemory("cpu needs 2.00 MiB", tag="export", needed_bytes=2 * MIB, free_bytes=MIB, device="cpu")
+
+    with pytest.raises(OutOfGpuMemory, match="trainer rank 0 needs 2097152 bytes for export; 1048576 are free") as refused:
+        memory.export(make)
+    assert refused.value.metadata["tag"] == "export"

@@ -1,0 +1,84 @@
+"""A stage command that somebody sends past the coordinator does not hold the node up for good, and is found out."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tasuki.coordinator.audit import audit
+from tasuki.coordinator.audit_commands import audit_commands
+from tasuki.coordinator.history import read_history
+from tasuki.coordinator.invariants import Invariant
+from tasuki.coordinator.phases import Phase
+from tasuki.v1 import memory_pb2, trainer_pb2, types_pb2
+from tasuki.wire.errors import InvalidArgument, StageOrder, StaleEpoch, StaleSequence, TasukiError
+from tests.unit.simulated_node import SimulatedNode
+from tests.unit.virtual_time import VirtualTimeLoop
+
+
+def by_hand(epoch: int, sequence: int) -> types_pb2.CommandId:
+    return types_pb2.CommandId(epoch=epoch, sequence=sequence, request_id="by hand")
+
+
+async def round_trip(node: SimulatedNode, name: str) -> list[TasukiError | None]:
+    return [await node.acquire(phase, f"{phase} {name}") for phase in (Phase.ROLLOUT, Phase.TRAIN)]
+
+
+@pytest.mark.parametrize(
+    ("epoch", "sequence", "error"), [(1, 10**9, InvalidArgument), (2**40, 1, StaleEpoch), (2, 11, StaleEpoch)]
+)
+def test_a_wrong_number_is_refused_and_changes_nothing(
+    epoch: int, sequence: int, error: type[TasukiError], tmp_path: Path
+) -> None:
+    async def live() -> None:
+        node = SimulatedNode(tmp_path, fault=lambda: None, waits_for_room=False)
+        assert await round_trip(node, "first") == [None, None]
+        assert node.trainer is not None
+        with pytest.raises(error):
+            await node.trainer.PublishWeights(trainer_pb2.PublishWeightsRequest(command=by_hand(epoch, sequence)))
+        assert await round_trip(node, "second") == [None, None]
+        await node.restart_coordinator()
+        assert await round_trip(node, "third") == [None, None]
+        await node.close()  # and the audit is clean
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(live())
+
+
+def test_after_a_number_that_somebody_else_took_the_coordinator_goes_on_and_the_audit_names_it(tmp_path: Path) -> None:
+    async def live() -> None:
+        node = SimulatedNode(tmp_path, fault=lambda: None, waits_for_room=False)
+        assert await round_trip(node, "first") == [None, None]
+        assert node.trainer is not None
+        await node.trainer.PublishWeights(trainer_pb2.PublishWeightsRequest(command=by_hand(1, 5000)))
+        refused = await node.acquire(Phase.TRAIN, "back")
+        assert isinstance(refused, StaleSequence)
+        assert await node.acquire(Phase.TRAIN, "back again") is None
+        assert await round_trip(node, "second") == [None, None]
+        history, lives = read_history(tmp_path / "journal.sqlite"), node.logs.read(tmp_path)
+        node.logs.close()
+        assert max(intent.sequence for intent in history.intents) > 5000
+        violation = audit(history).violation or audit_commands(history, lives)
+        assert violation is not None
+        assert violation.invariant in (Invariant.ORIGIN, Invariant.AS_ASKED)
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(live())
+
+
+def test_a_number_that_was_taken_by_a_refused_stage_is_passed_over_and_the_audit_is_clean(tmp_path: Path) -> None:
+    async def live() -> None:
+        node = SimulatedNode(tmp_path, fault=lambda: None, waits_for_room=False)
+        assert node.trainer is not None
+        assert await round_trip(node, "first") == [None, None]
+        wrong = memory_pb2.ResumeRequest(command=by_hand(1, 5000), stage=types_pb2.STAGE_LOAD_TRAINER)
+        with pytest.raises(StageOrder):
+            await node.trainer.Resume(wrong)
+        assert isinstance((await round_trip(node, "refused"))[0], StaleSequence)
+        assert await round_trip(node, "second") == [None, None]
+        await node.close()
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(live())
