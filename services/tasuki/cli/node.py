@@ -19,6 +19,7 @@ from tasuki.cli.ending import no_node, read_ending
 from tasuki.cli.last_words import last_words
 from tasuki.cli.model_folder import check_model_folder
 from tasuki.cli.services import ServiceCommand, node_services
+from tasuki.config.instance import begin_instance
 from tasuki.config.lock import NODE_LOCK, StateLock, holder
 from tasuki.config.places import config_path, exit_path, journal_path, log_path, node_targets, training_log_path
 from tasuki.config.save import save_config
@@ -88,6 +89,7 @@ def start_node(config: NodeConfig, *, tell: Tell = to_stderr) -> StartedNode:
     try:
         save_config(config, config_path(config.state_dir))
         exit_path(config.state_dir).unlink(missing_ok=True)
+        begin_instance(config.state_dir)
         _begin_anew(config.state_dir)
         process = _spawn_supervisor(config, lock_fd=lock.fd, read_fd=read_fd)
     finally:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import uvloop
 
+from tasuki.config.instance import read_instance
 from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock
 from tasuki.config.places import journal_path, node_targets, restart_request_path, socket_dir
@@ -83,7 +84,7 @@ async def _serve(config: NodeConfig) -> None:
     server = RpcServer(service="coordinator", target=targets["coordinator"])
     server.add(
         coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server,
-        CoordinatorServicer(node, journal, Planning(admission, config)),
+        CoordinatorServicer(node, journal, Planning(admission, config), instance=read_instance(config.state_dir)),
         "tasuki.v1.CoordinatorService",
     )
     await server.start()
