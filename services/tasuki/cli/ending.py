@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -12,6 +14,10 @@ from typing import Any
 
 from tasuki.config.places import exit_path, log_path
 from tasuki.wire.errors import NodeDown
+
+_log = logging.getLogger("tasuki.supervisor")
+BY_ORDER = "asked by"
+"""How the reason begins when somebody stopped the node."""
 
 
 def read_ending(state_dir: Path) -> dict[str, Any]:
@@ -61,5 +67,10 @@ def write_exit(
         },
     }
     partial = exit_path(state_dir).with_suffix(".part")
-    partial.write_text(json.dumps(told, indent=2) + "\n")
-    partial.rename(exit_path(state_dir))
+    try:
+        partial.write_text(json.dumps(told, indent=2) + "\n")
+        partial.rename(exit_path(state_dir))
+    except OSError as error:  # a full disk must not keep what comes after from being done
+        _log.error("event=no_exit_report reason=%s error=%s", reason, error)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
