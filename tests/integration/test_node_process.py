@@ -19,7 +19,7 @@ import pytest
 from tasuki.cli.node import stop_node
 from tasuki.config.lock import NODE_LOCK, StateLock, holder
 from tasuki.config.places import exit_path, log_path, restart_request_path, socket_dir, stall_dir
-from tasuki.wire.errors import NodeRunning
+from tasuki.wire.errors import DeadlineExceeded, NodeRunning
 
 NODE = Path(__file__).with_name("supervised_node.py")
 LIMIT_S = 10.0
@@ -326,3 +326,25 @@ def test_process_without_a_heartbeat_goes_also_where_its_stacks_cannot_be_writte
     stop_node(node.state_dir)
     assert node.process.wait() == 0
     assert node.exit["restarts"] == {"beats": 1}
+
+
+def test_down_ends_a_node_whose_supervisor_was_stopped(start: Start) -> None:
+    node = start(first="good")
+    node.wait_until_up()
+    os.kill(node.supervisor_pid, signal.SIGSTOP)
+    assert stop_node(node.state_dir)
+    node.assert_gone()
+
+
+def test_down_says_who_keeps_a_node_from_ending_and_what_to_do(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = start(first="good")
+    node.wait_until_up()
+    monkeypatch.setattr("tasuki.cli.node.STOP_TIMEOUT_S", 3.0)
+    os.kill(node.process.pid, signal.SIGSTOP)
+    with pytest.raises(
+        DeadlineExceeded, match=f"pid {node.process.pid} is stopped; let it go on with kill -CONT {node.process.pid}"
+    ):
+        stop_node(node.state_dir)
+    os.kill(node.process.pid, signal.SIGCONT)
+    assert node.process.wait(timeout=LIMIT_S) == 0
+    node.assert_gone()

@@ -29,14 +29,26 @@ def read_ending(state_dir: Path) -> dict[str, Any]:
 def no_node(state_dir: Path) -> NodeDown:
     """The error of a call that needs a node, with the cause when the last one did not end by order."""
     ending = read_ending(state_dir)
-    first = ending.get("first")
     cause = ""
-    if first:
-        how = ", ".join(f"{name} {value}" for name, value in ending["services"][first].items())
-        cause = f": the last one ended at {ending['time']} because {ending['reason']} ({how}), see {log_path(state_dir, first)}"
-    elif "killed" in ending.get("reason", ""):
+    if ending and not is_by_order(ending):
         cause = f": the last one ended at {ending['time']} because {ending['reason']}"
+    if first := ending.get("first"):
+        cause += f" ({how_it_ended(ending, first)}), see {log_path(state_dir, first)}"
     return NodeDown(f"no node runs on {state_dir}{cause}; start one with: tasuki up CONFIG", state_dir=state_dir)
+
+
+def is_by_order(ending: Mapping[str, Any]) -> bool:
+    """Whether somebody stopped the node, as opposed to what happens to it."""
+    return str(ending.get("reason", "")).startswith(BY_ORDER)
+
+
+def how_it_ended(ending: Mapping[str, Any], service: str) -> str:
+    """E.g. "signal SIGKILL, started anew 5 times"; empty of a service that the node's last word does not name."""
+    how = ending.get("services", {}).get(service, {})
+    words = [f"{name.replace('_', ' ')} {value}" for name, value in how.items() if name != "stopped"]
+    if times := ending.get("restarts", {}).get(service):
+        words.append(f"started anew {times} time{'s' if times > 1 else ''}")
+    return ", ".join(words)
 
 
 def write_exit(

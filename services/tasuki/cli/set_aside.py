@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+KEPT_LOGS = 5
+"""Earlier ones of each process's log."""
+
 
 def set_aside(path: Path, *, keep: int) -> None:
     """Renames "x.log" to "x.log.old", that one to "x.log.old.1" and so on; the oldest beyond `keep` is lost."""

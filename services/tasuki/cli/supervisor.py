@@ -21,7 +21,7 @@ from tasuki.cli.leftovers import Leftovers
 from tasuki.cli.processes import SERVICE_VARIABLE, adopt_orphans, die_with_parent, end_descendants, kill_service, reap
 from tasuki.cli.restarts import Restarts
 from tasuki.cli.services import ServiceCommand, listens
-from tasuki.cli.set_aside import set_aside
+from tasuki.cli.set_aside import KEPT_LOGS, set_aside
 from tasuki.cli.stalls import StallWatch, dump_stacks
 from tasuki.config.lock import StateLock
 from tasuki.config.places import exit_path, log_path, restart_request_path
@@ -31,7 +31,6 @@ _log = logging.getLogger("tasuki.supervisor")
 _GRACE_S = 5.0
 _KILL_S = 3.0
 _TICK_S = 0.1
-_KEPT_LOGS = 5
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -260,7 +259,7 @@ def _fresh_log(path: Path) -> BinaryIO:
     """`path`, open, with what earlier runs wrote set aside. Where it cannot be written, the service runs without."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        set_aside(path, keep=_KEPT_LOGS)
+        set_aside(path, keep=KEPT_LOGS)
         return path.open("wb")
     except OSError as error:
         _log.error("event=no_log path=%s error=%s", path, error)
