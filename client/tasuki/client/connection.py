@@ -101,7 +101,8 @@ class Connection:
                 instance_id=state.instance_id,
             )
         self._instance_id, self._lock_path = state.instance_id, state.lock_path
-        self.epoch, self.phase = state.epoch, state_from_proto(state).phase
+        # A coordinator without room for its journal has no epoch, and the one that was told is still the last.
+        self.epoch, self.phase = state.epoch or self.epoch, state_from_proto(state).phase
         self._trainer_target, self._rollout_target = state.trainer_target, state.rollout_target
 
     async def trainer(self) -> TrainerServiceAsyncStub:
