@@ -6,10 +6,11 @@ import sys
 import time
 from pathlib import Path
 
+from tasuki.cli.evidence import kept_evidence
 from tasuki.cli.node import running_node
 from tasuki.cli.post_mortem import explained
 from tasuki.cli.progress import TrainProgress
-from tasuki.cli.run_folder import MetricsFile, copy_journal, draw_curve, summarize, write_summary
+from tasuki.cli.run_folder import MetricsFile, draw_curve, summarize, write_summary
 from tasuki.cli.train_inputs import TrainInputs, read_inputs
 from tasuki.client.dataset import Dataset
 from tasuki.client.grpo_loop import Grpo, Settings
@@ -17,7 +18,7 @@ from tasuki.client.rewards import RewardPool
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.client.types import LossConfig
-from tasuki.config.places import journal_path, node_targets
+from tasuki.config.places import node_targets
 from tasuki.config.schema import NodeConfig, TrainConfig
 
 
@@ -38,7 +39,7 @@ def run(config: NodeConfig, *, config_dir: Path, started: float | None = None) -
         on_error=reward.on_error,
     ) as rewards:
         inputs.train.output_dir.mkdir(parents=True, exist_ok=True)
-        with running_node(config), explained(config):
+        with running_node(config), explained(config), kept_evidence(config.state_dir, inputs.train.output_dir):
             _train(config, inputs, rewards, started=started)
     return 0
 
@@ -57,7 +58,6 @@ def _train(config: NodeConfig, inputs: TrainInputs, rewards: RewardPool, *, star
         Grpo(client, dataset, inputs.eval_rows, inputs.tokenizer, rewards, _settings(train)).run(report)
         changeovers = client.state().num_changeovers - num_changeovers
         policy_version = client.trainer_state().policy_version
-    copy_journal(journal_path(config.state_dir), train.output_dir)
     draw_curve(train.output_dir, metrics.steps)
     seconds = time.monotonic() - started
     summary = summarize(metrics.steps, seed=train.seed, seconds=seconds, changeovers=changeovers, policy_version=policy_version)
