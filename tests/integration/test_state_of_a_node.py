@@ -14,6 +14,7 @@ from tasuki.cli.ending import write_exit
 from tasuki.cli.state import show_state
 from tasuki.cli.view import NodeReader
 from tasuki.cli.watch import watch
+from tasuki.config.instance import Instance, begin_instance, read_instance
 from tasuki.config.lock import NODE_LOCK, StateLock
 from tasuki.config.places import node_targets, socket_dir
 from tasuki.config.save import save_config
@@ -33,6 +34,7 @@ async def test_services_that_are_away_are_marked_and_the_others_told(
     config.state_dir.mkdir()
     save_config(config, config.state_dir / "node.toml")
     with StateLock.take(config.state_dir, name=NODE_LOCK):
+        begin_instance(config.state_dir)
         async with serving(config) as (trainer, rollout), open_channel(node_targets(config)["coordinator"]) as channel:
             process = await start_coordinator(config)
             await Node(config, trainer, rollout, process, channel, CoordinatorServiceStub(channel)).settled()
@@ -42,6 +44,8 @@ async def test_services_that_are_away_are_marked_and_the_others_told(
             view = await asyncio.to_thread(reader.read)
         assert dict(view.absent) == dict.fromkeys(("trainer", "rollout"), "is being started anew")
         assert view.node.phase == PHASE_TRAIN
+        assert view.node.instance_id
+        assert Instance(view.node.instance_id, view.node.lock_path) == read_instance(config.state_dir)
         await asyncio.to_thread(show_state, config, as_json=False)
         text = capsys.readouterr().out
         assert [

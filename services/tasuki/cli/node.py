@@ -124,7 +124,7 @@ def stop_node(state_dir: Path) -> bool:
     deadline = time.monotonic() + STOP_TIMEOUT_S
     while (pid := holder(state_dir, name=NODE_LOCK)) is not None:
         # While a node starts, the lock passes from the process that was asked to start it to the supervisor.
-        if pid not in asked:
+        if pid and pid not in asked:
             asked.add(pid)
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)

@@ -13,6 +13,8 @@ from tasuki.wire.flock import try_lock
 NODE_LOCK = "node"
 """The lock that a node's supervisor holds while any process of the node lives."""
 
+_PID_BYTES = 20
+
 
 class StateLock:
     """An flock on `name`.lock in the state folder, with the holder's pid inside. Children that inherit it share it."""
@@ -27,7 +29,7 @@ class StateLock:
         state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(lock_path(state_dir, name=name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         if not try_lock(fd, fcntl.LOCK_EX):
-            pid = os.pread(fd, 32, 0).decode() or "unknown"
+            pid = os.pread(fd, _PID_BYTES, 0).decode().strip() or "unknown"
             os.close(fd)
             raise NodeRunning(f"pid {pid} already runs a {name} on {state_dir}", state_dir=state_dir, pid=pid)
         lock = cls(fd)
@@ -36,8 +38,8 @@ class StateLock:
 
     def sign(self, pid: int) -> None:
         """Puts `pid` into the file, for those who ask who holds it."""
-        os.ftruncate(self.fd, 0)
-        os.pwrite(self.fd, str(pid).encode(), 0)
+        # Over the last one, in one piece: a reader never finds none, and a full disk has room for it.
+        os.pwrite(self.fd, f"{pid:<{_PID_BYTES}}".encode(), 0)
 
     def close(self) -> None:
         """Closes this process's descriptor; the lock is free when every process that shares it has done so."""
@@ -61,6 +63,6 @@ def holder(state_dir: Path, *, name: str) -> int | None:
         return None
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return None if try_lock(fd, fcntl.LOCK_SH) else int(os.pread(fd, 32, 0) or 0)
+        return None if try_lock(fd, fcntl.LOCK_SH) else int(os.pread(fd, _PID_BYTES, 0) or 0)
     finally:
         os.close(fd)
