@@ -29,6 +29,7 @@ class ScriptedNode(
         self.epoch = 1
         self.phase = types_pb2.PHASE_TRAIN
         self.num_changeovers = 0
+        self.instance_id, self.lock_path = "", ""
         self.policy_version = 0
         self.num_forward_backward = 0
         self.failures: list[TasukiError] = []
@@ -51,6 +52,8 @@ class ScriptedNode(
             rollout_target=self.targets["rollout"],
             num_changeovers=self.num_changeovers,
             boot_id="boot",
+            instance_id=self.instance_id,
+            lock_path=self.lock_path,
             stage=types_pb2.STAGE_LOAD_TRAINER if self.phase == types_pb2.PHASE_TRAIN else types_pb2.STAGE_RESUME_KV,
         )
 

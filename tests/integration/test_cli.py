@@ -99,7 +99,7 @@ def test_state_says_why_the_last_node_ended(folder: Path) -> None:
     # Exit code 1 is torchrun's answer to the order to stop.
     ended = json.loads((folder / "state" / "exit.json").read_text())["services"]
     assert ended == {"rollout": {"signal": "SIGKILL"}, "trainer": {"stopped": True}, "coordinator": {"stopped": True}}
-    write_exit(folder / "state", reason="SIGTERM", first=None, exit_codes={"trainer": 1})
+    write_exit(folder / "state", reason="asked by SIGTERM", first=None, exit_codes={"trainer": 1})
     assert "because" not in refusal(tasuki("state", "node.toml", cwd=folder))
 
 

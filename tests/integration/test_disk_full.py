@@ -15,13 +15,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tasuki.config.places import node_targets, socket_dir
+from tasuki.config.places import node_targets, pulse_dir, socket_dir
 from tasuki.config.save import save_config
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.trainer.checkpoint import CheckpointFacts, load_checkpoint, save_checkpoint
 from tasuki.trainer.export import export_model
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from tasuki.v1.types_pb2 import PHASE_ROLLOUT, PHASE_TRAIN
+from tasuki.v1.types_pb2 import PHASE_ROLLOUT, PHASE_TRAIN, PHASE_UNSPECIFIED
 from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import DiskFull, InvalidArgument, PathNotFound
 from tests.integration.stage_services import serving
@@ -55,6 +55,45 @@ async def test_coordinator_on_a_full_disk_refuses_and_goes_on_when_there_is_room
                 assert (await node.acquire(PHASE_TRAIN))[-1].state.phase == PHASE_TRAIN
                 assert (await node.acquire(PHASE_ROLLOUT))[-1].state.phase == PHASE_ROLLOUT
                 assert len(trainer.commands) + len(rollout.commands) > num_commands
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 0
+        shutil.rmtree(socket_dir(config.state_dir))
+
+
+async def test_coordinator_that_crashes_on_a_full_disk_comes_back_says_so_and_goes_on_when_there_is_room(
+    tmp_path: Path,
+) -> None:
+    with tmpfs(tmp_path / "disk", num_kib=1024) as disk:
+        config = NodeConfig(state_dir=disk.folder / "state", model=ModelConfig(path=tmp_path))
+        config.state_dir.mkdir()
+        save_config(config, config.state_dir / "node.toml")
+        async with serving(config) as (trainer, rollout), open_channel(node_targets(config)["coordinator"]) as channel:
+            process = await start_coordinator(config)
+            node = Node(config, trainer, rollout, process, channel, CoordinatorServiceStub(channel))
+            await node.settled()
+            await node.acquire(PHASE_ROLLOUT)
+            disk.fill()
+            process.send_signal(signal.SIGKILL)
+            await process.wait()
+            node.process = process = await start_coordinator(config)
+            state = await node.state()
+            assert state.last_error.startswith("DISK_FULL: the journal")
+            assert (state.phase, state.epoch) == (PHASE_UNSPECIFIED, 0)
+            with pytest.raises(DiskFull, match="journal.sqlite cannot be written"):
+                await node.acquire(PHASE_TRAIN)
+            await asyncio.sleep(2.0)
+            assert process.returncode is None
+            disk.free()
+            async with asyncio.timeout(DEADLINE_S):
+                assert (await node.settled()).phase == PHASE_ROLLOUT
+            assert (await node.acquire(PHASE_TRAIN))[-1].state.phase == PHASE_TRAIN
+            assert (await node.state()).last_error == ""
+            assert [pulse.stat().st_size for pulse in pulse_dir(config.state_dir).glob(f"coordinator-{process.pid}")] == [16]
+            process.send_signal(signal.SIGKILL)
+            await process.wait()
+            disk.fill()
+            process = await start_coordinator(config)
+            assert (await node.state()).last_error.startswith("DISK_FULL")
             process.send_signal(signal.SIGTERM)
             assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 0
         shutil.rmtree(socket_dir(config.state_dir))

@@ -19,7 +19,7 @@ import pytest
 from tasuki.cli.node import stop_node
 from tasuki.config.lock import NODE_LOCK, StateLock, holder
 from tasuki.config.places import exit_path, log_path, restart_request_path, socket_dir, stall_dir
-from tasuki.wire.errors import NodeRunning
+from tasuki.wire.errors import DeadlineExceeded, NodeRunning
 
 NODE = Path(__file__).with_name("supervised_node.py")
 LIMIT_S = 10.0
@@ -271,3 +271,80 @@ def test_restart_that_is_asked_for_is_carried_out_once(start: Start) -> None:
     node.pids += pids_of(node, "first")
     stop_node(node.state_dir)
     assert node.exit["restarts"] == {"first": 1}
+
+
+@pytest.mark.parametrize("who", ["supervisor", "guard"])
+def test_a_pause_of_the_supervisor_or_its_guard_is_no_order_to_stop(start: Start, who: str) -> None:
+    node = start(first="good")
+    node.wait_until_up()
+    pid = node.supervisor_pid if who == "supervisor" else node.process.pid
+    for _ in range(5):
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(0.25)
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.15)
+    assert node.process.poll() is None
+    assert all(is_alive(pid) for pid in node.pids)
+    stop_node(node.state_dir)
+    assert node.process.wait() == 0
+    node.assert_gone()
+    assert node.exit["reason"] == "asked by SIGTERM"
+
+
+def test_supervisor_that_fails_by_itself_leaves_nothing_behind_and_says_why(start: Start) -> None:
+    node = start(max_restarts=2, first="good", second="deaf")
+    node.wait_until_up()
+    restart_request_path(node.state_dir, "first").mkdir()  # where a file is expected
+    assert node.process.wait(timeout=2 * LIMIT_S) == 1
+    node.assert_gone()
+    assert node.exit["reason"].startswith("the supervisor failed: IsADirectoryError")
+    assert node.exit["services"]["second"] == {"signal": "SIGKILL"}
+
+
+def test_node_whose_reports_cannot_be_written_is_stopped_all_the_same(start: Start) -> None:
+    node = start(first="good", second="deaf")
+    node.wait_until_up()
+    exit_path(node.state_dir).with_suffix(".part").mkdir()
+    stop_node(node.state_dir)
+    assert node.process.wait() == 0
+    node.assert_gone()
+    assert not exit_path(node.state_dir).exists()
+
+
+def test_process_without_a_heartbeat_goes_also_where_its_stacks_cannot_be_written(start: Start) -> None:
+    node = start(max_restarts=2, first="good", beats="good")
+    stall_dir(node.state_dir).write_text("no folder")
+    node.wait_until_up()
+    time.sleep(1.0)
+    before = pids_of(node, "beats")
+    logs = log_path(node.state_dir, "beats").parent
+    logs.rename(logs.with_name("away"))
+    logs.write_text("no folder")  # nor can a new log
+    os.kill(before[0], signal.SIGSTOP)
+    wait_for(lambda: len(pids_of(node, "beats")) == 2 and pids_of(node, "beats")[0] != before[0])
+    node.pids += pids_of(node, "beats")
+    stop_node(node.state_dir)
+    assert node.process.wait() == 0
+    assert node.exit["restarts"] == {"beats": 1}
+
+
+def test_down_ends_a_node_whose_supervisor_was_stopped(start: Start) -> None:
+    node = start(first="good")
+    node.wait_until_up()
+    os.kill(node.supervisor_pid, signal.SIGSTOP)
+    assert stop_node(node.state_dir)
+    node.assert_gone()
+
+
+def test_down_says_who_keeps_a_node_from_ending_and_what_to_do(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = start(first="good")
+    node.wait_until_up()
+    monkeypatch.setattr("tasuki.cli.node.STOP_TIMEOUT_S", 3.0)
+    os.kill(node.process.pid, signal.SIGSTOP)
+    with pytest.raises(
+        DeadlineExceeded, match=f"pid {node.process.pid} is stopped; let it go on with kill -CONT {node.process.pid}"
+    ):
+        stop_node(node.state_dir)
+    os.kill(node.process.pid, signal.SIGCONT)
+    assert node.process.wait(timeout=LIMIT_S) == 0
+    node.assert_gone()

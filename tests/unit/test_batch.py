@@ -13,13 +13,14 @@ from tasuki.trainer.batch import (
     BatchLimits,
     check_loss_fields,
     check_sequences,
+    check_versions,
     count_gap_tokens,
     count_loss_tokens,
     plan_micro_batches,
 )
 from tasuki.trainer.micro_batch import loss_batch, token_batch
 from tasuki.v1.types_pb2 import TrainingSample
-from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.errors import InvalidArgument, VersionOrder
 
 LIMITS = BatchLimits(vocab_size=10, context_length=8, micro_batch_tokens=7)
 CPU = torch.device("cpu")
@@ -145,3 +146,11 @@ def test_a_rank_without_samples_gets_one_token_that_counts_nothing() -> None:
     assert batch.tokens.input_ids_BL.shape == (1, 1)
     assert batch.tokens.positions_T.shape == batch.loss_mask_T.shape == (0,)
     assert batch.tokens.num_completion_tokens == ()
+
+
+def test_sample_of_a_version_that_the_trainer_never_had_is_refused_by_its_place() -> None:
+    samples = [make_sample(policy_version=2), make_sample(policy_version=3), make_sample(policy_version=4)]
+    check_versions(samples[:2], policy_version=3)
+    with pytest.raises(VersionOrder, match=r"samples\[2\].policy_version: 4 is above the trainer's 3") as refused:
+        check_versions(samples, policy_version=3)
+    assert refused.value.metadata == {"have": "3", "want": "4"}

@@ -13,7 +13,9 @@ from pathlib import Path
 from tasuki.cli.__main__ import exit_code_of
 from tasuki.cli.train import run
 from tasuki.config.load import load_config
+from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.phases import RULES, Stage
+from tasuki.wire.errors import InvalidArgument
 
 HERE = Path(__file__).resolve().parent
 PROCESS = r"coordinator|trainer\d*|rollout|scheduler\d+"
@@ -26,7 +28,12 @@ def main() -> int:
     overrides = arguments.overrides
     if arguments.kill:
         overrides = [*overrides, "unsafe=true", f'failpoints=["{arguments.kill}"]']
-    return exit_code_of(lambda: demo(arguments.output, seed=arguments.seed, overrides=overrides, started=started))
+
+    def run_demo() -> int:
+        check_ranks(arguments.kill or "", load_config(CONFIG, overrides=overrides))
+        return demo(arguments.output, seed=arguments.seed, overrides=overrides, started=started)
+
+    return exit_code_of(run_demo)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -53,6 +60,15 @@ def failpoint_of(kill: str) -> str:
     if process == RULES[Stage(stage)].service:
         return f"{process}@{stage}:4=kill"
     return f"coordinator@{stage}.intended:4=kill" + ("" if process == "coordinator" else f"({process})")
+
+
+def check_ranks(failpoint: str, config: NodeConfig) -> None:
+    """Raises InvalidArgument when the failpoint strikes a rank that the node does not have: it would never be reached."""
+    num_ranks = {"trainer": config.trainer.num_ranks, "scheduler": config.num_engine_ranks}
+    for service, rank in re.findall(r"\b(trainer|scheduler)(\d+)", failpoint):
+        if int(rank) >= num_ranks[service]:
+            last = f"{service}{num_ranks[service] - 1}"
+            raise InvalidArgument("--kill", f"there is no {service}{rank}; the last one of this node is {last}")
 
 
 def demo(output: Path, *, seed: int, overrides: list[str], started: float) -> int:

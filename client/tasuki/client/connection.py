@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -20,7 +21,16 @@ from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
 from tasuki.wire.address import unix_target
 from tasuki.wire.channel import open_channel
-from tasuki.wire.errors import DeadlineExceeded, InvalidArgument, PeerUnavailable, StaleEpoch, TasukiError, from_rpc_error
+from tasuki.wire.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    NodeDown,
+    PeerUnavailable,
+    StaleEpoch,
+    TasukiError,
+    from_rpc_error,
+)
+from tasuki.wire.flock import is_free
 
 if TYPE_CHECKING:
     from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
@@ -55,6 +65,8 @@ class Connection:
         self.phase: Phase | None = None
         """That the node is believed to be in; a service that knows better refuses the call."""
         self._trainer_target = self._rollout_target = ""
+        self._instance_id: str | None = None
+        self._lock_path = ""
 
     async def refresh(self) -> NodeState:
         """Asks the coordinator where the node stands and where its services are."""
@@ -81,8 +93,16 @@ class Connection:
                     raise failure from error
 
     def take(self, state: coordinator_pb2.NodeState) -> None:
-        """Remembers what a message of the coordinator says of the node."""
-        self.epoch, self.phase = state.epoch, state_from_proto(state).phase
+        """Remembers what a message of the coordinator says of the node. Raises NodeDown when it is another node than before."""
+        if self._instance_id not in (None, state.instance_id):
+            raise NodeDown(
+                "the node was stopped and started anew, from its model: what it had learned is not there; load a checkpoint and begin "
+                "again, with a new client",
+                instance_id=state.instance_id,
+            )
+        self._instance_id, self._lock_path = state.instance_id, state.lock_path
+        # A coordinator without room for its journal has no epoch, and the one that was told is still the last.
+        self.epoch, self.phase = state.epoch or self.epoch, state_from_proto(state).phase
         self._trainer_target, self._rollout_target = state.trainer_target, state.rollout_target
 
     async def trainer(self) -> TrainerServiceAsyncStub:
@@ -121,15 +141,19 @@ class Connection:
                     raise failure from error
 
     async def _outlasts(self, failure: TasukiError, loss: _Loss) -> bool:
-        """Waits a moment when `failure` is that of a service which may come back; else False."""
+        """Waits a moment when `failure` is that of a service which may come back; else False. Raises NodeDown when the node is gone."""
         # What the coordinator says of a peer is an answer, and not its own absence.
-        if not isinstance(failure, PeerUnavailable) or "peer" in failure.metadata or self._node_is_gone():
+        if not isinstance(failure, PeerUnavailable) or "peer" in failure.metadata:
             return False
+        await self._expect_node()
         return await loss.wait()
 
-    def _node_is_gone(self) -> bool:
-        """A node takes the folder of its sockets along when it stops."""
-        return self._target.startswith("unix:") and not Path(self._target.removeprefix("unix:")).parent.exists()
+    async def _expect_node(self) -> None:
+        """Raises NodeDown when nobody holds the node's lock, or the coordinator tells of another node."""
+        if self._lock_path and is_free(Path(self._lock_path)):
+            raise NodeDown(f"the node at {self._target} has ended; see `tasuki state`", lock_path=self._lock_path)
+        with suppress(grpc.aio.AioRpcError):
+            self.take((await self.coordinator.GetState(coordinator_pb2.GetStateRequest(), timeout=READ_TIMEOUT_S)).state)
 
     async def close(self) -> None:
         for channel in (self._coordinator_channel, *self._channels.values()):

@@ -152,6 +152,8 @@ class NodeState(_message.Message):
     NEXT_STAGE_FIELD_NUMBER: _builtins.int
     NUM_CHANGEOVERS_FIELD_NUMBER: _builtins.int
     LAST_ERROR_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    LOCK_PATH_FIELD_NUMBER: _builtins.int
     phase: _types_pb2.Phase.ValueType
     """Phase that holds; UNSPECIFIED in the middle of a changeover."""
     stage: _types_pb2.Stage.ValueType
@@ -171,6 +173,12 @@ class NodeState(_message.Message):
     """Finished changeovers of this node, over all epochs."""
     last_error: _builtins.str
     """Error of the last changeover, if it failed."""
+    instance_id: _builtins.str
+    """Of this start of the node: another one begins from its model, and is not the node that a client knew. Empty when the services were
+    started one by one.
+    """
+    lock_path: _builtins.str
+    """A file that is locked (flock) for as long as the node lives, for clients on its machine; empty as above."""
     def __init__(
         self,
         *,
@@ -185,10 +193,12 @@ class NodeState(_message.Message):
         next_stage: _types_pb2.Stage.ValueType = ...,
         num_changeovers: _builtins.int = ...,
         last_error: _builtins.str = ...,
+        instance_id: _builtins.str = ...,
+        lock_path: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "boot_id", b"boot_id", "changeover_id", b"changeover_id", "epoch", b"epoch", "last_error", b"last_error", "next_stage", b"next_stage", "num_changeovers", b"num_changeovers", "phase", b"phase", "policy_version", b"policy_version", "rollout_target", b"rollout_target", "stage", b"stage", "trainer_target", b"trainer_target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "boot_id", b"boot_id", "changeover_id", b"changeover_id", "epoch", b"epoch", "instance_id", b"instance_id", "last_error", b"last_error", "lock_path", b"lock_path", "next_stage", b"next_stage", "num_changeovers", b"num_changeovers", "phase", b"phase", "policy_version", b"policy_version", "rollout_target", b"rollout_target", "stage", b"stage", "trainer_target", b"trainer_target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
     _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015

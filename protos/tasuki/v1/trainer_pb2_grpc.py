@@ -97,7 +97,8 @@ class TrainerServiceServicer(object):
         The loss is the sum over counted tokens divided by their number over the whole call, so it does not depend on how the samples
         were cut into chunks, micro-batches or ranks. Nothing is added when the call fails.
         Phase: TRAIN. Repeat: the same request_id gets the first answer and adds nothing.
-        Errors: FAILED_PRECONDITION/WRONG_PHASE; INVALID_ARGUMENT/INVALID_ARGUMENT naming sample and field; ABORTED/STALE_EPOCH.
+        Errors: FAILED_PRECONDITION/WRONG_PHASE; INVALID_ARGUMENT/INVALID_ARGUMENT naming sample and field; ABORTED/STALE_EPOCH;
+        FAILED_PRECONDITION/VERSION_ORDER for a sample of a version above the trainer's own: its weights are none that this trainer had.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -39,7 +39,8 @@ class TrainerServiceStub:
     The loss is the sum over counted tokens divided by their number over the whole call, so it does not depend on how the samples
     were cut into chunks, micro-batches or ranks. Nothing is added when the call fails.
     Phase: TRAIN. Repeat: the same request_id gets the first answer and adds nothing.
-    Errors: FAILED_PRECONDITION/WRONG_PHASE; INVALID_ARGUMENT/INVALID_ARGUMENT naming sample and field; ABORTED/STALE_EPOCH.
+    Errors: FAILED_PRECONDITION/WRONG_PHASE; INVALID_ARGUMENT/INVALID_ARGUMENT naming sample and field; ABORTED/STALE_EPOCH;
+    FAILED_PRECONDITION/VERSION_ORDER for a sample of a version above the trainer's own: its weights are none that this trainer had.
     """
     OptimStep: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.OptimStepRequest, _trainer_pb2.OptimStepResponse]
     """Clips the gradients, makes one AdamW step, clears the gradients, and adds 1 to the policy version.
@@ -107,7 +108,8 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     The loss is the sum over counted tokens divided by their number over the whole call, so it does not depend on how the samples
     were cut into chunks, micro-batches or ranks. Nothing is added when the call fails.
     Phase: TRAIN. Repeat: the same request_id gets the first answer and adds nothing.
-    Errors: FAILED_PRECONDITION/WRONG_PHASE; INVALID_ARGUMENT/INVALID_ARGUMENT naming sample and field; ABORTED/STALE_EPOCH.
+    Errors: FAILED_PRECONDITION/WRONG_PHASE; INVALID_ARGUMENT/INVALID_ARGUMENT naming sample and field; ABORTED/STALE_EPOCH;
+    FAILED_PRECONDITION/VERSION_ORDER for a sample of a version above the trainer's own: its weights are none that this trainer had.
     """
     OptimStep: _aio.UnaryUnaryMultiCallable[_trainer_pb2.OptimStepRequest, _trainer_pb2.OptimStepResponse]  # type: ignore[assignment]
     """Clips the gradients, makes one AdamW step, clears the gradients, and adds 1 to the policy version.
@@ -178,7 +180,8 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         The loss is the sum over counted tokens divided by their number over the whole call, so it does not depend on how the samples
         were cut into chunks, micro-batches or ranks. Nothing is added when the call fails.
         Phase: TRAIN. Repeat: the same request_id gets the first answer and adds nothing.
-        Errors: FAILED_PRECONDITION/WRONG_PHASE; INVALID_ARGUMENT/INVALID_ARGUMENT naming sample and field; ABORTED/STALE_EPOCH.
+        Errors: FAILED_PRECONDITION/WRONG_PHASE; INVALID_ARGUMENT/INVALID_ARGUMENT naming sample and field; ABORTED/STALE_EPOCH;
+        FAILED_PRECONDITION/VERSION_ORDER for a sample of a version above the trainer's own: its weights are none that this trainer had.
         """
 
     @_abc_1.abstractmethod

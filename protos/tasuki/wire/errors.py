@@ -205,7 +205,7 @@ class NodeRunning(TasukiError):
 
 
 class NodeDown(TasukiError):
-    """No node runs on the state folder. metadata: `state_dir`."""
+    """No node runs on the state folder, or another one than the caller's. metadata: `state_dir`, or `instance_id` of the other one."""
 
     code, reason = grpc.StatusCode.UNAVAILABLE, "NODE_DOWN"
 

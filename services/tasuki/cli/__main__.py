@@ -105,7 +105,8 @@ def _add_node(parser: argparse.ArgumentParser) -> None:
 
 
 def _up(arguments: argparse.Namespace) -> int:
-    from tasuki.cli.node import start_node, why_it_ended
+    from tasuki.cli.node import start_node
+    from tasuki.cli.post_mortem import why_it_ended
 
     config = load_config(arguments.config, overrides=arguments.overrides)
     node = start_node(config)

@@ -15,10 +15,13 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tasuki.cli.ending import no_node, read_ending
-from tasuki.cli.last_words import last_words
+from tasuki.cli.ending import no_node
 from tasuki.cli.model_folder import check_model_folder
+from tasuki.cli.post_mortem import why_it_ended
+from tasuki.cli.processes import parent_and_state
 from tasuki.cli.services import ServiceCommand, node_services
+from tasuki.cli.set_aside import KEPT_LOGS, set_aside
+from tasuki.config.instance import begin_instance
 from tasuki.config.lock import NODE_LOCK, StateLock, holder
 from tasuki.config.places import config_path, exit_path, journal_path, log_path, node_targets, training_log_path
 from tasuki.config.save import save_config
@@ -29,15 +32,15 @@ from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.wire.channel import CLIENT_OPTIONS
 from tasuki.wire.errors import (
     DeadlineExceeded,
+    DiskFull,
     InvalidArgument,
-    ServiceFailed,
-    TasukiError,
-    from_reason,
     from_rpc_error,
 )
 
 STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.1
+# Each may hold all samples since a checkpoint.
+_KEPT_TRAINING_LOGS = 2
 _CALL_TIMEOUT_S = 2.0
 # Beside the engine's own start_timeout_s: the trainer's start on CUDA comes after it.
 _START_MARGIN_S = 300.0
@@ -90,6 +93,7 @@ def start_node(config: NodeConfig, *, tell: Tell = to_stderr) -> StartedNode:
     try:
         save_config(config, config_path(config.state_dir))
         exit_path(config.state_dir).unlink(missing_ok=True)
+        begin_instance(config.state_dir)
         _begin_anew(config.state_dir)
         process = _spawn_supervisor(config, lock_fd=lock.fd, read_fd=read_fd)
     finally:
@@ -106,9 +110,7 @@ def start_node(config: NodeConfig, *, tell: Tell = to_stderr) -> StartedNode:
 
 def _begin_anew(state_dir: Path) -> None:
     """A node starts from its model: what the last trainer on the folder had done is set aside."""
-    log = training_log_path(state_dir)
-    if log.exists():
-        log.rename(log.with_suffix(".log.old"))
+    set_aside(training_log_path(state_dir), keep=_KEPT_TRAINING_LOGS)
 
 
 def _check_state_folder(state_dir: Path) -> None:
@@ -124,14 +126,25 @@ def stop_node(state_dir: Path) -> bool:
     deadline = time.monotonic() + STOP_TIMEOUT_S
     while (pid := holder(state_dir, name=NODE_LOCK)) is not None:
         # While a node starts, the lock passes from the process that was asked to start it to the supervisor.
-        if pid not in asked:
+        if pid and pid not in asked:
             asked.add(pid)
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
+                os.kill(pid, signal.SIGCONT)  # one that was stopped would not hear of it
         if time.monotonic() > deadline:
-            raise DeadlineExceeded(f"the node of pid {pid} has not stopped in {STOP_TIMEOUT_S:.0f} s", pid=pid)
+            raise DeadlineExceeded(f"the node has not stopped in {STOP_TIMEOUT_S:.0f} s: {_stuck(pid)}", pid=pid)
         time.sleep(_POLL_S)
     return len(asked) > 1
+
+
+def _stuck(pid: int) -> str:
+    """What keeps a node from ending whose lock `pid` holds, and what to do about it."""
+    parent, state = parent_and_state(pid)
+    # An ended supervisor waits for its guard, which shares the lock.
+    waits_for = parent if state == "Z" else pid
+    if parent_and_state(waits_for)[1] == "T":
+        return f"pid {waits_for} is stopped; let it go on with kill -CONT {waits_for}, or end it with kill -KILL {waits_for}"
+    return f"pid {waits_for} is still there; end it with kill -KILL {waits_for}, and what it leaves ends with it"
 
 
 @contextmanager
@@ -152,6 +165,7 @@ def _spawn_supervisor(config: NodeConfig, *, lock_fd: int, read_fd: int) -> subp
     argv = [sys.executable, "-m", "tasuki.cli", "supervise", str(config.state_dir), str(lock_fd), str(read_fd)]
     log = log_path(config.state_dir, "supervisor")
     log.parent.mkdir(mode=0o700, exist_ok=True)
+    set_aside(log, keep=KEPT_LOGS)
     with log.open("wb") as output:
         return subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=(lock_fd, read_fd), start_new_session=True
@@ -178,6 +192,8 @@ def _wait_until_serving(config: NodeConfig, *, tell: Tell, supervisor: subproces
     while supervisor is not None and state.phase == types_pb2.PHASE_UNSPECIFIED:
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"the node did not come to a phase: {state.last_error or 'no error is known'}")
+        if state.last_error.startswith(DiskFull.reason):
+            raise DiskFull(state.last_error.partition(": ")[2], path=config.state_dir)
         time.sleep(_POLL_S)
         state = node_state(config)
     tell(f"the node is up: {types_pb2.Phase.Name(state.phase)}, coordinator at {node_targets(config)['coordinator']}")
@@ -194,19 +210,6 @@ def node_state(config: NodeConfig) -> coordinator_pb2.NodeState:
             return CoordinatorServiceStub(channel).GetState(request, timeout=_CALL_TIMEOUT_S, wait_for_ready=True).state
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
-
-
-def why_it_ended(config: NodeConfig) -> TasukiError:
-    """The error of a node that is not there any more, with the words of the service that ended first."""
-    ended = read_ending(config.state_dir)
-    name = ended.get("first") or "supervisor"
-    log = log_path(config.state_dir, name)
-    words = last_words(log.read_text(errors="replace") if log.exists() else "")
-    if words.reason:
-        return from_reason(words.reason, f"{name}: {words.text}", {"service": name, "log": str(log)})
-    how = ended.get("services", {}).get(name) or ended.get("reason", "ended without a word")
-    text = f"{name} ended by itself ({how}); {log} says:\n{words.text}"
-    return ServiceFailed(text, service=name, log=log)
 
 
 @contextmanager

@@ -46,13 +46,19 @@ def descendants(pid: int) -> list[int]:
     return found[1:]
 
 
+def parent_and_state(pid: int) -> tuple[int, str]:
+    """The parent, and the kernel's letter for what the process does: "T" when it is stopped, "Z" and "X" when it has ended."""
+    try:
+        # The name in parentheses may hold anything.
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except OSError:
+        return 0, "X"
+    return int(parent), state
+
+
 def has_ended(pid: int) -> bool:
     """Whether the process is gone, or only waits to be reaped."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return True
-    return state in "ZX"
+    return parent_and_state(pid)[1] in "ZX"
 
 
 def end_descendants(*, grace_s: float, kill_s: float, watch: Callable[[dict[int, int]], None]) -> None:

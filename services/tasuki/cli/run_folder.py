@@ -1,11 +1,9 @@
-"""What a training run leaves in its output folder: metrics as they come, then the summary, the curve and the journal."""
+"""What a training run leaves in its output folder of its own: metrics as they come, then the summary and the curve."""
 
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,15 +49,6 @@ def summarize(steps: Sequence[Step], *, seed: int, seconds: float, changeovers: 
 
 def write_summary(output_dir: Path, summary: dict[str, object]) -> None:
     (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-
-
-def copy_journal(source: Path, output_dir: Path) -> None:
-    """A consistent copy of the coordinator's journal, while it is written."""
-    with (
-        closing(sqlite3.connect(f"file:{source}?mode=ro", uri=True)) as journal,
-        closing(sqlite3.connect(output_dir / "journal.sqlite")) as copy,
-    ):
-        journal.backup(copy)
 
 
 def draw_curve(output_dir: Path, steps: Sequence[Step]) -> None:

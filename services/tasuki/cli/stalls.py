@@ -107,7 +107,6 @@ def dump_stacks(state_dir: Path, stall: Stall) -> Path:
     """Writes what every thread of the process was doing, by py-spy; when that fails, why."""
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
     path = stall_dir(state_dir) / f"{stamp}-{stall.process}-{stall.pid}.txt"
-    path.parent.mkdir(mode=0o700, exist_ok=True)
     py_spy = Path(sys.executable).with_name("py-spy")
     started = time.monotonic()
     try:
@@ -117,6 +116,10 @@ def dump_stacks(state_dir: Path, stall: Stall) -> Path:
         text = done.stdout + done.stderr
     except (OSError, subprocess.TimeoutExpired) as error:
         text = f"no stacks: {error}\n"
-    path.write_text(f"{stall.process}, pid {stall.pid}: {stall.cause}\n\n{text}")
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.write_text(f"{stall.process}, pid {stall.pid}: {stall.cause}\n\n{text}")
+    except OSError as error:  # what hangs must go all the same
+        _log.error("event=no_stacks path=%s error=%s", path, error)
     _log.warning("event=stacks_dumped path=%s seconds=%.2f", path, time.monotonic() - started)
     return path

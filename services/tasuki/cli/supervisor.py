@@ -14,15 +14,17 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
-from tasuki.cli.ending import write_exit
+from tasuki.cli.ending import BY_ORDER, write_exit
 from tasuki.cli.leftovers import Leftovers
 from tasuki.cli.processes import SERVICE_VARIABLE, adopt_orphans, die_with_parent, end_descendants, kill_service, reap
 from tasuki.cli.restarts import Restarts
 from tasuki.cli.services import ServiceCommand, listens
+from tasuki.cli.set_aside import KEPT_LOGS, set_aside
 from tasuki.cli.stalls import StallWatch, dump_stacks
 from tasuki.config.lock import StateLock
-from tasuki.config.places import log_path, restart_request_path
+from tasuki.config.places import exit_path, log_path, restart_request_path
 from tasuki.config.schema import RestartConfig
 
 _log = logging.getLogger("tasuki.supervisor")
@@ -47,7 +49,7 @@ def supervise(
     starter_fd: read end of a pipe; a byte lets the node live on without its starter, the end of the file alone stops it.
     """
     adopt_orphans()
-    # Taken by sigtimedwait alone, so that no handler can run in the middle of something.
+    # Looked for once a tick, so that no handler can run in the middle of something.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     guard_pid = os.getpid()
     leftovers = Leftovers(state_dir)
@@ -89,21 +91,31 @@ class Supervisor:
         self._stalls = StallWatch(state_dir, stall_s=restart.stall_s, progress_s=restart.progress_s)
 
     def run(self) -> int:
-        """0 when it was asked to stop, 1 when a service ended by itself once too often."""
-        reason, first = "", None
-        while not reason:
-            self._start_what_can()
-            self._leftovers.glance()
-            reason, first = self._wait()
+        """0 when it was asked to stop, 1 when a service ended by itself once too often, or something here failed."""
+        reason, first, code = "", None, 0
+        try:
+            while not reason:
+                self._start_what_can()
+                self._leftovers.glance()
+                reason, first = self._wait()
+                code = 1 if first else 0
+        except Exception as error:  # noqa: BLE001 - whatever it was, the services must not stay behind
+            _log.exception("event=failed")
+            reason, code = f"the supervisor failed: {type(error).__name__}: {error}", 1
         _log.info("event=stop reason=%s", reason)
+        try:
+            self._end_services()
+        finally:
+            self._leftovers.remove()
+            write_exit(self._state_dir, reason=reason, first=first, exit_codes=self._exit_codes, restarts=self._restarts.counts)
+        return code
+
+    def _end_services(self) -> None:
         self._leftovers.look()
         for pid in self._pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
         end_descendants(grace_s=_GRACE_S, kill_s=_KILL_S, watch=self._watch_end)
-        write_exit(self._state_dir, reason=reason, first=first, exit_codes=self._exit_codes, restarts=self._restarts.counts)
-        self._leftovers.remove()
-        return 1 if first else 0
 
     def _start_what_can(self) -> None:
         now = time.monotonic()
@@ -120,7 +132,7 @@ class Supervisor:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
             die_with_parent(supervisor_pid, signal.SIGTERM)
 
-        with _fresh_log(log_path(self._state_dir, service.name)).open("wb") as log:
+        with _fresh_log(log_path(self._state_dir, service.name)) as log:
             process = subprocess.Popen(
                 service.argv,
                 env={**self._environment, **service.environment, SERVICE_VARIABLE: service.name},
@@ -136,9 +148,10 @@ class Supervisor:
 
     def _wait(self) -> tuple[str, str | None]:
         """Waits a moment, and sees to what has happened. Returns why the node must stop, or nothing, and the service that is to blame."""
-        asked = signal.sigtimedwait(_STOP_SIGNALS, _TICK_S)
+        time.sleep(_TICK_S)
+        asked = _asked_to_stop()
         if asked is not None:
-            return f"asked by {signal.Signals(asked.si_signo).name}", None
+            return f"{BY_ORDER} {asked.name}", None
         if self._starter_is_gone():
             return "the process that started the node ended", None
         self._see_who_serves()
@@ -214,26 +227,40 @@ class Supervisor:
 
 
 def _guard(state_dir: Path, supervisor_pid: int, leftovers: Leftovers) -> int:
-    """Waits for the supervisor; when that was killed, does what it could not do any more."""
+    """Waits for the supervisor, and does what that had no time to do, or could not."""
     code = None
     while code is None:
         leftovers.glance()
-        if signal.sigtimedwait(_STOP_SIGNALS, _TICK_S) is not None:
+        time.sleep(_TICK_S)
+        if _asked_to_stop() is not None:
             with suppress(ProcessLookupError):
                 os.kill(supervisor_pid, signal.SIGTERM)
         code = reap().get(supervisor_pid)
-    if code < 0:
-        _log.warning("event=supervisor_killed signal=%d", -code)
-        leftovers.look()
-        end_descendants(grace_s=_GRACE_S, kill_s=_KILL_S, watch=lambda _: leftovers.glance())
-        write_exit(state_dir, reason=f"the supervisor was killed by {signal.Signals(-code).name}", first=None)
-        leftovers.remove()
+    leftovers.look()
+    end_descendants(grace_s=_GRACE_S, kill_s=_KILL_S, watch=lambda _: leftovers.glance())
+    leftovers.remove()
+    if not exit_path(state_dir).exists():
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        _log.warning("event=supervisor_ended exit_code=%d", code)
+        write_exit(state_dir, reason=f"the supervisor {how}", first=None)
     return code
 
 
-def _fresh_log(path: Path) -> Path:
-    """`path`, with what an earlier run wrote moved aside."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if path.exists():
-        path.rename(path.with_suffix(".log.old"))
-    return path
+def _asked_to_stop() -> signal.Signals | None:
+    """The stop signal that has come since the last look.
+
+    Not by sigtimedwait: when this process is stopped and continued meanwhile, Python's returns a signal that nobody has sent.
+    """
+    pending = signal.sigpending() & set(_STOP_SIGNALS)
+    return signal.Signals(signal.sigwait(pending)) if pending else None
+
+
+def _fresh_log(path: Path) -> BinaryIO:
+    """`path`, open, with what earlier runs wrote set aside. Where it cannot be written, the service runs without."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        set_aside(path, keep=KEPT_LOGS)
+        return path.open("wb")
+    except OSError as error:
+        _log.error("event=no_log path=%s error=%s", path, error)
+        return Path(os.devnull).open("wb")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from tasuki.cli.node import running_node, why_it_ended
+from tasuki.cli.evidence import kept_evidence
+from tasuki.cli.node import running_node
+from tasuki.cli.post_mortem import explained
 from tasuki.cli.progress import TrainProgress
-from tasuki.cli.run_folder import MetricsFile, copy_journal, draw_curve, summarize, write_summary
+from tasuki.cli.run_folder import MetricsFile, draw_curve, summarize, write_summary
 from tasuki.cli.train_inputs import TrainInputs, read_inputs
 from tasuki.client.dataset import Dataset
 from tasuki.client.grpo_loop import Grpo, Settings
@@ -18,12 +18,8 @@ from tasuki.client.rewards import RewardPool
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.client.types import LossConfig
-from tasuki.config.lock import NODE_LOCK, holder
-from tasuki.config.places import journal_path, node_targets
+from tasuki.config.places import node_targets
 from tasuki.config.schema import NodeConfig, TrainConfig
-from tasuki.wire.errors import PeerUnavailable
-
-_STOP_TIMEOUT_S = 10.0
 
 
 def run(config: NodeConfig, *, config_dir: Path, started: float | None = None) -> int:
@@ -43,7 +39,7 @@ def run(config: NodeConfig, *, config_dir: Path, started: float | None = None) -
         on_error=reward.on_error,
     ) as rewards:
         inputs.train.output_dir.mkdir(parents=True, exist_ok=True)
-        with running_node(config), _explained(config):
+        with running_node(config), explained(config), kept_evidence(config.state_dir, inputs.train.output_dir):
             _train(config, inputs, rewards, started=started)
     return 0
 
@@ -62,7 +58,6 @@ def _train(config: NodeConfig, inputs: TrainInputs, rewards: RewardPool, *, star
         Grpo(client, dataset, inputs.eval_rows, inputs.tokenizer, rewards, _settings(train)).run(report)
         changeovers = client.state().num_changeovers - num_changeovers
         policy_version = client.trainer_state().policy_version
-    copy_journal(journal_path(config.state_dir), train.output_dir)
     draw_curve(train.output_dir, metrics.steps)
     seconds = time.monotonic() - started
     summary = summarize(metrics.steps, seed=train.seed, seconds=seconds, changeovers=changeovers, policy_version=policy_version)
@@ -84,17 +79,3 @@ def _settings(train: TrainConfig) -> Settings:
         stop_at_eval_score=train.stop_at_eval_score,
         save_every=train.save_every,
     )
-
-
-@contextmanager
-def _explained(config: NodeConfig) -> Iterator[None]:
-    """When a service went away in the middle, raises what that service said instead of the broken call."""
-    try:
-        yield
-    except PeerUnavailable:
-        deadline = time.monotonic() + _STOP_TIMEOUT_S
-        while holder(config.state_dir, name=NODE_LOCK) is not None:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
-        raise why_it_ended(config) from None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC
+from typing import TypeVar
 
 import grpc
 from google.protobuf.json_format import MessageToDict
@@ -15,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tasuki.cli.ending import no_node
+from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.places import node_targets
 from tasuki.config.schema import NodeConfig
 from tasuki.v1 import coordinator_pb2, memory_pb2, rollout_pb2, trainer_pb2, types_pb2
@@ -23,9 +26,10 @@ from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
 from tasuki.wire.channel import CLIENT_OPTIONS
-from tasuki.wire.errors import DeadlineExceeded, PeerUnavailable, TasukiError, from_rpc_error
+from tasuki.wire.errors import DeadlineExceeded, DiskFull, PeerUnavailable, from_rpc_error
 
 _TIMEOUT_S = 5.0
+_Answer = TypeVar("_Answer", bound=Message)
 _MIB = 1024 * 1024
 _STAGES = [stage for stage in types_pb2.Stage.values() if stage != types_pb2.STAGE_UNSPECIFIED]
 
@@ -34,7 +38,7 @@ _STAGES = [stage for stage in types_pb2.Stage.values() if stage != types_pb2.STA
 class NodeView:
     """Everything the services say of themselves at one moment; a memory without tags is not known now.
 
-    changeovers: the last few, newest first.
+    changeovers: the last few, newest first. absent: services that say nothing of themselves, and what is known of that.
     """
 
     node: coordinator_pb2.NodeState
@@ -43,6 +47,7 @@ class NodeView:
     trainer_memory: memory_pb2.GetUsageResponse
     rollout_memory: memory_pb2.GetUsageResponse
     changeovers: Sequence[coordinator_pb2.Changeover]
+    absent: Mapping[str, str]
 
 
 class NodeReader:
@@ -65,41 +70,56 @@ class NodeReader:
             channel.close()
 
     def read(self) -> NodeView:
-        """Raises NodeDown when the coordinator does not answer, PeerUnavailable when another service does not."""
+        """What can be read of the node now. Raises NodeDown when its coordinator does not answer and no node runs on the folder."""
+        absent: dict[str, str] = {}
         listing = coordinator_pb2.ListChangeoversRequest(page_size=4)
-        try:
-            node = self.coordinator.GetState(coordinator_pb2.GetStateRequest(), timeout=_TIMEOUT_S).state
-            return NodeView(
-                node=node,
-                trainer=self._trainer.GetTrainerState(trainer_pb2.GetTrainerStateRequest(), timeout=_TIMEOUT_S),
-                rollout=self._rollout.GetRolloutState(rollout_pb2.GetRolloutStateRequest(), timeout=_TIMEOUT_S),
-                trainer_memory=self._usage("trainer"),
-                rollout_memory=self._usage("rollout"),
-                changeovers=self.coordinator.ListChangeovers(listing, timeout=_TIMEOUT_S).changeovers,
-            )
-        except grpc.RpcError as error:
-            raise self.explained(error) from error
+        ask = functools.partial(self._ask, absent)
+        node = ask(
+            "coordinator", self.coordinator.GetState, coordinator_pb2.GetStateRequest(), coordinator_pb2.GetStateResponse()
+        )
+        trainer_request, rollout_request = trainer_pb2.GetTrainerStateRequest(), rollout_pb2.GetRolloutStateRequest()
+        return NodeView(
+            node=node.state,
+            trainer=ask("trainer", self._trainer.GetTrainerState, trainer_request, trainer_pb2.GetTrainerStateResponse()),
+            rollout=ask("rollout", self._rollout.GetRolloutState, rollout_request, rollout_pb2.GetRolloutStateResponse()),
+            trainer_memory=self._usage("trainer", absent),
+            rollout_memory=self._usage("rollout", absent),
+            changeovers=ask(
+                "coordinator", self.coordinator.ListChangeovers, listing, coordinator_pb2.ListChangeoversResponse()
+            ).changeovers,
+            absent=absent,
+        )
 
-    def _usage(self, service: str) -> memory_pb2.GetUsageResponse:
+    def _ask(
+        self, absent: dict[str, str], service: str, call: Callable[..., _Answer], request: Message, nothing: _Answer
+    ) -> _Answer:
+        """The service's answer; `nothing`, with a note in `absent`, when it has none now."""
+        if service in absent:
+            return nothing
+        try:
+            return call(request, timeout=_TIMEOUT_S)
+        except grpc.RpcError as error:
+            known = from_rpc_error(error)
+            if not isinstance(known, DeadlineExceeded | PeerUnavailable | DiskFull):
+                raise known from error
+            has_node = holder(self._state_dir, name=NODE_LOCK) is not None
+            if service == "coordinator" and not has_node and isinstance(known, PeerUnavailable):
+                raise no_node(self._state_dir) from error
+            if isinstance(known, PeerUnavailable):
+                absent[service] = "is being started anew" if has_node else "is not there"
+            elif isinstance(known, DeadlineExceeded):
+                absent[service] = f"has not answered for {_TIMEOUT_S:.0f} s"
+            return nothing
+
+    def _usage(self, service: str, absent: dict[str, str]) -> memory_pb2.GetUsageResponse:
         """Nothing while the service's ranks are in the middle of something long: the rest of the node can be told all the same."""
-        try:
-            return self._memory[service].GetUsage(memory_pb2.GetUsageRequest(), timeout=_TIMEOUT_S)
-        except grpc.RpcError as error:
-            if isinstance(from_rpc_error(error), DeadlineExceeded):
-                return memory_pb2.GetUsageResponse()
-            raise
-
-    def explained(self, error: grpc.RpcError) -> TasukiError:
-        """What a failed call means to someone who asked for a node's state."""
-        known = from_rpc_error(error)
-        if isinstance(known, PeerUnavailable):
-            return no_node(self._state_dir)
-        return known
+        request = memory_pb2.GetUsageRequest()
+        return self._ask({**absent}, service, self._memory[service].GetUsage, request, memory_pb2.GetUsageResponse())
 
 
 def draw(view: NodeView) -> RenderableType:
     """The whole node as rows of text, for a terminal or a file."""
-    busy = [name for name, usage in _usages(view) if not usage.tags]
+    busy = [name for name, usage in _usages(view) if not usage.tags and name not in view.absent]
     note = f"the ranks of {' and '.join(busy)} are busy and say nothing of their memory now" if busy else ""
     return Group(_facts(view), Text(), _ring(view), Text(), _memory(view), Text(), _devices(view), Text(note))
 
@@ -111,6 +131,7 @@ def as_dict(view: NodeView) -> dict[str, object]:
         "trainer": {**_plain(view.trainer), "memory": _plain(view.trainer_memory)},
         "rollout": {**_plain(view.rollout), "memory": _plain(view.rollout_memory)},
         "changeovers": [_plain(changeover) for changeover in view.changeovers],
+        "absent": dict(view.absent),
     }
 
 
@@ -136,13 +157,17 @@ def _facts(view: NodeView) -> Table:
     node, trainer, rollout = view.node, view.trainer, view.rollout
     served = str(node.policy_version) if node.HasField("policy_version") else "none yet"
     health = f"poisoned: {rollout.poison_reason}" if rollout.is_poisoned else f"{rollout.num_running} requests running"
+    learned = "unknown" if "trainer" in view.absent else trainer.policy_version
+    told = {
+        "coordinator": f"{node.num_changeovers} changeovers, epoch {node.epoch}",
+        "trainer": f"{node.trainer_target}  {trainer.num_ranks} ranks, {trainer.num_parameters:,} parameters",
+        "rollout": f"{node.rollout_target}  {rollout.dp_size} x TP {rollout.tp_size}, {health}",
+    }
     rows = [
-        ("phase", phase_name(node.phase)),
+        ("phase", "unknown" if "coordinator" in view.absent else phase_name(node.phase)),
         ("stage", f"{stage_name(node.stage)}, next {stage_name(node.next_stage)}" if node.stage else "unknown"),
-        ("policy version", f"trainer {trainer.policy_version}, rollout {served}"),
-        ("changeovers", f"{node.num_changeovers}, epoch {node.epoch}"),
-        ("trainer", f"{node.trainer_target}  {trainer.num_ranks} ranks, {trainer.num_parameters:,} parameters"),
-        ("rollout", f"{node.rollout_target}  {rollout.dp_size} x TP {rollout.tp_size}, {health}"),
+        ("policy version", f"trainer {learned}, rollout {served}"),
+        *((name, view.absent.get(name, text)) for name, text in told.items()),
     ]
     if node.last_error:
         rows.append(("last error", node.last_error))

@@ -9,6 +9,8 @@ import grpc
 from rich.console import Console
 from rich.live import Live
 
+from tasuki.cli.ending import is_by_order, read_ending
+from tasuki.cli.post_mortem import has_ended, why_it_ended
 from tasuki.cli.view import NodeReader, draw, event_line, phase_name
 from tasuki.config.schema import NodeConfig
 from tasuki.v1 import coordinator_pb2
@@ -18,29 +20,38 @@ _REDRAW_S = 0.5
 
 
 def watch(config: NodeConfig) -> int:
-    """Follows the node until Ctrl-C, or until it is stopped. Raises NodeDown when none runs."""
+    """Follows the node until Ctrl-C, also over services that are started anew. Returns 0 when somebody stops it, 1, with the reason, when
+    it ends by itself. Raises NodeDown when none runs.
+    """
     console = Console()
     with NodeReader(config) as reader:
         reader.read()
-        if console.is_terminal:
-            _draw(reader, console)
-        else:
-            _list(reader)
-    return 0
+        follow = _draw if console.is_terminal else _list
+        while True:
+            follow(reader, console)
+            if has_ended(config, within_s=_REDRAW_S):
+                break
+    ending = read_ending(config.state_dir)
+    error = why_it_ended(config)
+    sys.stderr.write(
+        f"tasuki: {error.message}\n" if is_by_order(ending) else f"tasuki: error {error.reason}: {error.message}\n"
+    )
+    return 0 if is_by_order(ending) else 1
 
 
 def _draw(reader: NodeReader, console: Console) -> None:
+    """Returns when the node seems to be gone."""
     pause = threading.Event()
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while not pause.wait(_REDRAW_S):
             try:
                 live.update(draw(reader.read()), refresh=True)
             except TasukiError:
-                return  # the node was stopped while we looked
+                return
 
 
-def _list(reader: NodeReader) -> None:
-    """Lines as they happen, each written out at once, so that a pipe gets them."""
+def _list(reader: NodeReader, console: Console) -> None:
+    """Lines as they happen, each written out at once, so that a pipe gets them. Returns when the coordinator goes away."""
     stream = reader.coordinator.WatchState(coordinator_pb2.WatchStateRequest())
     try:
         for response in stream:
@@ -51,4 +62,4 @@ def _list(reader: NodeReader) -> None:
             sys.stdout.write(f"{line}\n")
             sys.stdout.flush()
     except grpc.RpcError:
-        return  # the node was stopped while we looked
+        return

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import os
-import time
 from pathlib import Path
 from types import TracebackType
 
 from tasuki.wire.errors import NodeRunning
+from tasuki.wire.flock import try_lock
 
 NODE_LOCK = "node"
 """The lock that a node's supervisor holds while any process of the node lives."""
-_TRIES = 5
-_TRY_EVERY_S = 0.01
+
+_PID_BYTES = 20
 
 
 class StateLock:
@@ -27,9 +27,9 @@ class StateLock:
     def take(cls, state_dir: Path, *, name: str) -> StateLock:
         """Raises NodeRunning, naming the holder's pid, when someone else holds it."""
         state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(state_dir / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        if not _locked(fd, fcntl.LOCK_EX):
-            pid = os.pread(fd, 32, 0).decode() or "unknown"
+        fd = os.open(lock_path(state_dir, name=name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if not try_lock(fd, fcntl.LOCK_EX):
+            pid = os.pread(fd, _PID_BYTES, 0).decode().strip() or "unknown"
             os.close(fd)
             raise NodeRunning(f"pid {pid} already runs a {name} on {state_dir}", state_dir=state_dir, pid=pid)
         lock = cls(fd)
@@ -38,8 +38,8 @@ class StateLock:
 
     def sign(self, pid: int) -> None:
         """Puts `pid` into the file, for those who ask who holds it."""
-        os.ftruncate(self.fd, 0)
-        os.pwrite(self.fd, str(pid).encode(), 0)
+        # Over the last one, in one piece: a reader never finds none, and a full disk has room for it.
+        os.pwrite(self.fd, f"{pid:<{_PID_BYTES}}".encode(), 0)
 
     def close(self) -> None:
         """Closes this process's descriptor; the lock is free when every process that shares it has done so."""
@@ -52,25 +52,17 @@ class StateLock:
         self.close()
 
 
+def lock_path(state_dir: Path, *, name: str) -> Path:
+    return state_dir / f"{name}.lock"
+
+
 def holder(state_dir: Path, *, name: str) -> int | None:
     """Pid of the process that holds the lock; None when nobody does."""
-    path = state_dir / f"{name}.lock"
+    path = lock_path(state_dir, name=name)
     if not path.exists():
         return None
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return None if _locked(fd, fcntl.LOCK_SH) else int(os.pread(fd, 32, 0) or 0)
+        return None if try_lock(fd, fcntl.LOCK_SH) else int(os.pread(fd, _PID_BYTES, 0) or 0)
     finally:
         os.close(fd)
-
-
-def _locked(fd: int, operation: int) -> bool:
-    """Whether the lock was taken. Tries for a moment, because `holder` takes it for an instant when it looks."""
-    for _ in range(_TRIES):
-        try:
-            fcntl.flock(fd, operation | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(_TRY_EVERY_S)
-        else:
-            return True
-    return False

@@ -51,6 +51,11 @@ def restart_request_path(state_dir: Path, service: str) -> Path:
     return socket_dir(state_dir) / f"restart-{service}"
 
 
+def instance_path(state_dir: Path) -> Path:
+    """The name of this start of the node; it goes with the node's sockets."""
+    return socket_dir(state_dir) / "instance"
+
+
 def stall_dir(state_dir: Path) -> Path:
     """Stacks of processes that hung, one file for each."""
     return state_dir / "stalls"

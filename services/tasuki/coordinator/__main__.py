@@ -11,22 +11,25 @@ from pathlib import Path
 
 import uvloop
 
+from tasuki.config.instance import Instance, read_instance
 from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock
 from tasuki.config.places import journal_path, node_targets, restart_request_path, socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.journal import Journal
+from tasuki.coordinator.leftovers import close_interrupted
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.peers import GrpcPeers
 from tasuki.coordinator.phases import Service
 from tasuki.coordinator.planning import Planning
 from tasuki.coordinator.servicer import CoordinatorServicer
+from tasuki.coordinator.without_room import with_room
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.server import RpcServer
-from tasuki.v1 import coordinator_pb2_grpc
+from tasuki.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tasuki.wire.errors import TasukiError
 
 _log = logging.getLogger("tasuki.coordinator")
@@ -51,12 +54,36 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def _serve(config: NodeConfig) -> None:
-    """Serves until SIGTERM or SIGINT. The epoch is on disk before the address is bound."""
+    """Serves until SIGTERM or SIGINT. Nothing but the want of room for a journal is told before the epoch is on disk."""
     socket_dir(config.state_dir)
+    heartbeat = Heartbeat(config.state_dir, "coordinator")
+    heartbeat.beat_in_loop()
+    try:
+        targets, boot_id, instance = node_targets(config), uuid.uuid4().hex, read_instance(config.state_dir)
+        state = coordinator_pb2.NodeState(
+            boot_id=boot_id,
+            trainer_target=targets["trainer"],
+            rollout_target=targets["rollout"],
+            instance_id=instance.id,
+            lock_path=instance.lock_path,
+        )
+        opened = await with_room(lambda: _make_node(config, boot_id), state, target=targets["coordinator"])
+        if opened is not None:
+            await _serve_node(config, *opened, instance=instance)
+    finally:
+        heartbeat.close()
+
+
+def _make_node(config: NodeConfig, boot_id: str) -> tuple[Node, Journal, GrpcPeers, Admission]:
+    """With a new epoch in its journal. Raises DiskFull, with nothing left open, when that cannot be written."""
     targets = node_targets(config)
-    boot_id = uuid.uuid4().hex
     journal = Journal(journal_path(config.state_dir), failpoints=Failpoints.of(config, "coordinator"))
-    epoch = journal.begin_epoch(boot_id)
+    try:
+        epoch = journal.begin_epoch(boot_id)
+        close_interrupted(journal)
+    except BaseException:
+        journal.close()
+        raise
     _log.info("event=epoch epoch=%d boot_id=%s", epoch, boot_id)
     peers = GrpcPeers(
         trainer_target=targets["trainer"],
@@ -66,11 +93,31 @@ async def _serve(config: NodeConfig) -> None:
         drain_grace_s=config.coordinator.drain_grace_s,
     )
     admission = Admission(peers, config, published_bytes=journal.published_bytes)
-    node = _node(journal, peers, boot_id=boot_id, admission=admission, config=config)
-    server = _server(CoordinatorServicer(node, journal, Planning(admission, config)), config=config)
+
+    def restart(service: Service, cause: str) -> None:
+        _ask_for_restart(restart_request_path(config.state_dir, service), cause)
+
+    node = Node(
+        journal,
+        peers,
+        boot_id=boot_id,
+        trainer_target=targets["trainer"],
+        rollout_target=targets["rollout"],
+        restart=restart,
+        recovery_timeout_s=config.coordinator.recovery_timeout_s,
+        admission=admission,
+    )
+    return node, journal, peers, admission
+
+
+async def _serve_node(
+    config: NodeConfig, node: Node, journal: Journal, peers: GrpcPeers, admission: Admission, *, instance: Instance
+) -> None:
+    servicer = CoordinatorServicer(node, journal, Planning(admission, config), instance=instance)
+    target, metrics_port = node_targets(config)["coordinator"], config.coordinator.metrics_port
+    server = RpcServer(service="coordinator", target=target, metrics_port=metrics_port)
+    server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, servicer, "tasuki.v1.CoordinatorService")
     await server.start()
-    heartbeat = Heartbeat(config.state_dir, "coordinator")
-    heartbeat.beat_in_loop()
     stop = asyncio.Event()
     recovery = asyncio.create_task(node.recover())
     ending = asyncio.create_task(_end_watches(stop, node))
@@ -82,32 +129,14 @@ async def _serve(config: NodeConfig) -> None:
         await node.stop()
         await peers.close()
         journal.close()
-        heartbeat.close()
 
 
-def _node(journal: Journal, peers: GrpcPeers, *, boot_id: str, admission: Admission, config: NodeConfig) -> Node:
-    targets = node_targets(config)
-
-    def restart(service: Service, cause: str) -> None:
-        restart_request_path(config.state_dir, service).write_text(cause)
-
-    return Node(
-        journal,
-        peers,
-        boot_id=boot_id,
-        trainer_target=targets["trainer"],
-        rollout_target=targets["rollout"],
-        restart=restart,
-        recovery_timeout_s=config.coordinator.recovery_timeout_s,
-        admission=admission,
-    )
-
-
-def _server(servicer: CoordinatorServicer, *, config: NodeConfig) -> RpcServer:
-    target, metrics_port = node_targets(config)["coordinator"], config.coordinator.metrics_port
-    server = RpcServer(service="coordinator", target=target, metrics_port=metrics_port)
-    server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, servicer, "tasuki.v1.CoordinatorService")
-    return server
+def _ask_for_restart(request: Path, cause: str) -> None:
+    """The file alone is the request: where there is no room for the cause, it is asked without."""
+    try:
+        request.write_text(cause)
+    except OSError as error:
+        _log.error("event=restart_cause_not_written path=%s cause=%s error=%s", request, cause, error)
 
 
 async def _end_watches(stop: asyncio.Event, node: Node) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from tasuki.config.instance import Instance
 from tasuki.coordinator.phases import Phase, Stage
 from tasuki.coordinator.records import ChangeoverRecord, NodeState, StageEvent, Status
 from tasuki.v1 import coordinator_pb2, types_pb2
@@ -57,7 +58,7 @@ def changeover_to_proto(changeover: ChangeoverRecord) -> coordinator_pb2.Changeo
     )
 
 
-def state_to_proto(state: NodeState) -> coordinator_pb2.NodeState:
+def state_to_proto(state: NodeState, *, instance: Instance) -> coordinator_pb2.NodeState:
     return coordinator_pb2.NodeState(
         phase=phase_to_proto(state.phase),
         stage=stage_to_proto(state.at),
@@ -70,6 +71,8 @@ def state_to_proto(state: NodeState) -> coordinator_pb2.NodeState:
         next_stage=stage_to_proto(state.next_stage),
         num_changeovers=state.num_changeovers,
         last_error=state.last_error,
+        instance_id=instance.id,
+        lock_path=instance.lock_path,
     )
 
 

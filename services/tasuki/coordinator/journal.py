@@ -32,10 +32,14 @@ class Journal:
         self._path, self._failpoints = path, failpoints
         with self._writing():
             self._db = sqlite3.connect(path, isolation_level=None)
-            self._db.row_factory = sqlite3.Row
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = FULL")
-            self._db.executescript(f"{TABLES}PRAGMA user_version = {SCHEMA_VERSION};")
+            try:
+                self._db.row_factory = sqlite3.Row
+                self._db.execute("PRAGMA journal_mode = WAL")
+                self._db.execute("PRAGMA synchronous = FULL")
+                self._db.executescript(f"{TABLES}PRAGMA user_version = {SCHEMA_VERSION};")
+            except BaseException:
+                self._db.close()
+                raise
         self._unwritten: list[tuple[object, ...]] = []
         self.epoch = 0
         self._sequence = 0

@@ -9,10 +9,12 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from tasuki.config.instance import Instance
 from tasuki.coordinator.encode import changeover_to_proto, event_to_proto, phase_from_proto, stage_from_proto, state_to_proto
 from tasuki.coordinator.journal import Journal, id_number
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.planning import Planning
+from tasuki.coordinator.records import NodeState
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1 import coordinator_pb2_grpc
 from tasuki.wire.errors import InvalidArgument
@@ -26,15 +28,15 @@ _MAX_PAGE_SIZE = 1000
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     """One node's coordinator on the wire."""
 
-    def __init__(self, node: Node, journal: Journal, planning: Planning) -> None:
-        self._node, self._journal, self._planning = node, journal, planning
+    def __init__(self, node: Node, journal: Journal, planning: Planning, *, instance: Instance) -> None:
+        self._node, self._journal, self._planning, self._instance = node, journal, planning, instance
 
     async def Acquire(self, request: pb.AcquireRequest, context: _Context) -> AsyncIterator[pb.AcquireResponse]:
         phase = phase_from_proto(request.phase)
         if phase is None:
             raise InvalidArgument("phase", "must be PHASE_TRAIN or PHASE_ROLLOUT")
         async for told in self._node.acquire(phase, _request_id(request.request_id)).follow():
-            yield pb.AcquireResponse(event=event_to_proto(told.event), state=state_to_proto(told.state))
+            yield pb.AcquireResponse(event=event_to_proto(told.event), state=self._state(told.state))
 
     async def RunStage(self, request: pb.RunStageRequest, context: _Context) -> pb.RunStageResponse:
         stage = stage_from_proto(request.stage)
@@ -44,17 +46,17 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         async for told in self._node.run_stage(stage, _request_id(request.request_id)).follow():
             if told.event.stage is stage:
                 response.event.CopyFrom(event_to_proto(told.event))
-            response.state.CopyFrom(state_to_proto(told.state))
+            response.state.CopyFrom(self._state(told.state))
         return response
 
     async def GetState(self, request: pb.GetStateRequest, context: _Context) -> pb.GetStateResponse:
-        return pb.GetStateResponse(state=state_to_proto(self._node.state()))
+        return pb.GetStateResponse(state=self._state(self._node.state()))
 
     async def WatchState(self, request: pb.WatchStateRequest, context: _Context) -> AsyncIterator[pb.WatchStateResponse]:
         with self._node.watchers.watching() as queue:
-            yield pb.WatchStateResponse(state=state_to_proto(self._node.state()))
+            yield pb.WatchStateResponse(state=self._state(self._node.state()))
             while (told := await queue.get()) is not None:
-                yield pb.WatchStateResponse(state=state_to_proto(told.state), event=event_to_proto(told.event))
+                yield pb.WatchStateResponse(state=self._state(told.state), event=event_to_proto(told.event))
 
     async def ListChangeovers(self, request: pb.ListChangeoversRequest, context: _Context) -> pb.ListChangeoversResponse:
         size = request.page_size or _DEFAULT_PAGE_SIZE
@@ -73,6 +75,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             gpu_bytes=request.gpu_bytes if request.HasField("gpu_bytes") else None,
             host_bytes=request.host_bytes if request.HasField("host_bytes") else None,
         )
+
+    def _state(self, state: NodeState) -> pb.NodeState:
+        return state_to_proto(state, instance=self._instance)
 
 
 def _request_id(given: str) -> str:

@@ -49,9 +49,7 @@ class Heartbeat:
     def __init__(self, state_dir: Path, process: str) -> None:
         """process: e.g. "coordinator", "trainer1" for a rank, "scheduler0"; what comes before the digits is not another's."""
         self._path = pulse_dir(state_dir) / f"{process}-{os.getpid()}"
-        self._path.write_bytes(_COUNTERS.pack(0, 0))
-        with self._path.open("r+b") as file:
-            self._shared = mmap.mmap(file.fileno(), _COUNTERS.size)
+        self._shared = self._open()
         self._beats = self._progress = 0
         self._write = threading.Lock()
         self._end = threading.Event()
@@ -101,9 +99,25 @@ class Heartbeat:
     def _beat(self) -> None:
         with self._write:
             self._beats += 1
-            _COUNTERS.pack_into(self._shared, 0, self._beats, self._progress)
+            self._show()
 
     def _move_on(self, steps: int) -> None:
         with self._write:
             self._progress += steps
+            self._show()
+
+    def _show(self) -> None:
+        if self._shared is None:
+            self._shared = self._open()
+        if self._shared is not None:
             _COUNTERS.pack_into(self._shared, 0, self._beats, self._progress)
+
+    def _open(self) -> mmap.mmap | None:
+        """None while there is no room for it: a full disk must not end what could go on, and nobody misses a pulse that never was."""
+        try:
+            self._path.write_bytes(_COUNTERS.pack(0, 0))
+            with self._path.open("r+b") as file:
+                return mmap.mmap(file.fileno(), _COUNTERS.size)
+        except OSError:
+            self._path.unlink(missing_ok=True)
+            return None

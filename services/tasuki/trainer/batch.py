@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasuki.v1.types_pb2 import TrainingSample
-from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.errors import InvalidArgument, VersionOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,18 @@ def check_loss_fields(samples: Sequence[TrainingSample], *, kl_coef: float) -> N
     for field in ("advantages", "rollout_log_probs", "ref_log_probs"):
         _check_values(samples, field=field, is_wrong=lambda values: ~np.isfinite(values), problem="is not finite")
     _check_values(samples, field="loss_mask", is_wrong=lambda mask: (mask != 0) & (mask != 1), problem="is neither 0 nor 1")
+
+
+def check_versions(samples: Sequence[TrainingSample], *, policy_version: int) -> None:
+    """Raises VersionOrder naming the first sample that a policy made which this trainer never had."""
+    for index, sample in enumerate(samples):
+        if sample.policy_version > policy_version:
+            raise VersionOrder(
+                f"samples[{index}].policy_version: {sample.policy_version} is above the trainer's {policy_version}, so other weights made "
+                "it; load the checkpoint that they belong to, or generate anew",
+                have=policy_version,
+                want=sample.policy_version,
+            )
 
 
 def count_loss_tokens(samples: Sequence[TrainingSample]) -> int:

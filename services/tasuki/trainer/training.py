@@ -27,9 +27,10 @@ class Training:
         )
 
     def check_loss_samples(self, samples: Sequence[TrainingSample], *, kl_coef: float) -> None:
-        """Raises InvalidArgument naming sample and field."""
+        """Raises InvalidArgument naming sample and field, VersionOrder for a sample of a version that is not there yet."""
         batch.check_sequences(samples, limits=self._limits)
         batch.check_loss_fields(samples, kl_coef=kl_coef)
+        batch.check_versions(samples, policy_version=self.state.policy_version)
 
     def check_sequences(self, samples: Sequence[TrainingSample]) -> None:
         """Raises InvalidArgument naming sample and field."""

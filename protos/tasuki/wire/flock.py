@@ -1,0 +1,35 @@
+"""Locks on files, as a node holds one while it lives: the kernel frees them when the last process that shares one ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+_TRIES = 5
+_TRY_EVERY_S = 0.01
+
+
+def try_lock(fd: int, operation: int) -> bool:
+    """Whether the lock was taken. Tries for a moment, because whoever looks takes it for an instant."""
+    for _ in range(_TRIES):
+        try:
+            fcntl.flock(fd, operation | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_TRY_EVERY_S)
+        else:
+            return True
+    return False
+
+
+def is_free(path: Path) -> bool:
+    """Whether nobody holds the lock on a file that is there; of a file that cannot be seen from here nobody knows."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return try_lock(fd, fcntl.LOCK_SH)
+    finally:
+        os.close(fd)

@@ -1,0 +1,61 @@
+"""What an audit of a training run reads, beside its metrics: the node's folder may serve another run next."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from tasuki.cli.set_aside import KEPT_LOGS, set_aside_names
+from tasuki.config.places import journal_path, log_path, training_log_path
+
+_PROCESSES = ("coordinator", "trainer", "rollout", "supervisor")
+
+
+@contextmanager
+def kept_evidence(state_dir: Path, output_dir: Path) -> Iterator[None]:
+    """Copies the node's logs and journal when the block ends, however it ends. What cannot be copied is said, and not raised."""
+    try:
+        yield
+    finally:
+        try:
+            copy_evidence(state_dir, output_dir)
+        except (OSError, sqlite3.Error) as error:
+            sys.stderr.write(f"tasuki: not all that an audit reads could be copied to {output_dir}: {error}\n")
+
+
+def copy_evidence(state_dir: Path, output_dir: Path) -> None:
+    """The journal comes last: whatever a service has logged, the journal had before."""
+    if output_dir.resolve() == state_dir.resolve():
+        return
+    for process in _PROCESSES:
+        target = log_path(output_dir, process)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        source = log_path(state_dir, process)
+        pairs = zip(set_aside_names(source, keep=KEPT_LOGS), set_aside_names(target, keep=KEPT_LOGS), strict=True)
+        for there, here in ((source, target), *pairs):
+            _copy(there, here)
+    _copy(training_log_path(state_dir), training_log_path(output_dir))
+    _copy_journal(journal_path(state_dir), journal_path(output_dir))
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Also that there is none: what an earlier run left at the target is of other commands."""
+    if source.exists():
+        shutil.copyfile(source, target)
+    else:
+        target.unlink(missing_ok=True)
+
+
+def _copy_journal(source: Path, target: Path) -> None:
+    """Consistent, also while it is written."""
+    # Without a write-ahead log nobody writes, and the file is all there is.
+    options = "mode=ro" if source.with_name(f"{source.name}-wal").exists() else "mode=ro&immutable=1"
+    with (
+        closing(sqlite3.connect(f"{source.resolve().as_uri()}?{options}", uri=True)) as journal,
+        closing(sqlite3.connect(target)) as copy,
+    ):
+        journal.backup(copy)

@@ -1,0 +1,68 @@
+"""What a command says whose node has ended under it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+
+from tasuki.cli.ending import how_it_ended, read_ending
+from tasuki.cli.last_words import last_words
+from tasuki.config.lock import NODE_LOCK, holder
+from tasuki.config.places import log_path
+from tasuki.config.schema import NodeConfig
+from tasuki.wire.errors import NodeDown, ServiceFailed, TasukiError, from_reason
+
+_STOP_TIMEOUT_S = 10.0
+_LOOK_EVERY_S = 0.1
+
+
+def why_it_ended(config: NodeConfig) -> TasukiError:
+    """The error of a node that is not there any more: the words of the service that ended first, or who stopped it."""
+    state_dir = config.state_dir
+    ending = read_ending(state_dir)
+    first = ending.get("first")
+    if first:
+        return _words_of(first, f"{ending['reason']} ({how_it_ended(ending, first)})", log_path(state_dir, first))
+    if ending:
+        return NodeDown(f"the node on {state_dir} has ended: {ending['reason']}", state_dir=state_dir)
+    # It had no time to write, or did not come so far.
+    log = log_path(state_dir, "supervisor")
+    if log.exists() and "event=started" in log.read_text(errors="replace"):
+        return NodeDown(
+            f"the node on {state_dir} has ended without a word: its supervisor and guard were killed; see {log}", log=log
+        )
+    return _words_of("supervisor", "the supervisor ended before it started anything", log)
+
+
+def has_ended(config: NodeConfig, *, within_s: float = _STOP_TIMEOUT_S) -> bool:
+    """Waits for a node that may be ending; False when it goes on."""
+    deadline = time.monotonic() + within_s
+    while holder(config.state_dir, name=NODE_LOCK) is not None:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_EVERY_S)
+    return True
+
+
+@contextmanager
+def explained(config: NodeConfig) -> Iterator[None]:
+    """When the node ends in the middle, raises why, instead of the broken call."""
+    try:
+        yield
+    except TasukiError as error:
+        # A node that ends is unavailable in many words; one that was replaced is told already.
+        if error.code is not grpc.StatusCode.UNAVAILABLE or "instance_id" in error.metadata or not has_ended(config):
+            raise
+        raise why_it_ended(config) from None
+
+
+def _words_of(service: str, how: str, log: Path) -> TasukiError:
+    words = last_words(log.read_text(errors="replace") if log.exists() else "")
+    if words.reason:
+        return from_reason(words.reason, f"{service}: {words.text}", {"service": service, "log": str(log)})
+    said = f"; {log} says:\n{words.text}" if words.text else f"; {log} says nothing"
+    return ServiceFailed(how + said, service=service, log=log)

@@ -1,0 +1,73 @@
+"""A coordinator whose journal cannot be opened: it lives, says so to everyone who asks, and tries again until there is room."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any, NoReturn, TypeVar
+
+from tasuki.rpc.server import RpcServer
+from tasuki.v1 import coordinator_pb2 as pb
+from tasuki.v1 import coordinator_pb2_grpc
+from tasuki.wire.errors import DiskFull
+
+_log = logging.getLogger("tasuki.coordinator")
+_TRY_EVERY_S = 0.5
+_Opened = TypeVar("_Opened")
+
+
+class CoordinatorWithoutRoom(coordinator_pb2_grpc.CoordinatorServiceServicer):
+    """Tells its state, and refuses everything else with DiskFull. state: without an epoch, which nothing but a journal gives."""
+
+    def __init__(self, state: pb.NodeState, error: DiskFull) -> None:
+        self._state, self._error = state, error
+
+    async def GetState(self, request: pb.GetStateRequest, context: Any) -> pb.GetStateResponse:
+        return pb.GetStateResponse(state=self._state)
+
+    async def WatchState(self, request: pb.WatchStateRequest, context: Any) -> AsyncIterator[pb.WatchStateResponse]:
+        yield pb.WatchStateResponse(state=self._state)
+        await asyncio.Event().wait()  # until the server stops
+
+    async def Acquire(self, request: pb.AcquireRequest, context: Any) -> AsyncIterator[pb.AcquireResponse]:
+        raise self._error
+        yield pb.AcquireResponse()  # never sent; it makes this a stream
+
+    async def RunStage(self, request: pb.RunStageRequest, context: Any) -> NoReturn:
+        raise self._error
+
+    async def ListChangeovers(self, request: pb.ListChangeoversRequest, context: Any) -> NoReturn:
+        raise self._error
+
+    async def Plan(self, request: pb.PlanRequest, context: Any) -> NoReturn:
+        raise self._error
+
+
+async def with_room(open_journal: Callable[[], _Opened], state: pb.NodeState, *, target: str) -> _Opened | None:
+    """What `open_journal` returns once it does not raise DiskFull any more; meanwhile everybody is told at `target`. None when the
+    process is asked to stop before that.
+    """
+    try:
+        return open_journal()
+    except DiskFull as error:
+        failure = DiskFull(error.message, **error.metadata)  # the first one would keep all that it failed in alive
+    _log.error("event=no_room error=%s", failure.message)
+    state.last_error = f"{failure.reason}: {failure.message}"
+    server = RpcServer(service="coordinator", target=target)
+    servicer = CoordinatorWithoutRoom(state, failure)
+    server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, servicer, "tasuki.v1.CoordinatorService")
+    await server.start()
+    stop = asyncio.Event()
+    serving = asyncio.create_task(server.serve(stop))
+    opened: _Opened | None = None
+    while opened is None and not stop.is_set():
+        await asyncio.wait([serving], timeout=_TRY_EVERY_S)
+        try:
+            opened = None if stop.is_set() else open_journal()
+        except DiskFull:
+            continue
+    stop.set()
+    await serving
+    await server.stop(grace_s=0.0)
+    return opened

@@ -1,0 +1,68 @@
+"""`tasuki state` while services are away: what is there is told, and a node is down only when nobody holds its lock."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from tasuki.cli.ending import write_exit
+from tasuki.cli.state import show_state
+from tasuki.cli.view import NodeReader
+from tasuki.cli.watch import watch
+from tasuki.config.instance import Instance, begin_instance, read_instance
+from tasuki.config.lock import NODE_LOCK, StateLock
+from tasuki.config.places import node_targets, socket_dir
+from tasuki.config.save import save_config
+from tasuki.config.schema import ModelConfig, NodeConfig
+from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from tasuki.v1.types_pb2 import PHASE_TRAIN
+from tasuki.wire.channel import open_channel
+from tasuki.wire.errors import NodeDown
+from tests.integration.stage_services import serving
+from tests.integration.test_coordinator import DEADLINE_S, Node, start_coordinator
+
+
+async def test_services_that_are_away_are_marked_and_the_others_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = NodeConfig(state_dir=tmp_path / "state", model=ModelConfig(path=tmp_path))
+    config.state_dir.mkdir()
+    save_config(config, config.state_dir / "node.toml")
+    with StateLock.take(config.state_dir, name=NODE_LOCK):
+        begin_instance(config.state_dir)
+        async with serving(config) as (trainer, rollout), open_channel(node_targets(config)["coordinator"]) as channel:
+            process = await start_coordinator(config)
+            await Node(config, trainer, rollout, process, channel, CoordinatorServiceStub(channel)).settled()
+            with NodeReader(config) as reader:
+                assert dict((await asyncio.to_thread(reader.read)).absent) == {}
+        with NodeReader(config) as reader:
+            view = await asyncio.to_thread(reader.read)
+        assert dict(view.absent) == dict.fromkeys(("trainer", "rollout"), "is being started anew")
+        assert view.node.phase == PHASE_TRAIN
+        assert view.node.instance_id
+        assert Instance(view.node.instance_id, view.node.lock_path) == read_instance(config.state_dir)
+        await asyncio.to_thread(show_state, config, as_json=False)
+        text = capsys.readouterr().out
+        assert [
+            line.split(maxsplit=1)[1].strip() for line in text.splitlines() if line.startswith(("trainer ", "rollout "))
+        ] == ["is being started anew"] * 2
+        watching = asyncio.create_task(asyncio.to_thread(watch, config))
+        await asyncio.sleep(1.0)
+        process.send_signal(signal.SIGKILL)
+        await asyncio.wait_for(process.wait(), DEADLINE_S)
+        await asyncio.to_thread(show_state, config, as_json=True)
+        told = capsys.readouterr().out
+        assert json.loads(told[told.index("{") :])["absent"]["coordinator"] == "is being started anew"
+        assert not watching.done()
+        write_exit(config.state_dir, reason="the supervisor was killed by SIGKILL", first=None)
+    assert await asyncio.wait_for(watching, DEADLINE_S) == 1
+    assert "NODE_DOWN" in (error := capsys.readouterr().err)
+    assert "the supervisor was killed by SIGKILL" in error
+    with pytest.raises(NodeDown, match="because the supervisor was killed by SIGKILL"):
+        await asyncio.to_thread(show_state, config, as_json=False)
+    shutil.rmtree(socket_dir(config.state_dir))

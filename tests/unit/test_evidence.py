@@ -1,0 +1,52 @@
+"""What a run leaves for an audit, whether it succeeded or not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tasuki.cli.__main__ import main
+from tasuki.cli.evidence import kept_evidence
+from tasuki.config.places import journal_path, log_path, training_log_path
+from tasuki.coordinator.journal import Journal
+from tasuki.coordinator.phases import Phase
+from tests.unit.fake_services import FakeServices
+from tests.unit.test_changeover import acquire, make_node
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_a_failed_run_leaves_journal_and_logs_that_can_be_audited(
+    is_running: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state, output = tmp_path / "state", tmp_path / "output"
+    log_path(state, "trainer").parent.mkdir(parents=True)
+    for name in ("trainer.log", "trainer.log.old", "supervisor.log"):
+        (log_path(state, "trainer").parent / name).write_text(name)
+    training_log_path(state).write_bytes(b"")
+    log_path(output, "rollout").parent.mkdir(parents=True)
+    log_path(output, "rollout").write_text("of an earlier run")
+    with closing(Journal(journal_path(state))) as journal:
+        journal.begin_epoch("boot-1")
+        asyncio.run(acquire(make_node(journal, FakeServices()), Phase.ROLLOUT))
+        if not is_running:
+            journal.close()
+        with pytest.raises(RuntimeError, match="as it was"), kept_evidence(state, output):
+            raise RuntimeError("as it was")
+    assert sorted(path.name for path in log_path(output, "trainer").parent.iterdir()) == [
+        "supervisor.log",
+        "trainer.log",
+        "trainer.log.old",
+    ]
+    assert training_log_path(output).exists()
+    assert main(["audit", "--json", str(output)]) == 0
+    assert json.loads(capsys.readouterr().out)["num_done"] == 1
+
+
+def test_what_cannot_be_copied_is_said_and_hides_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError, match="as it was"), kept_evidence(tmp_path / "nowhere", tmp_path / "output"):
+        raise RuntimeError("as it was")
+    assert "could be copied to" in capsys.readouterr().err

@@ -1,0 +1,36 @@
+"""The name of a node's start: one for each start, and none when no node runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tasuki.config.instance import Instance, begin_instance, read_instance
+from tasuki.config.lock import NODE_LOCK, StateLock, holder
+from tasuki.wire.flock import is_free
+
+
+def test_each_start_has_a_name_of_its_own_while_it_holds_the_lock(tmp_path: Path) -> None:
+    assert read_instance(tmp_path) == Instance()
+    names: list[str] = []
+    for _ in range(2):
+        with StateLock.take(tmp_path, name=NODE_LOCK):
+            begin_instance(tmp_path)
+            told = read_instance(tmp_path)
+            assert told == read_instance(tmp_path)
+            assert not is_free(Path(told.lock_path))
+            names.append(told.id)
+        assert is_free(Path(told.lock_path))
+        assert read_instance(tmp_path) == Instance()  # killed: its file is still there
+    assert len(set(names)) == 2
+    assert all(names)
+
+
+def test_of_a_lock_that_cannot_be_seen_nobody_says_that_it_is_free(tmp_path: Path) -> None:
+    assert not is_free(tmp_path / "nowhere.lock")
+
+
+def test_a_lock_names_its_newest_holder_whatever_the_length_of_the_pid(tmp_path: Path) -> None:
+    with StateLock.take(tmp_path, name=NODE_LOCK) as lock:
+        for pid in (4_194_303, 7):
+            lock.sign(pid)
+            assert holder(tmp_path, name=NODE_LOCK) == pid

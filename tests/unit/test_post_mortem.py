@@ -1,0 +1,59 @@
+"""What a command says whose node has ended under it: who is to blame, in words, and never that of an orderly stop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tasuki.cli.ending import write_exit
+from tasuki.cli.post_mortem import explained, why_it_ended
+from tasuki.config.places import log_path
+from tasuki.config.schema import ModelConfig, NodeConfig
+from tasuki.wire.errors import Draining, NodeDown, PeerUnavailable, ServiceFailed, TasukiError, UnsupportedModel
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> NodeConfig:
+    log_path(tmp_path, "supervisor").parent.mkdir()
+    log_path(tmp_path, "supervisor").write_text("event=started service=trainer pid=7\n")
+    return NodeConfig(state_dir=tmp_path, model=ModelConfig(path=tmp_path))
+
+
+@pytest.mark.parametrize("failure", [PeerUnavailable("gone"), Draining("drains"), NodeDown("has ended")])
+def test_an_orderly_stop_is_a_node_that_is_down(failure: TasukiError, config: NodeConfig) -> None:
+    write_exit(config.state_dir, reason="asked by SIGTERM", first=None, exit_codes={"trainer": 1, "rollout": -9})
+    with pytest.raises(NodeDown, match="has ended: asked by SIGTERM"), explained(config):
+        raise failure
+
+
+def test_a_service_that_ended_too_often_is_named_in_words_with_what_it_said(config: NodeConfig) -> None:
+    reason = "coordinator ended by itself once more than restart.max_restarts allows"
+    write_exit(
+        config.state_dir, reason=reason, first="coordinator", exit_codes={"coordinator": -9}, restarts={"coordinator": 5}
+    )
+    log_path(config.state_dir, "coordinator").write_text("event=epoch epoch=6\n")
+    error = why_it_ended(config)
+    assert isinstance(error, ServiceFailed)
+    assert error.message.startswith(f"{reason} (signal SIGKILL, started anew 5 times); ")
+    assert error.message.endswith("coordinator.log says:\nevent=epoch epoch=6")
+    log_path(config.state_dir, "coordinator").write_text("tasuki: error UNSUPPORTED_MODEL: none of ours\n")
+    assert isinstance(why_it_ended(config), UnsupportedModel)
+
+
+def test_a_node_whose_supervisor_and_guard_were_killed_left_no_word(config: NodeConfig) -> None:
+    assert isinstance(why_it_ended(config), NodeDown)
+    assert "its supervisor and guard were killed" in why_it_ended(config).message
+
+
+def test_a_supervisor_that_started_nothing_is_a_failure_with_its_words(config: NodeConfig) -> None:
+    log_path(config.state_dir, "supervisor").write_text("tasuki: error UNSUPPORTED_MODEL: none of ours\n")
+    assert isinstance(why_it_ended(config), UnsupportedModel)
+    log_path(config.state_dir, "supervisor").write_text("Traceback (most recent call last):\n  File x\nImportError: no torch\n")
+    with pytest.raises(ServiceFailed, match="ImportError: no torch"):
+        raise why_it_ended(config)
+
+
+def test_errors_of_a_node_that_was_replaced_are_left_as_they_are(config: NodeConfig) -> None:
+    with pytest.raises(NodeDown, match="another"), explained(config):
+        raise NodeDown("another", instance_id="second")
