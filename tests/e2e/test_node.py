@@ -14,6 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from tasuki.client import Client, Phase
 from tasuki.config.load import load_config
 from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.places import config_path, exit_path, node_targets, socket_dir
@@ -38,6 +39,7 @@ from tasuki.v1.types_pb2 import (
     CommandId,
 )
 from tasuki.wire.errors import TasukiError, from_rpc_error
+from tests.chaos_node import ChaosNode
 from tests.conftest import ENVIRONMENT, RunningNode, tasuki
 
 LIMIT_S = 60.0
@@ -174,8 +176,8 @@ def test_second_up_is_refused_and_the_first_goes_on(node: RunningNode, coordinat
     assert acquire(coordinator, PHASE_TRAIN).phase == PHASE_TRAIN
 
 
-@pytest.mark.timeout(400)
-def test_killed_supervisor_of_a_real_node_leaves_nothing_behind(node: RunningNode, tmp_path: Path) -> None:
+@pytest.mark.timeout(700)
+def test_a_node_whose_supervisor_was_killed_leaves_nothing_behind_and_can_be_resumed(node: RunningNode, tmp_path: Path) -> None:
     state_dir = tmp_path / "node"
     argv = [sys.executable, "-m", "tasuki.cli", "up", str(node.config), "--foreground", "--set", f"state_dir={state_dir}"]
     up = subprocess.Popen(argv, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
@@ -187,6 +189,12 @@ def test_killed_supervisor_of_a_real_node_leaves_nothing_behind(node: RunningNod
         told += line
     processes = processes_of(state_dir)
     assert len(processes) >= 7  # guard, supervisor, coordinator, torchrun, two ranks, rollout, and the engine's own
+    with Client(state_dir=state_dir) as client:
+        chaos = ChaosNode(RunningNode(config=node.config, state_dir=state_dir, model=node.model), client)
+        client.acquire(Phase.TRAIN)
+        version = chaos.step()
+        client.acquire(Phase.ROLLOUT)
+        tokens = chaos.greedy()
     supervisor_pid = holder(state_dir, name=NODE_LOCK)
     assert supervisor_pid is not None
     os.kill(supervisor_pid, signal.SIGKILL)
@@ -199,6 +207,19 @@ def test_killed_supervisor_of_a_real_node_leaves_nothing_behind(node: RunningNod
     assert json.loads(exit_path(state_dir).read_text())["reason"] == "the supervisor was killed by SIGKILL"
     assert up.wait(GONE_WITHIN_S) == 1
     socket_dir(state_dir).rmdir()
+
+    resumed = tasuki("up", node.config, "--resume", "--set", f"state_dir={state_dir}", timeout_s=300)
+    assert resumed.returncode == 0, resumed.stderr
+    try:
+        with Client(state_dir=state_dir) as client:
+            chaos = ChaosNode(RunningNode(config=node.config, state_dir=state_dir, model=node.model), client)
+            assert client.trainer_state().policy_version == version == 1
+            client.acquire(Phase.ROLLOUT)
+            assert chaos.greedy() == tokens  # the same weights
+    finally:
+        assert tasuki("down", "--state-dir", state_dir, timeout_s=60).returncode == 0
+    audited = tasuki("audit", state_dir, timeout_s=60)
+    assert (audited.returncode, audited.stdout.splitlines()[0]) == (0, "clean"), audited.stdout
 
 
 def processes_of(state_dir: Path) -> set[int]:

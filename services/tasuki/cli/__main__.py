@@ -60,6 +60,9 @@ def _parser() -> argparse.ArgumentParser:
     up = _command(commands, "up", _up, "start a node: coordinator, trainer and rollout")
     up.add_argument("config", type=Path, metavar="CONFIG")
     up.add_argument("--foreground", action="store_true", help="stay, and stop the node on Ctrl-C")
+    up.add_argument(
+        "--resume", action="store_true", help="go on where the last node on the state folder was, not from the model"
+    )
     _add_overrides(up)
     down = _command(commands, "down", _down, "stop a node and wait until nothing of it is left")
     _add_node(down)
@@ -109,7 +112,7 @@ def _up(arguments: argparse.Namespace) -> int:
     from tasuki.cli.post_mortem import why_it_ended
 
     config = load_config(arguments.config, overrides=arguments.overrides)
-    node = start_node(config)
+    node = start_node(config, resumes=arguments.resume)
     if not arguments.foreground:
         node.let_go()
         return 0

@@ -79,8 +79,10 @@ class StartedNode:
             self.process.wait()
 
 
-def start_node(config: NodeConfig, *, tell: Tell = to_stderr) -> StartedNode:
+def start_node(config: NodeConfig, *, resumes: bool = False, tell: Tell = to_stderr) -> StartedNode:
     """Starts coordinator, trainer and rollout, and returns when all three serve and the phase is known.
+
+    resumes: the trainer goes on where the last one on the state folder was, and not from the model.
 
     Raises NodeRunning when one runs already, PathNotFound or InvalidArgument for the model folder, ServiceFailed when a service ends
     before it serves. Whatever is raised, KeyboardInterrupt included, nothing is left running.
@@ -94,7 +96,8 @@ def start_node(config: NodeConfig, *, tell: Tell = to_stderr) -> StartedNode:
         save_config(config, config_path(config.state_dir))
         exit_path(config.state_dir).unlink(missing_ok=True)
         begin_instance(config.state_dir)
-        _begin_anew(config.state_dir)
+        if not resumes:
+            _begin_anew(config.state_dir)
         process = _spawn_supervisor(config, lock_fd=lock.fd, read_fd=read_fd)
     finally:
         lock.close()

@@ -36,7 +36,8 @@ async def restore(training: Training, log: TrainingLog, *, config: NodeConfig) -
         num_commands += 1
         if record.recipe != recipe(config):
             raise InvalidArgument(
-                "state_dir", "its training.log is of another model or other [trainer] settings; `tasuki up` sets it aside"
+                "state_dir",
+                "its training.log is of another model or other [trainer] settings; `tasuki up` without --resume sets it aside",
             )
         answer: Message | TasukiError
         try:
