@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from contextlib import closing
 from pathlib import Path
@@ -13,9 +12,8 @@ from tasuki.cli.__main__ import main
 from tasuki.cli.evidence import kept_evidence
 from tasuki.config.places import journal_path, log_path, training_log_path
 from tasuki.coordinator.journal import Journal
-from tasuki.coordinator.phases import Phase
-from tests.unit.fake_services import FakeServices
-from tests.unit.test_changeover import acquire, make_node
+from tasuki.coordinator.phases import HOLDS, Phase
+from tasuki.wire.errors import PeerUnavailable
 
 
 @pytest.mark.parametrize("is_running", [True, False])
@@ -31,7 +29,8 @@ def test_a_failed_run_leaves_journal_and_logs_that_can_be_audited(
     log_path(output, "rollout").write_text("of an earlier run")
     with closing(Journal(journal_path(state))) as journal:
         journal.begin_epoch("boot-1")
-        asyncio.run(acquire(make_node(journal, FakeServices()), Phase.ROLLOUT))
+        changeover = journal.begin_changeover("r1", origin=HOLDS[Phase.TRAIN], target=Phase.ROLLOUT)
+        journal.end_changeover(changeover, seconds=0.1, error=PeerUnavailable("the trainer was lost"))
         if not is_running:
             journal.close()
         with pytest.raises(RuntimeError, match="as it was"), kept_evidence(state, output):
@@ -43,7 +42,7 @@ def test_a_failed_run_leaves_journal_and_logs_that_can_be_audited(
     ]
     assert training_log_path(output).exists()
     assert main(["audit", "--json", str(output)]) == 0
-    assert json.loads(capsys.readouterr().out)["num_done"] == 1
+    assert json.loads(capsys.readouterr().out)["num_failed"] == 1
 
 
 def test_what_cannot_be_copied_is_said_and_hides_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
