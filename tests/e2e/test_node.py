@@ -205,7 +205,7 @@ def test_a_node_whose_supervisor_was_killed_leaves_nothing_behind_and_can_be_res
     assert processes_of(state_dir) & processes == set()
     assert list(socket_dir(state_dir).iterdir()) == []
     assert json.loads(exit_path(state_dir).read_text())["reason"] == "the supervisor was killed by SIGKILL"
-    assert up.wait(GONE_WITHIN_S) == 1
+    assert up.wait(GONE_WITHIN_S) == 2  # NODE_DOWN
     socket_dir(state_dir).rmdir()
 
     resumed = tasuki("up", node.config, "--resume", "--set", f"state_dir={state_dir}", timeout_s=300)
