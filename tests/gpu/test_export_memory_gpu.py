@@ -255,15 +255,32 @@ def ipc_trainer(tmp_path: Path) -> Iterator[IpcTrainer]:
 
 
 def test_an_ipc_handle_is_opened_once_and_read_at_every_sync(ipc_trainer: IpcTrainer) -> None:
-    """The last GPU publishes, the first reads: with several GPUs there must be no context of ours on the publisher's."""
+    """The last GPU publishes, the first reads."""
     receivers = engines([0])
     for version in range(3):
         weights = ipc_trainer.publish(version)
         assert weights.handles[0].kind == weights_pb2.HANDLE_KIND_CUDA_IPC
         receive(receivers, weights)
         assert all(bool((held == version + 1).all()) for _, held in receivers[0].model.named_parameters())
-    if torch.cuda.device_count() > 1:
-        assert not torch._C._cuda_hasPrimaryContext(torch.cuda.device_count() - 1)
+
+
+def test_reading_by_an_ipc_handle_takes_no_context_on_the_publishers_gpu(ipc_trainer: IpcTrainer) -> None:
+    """In a process of its own, where nothing else has used that GPU."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    reader = context.Process(target=_read_by_ipc, args=(theirs, ipc_trainer.publish(0).SerializeToString()), daemon=True)
+    reader.start()
+    assert ours.poll(120)
+    assert ours.recv() == [True, False]
+    reader.join(30)
+
+
+def _read_by_ipc(pipe: Connection, weights: bytes) -> None:
+    """Says whether there are contexts on the first and on the last GPU then."""
+    receive(engines([0]), weights_pb2.PublishedWeights.FromString(weights))
+    pipe.send([torch._C._cuda_hasPrimaryContext(gpu) for gpu in (0, torch.cuda.device_count() - 1)])
 
 
 def test_a_closed_ipc_import_leaves_no_memory_mapped(ipc_trainer: IpcTrainer) -> None:
