@@ -26,7 +26,7 @@ from tasuki.wire.errors import DeadlineExceeded, PeerUnavailable, StageOrder, fr
 _Tags = tuple[types_pb2.MemoryTag.ValueType, ...]
 _KV: _Tags = (types_pb2.MEMORY_TAG_KV_CACHE,)
 _WEIGHTS: _Tags = (types_pb2.MEMORY_TAG_WEIGHTS,)
-# Until a planner says what may stay, the trainer gives up everything that it can pause.
+# All that the trainer can pause, also where some of it could stay; the planner counts on it.
 _TRAINER: _Tags = (types_pb2.MEMORY_TAG_WEIGHTS, types_pb2.MEMORY_TAG_GRADIENTS, types_pb2.MEMORY_TAG_OPTIMIZER)
 _PAUSES = {Stage.OFFLOAD: _TRAINER, Stage.PAUSE_KV: _KV, Stage.PAUSE_WEIGHTS: _WEIGHTS}
 _RESUMES = {Stage.LOAD_TRAINER: _TRAINER, Stage.RESUME_KV: _KV, Stage.RESUME_WEIGHTS: _WEIGHTS}
