@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from tasuki.cli.__main__ import _parser
+from tasuki.cli.node import STOP_TIMEOUT_S
 from tasuki.config.load import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -101,3 +102,12 @@ def test_python_and_uv_are_those_of_the_makefile_and_of_pyproject():
     versions = [found for text in project["classifiers"] if (found := text.rpartition(" :: ")[2])[:2] == "3."]
     assert (versions[0], versions[-1]) == (lowest, highest)
     assert re.findall(r"UV_VERSION=(\S+)", DOCKERFILE) == re.findall(r"UV_VERSION := (\S+)", makefile)
+
+
+def test_docker_waits_longer_than_an_orderly_stop_takes():
+    assert int(SERVICES["node"]["stop_grace_period"].removesuffix("s")) > STOP_TIMEOUT_S
+
+
+def test_the_page_names_every_variable_of_ours():
+    ours = set(re.findall(r"\$\{(TASUKI_\w+)", (DEPLOY / "compose.yaml").read_text()))
+    assert set(re.findall(r"`(TASUKI_\w+)`", (ROOT / "docs" / "deploy.md").read_text())) == ours
