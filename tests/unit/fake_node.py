@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.operation import Operation
@@ -15,7 +16,7 @@ TRAIN, ROLLOUT = HOLDS[Phase.TRAIN], HOLDS[Phase.ROLLOUT]
 TO_ROLLOUT, TO_TRAIN = path(TRAIN, Phase.ROLLOUT), path(ROLLOUT, Phase.TRAIN)
 
 
-def make_node(journal: Journal, services: FakeServices) -> Node:
+def make_node(journal: Journal, services: FakeServices, *, admission: Admission | None = None) -> Node:
     return Node(
         journal,
         services,
@@ -24,6 +25,7 @@ def make_node(journal: Journal, services: FakeServices) -> Node:
         rollout_target="unix:/r",
         restart=services.restart,
         recovery_timeout_s=0.3,
+        admission=admission,
     )
 
 

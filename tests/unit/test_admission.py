@@ -19,6 +19,7 @@ from tasuki.coordinator.records import Intent, Outcome, StageEvent
 from tasuki.coordinator.room import Room, refusal
 from tasuki.memory.tags import DeviceUsage, MemoryTag, ServiceUsage, TagUsage
 from tasuki.wire.errors import DeadlineExceeded, OutOfGpuMemory, TasukiError
+from tests.unit import fake_node
 from tests.unit.fake_services import FakeServices
 
 GB = 10**9
@@ -112,16 +113,8 @@ def devices(services: SizedServices) -> Devices:
 def make_node(journal: Journal, services: FakeServices, devices: Devices, config: NodeConfig | None = None) -> Node:
     if config is None:
         config = NodeConfig(state_dir=Path("/s"), device="cuda", model=ModelConfig(path=Path("/nowhere")))
-    return Node(
-        journal,
-        services,
-        boot_id="boot-1",
-        trainer_target="unix:/t",
-        rollout_target="unix:/r",
-        restart=services.restart,
-        recovery_timeout_s=0.3,
-        admission=Admission(devices, config, published_bytes=journal.published_bytes),
-    )
+    admission = Admission(devices, config, published_bytes=journal.published_bytes)
+    return fake_node.make_node(journal, services, admission=admission)
 
 
 async def acquire(node: Node, phase: Phase) -> list[StageEvent]:

@@ -16,19 +16,8 @@ from tasuki.rpc.command_log import read_command_log
 from tasuki.rpc.commands import CommandGate
 from tasuki.v1 import trainer_pb2, types_pb2
 from tasuki.wire.errors import DiskFull, InvalidArgument, OutOfGpuMemory, TasukiError, WrongPhase
+from tests.unit.fake_node import make_node
 from tests.unit.fake_services import FakeServices
-
-
-def make_node(journal: Journal, services: FakeServices) -> Node:
-    return Node(
-        journal,
-        services,
-        boot_id="boot-1",
-        trainer_target="unix:/t",
-        rollout_target="unix:/r",
-        restart=services.restart,
-        recovery_timeout_s=0.3,
-    )
 
 
 async def error_of(node: Node, phase: Phase) -> TasukiError | None:

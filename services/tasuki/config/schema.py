@@ -159,7 +159,7 @@ class RolloutConfig(Schema):
     sampling_backend: Literal["flashinfer", "pytorch"] | None = None
     """SGLang's sampling kernels on a GPU; by default its own choice."""
     full_read_back: bool = False
-    """At every sync, and not only at a plan's first, weights are read back once more after all copies: 5 ms for 7B on one GPU."""
+    """At every sync, and not only at a plan's first, weights are read back once more after all copies."""
     lora: Literal["merged", "adapter"] = "merged"
     """With `[trainer.lora]`: whole weights with the adapters merged in, or adapters alone beside the model as SGLang loads it at its start,
     which then stays in memory while the trainer runs."""
