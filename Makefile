@@ -27,7 +27,7 @@ WITH_BIN := PATH="$(CURDIR)/.venv/bin:$$PATH"
 PROTOS := $(wildcard protos/tasuki/v1/*.proto)
 SOURCES := protos services client tests tools
 
-.PHONY: help setup demo test chaos check protos native lint types buf bench bench-memory bench-memory-gpu bench-sync-gpu bench-sync-engine-gpu bench-sync-peers-gpu grpcurl clean
+.PHONY: help setup demo test chaos check protos native lint types buf bench bench-memory bench-memory-gpu bench-sync-gpu grpcurl clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -77,14 +77,9 @@ bench-memory-gpu: setup  ## the same on a GPU, and SGLang with it, beside torch_
 	$(BIN)/python tests/bench/sglang_memory_gpu.py --out runs/bench
 	$(BIN)/python tests/bench/trainer_memory_gpu.py --out runs/bench
 
-bench-sync-gpu: setup  ## weights from trainer ranks to engine ranks on GPUs; CASES="7b:4:4 7b:4:1x4" is model:trainers:TPxENGINES
-	$(BIN)/python -m tests.bench.sync_gpu --cases $(or $(CASES),7b:1:1) --out runs/bench
-
-bench-sync-engine-gpu: setup  ## the same into a running rollout service, by its RPC
+bench-sync-gpu: setup  ## weights into running engines on GPUs: by RPC, and beside SGLang's own ways; CASES="7b:4:4 7b:4:1x4" is model:trainers:TPxENGINES
 	$(BIN)/python -m tests.bench.sync_engine_gpu --cases $(or $(CASES),7b:1:1) --out runs/bench
-
-bench-sync-peers-gpu: setup  ## the same beside SGLang's own ways, table and chart; CASES="7b:1:1 7b:2:2 7b:4:4"
-	$(BIN)/python -m tests.bench.sync_peers --cases $(or $(CASES),7b:1:1 7b:2:2 7b:4:4) --out runs/bench
+	$(BIN)/python -m tests.bench.sync_peers --cases $(or $(CASES),7b:1:1) --out runs/bench
 
 grpcurl: $(if $(shell command -v go),.tools/grpcurl-$(GRPCURL_VERSION))  ## build grpcurl, where go is there
 

@@ -38,10 +38,10 @@ class Case:
 
     @classmethod
     def beside_each_other(cls, text: str) -> Case:
-        """One in which every engine rank has a trainer rank on its GPU. Raises ArgumentTypeError."""
+        """One in which every GPU has a trainer rank and an engine rank. Raises ArgumentTypeError."""
         case = cls.of(text)
-        if (case.num_ranks, case.num_engines) != (case.tp_size, 1):
-            raise ArgumentTypeError(f"{text!r}: here one engine has as many ranks as the trainer, as in 7b:2:2")
+        if case.num_ranks != case.tp_size * case.num_engines:
+            raise ArgumentTypeError(f"{text!r}: here the engines have as many ranks as the trainer, as in 7b:2:2 and 7b:4:1x4")
         return case
 
     @property

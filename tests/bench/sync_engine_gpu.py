@@ -3,10 +3,11 @@
 A case is model : trainer ranks : tensor-parallel ranks, or, with replicas, model : trainer ranks : tensor-parallel ranks x replicas.
 Trainer ranks are processes as in sync_gpu.py; rollout is the service itself, and the clock runs from the call of ReceiveWeights to its
 answer, which is the acknowledgement: handles checked, all ranks' copies made, summed and waited for, all checksums compared. Right before
-it the engine's weights wake, as in a changeover, and after it they sleep again. "copy" (with sums, and whether a parameter has moved)
-and "verify" are parts of it, of the slowest rank. Every round has new weights; the first one, with import, recording and compilation, is
-told apart, and memory is measured in a round of its own. In the end every replica must generate alike. Writes sync_engine_gpu.json and
-prints a table.
+it the engine's weights wake, as in a changeover, and after it they sleep again. Parts of it are, of the slowest rank, "copy" (with sums,
+and whether a parameter has moved) and "verify"; "ranks", all of those and the messages to ranks and back; "compare"; and "rpc", the rest:
+gRPC from process to process and back, and what the service does before and after. Every round has new weights; the first one, with
+import, recording and compilation, is told apart, and memory is measured in a round of its own. In the end every replica must generate
+alike. Writes sync_engine_gpu.json and prints a table.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class Sync:
         assert not received.fallback_names
         await self._client.pause(types_pb2.STAGE_PAUSE_WEIGHTS, WEIGHTS)
         parts_ms = {timing.name: 1e3 * timing.seconds for timing in received.timings}
+        parts_ms["rpc"] = total_ms - parts_ms["ranks"] - parts_ms["compare"]
         return {"total_ms": total_ms, "cpu_ms": cpu_ms, "parts_ms": parts_ms, "copied_bytes": received.copied_bytes}
 
     async def extra_bytes(self, gpu_uuids: Sequence[str]) -> int:

@@ -1,12 +1,12 @@
-"""Our sync and its peers into one running SGLang engine: `python -m tests.bench.sync_peers [--cases 7b:1:1 7b:2:2 7b:4:4] [--out FOLDER]`.
+"""Our sync and its peers into running SGLang engines: `python -m tests.bench.sync_peers [--cases 7b:1:1 7b:4:4 7b:4:1x4] [--out FOLDER]`.
 
-A case is model : trainer ranks : tensor-parallel ranks, one of each on every GPU, in processes of their own. The peers are SGLang's
-`update_weights_from_tensor` with flattened buckets and with single tensors, gathered by FSDP2's `full_tensor` and sent as CUDA IPC handles
-as verl and slime do; "overlapped" gathers the next bucket while the engine loads one, which they do not. NCCL's all-gather straight into
-place has no engine at all. All take turns, each with new weights, 20 rounds after the first. The clock runs from the call until every
-rank has waited for its copies; ours also compares the sums that the copies make of what they wrote (all is read back at its first sync
-alone). After each round of a peer, off the clock, the engine's
-weights are compared with what was published by our checksums: no peer's figure is of weights that did not arrive. Peers keep their
+A case is model : trainer ranks : tensor-parallel ranks x engines, with one trainer rank and one engine rank on every GPU, each in a process
+of its own; several engines have a front each. The peers are SGLang's `update_weights_from_tensor` with flattened buckets
+and with single tensors, gathered by FSDP2's `full_tensor` and sent as CUDA IPC handles as verl and slime do; "overlapped" gathers the next
+bucket while the engines load one, which they do not. NCCL's all-gather straight into place has no engine at all. All take turns, each with
+new weights, 20 rounds after the first. The clock runs from the call until every rank has waited for its copies; ours also compares the
+sums that the copies make of what they wrote (all is read back at its first sync alone). After each round of a peer, off the clock, the
+engines' weights are compared with what was published by our checksums: no peer's figure is of weights that did not arrive. Peers keep their
 memory from round to round on the clock; what they take at most is measured in rounds of their own, from a trimmed state. Publishing, which
 copies our trainer's weights into its arena and sums them up, is off the clock and told apart; all weights are bfloat16 from the start. CPU
 seconds are of all processes, SGLang's waiting schedulers included. Writes sync_peers.json, sync_peers.md and sync_peers.png.
@@ -15,7 +15,6 @@ seconds are of all processes, SGLang's waiting schedulers included. Writes sync_
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import math
 import os
@@ -28,15 +27,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 
 from tasuki.v1 import weights_pb2
-from tests.bench.cases import Case
+from tests.bench.cases import METAVAR, Case
 from tests.bench.gpus import require_gpus
 from tests.bench.peak_memory import PeakMemory
-from tests.bench.peer_start import SETTINGS, start_engine
 from tests.bench.sync_gpu import NUM_ROUNDS, floor_ms
 from tests.bench.sync_ranks import REPOSITORY, Ranks, published_weights
 from tests.bench.sync_report import OURS, write_report
@@ -67,31 +65,22 @@ class Round:
 
 
 class Contest:
-    """An engine, its trainer, and every way to bring weights from one to the other."""
+    """Engines, their trainer, and every way to bring weights from one to the others."""
 
     def __init__(self, case: Case, *, folder: Path) -> None:
-        from tasuki.rollout.rank_calls import RankCalls
-        from tasuki.rollout.sync import WeightSync
-        from tests.bench.peer_engine import BENCH_LOADER, run_scheduler
-
-        # A peer's engine rank is given memory of its own GPU, so each has a trainer rank beside it.
-        model, num_ranks = case.model, case.num_ranks
-        asyncio.set_event_loop(asyncio.new_event_loop())
-        arguments = {"model_path": str(write_config(model, folder / "model")), **SETTINGS}
-        self._engine = start_engine(arguments, tp_size=num_ranks, scheduler=run_scheduler, loaders=[BENCH_LOADER])
+        self._num_ranks, self._num_engines, self._version = case.num_ranks, case.num_engines, -1
+        model_path = str(write_config(case.model, folder / "model"))
+        self._engines = _fronts(case, model_path, folder)
+        # Before the trainer takes memory, which they measure.
+        self._engines.ask("ready")
         self._trainers = Ranks(
-            "tests.bench.peer_trainer", [[str(r), str(num_ranks), model, str(folder)] for r in range(num_ranks)]
+            "tests.bench.peer_trainer", [[str(r), str(case.num_ranks), case.model, str(folder)] for r in range(case.num_ranks)]
         )
-        self._num_ranks, self._folder, self._version = num_ranks, folder, -1
         self._handles: Sequence[weights_pb2.WeightHandle] = ()
-        self._model_bytes = sum(2 * math.prod(shape) for shape in QWEN[model].checkpoint().values())
+        self._model_bytes = sum(2 * math.prod(shape) for shape in QWEN[case.model].checkpoint().values())
         self.copied_bytes = 0
+        """By all ranks."""
         self.publish_ms: list[float] = []
-
-        async def make_sync() -> WeightSync:
-            return WeightSync(RankCalls(self._engine, socket_dir=folder), socket_dir=folder)
-
-        self._sync = self._engine.loop.run_until_complete(make_sync())
 
     def ways(self) -> dict[str, Callable[[weights_pb2.PublishedWeights], Cost]]:
         """Ours first: the comparison of the others uses what it has mapped and recorded."""
@@ -109,16 +98,12 @@ class Contest:
         return ways
 
     def ours(self, weights: weights_pb2.PublishedWeights) -> Cost:
-        async def sync() -> Any:
-            return await self._sync.run(weights, await self._sync.prepare(weights), timeout_s=120)
-
-        report = self._engine.loop.run_until_complete(sync())
-        assert report.fallback_names == ()
-        self.copied_bytes = report.copied_bytes
+        reports = self._engines.ask(f"ours {weights.SerializeToString().hex()}")
+        self.copied_bytes = sum(report["copied_bytes"] for report in reports)
         # A rank opens the handles of every trainer rank when they are not those that it has.
         is_new = list(weights.handles) != list(self._handles)
         self._handles = list(weights.handles)
-        return Cost(num_rpcs=1, num_handles=is_new * self._num_ranks**2)
+        return Cost(num_rpcs=self._num_engines, num_handles=is_new * self._num_ranks**2)
 
     def buckets(self, num_bytes: int, _: weights_pb2.PublishedWeights) -> Cost:
         index, num_buckets, num_handles = 0, 1, 0
@@ -126,7 +111,7 @@ class Contest:
             answers = self._trainers.ask(f"bucket {num_bytes} {index}")
             index, num_buckets = index + 1, answers[0]["num_buckets"]
             num_handles += self._update(answers, is_last=index == num_buckets, load_format="flattened_bucket")
-        return Cost(num_rpcs=num_buckets, num_handles=num_handles)
+        return Cost(num_rpcs=num_buckets * self._num_engines, num_handles=num_handles)
 
     def overlapped(self, num_bytes: int, _: weights_pb2.PublishedWeights) -> Cost:
         index, num_buckets, num_handles = 0, 1, 0
@@ -137,10 +122,11 @@ class Contest:
             if index < num_buckets:
                 self._trainers.tell(f"bucket {num_bytes} {index}")
             num_handles += self._update(answers, is_last=index == num_buckets, load_format="flattened_bucket")
-        return Cost(num_rpcs=num_buckets, num_handles=num_handles)
+        return Cost(num_rpcs=num_buckets * self._num_engines, num_handles=num_handles)
 
     def tensors(self, _: weights_pb2.PublishedWeights) -> Cost:
-        return Cost(num_rpcs=1, num_handles=self._update(self._trainers.ask("tensors"), is_last=True, load_format=None))
+        num_handles = self._update(self._trainers.ask("tensors"), is_last=True, load_format=None)
+        return Cost(num_rpcs=self._num_engines, num_handles=num_handles)
 
     def in_place(self, _: weights_pb2.PublishedWeights) -> Cost:
         self._trainers.ask("in_place")
@@ -159,42 +145,56 @@ class Contest:
         if way == IN_PLACE:
             assert all(one["is_equal"] for one in self._trainers.ask("check_places"))
         elif way != OURS:
-            self._command("hold")
+            self._engines.ask("command hold")
             self.ours(weights)
-            self._command("release")
+            self._engines.ask("command release")
 
     def trim(self) -> None:
         self._trainers.ask("drop_places")
-        self._command("trim")
+        self._engines.ask("command trim")
 
     def floors(self) -> dict[str, list[dict[str, float]]]:
         """What every rank measures of the links, by name."""
-        self._command(f"floors {self._folder}")
-        ranks = [json.loads((self._folder / f"floors-{rank}.json").read_text()) for rank in range(self._num_ranks)]
+        ranks = [rank for engine in self._engines.ask("floors") for rank in engine["ranks"]]
         return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
     def close(self) -> None:
         self._trainers.close()
-
-    def _command(self, command: str) -> None:
-        from tests.bench.peer_engine import BENCH_LOADER, command_payload
-
-        self._call([command_payload(command)] * self._num_ranks, load_format=BENCH_LOADER, version=None)
+        self._engines.close()
 
     def _update(self, answers: Sequence[dict[str, Any]], *, is_last: bool, load_format: str | None) -> int:
+        payloads = [one["payload"] for one in answers]
         version = str(self._version) if is_last else None
-        self._call([one["payload"] for one in answers], load_format=load_format, version=version)
+        self._engines.ask("update " + json.dumps({"payloads": payloads, "load_format": load_format, "version": version}))
         return sum(one["num_handles"] for one in answers)
 
-    def _call(self, payloads: Sequence[str | bytes], *, load_format: str | None, version: str | None) -> None:
-        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
-        request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=list(payloads), load_format=load_format, flush_cache=False, weight_version=version
-        )
-        update = self._engine.tokenizer_manager.update_weights_from_tensor(request)
-        success, message = self._engine.loop.run_until_complete(update)
-        assert success, message
+class Fronts(Protocol):
+    """Of all engines; each answers."""
+
+    def ask(self, line: str) -> list[dict[str, Any]]: ...
+    def close(self) -> None: ...
+
+
+class FrontHere:
+    """The only engine's, in this process: no pipe is on the clock."""
+
+    def __init__(self, *arguments: str) -> None:
+        from tests.bench.peer_front import PeerFront
+
+        self._front = PeerFront.of(*arguments)
+
+    def ask(self, line: str) -> list[dict[str, Any]]:
+        return [self._front.run(line)]
+
+    def close(self) -> None:
+        """It ends with this process."""
+
+
+def _fronts(case: Case, model_path: str, folder: Path) -> Fronts:
+    """Several engines have a process each, which costs a fraction of a millisecond a message for whatever way."""
+    commands = [[str(index), str(case.tp_size), model_path, str(folder)] for index in range(case.num_engines)]
+    return Ranks("tests.bench.peer_front", commands) if len(commands) > 1 else FrontHere(*commands[0])
 
 
 def timed_round(contest: Contest, name: str, way: Callable[[weights_pb2.PublishedWeights], Cost]) -> Round:
@@ -229,9 +229,11 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
     contest = Contest(case, folder=folder)
     ways = contest.ways()
     rounds: dict[str, list[Round]] = {name: [] for name in ways}
-    for _ in range(NUM_ROUNDS + 1):
+    for number in range(NUM_ROUNDS + 1):
         for name, way in ways.items():
             rounds[name].append(timed_round(contest, name, way))
+        times = ", ".join(f"{name} {of_way[-1].total_ms:.1f}" for name, of_way in rounds.items())
+        print(f"{case} round {number} of {NUM_ROUNDS}, ms: {times}", file=sys.stderr, flush=True)
     extra = {name: max(memory_round(contest, name, way) for _ in range(NUM_MEMORY_ROUNDS)) for name, way in ways.items()}
     contest.trim()
     floors = contest.floors()
@@ -241,6 +243,7 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
         "gpu": contest.gpu,
         "num_ranks": case.num_ranks,
         "tp_size": case.tp_size,
+        "num_engines": case.num_engines,
         "publish_ms": statistics.median(contest.publish_ms),
         "copied_bytes": contest.copied_bytes,
         "floors": floors,
@@ -255,7 +258,7 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cases = [Case("7b", ranks, ranks) for ranks in (1, 2, 4)]
-    parser.add_argument("--cases", nargs="+", type=Case.beside_each_other, default=cases, metavar="MODEL:RANKS:TP")
+    parser.add_argument("--cases", nargs="+", type=Case.beside_each_other, default=cases, metavar=METAVAR)
     parser.add_argument("--out", type=Path, default=REPOSITORY / "runs/bench")
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -263,7 +266,7 @@ def main() -> int:
         text, file = args.case
         result = run_case(Case.beside_each_other(text), Path(tempfile.mkdtemp(prefix="peers-")))
         Path(file).write_text(json.dumps(result))
-        os._exit(0)  # the engine's processes end with this one
+        os._exit(0)  # an engine of this process ends with it
     require_gpus(max(case.num_gpus for case in args.cases))
     args.out.mkdir(parents=True, exist_ok=True)
     return run_cases(args.cases, args.out)

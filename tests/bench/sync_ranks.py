@@ -71,8 +71,15 @@ class Ranks:
         raise SystemExit(f"{self._names[index]} ended with exit code {status}")
 
     def close(self) -> None:
+        """Ends all input before it waits for any: ranks may wait for each other at their end."""
         for rank in self._ranks:
-            rank.communicate()
+            assert rank.stdin is not None
+            rank.stdin.close()
+        for rank in self._ranks:
+            assert rank.stdout is not None
+            with rank.stdout as rest:
+                rest.read()
+            rank.wait()
 
 
 def published_weights(answers: Sequence[dict[str, Any]], version: int) -> weights_pb2.PublishedWeights:

@@ -61,7 +61,8 @@ def _row(case: dict[str, Any], name: str) -> list[str]:
 
 def title(case: dict[str, Any]) -> str:
     num_ranks, gpus = case["num_ranks"], "GPU" if case["num_ranks"] == 1 else "GPUs"
-    return f"{case['model'].upper()}, {num_ranks} {gpus}, TP {case['tp_size']}"
+    replicas = f", {case['num_engines']} replicas" if case["num_engines"] > 1 else ""
+    return f"{case['model'].upper()}, {num_ranks} {gpus}, TP {case['tp_size']}{replicas}"
 
 
 def median_ms(case: dict[str, Any], name: str) -> float:
@@ -82,7 +83,7 @@ def draw(result: dict[str, Any], file: Path) -> None:
     panels = figure.subplots(len(cases), 1, squeeze=False, height_ratios=heights)
     for case, (panel,) in zip(cases, panels, strict=True):
         _draw_case(panel, case)
-    figure.suptitle(f"Weights into a running SGLang engine, milliseconds ({result['gpu']})", fontsize=11)
+    figure.suptitle(f"Weights into running SGLang engines, milliseconds ({result['gpu']})", fontsize=11)
     figure.savefig(file, dpi=150)
 
 

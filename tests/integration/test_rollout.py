@@ -273,7 +273,7 @@ async def test_asleep_it_refuses_to_generate_and_says_where_it_stands(rollout: R
 async def test_a_received_version_is_not_served_before_it_is_committed(rollout: RolloutClient, trainer: TestTrainer) -> None:
     await rollout.resume(types_pb2.STAGE_RESUME_WEIGHTS, WEIGHTS)
     received = await rollout.receive(trainer.publish(3))
-    assert {timing.name for timing in received.timings} == {"import", "record", "copy", "verify"}
+    assert {timing.name for timing in received.timings} == {"import", "record", "copy", "verify", "ranks", "compare"}
     assert (received.policy_version, list(received.fallback_names)) == (3, [])
     assert isinstance(await refused(rollout.generate([[5]])), Asleep)
     state = await rollout.state()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from argparse import ArgumentTypeError
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,9 +30,9 @@ def test_a_case_that_cannot_be_run_is_refused(text: str) -> None:
         Case.of(text)
 
 
-@pytest.mark.parametrize("text", ["7b:4:2", "7b:1:1x2", "7b:2:1x2"])
+@pytest.mark.parametrize("text", ["7b:4:2", "7b:1:1x2", "7b:2:2x2"])
 def test_peers_have_a_trainer_rank_beside_every_engine_rank(text: str) -> None:
-    assert Case.beside_each_other("7b:2:2").num_gpus == 2
+    assert [Case.beside_each_other(one).num_gpus for one in ("7b:2:2", "7b:4:2x2")] == [2, 4]
     with pytest.raises(ArgumentTypeError, match=repr(text)):
         Case.beside_each_other(text)
 
@@ -51,6 +52,25 @@ def test_a_rank_that_ends_is_named_with_its_exit_code() -> None:
     with pytest.raises(SystemExit, match=r"json.tool /nonexistent ended with exit code [12]"):
         ranks.ask("rubbish")
     assert all(rank.poll() is not None for rank in ranks._ranks)
+
+
+def test_ranks_that_wait_for_each_other_at_their_end_are_closed_together(tmp_path: Path) -> None:
+    (tmp_path / "waiting.py").write_text(
+        "import pathlib, sys, time\n"
+        "for line in sys.stdin: print('{}', flush=True)\n"
+        "ours, theirs = map(pathlib.Path, sys.argv[1:])\n"
+        "ours.touch()\n"
+        "end = time.monotonic() + 20\n"
+        "while not theirs.exists() and time.monotonic() < end: time.sleep(0.01)\n"
+        "sys.exit(not theirs.exists())\n"
+    )
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        ranks = Ranks("waiting", [[first, second], [second, first]])
+    assert ranks.ask("now") == [{}, {}]
+    ranks.close()
+    assert [rank.returncode for rank in ranks._ranks] == [0, 0]
 
 
 def test_a_bench_refuses_its_command_line_before_it_begins() -> None:

@@ -139,7 +139,9 @@ class ReceiveWeightsResponse(_message.Message):
 
     @_builtins.property
     def timings(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Timing]:
-        """Largest time of any rank for: import, record, copy, verify."""
+        """Largest time of any rank for: import, record, copy, verify. Of the front: ranks, from the command to the last rank's answer;
+        compare, of all sums with those that were published.
+        """
 
     def __init__(
         self,

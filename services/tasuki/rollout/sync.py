@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,11 @@ _IMPORT_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """A sync that every rank made and that was verified. timings: seconds of the slowest rank, by part."""
+    """A sync that every rank made and that was verified.
+
+    timings: seconds by part, of the slowest rank; and of the front "ranks", from the command to the last rank's answer, which is all of
+    those and the messages, and "compare".
+    """
 
     policy_version: int
     copied_bytes: int
@@ -77,13 +82,16 @@ class WeightSync:
             full_read_back=self._full_read_back,
         )
         try:
+            started = time.perf_counter()
             results = await self._calls.receive(command, timeout_s=timeout_s)
+            answered = time.perf_counter()
             await self._compare(results, imported)
             # A publisher that began the next version meanwhile would have changed what was compared.
             imported.check_version(weights.policy_version)
+            compared = time.perf_counter()
         finally:
             imported.let_go()
-        return _report(weights.policy_version, results)
+        return _report(weights.policy_version, results, {"ranks": answered - started, "compare": compared - answered})
 
     async def _compare(self, results: Sequence[ranks_pb2.ReceiveResult], imported: ImportedWeights) -> None:
         digests = [result.layout_digest for result in results]
@@ -121,7 +129,7 @@ def _sums(result: ranks_pb2.ReceiveResult) -> np.ndarray:
     return np.frombuffer(result.sums, dtype="<u8").astype(np.uint64)
 
 
-def _report(policy_version: int, results: Sequence[ranks_pb2.ReceiveResult]) -> SyncReport:
+def _report(policy_version: int, results: Sequence[ranks_pb2.ReceiveResult], front_timings: Mapping[str, float]) -> SyncReport:
     slowest: defaultdict[str, float] = defaultdict(float)
     for result in results:
         for timing in result.timings:
@@ -130,5 +138,5 @@ def _report(policy_version: int, results: Sequence[ranks_pb2.ReceiveResult]) -> 
         policy_version=policy_version,
         copied_bytes=sum(result.copied_bytes for result in results),
         fallback_names=tuple(dict.fromkeys(name for result in results for name in result.fallback_names)),
-        timings=dict(slowest),
+        timings={**slowest, **front_timings},
     )

@@ -1,0 +1,101 @@
+"""One engine of sync_peers.py with its front, which takes weights by our sync and by SGLang's own calls. Answers lines on stdin."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+from tasuki.rollout.rank_calls import RankCalls
+from tasuki.rollout.sync import WeightSync
+from tasuki.v1 import weights_pb2
+from tests.bench.peer_engine import BENCH_LOADER, command_payload, run_scheduler
+from tests.bench.peer_start import SETTINGS, start_engine
+from tests.bench.sync_ranks import answer
+
+
+class PeerFront:
+    """An engine on neighbouring GPUs. Its methods are what `run` is told to do."""
+
+    def __init__(self, *, index: int, tp_size: int, model_path: str, folder: Path) -> None:
+        asyncio.set_event_loop(asyncio.new_event_loop())
+        arguments = {"model_path": model_path, "base_gpu_id": index * tp_size, **SETTINGS}
+        self._engine = start_engine(arguments, tp_size=tp_size, scheduler=run_scheduler, loaders=[BENCH_LOADER])
+        self._index, self._tp_size = index, tp_size
+        self._folder = folder / f"engine-{index}"
+        self._folder.mkdir()
+
+        async def make_sync() -> WeightSync:
+            return WeightSync(RankCalls(self._engine, socket_dir=self._folder), socket_dir=folder)
+
+        self._sync = self._engine.loop.run_until_complete(make_sync())
+
+    @classmethod
+    def of(cls, index: str, tp_size: str, model_path: str, folder: str) -> PeerFront:
+        """From the words of a command line."""
+        return cls(index=int(index), tp_size=int(tp_size), model_path=model_path, folder=Path(folder))
+
+    def run(self, line: str) -> dict[str, Any]:
+        """line: a method's name and, after a blank, its argument."""
+        name, *argument = line.rstrip("\n").split(" ", 1)
+        answered: dict[str, Any] = getattr(self, name)(*argument)
+        return answered
+
+    def ready(self) -> dict[str, Any]:
+        """Once the engine is."""
+        return {}
+
+    def ours(self, published: str) -> dict[str, Any]:
+        """published: PublishedWeights in hexadecimal."""
+        weights = weights_pb2.PublishedWeights.FromString(bytes.fromhex(published))
+
+        async def sync() -> Any:
+            return await self._sync.run(weights, await self._sync.prepare(weights), timeout_s=120)
+
+        report = self._engine.loop.run_until_complete(sync())
+        assert report.fallback_names == ()
+        return {"copied_bytes": report.copied_bytes}
+
+    def update(self, request: str) -> dict[str, Any]:
+        """request: JSON with a payload for every trainer rank, load_format and version; ours are those of the trainer ranks on our GPUs."""
+        asked = json.loads(request)
+        first = self._index * self._tp_size
+        payloads = asked["payloads"][first : first + self._tp_size]
+        return self._call(payloads, load_format=asked["load_format"], version=asked["version"])
+
+    def command(self, text: str) -> dict[str, Any]:
+        """What peer_engine.run_command does, on every rank."""
+        return self._call([command_payload(text)] * self._tp_size, load_format=BENCH_LOADER, version=None)
+
+    def floors(self) -> dict[str, Any]:
+        """What each rank measures of the links."""
+        self.command(f"floors {self._folder}")
+        return {"ranks": [json.loads((self._folder / f"floors-{rank}.json").read_text()) for rank in range(self._tp_size)]}
+
+    def _call(self, payloads: list[Any], *, load_format: str | None, version: str | None) -> dict[str, Any]:
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=payloads, load_format=load_format, flush_cache=False, weight_version=version
+        )
+        update = self._engine.tokenizer_manager.update_weights_from_tensor(request)
+        success, message = self._engine.loop.run_until_complete(update)
+        assert success, message
+        return {}
+
+
+def main() -> None:
+    # Answers alone go where the parent reads; libraries print to stderr.
+    sys.stdout = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    front = PeerFront.of(*sys.argv[1:])
+    for line in sys.stdin:
+        answer(**front.run(line))
+    os._exit(0)  # the engine's processes end with this one
+
+
+if __name__ == "__main__":
+    main()
