@@ -47,23 +47,20 @@ class ChaosNode:
 
     def __init__(self, node: RunningNode, client: Client) -> None:
         self.node, self.client = node, client
+        self.learned: list[list[float]] = []
+        """`log_probs` right after the last step."""
 
     def step(self) -> int:
         """One optimizer step on samples that depend on the version alone. Returns the version after it."""
-        version = self.client.trainer_state().policy_version
-        random = np.random.default_rng(version)
-        samples = [
-            TrainingSample(
-                prompt_token_ids=random.integers(1, 100, 4).tolist(),
-                completion_token_ids=random.integers(1, 100, 6).tolist(),
-                rollout_log_probs=np.full(6, -3.0, dtype=np.float32),
-                advantages=float(random.normal()),
-                policy_version=version,
-            )
-            for _ in range(8)
-        ]
-        self.client.forward_backward(samples)
-        return self.client.optim_step(learning_rate=1e-3).policy_version
+        self.client.forward_backward(_samples(self.client.trainer_state().policy_version))
+        version = self.client.optim_step(learning_rate=1e-3).policy_version
+        self.learned = self.log_probs()
+        return version
+
+    def log_probs(self) -> list[list[float]]:
+        """The trainer's, of samples that depend on its version alone."""
+        samples = _samples(self.client.trainer_state().policy_version)
+        return [one.tolist() for one in self.client.compute_log_probs(samples)]
 
     def strike(self, process: str, stage: phases.Stage, number: signal.Signals) -> Recovery:
         """Sends the signal while `stage` runs, and returns when the phase is reached all the same."""
@@ -124,6 +121,20 @@ class ChaosNode:
                         return noticed - struck
             assert time.time() < struck + _NOTICED_WITHIN_S, f"the supervisor has not noticed that {process} is gone"
             time.sleep(0.1)
+
+
+def _samples(version: int) -> list[TrainingSample]:
+    random = np.random.default_rng(version)
+    return [
+        TrainingSample(
+            prompt_token_ids=random.integers(1, 100, 4).tolist(),
+            completion_token_ids=random.integers(1, 100, 6).tolist(),
+            rollout_log_probs=np.full(6, -3.0, dtype=np.float32),
+            advantages=float(random.normal()),
+            policy_version=version,
+        )
+        for _ in range(8)
+    ]
 
 
 def write_recoveries(folder: Path, recoveries: list[Recovery]) -> None:
