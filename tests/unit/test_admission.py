@@ -12,11 +12,11 @@ import pytest
 
 from tasuki.config.schema import MemoryConfig, ModelConfig, NodeConfig, RolloutConfig
 from tasuki.coordinator.admission import Admission
+from tasuki.coordinator.headroom import Shortage, refusal
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.phases import HOLDS, RULES, Phase, Service, Stage
 from tasuki.coordinator.records import Intent, Outcome, StageEvent
-from tasuki.coordinator.room import Room, refusal
 from tasuki.memory.tags import DeviceUsage, MemoryTag, ServiceUsage, TagUsage
 from tasuki.wire.errors import DeadlineExceeded, OutOfGpuMemory, TasukiError
 from tests.unit import fake_node
@@ -366,7 +366,7 @@ async def test_stage_by_hand_is_refused_as_well_and_goes_on_when_there_is_room(
 
 def test_message_about_many_devices_stays_short() -> None:
     config = NodeConfig(state_dir=Path("/s"), device="cuda", model=ModelConfig(path=Path("/m")))
-    room = Room("cuda:0", 9 * GB, 2 * GB, 0, {"others": 3 * GB})
+    room = Shortage("cuda:0", 9 * GB, 2 * GB, 0, {"others": 3 * GB})
     rooms = [replace(room, device=f"cuda:{index}", needed_bytes=(9 + index) * GB) for index in range(16)]
     error = refusal(Stage.RESUME_KV, rooms, tags=[MemoryTag.KV_CACHE], config=config)
     assert error.metadata["device"] == "cuda:15"

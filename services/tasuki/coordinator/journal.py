@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from tasuki.coordinator.journal_schema import SCHEMA_VERSION, TABLES
 from tasuki.coordinator.phases import Phase, Stage
 from tasuki.coordinator.records import ChangeoverRecord, Intent, Outcome, StageEvent, Status
-from tasuki.coordinator.tables import SCHEMA_VERSION, TABLES
 from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
 from tasuki.wire.errors import DiskFull, TasukiError
 

@@ -20,12 +20,12 @@ from tasuki.config.schema import NodeConfig
 from tasuki.memory.arena import set_host_budget
 from tasuki.rollout.adapter import UnpinnedLora, serve_adapter
 from tasuki.rollout.cpu_attention import BatchedAttention
+from tasuki.rollout.memory_saver import install_saver
 from tasuki.rollout.rank_commands import EngineRank, register_rank
 from tasuki.rollout.rank_memory import rank_allocator
 from tasuki.rollout.ranks import RankReport
 from tasuki.rollout.record import EngineModel
-from tasuki.rollout.saver import install_saver
-from tasuki.rollout.seeded import multinomial_with_seed
+from tasuki.rollout.seeded_sampling import multinomial_with_seed
 from tasuki.rollout.turn import Turn
 from tasuki.wire.errors import TasukiError
 

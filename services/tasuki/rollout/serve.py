@@ -18,7 +18,7 @@ from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.ranks import RankProcesses
 from tasuki.rollout.rollout import Rollout
 from tasuki.rollout.servicer import RolloutServicer
-from tasuki.rollout.starting import Starting
+from tasuki.rollout.startup_deadline import StartupDeadline
 from tasuki.rollout.sync import WeightSync
 from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.failpoints import Failpoints
@@ -33,12 +33,12 @@ _GRACE_S = 5.0
 _log = logging.getLogger(__name__)
 
 
-def serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, starting: Starting) -> int:
+def serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, deadline: StartupDeadline) -> int:
     """Serves until told to stop (exit code 0), or until an engine rank dies (1)."""
-    return uvloop.run(_serve(config, model, ranks, starting))
+    return uvloop.run(_serve(config, model, ranks, deadline))
 
 
-async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, starting: Starting) -> int:
+async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, deadline: StartupDeadline) -> int:
     stop, died = asyncio.Event(), asyncio.Event()
 
     def on_death() -> None:
@@ -52,7 +52,7 @@ async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, st
     target = places.grpc_target(config.state_dir, service="rollout", listen=config.rollout.listen)
     server = RpcServer(service="rollout", target=target, metrics_port=config.rollout.metrics_port)
     engine = start_engine(config, model, ranks, on_death=on_death)
-    starting.finish()
+    deadline.finish()
     configure_logging("rollout")  # SGLang has put its own in the place of ours
     calls = RankCalls(engine, socket_dir=socket_dir)
     sync = WeightSync(calls, socket_dir=socket_dir, num_replicas=config.dp_size, full_read_back=config.rollout.full_read_back)

@@ -11,7 +11,7 @@ from tasuki.coordinator.phases import Service
 from tasuki.wire.errors import StaleSequence
 
 
-def check_numbers(history: History) -> None:
+def check_gaps(history: History) -> None:
     """Raises Broken at the first number that is missing, and where a life of a service comes back after another one."""
     _check_none_missing("epochs", history.epochs, history, name=lambda number: f"epoch {number}")
     changeovers = [id_number(changeover.id) for changeover in history.changeovers]
