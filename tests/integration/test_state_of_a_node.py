@@ -23,8 +23,8 @@ from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.types_pb2 import PHASE_TRAIN
 from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import NodeDown
+from tests.integration.coordinator_process import DEADLINE_S, Node, start_coordinator
 from tests.integration.stage_services import serving
-from tests.integration.test_coordinator import DEADLINE_S, Node, start_coordinator
 
 
 async def test_services_that_are_away_are_marked_and_the_others_told(
