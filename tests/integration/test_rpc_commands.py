@@ -147,8 +147,8 @@ async def test_command_that_arrives_after_a_refused_later_one_is_not_carried_out
     servicer, channel, _ = served
     servicer.gate.look(7)
     stub = trainer_pb2_grpc.TrainerServiceStub(channel)
-    refused = trainer_pb2.PublishWeightsRequest(command=command("out of order", epoch=7, sequence=4))
-    assert isinstance(await refused(stub.PublishWeights(refused, timeout=5)), StageOrder)
+    later = trainer_pb2.PublishWeightsRequest(command=command("out of order", epoch=7, sequence=4))
+    assert isinstance(await refused(stub.PublishWeights(later, timeout=5)), StageOrder)
     late = trainer_pb2.PublishWeightsRequest(command=command("late", epoch=7, sequence=3))
     assert isinstance(await refused(stub.PublishWeights(late, timeout=5)), StaleSequence)
     after = trainer_pb2.PublishWeightsRequest(command=command("next", epoch=7, sequence=5))
