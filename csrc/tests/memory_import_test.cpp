@@ -3,6 +3,23 @@
 
 using namespace tasuki;
 
+namespace {
+
+// An arena with one block of 32 pages, exported, and imported at another address.
+struct Imported : Setup {
+  uint64_t arena = Setup::arena("weights"), id = 0, import = 0;
+  uintptr_t base = 0, there = 0;
+  std::vector<SharedChunk> chunks;
+  uintptr_t a = block(arena, 32 * kPage, 3);
+  Imported() {
+    CHECK_OK(memory.export_arena(arena, Access::read_write, 99, &chunks, &base, &id));
+    CHECK_OK(memory.open_import(DriverKind::cuda, 0, Access::read_only, chunks, &import, &there));
+  }
+  bool reads(unsigned char first) { return holds(there + (a - base), 32 * kPage, first); }
+};
+
+}  // namespace
+
 TEST(chunks_that_a_peer_may_hold_are_not_counted_as_given_back) {
   Setup s;
   uint64_t arena = s.arena("weights"), id = 0;
@@ -18,19 +35,14 @@ TEST(chunks_that_a_peer_may_hold_are_not_counted_as_given_back) {
 }
 
 TEST(an_import_maps_the_peers_chunks_and_sleeps_and_wakes) {
-  Setup s;
-  uint64_t arena = s.arena("weights"), id = 0, import = 0;
-  uintptr_t a = s.block(arena, 32 * kPage, 3), base = 0, there = 0;
-  std::vector<SharedChunk> chunks;
-  CHECK_OK(s.memory.export_arena(arena, Access::read_write, 99, &chunks, &base, &id));
-  CHECK_OK(s.memory.open_import(DriverKind::cuda, 0, Access::read_only, chunks, &import, &there));
-  CHECK(s.holds(there + (a - base), 32 * kPage, 3) && s.memory.totals().imported_bytes == 32 * kPage);
-  CHECK_OK(s.memory.unmap_import(import));
-  CHECK(!s.fake->is_mapped(there));
-  CHECK_OK(s.memory.unmap_import(import));
-  CHECK_OK(s.memory.map_import(import));
-  CHECK(s.holds(there + (a - base), 32 * kPage, 3));
-  CHECK_OK(s.memory.close_import(import));
+  Imported s;
+  CHECK(s.reads(3) && s.memory.totals().imported_bytes == 32 * kPage);
+  CHECK_OK(s.memory.unmap_import(s.import));
+  CHECK(!s.fake->is_mapped(s.there));
+  CHECK_OK(s.memory.unmap_import(s.import));
+  CHECK_OK(s.memory.map_import(s.import));
+  CHECK(s.reads(3));
+  CHECK_OK(s.memory.close_import(s.import));
   CHECK(s.memory.totals().imported_bytes == 0 && s.fake->reservations.size() == 1);
 }
 
@@ -54,48 +66,38 @@ TEST(an_import_that_fails_at_any_call_leaves_nothing) {
 }
 
 TEST(a_dropped_import_holds_nothing_and_gets_other_chunks_at_the_same_addresses) {
-  Setup s;
-  uint64_t arena = s.arena("weights"), id = 0, import = 0;
-  uintptr_t a = s.block(arena, 32 * kPage, 3), base = 0, there = 0;
-  std::vector<SharedChunk> chunks;
-  CHECK_OK(s.memory.export_arena(arena, Access::read_write, 99, &chunks, &base, &id));
-  CHECK_OK(s.memory.open_import(DriverKind::cuda, 0, Access::read_only, chunks, &import, &there));
-  CHECK(s.memory.renew_import(import, chunks).code == Code::bad_argument);
-  CHECK_OK(s.memory.drop_import(import));
-  CHECK_OK(s.memory.drop_import(import));
-  CHECK(!s.fake->is_mapped(there) && s.memory.totals().imported_bytes == 0);
-  CHECK(s.memory.map_import(import).code == Code::bad_argument);
+  Imported s;
+  CHECK(s.memory.renew_import(s.import, s.chunks).code == Code::bad_argument);
+  CHECK_OK(s.memory.drop_import(s.import));
+  CHECK_OK(s.memory.drop_import(s.import));
+  CHECK(!s.fake->is_mapped(s.there) && s.memory.totals().imported_bytes == 0);
+  CHECK(s.memory.map_import(s.import).code == Code::bad_argument);
   for (const auto& [physical, chunk] : s.fake->chunks) CHECK(chunk.num_references == 1);
-  CHECK_OK(s.memory.close_export(id));
-  CHECK(s.pause({arena}) == 32 * kPage);
-  CHECK(s.resume({arena}) == 32 * kPage);
-  for (size_t i = 0; i < 32 * kPage; i += 512) s.fake->at(a + i) = static_cast<unsigned char>(4 + i / 512);
-  chunks.clear();
-  CHECK_OK(s.memory.export_arena(arena, Access::read_write, 99, &chunks, &base, &id));
-  std::vector<SharedChunk> beyond = chunks;
+  CHECK_OK(s.memory.close_export(s.id));
+  CHECK(s.pause({s.arena}) == 32 * kPage);
+  CHECK(s.resume({s.arena}) == 32 * kPage);
+  for (size_t i = 0; i < 32 * kPage; i += 512) s.fake->at(s.a + i) = static_cast<unsigned char>(4 + i / 512);
+  s.chunks.clear();
+  CHECK_OK(s.memory.export_arena(s.arena, Access::read_write, 99, &s.chunks, &s.base, &s.id));
+  std::vector<SharedChunk> beyond = s.chunks;
   beyond.back().offset += kPage;
-  CHECK(s.memory.renew_import(import, beyond).code == Code::bad_handle);
-  CHECK_OK(s.memory.renew_import(import, chunks));
-  CHECK(s.holds(there + (a - base), 32 * kPage, 4));
-  CHECK_OK(s.memory.close_import(import));
+  CHECK(s.memory.renew_import(s.import, beyond).code == Code::bad_handle);
+  CHECK_OK(s.memory.renew_import(s.import, s.chunks));
+  CHECK(s.reads(4));
+  CHECK_OK(s.memory.close_import(s.import));
 }
 
 TEST(a_renewal_that_fails_at_any_call_holds_nothing_and_may_be_tried_again) {
   for (const char* call : {"import_fd", "map", "allow"}) {
     for (int after = 0; after < 2; ++after) {
-      Setup s;
-      uint64_t arena = s.arena("weights"), id = 0, import = 0;
-      uintptr_t a = s.block(arena, 32 * kPage, 3), base = 0, there = 0;
-      std::vector<SharedChunk> chunks;
-      CHECK_OK(s.memory.export_arena(arena, Access::read_write, 99, &chunks, &base, &id));
-      CHECK_OK(s.memory.open_import(DriverKind::cuda, 0, Access::read_only, chunks, &import, &there));
-      CHECK_OK(s.memory.drop_import(import));
+      Imported s;
+      CHECK_OK(s.memory.drop_import(s.import));
       s.fake->fail(call, after);
-      CHECK(!s.memory.renew_import(import, chunks).ok());
-      CHECK(!s.fake->is_mapped(there));
+      CHECK(!s.memory.renew_import(s.import, s.chunks).ok());
+      CHECK(!s.fake->is_mapped(s.there));
       for (const auto& [physical, chunk] : s.fake->chunks) CHECK(chunk.num_references == 1);
-      CHECK_OK(s.memory.renew_import(import, chunks));
-      CHECK(s.holds(there + (a - base), 32 * kPage, 3));
+      CHECK_OK(s.memory.renew_import(s.import, s.chunks));
+      CHECK(s.reads(3));
     }
   }
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,14 +17,6 @@ from tasuki.wire.errors import DeadlineExceeded, OutOfGpuMemory
 from tests.unit import fake_node
 from tests.unit.fake_services import FakeServices
 from tests.unit.sized_services import CONTEXT, GB, Devices, SizedServices
-
-
-@pytest.fixture
-def journal(tmp_path: Path) -> Iterator[Journal]:
-    journal = Journal(tmp_path / "journal.sqlite")
-    journal.begin_epoch("boot-1")
-    yield journal
-    journal.close()
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from tasuki.coordinator.history import History, StageIntent
 from tasuki.coordinator.invariants import Broken, Invariant
-from tasuki.coordinator.journal import id_number, id_text
 from tasuki.coordinator.phases import Service
+from tasuki.coordinator.records import id_number, id_text
 from tasuki.wire.errors import StaleSequence
 
 

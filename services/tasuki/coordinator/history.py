@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from tasuki.coordinator.journal import id_text
 from tasuki.coordinator.journal_schema import SCHEMA_VERSION
 from tasuki.coordinator.phases import Phase, Service, Stage
-from tasuki.coordinator.records import Status
+from tasuki.coordinator.records import Status, id_text
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
 _Row = TypeVar("_Row")

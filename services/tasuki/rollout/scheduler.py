@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, cast
@@ -25,11 +23,10 @@ from tasuki.rollout.cpu_attention import BatchedAttention
 from tasuki.rollout.memory_saver import install_saver
 from tasuki.rollout.rank_commands import EngineRank, register_rank
 from tasuki.rollout.rank_memory import rank_allocator
-from tasuki.rollout.ranks import RankReport
+from tasuki.rollout.rank_report import RankReport, reporting
 from tasuki.rollout.record import EngineModel
 from tasuki.rollout.seeded_sampling import multinomial_with_seed
 from tasuki.rollout.turn import Turn
-from tasuki.wire.errors import TasukiError
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,19 +167,6 @@ def _install_scheduler(setup: RankSetup, *, device: str | None) -> None:
         model_runner.LoRAManager = UnpinnedLora
     # It would write what a data-parallel balancer reads, to a file in /dev/shm that nobody ever removes.
     sglang_scheduler.create_load_snapshot_writer = _no_load_snapshots
-
-
-@contextmanager
-def reporting(pipe_writer: Connection) -> Iterator[None]:
-    """Says to the front why the rank cannot start."""
-    try:
-        yield
-    except TasukiError as error:
-        pipe_writer.send(RankReport(status="failed", reason=error.reason, problem=error.message))
-        raise
-    except Exception as error:
-        pipe_writer.send(RankReport(status="failed", problem=f"{type(error).__name__}: {error}"))
-        raise
 
 
 def _sample_by_seeds() -> None:
