@@ -52,19 +52,19 @@ def to_stderr(line: str) -> None:
 
 
 class StartedNode:
-    """A node that this process started, and that stops with it unless it is let go. To be stopped or let go, once."""
+    """A node that this process started, and that stops with it unless it is detached. To be stopped or detached, once."""
 
     def __init__(self, config: NodeConfig, process: subprocess.Popen[bytes], *, starter_fd: int) -> None:
         self.config = config
         self.process = process
         self._starter_fd = starter_fd
-        self._is_let_go = False
+        self._is_detached = False
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """From here on the node lives without this process."""
         os.write(self._starter_fd, b"1")
         os.close(self._starter_fd)
-        self._is_let_go = True
+        self._is_detached = True
 
     def wait(self) -> int:
         """Returns when the node has ended: 0 after a `tasuki down`, 1 when a service ended by itself."""
@@ -73,7 +73,7 @@ class StartedNode:
     def stop(self) -> None:
         """Returns when nothing of the node is left."""
         with _without_interrupts():
-            if not self._is_let_go:
+            if not self._is_detached:
                 os.close(self._starter_fd)
             stop_node(self.config.state_dir)
             self.process.wait()
