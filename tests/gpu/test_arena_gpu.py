@@ -1,58 +1,30 @@
-"""Arenas on a real GPU: pages, content, graphs, running kernels, room, peers. Needs `make native`, one CUDA GPU and no network."""
+"""Arenas on a real GPU: pages, content, graphs, running kernels, room. Needs `make native`, one CUDA GPU and no network."""
 
-import gc
 import os
 import subprocess
 import sys
 import threading
-import time
-from pathlib import Path
 
 import pytest
 import torch
 
 from tasuki.memory import arena as native
-from tasuki.memory.allocator import NativeAllocator
-from tasuki.memory.arena import Access, Import, Keep, SharedChunk
+from tasuki.memory.arena import Keep
 from tasuki.memory.tags import MemoryTag
-from tasuki.wire.errors import InternalError, InvalidArgument, OutOfGpuMemory, TasukiError
+from tasuki.wire.errors import InternalError, InvalidArgument, OutOfGpuMemory
+from tests.gpu.conftest import free_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
+
 GIB, MIB = 1 << 30, 1 << 20
+
+
 WEIGHTS, OPTIMIZER, KV_CACHE, CUDA_GRAPH = MemoryTag.WEIGHTS, MemoryTag.OPTIMIZER, MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH
-
-
-@pytest.fixture
-def allocator():
-    made = NativeAllocator(
-        tags=[WEIGHTS, OPTIMIZER, KV_CACHE, CUDA_GRAPH],
-        device="cuda:0",
-        keep={OPTIMIZER: Keep.CONTENT, CUDA_GRAPH: Keep.CONTENT},
-    )
-    yield made
-    gc.collect()
-    torch.cuda.synchronize()
-    made.close()
-    torch.cuda.empty_cache()
-
-
-def free_bytes():
-    torch.cuda.synchronize()
-    return torch.cuda.mem_get_info()[0]
 
 
 def num_open_fds():
     return len(os.listdir("/proc/self/fd"))
-
-
-class At:
-    """Device memory at an address, for torch.as_tensor."""
-
-    def __init__(self, address, num_bytes):
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None,
-        }  # fmt: skip
 
 
 def test_a_pause_frees_device_memory_and_a_resume_keeps_addresses(allocator):
@@ -246,131 +218,3 @@ def test_expandable_segments_are_refused():
 def test_a_device_that_is_not_there_is_named():
     with pytest.raises((InvalidArgument, InternalError), match="cuDeviceGet"):
         native.Arena("weights", device="cuda:99")
-
-
-# The peer: maps the chunks, answers on a pipe. Runs as `python test_arena_gpu.py <device> <access> offset:bytes:fd...`.
-def peer(device, access, *described):
-    chunks = [SharedChunk(*map(int, one.split(":"))) for one in described]
-    torch.cuda.set_device(device)
-    torch.zeros(1, device="cuda")
-    imported = Import(chunks, device=device, access=Access[access])
-    span = chunks[-1].offset + chunks[-1].num_bytes
-    for line in sys.stdin:
-        verb, *numbers = line.split()
-        try:
-            tensor = torch.as_tensor(At(imported.base, span), device=device) if verb in ("read", "write") else None
-            if verb == "read":
-                answer = int(tensor[int(numbers[0]) : int(numbers[0]) + 1].clone().cpu())
-            elif verb == "write":
-                tensor[int(numbers[0]) : int(numbers[0]) + 1].copy_(torch.tensor([int(numbers[1])], dtype=torch.uint8))
-                torch.cuda.synchronize()
-                answer = "done"
-            else:
-                getattr(imported, verb)()
-                answer = "done"
-        except (RuntimeError, TasukiError) as error:
-            answer = f"refused {type(error).__name__} {str(error).splitlines()[0]}"
-        sys.stdout.write(f"{answer}\n")
-        sys.stdout.flush()
-
-
-@pytest.fixture
-def peers():
-    started = []
-
-    def start(export, access, device="cuda:0"):
-        described = [f"{chunk.offset}:{chunk.num_bytes}:{chunk.fd}" for chunk in export.chunks]
-        process = subprocess.Popen(
-            [sys.executable, str(Path(__file__)), device, access.name, *described],
-            pass_fds=[chunk.fd for chunk in export.chunks], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        started.append(process)
-
-        def ask(line):
-            process.stdin.write(line + "\n")
-            process.stdin.flush()
-            return process.stdout.readline().strip()
-
-        return process, ask
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
-def test_a_peer_maps_read_only_sees_live_bytes_and_cannot_write(allocator, peers):
-    with allocator.region(WEIGHTS):
-        weights = torch.full((3 * GIB,), 4, dtype=torch.uint8, device="cuda")
-    torch.cuda.synchronize()
-    export = allocator.arena(WEIGHTS).export(Access.READ_ONLY)
-    at = weights.data_ptr() - export.base + 2 * GIB
-    _, ask = peers(export, Access.READ_ONLY)
-    export.close_fds()
-    assert ask(f"read {at}") == "4"
-    weights[2 * GIB] = 9
-    torch.cuda.synchronize()
-    assert ask(f"read {at}") == "9"
-    assert ask(f"write {at} 1").startswith("refused")
-    torch.cuda.synchronize()
-    assert int(weights[2 * GIB]) == 9
-    export.close()
-
-
-def test_two_processes_hand_one_pool_over_by_map_and_unmap(allocator, peers):
-    arena = allocator.arena(KV_CACHE)
-    arena.set_policy(Keep.CHUNKS)
-    with allocator.region(KV_CACHE):
-        pool = torch.full((2 * GIB,), 4, dtype=torch.uint8, device="cuda")
-    torch.cuda.synchronize()
-    export = arena.export(Access.READ_WRITE)
-    at = pool.data_ptr() - export.base
-    _, ask = peers(export, Access.READ_WRITE)
-    assert ask("unmap") == "done"
-    before = free_bytes()
-    allocator.pause([KV_CACHE])
-    assert ask("map") == "done"
-    assert ask(f"write {at} 8") == "done"
-    assert ask("unmap") == "done"
-    allocator.resume([KV_CACHE])
-    assert int(pool[0]) == 8
-    assert abs(free_bytes() - before) <= 32 * MIB
-    export.close()
-
-
-def test_memory_held_by_a_peer_is_accounted_and_comes_back_when_it_is_killed(allocator, peers):
-    with allocator.region(KV_CACHE):
-        pool = torch.full((4 * GIB,), 4, dtype=torch.uint8, device="cuda")
-    export = allocator.arena(KV_CACHE).export(Access.READ_ONLY)
-    process, ask = peers(export, Access.READ_ONLY)
-    assert ask("read 0") == "4"
-    export.close_fds()
-    awake = free_bytes()
-    assert allocator.pause([KV_CACHE]) == 0
-    assert allocator.arena(KV_CACHE).usage().held_bytes == 4 * GIB
-    assert abs(free_bytes() - awake) <= 64 * MIB
-    process.kill()
-    process.wait()
-    export.close()
-    assert allocator.arena(KV_CACHE).usage().held_bytes == 0
-    deadline = time.monotonic() + 10  # the kernel tears a killed process's context down by itself
-    while free_bytes() - awake < 4 * GIB and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert free_bytes() - awake >= 4 * GIB
-    allocator.resume([KV_CACHE])
-    pool.fill_(1)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_peer_on_another_gpu_reads_the_bytes(allocator, peers):
-    with allocator.region(WEIGHTS):
-        weights = torch.full((GIB,), 4, dtype=torch.uint8, device="cuda:0")
-    torch.cuda.synchronize()
-    export = allocator.arena(WEIGHTS).export(Access.READ_ONLY)
-    _, ask = peers(export, Access.READ_ONLY, device="cuda:1")
-    assert ask(f"read {weights.data_ptr() - export.base}") == "4"
-    export.close()
-
-
-if __name__ == "__main__":
-    peer(*sys.argv[1:])

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tasuki.coordinator.journal import Journal
-from tasuki.coordinator.leftovers import close_interrupted, settle
+from tasuki.coordinator.journal_recovery import close_interrupted, resolve_intents
 from tasuki.coordinator.phases import HOLDS, Phase, Stage, path
 from tasuki.coordinator.records import Outcome
 
@@ -33,7 +33,7 @@ def write_for_ever(journal_path: Path, acknowledge: int) -> NoReturn:
     say(acknowledge, f"epoch {journal.begin_epoch(uuid.uuid4().hex)}")
     close_interrupted(journal)
     at = next_place(journal, journal_path)
-    settle(journal, at)
+    resolve_intents(journal, at)
     while True:
         target = Phase.ROLLOUT if at in path(HOLDS[Phase.ROLLOUT], Phase.TRAIN) else Phase.TRAIN
         changeover_id = journal.begin_changeover(uuid.uuid4().hex, origin=at, target=target)

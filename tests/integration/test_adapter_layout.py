@@ -19,8 +19,8 @@ from torch.nn.functional import pad
 
 from tasuki.config.schema import LoraConfig
 from tasuki.rollout.adapter import AdapterBuffers, _Unpinned
+from tasuki.rollout.rank_report import reporting
 from tasuki.rollout.ranks import RankProcesses
-from tasuki.rollout.scheduler import reporting
 from tasuki.wire.errors import BadHandle, InternalError, UnsupportedModel
 
 HIDDEN, HEAD, RANK = 64, 16, 3

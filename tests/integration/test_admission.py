@@ -29,8 +29,8 @@ from tasuki.v1.types_pb2 import (
 )
 from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import OutOfGpuMemory
+from tests.integration.coordinator_process import DEADLINE_S, Node, start_coordinator
 from tests.integration.stage_services import StageService, serving
-from tests.integration.test_coordinator import DEADLINE_S, Node, start_coordinator
 
 MIB = 2**20
 TRAINER = {MemoryTag.WEIGHTS: 8 * MIB, MemoryTag.GRADIENTS: 8 * MIB, MemoryTag.OPTIMIZER: 16 * MIB}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.supervisor import write_exit
+from tasuki.cli.exit_report import write_exit_report
 from tasuki.config.lock import NODE_LOCK, StateLock
 
 
@@ -87,7 +87,7 @@ def test_state_and_watch_say_that_no_node_runs(folder: Path) -> None:
 
 def test_state_says_why_the_last_node_ended(folder: Path) -> None:
     (folder / "state").mkdir()
-    write_exit(
+    write_exit_report(
         folder / "state",
         reason="rollout ended by itself",
         first="rollout",
@@ -99,7 +99,7 @@ def test_state_says_why_the_last_node_ended(folder: Path) -> None:
     # Exit code 1 is torchrun's answer to the order to stop.
     ended = json.loads((folder / "state" / "exit.json").read_text())["services"]
     assert ended == {"rollout": {"signal": "SIGKILL"}, "trainer": {"stopped": True}, "coordinator": {"stopped": True}}
-    write_exit(folder / "state", reason="asked by SIGTERM", first=None, exit_codes={"trainer": 1})
+    write_exit_report(folder / "state", reason="asked by SIGTERM", first=None, exit_codes={"trainer": 1})
     assert "because" not in refusal(tasuki("state", "node.toml", cwd=folder))
 
 

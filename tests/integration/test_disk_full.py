@@ -24,8 +24,8 @@ from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.types_pb2 import PHASE_ROLLOUT, PHASE_TRAIN, PHASE_UNSPECIFIED
 from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import DiskFull, InvalidArgument, PathNotFound
+from tests.integration.coordinator_process import DEADLINE_S, Node, start_coordinator
 from tests.integration.stage_services import serving
-from tests.integration.test_coordinator import DEADLINE_S, Node, start_coordinator
 from tests.models import make_model
 from tests.models import save_checkpoint as save_start_model
 from tests.tiny_disk import TinyDisk, limited_files, tmpfs

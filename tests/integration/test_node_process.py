@@ -2,106 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tasuki.cli.node import stop_node
 from tasuki.config.lock import NODE_LOCK, StateLock, holder
-from tasuki.config.places import exit_path, log_path, restart_request_path, socket_dir, stall_dir
+from tasuki.config.places import exit_path, log_path, restart_request_path, socket_dir
 from tasuki.wire.errors import DeadlineExceeded, NodeRunning
-
-NODE = Path(__file__).with_name("supervised_node.py")
-LIMIT_S = 10.0
-
-
-@dataclass
-class Node:
-    """A supervised node of test services, and what it has at its best."""
-
-    state_dir: Path
-    process: subprocess.Popen[bytes]
-    starter_fd: int
-    names: list[str]
-    pids: list[int] = field(default_factory=list)
-
-    def wait_until_up(self) -> None:
-        files = [self.state_dir / f"{name}.pids" for name in self.names]
-        wait_for(lambda: all(file.exists() and len(file.read_text().split()) == 2 for file in files))
-        self.pids = [int(pid) for file in files for pid in file.read_text().split()]
-
-    @property
-    def supervisor_pid(self) -> int:
-        pid = holder(self.state_dir, name=NODE_LOCK)
-        assert pid is not None
-        return pid
-
-    def assert_gone(self) -> None:
-        wait_for(lambda: holder(self.state_dir, name=NODE_LOCK) is None)
-        assert [pid for pid in (self.process.pid, *self.pids) if is_alive(pid)] == []
-        assert list(socket_dir(self.state_dir).iterdir()) == []
-        shm = Path("/dev/shm")
-        assert [file for file in shm.glob("tasuki-test-*") if int(file.name.split("-")[2]) in self.pids] == []
-        semaphores = [file.read_text().removeprefix("/") for file in self.state_dir.glob("*.semaphore")]
-        assert len(semaphores) == len(self.names)
-        assert [name for name in semaphores if (shm / f"sem.{name}").exists()] == []
-
-    @property
-    def exit(self) -> dict[str, Any]:
-        return json.loads(exit_path(self.state_dir).read_text())
-
-
-def wait_for(condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-Start = Callable[..., Node]
+from tests.integration.node_process import LIMIT_S, Start, is_alive, nodes_in, wait_for
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    nodes: list[Node] = []
-
-    def start(max_restarts: int = 0, **kinds: str) -> Node:
-        state_dir = tmp_path / "state"
-        lock = StateLock.take(state_dir, name=NODE_LOCK)
-        read_fd, starter_fd = os.pipe()
-        argv = [sys.executable, str(NODE), str(state_dir), str(lock.fd), str(read_fd), str(max_restarts)]
-        argv += [f"{name}={kind}" for name, kind in kinds.items()]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        process = subprocess.Popen(argv, pass_fds=(lock.fd, read_fd), start_new_session=True, env=environment)
-        lock.close()
-        os.close(read_fd)
-        nodes.append(Node(state_dir, process, starter_fd, list(kinds)))
-        return nodes[-1]
-
-    yield start
-    for node in nodes:
-        for pid in (node.process.pid, *node.pids):
-            if is_alive(pid):
-                os.kill(pid, signal.SIGKILL)
-        node.process.wait()
-        shutil.rmtree(socket_dir(node.state_dir))
+    with nodes_in(tmp_path) as start:
+        yield start
 
 
 def test_stop_ends_services_and_their_children_and_says_how(start: Start) -> None:
@@ -213,66 +132,6 @@ def test_sockets_are_in_the_run_folder_and_logs_in_the_state_folder(start: Start
     assert log_path(node.state_dir, "first").is_file()
 
 
-def pids_of(node: Node, name: str) -> list[int]:
-    return [int(pid) for pid in (node.state_dir / f"{name}.pids").read_text().split()]
-
-
-def test_service_that_is_killed_is_started_anew_without_its_children_and_the_others_stay(start: Start) -> None:
-    node = start(max_restarts=2, first="good", second="deaf")
-    node.wait_until_up()
-    time.sleep(0.5)  # the supervisor has seen both serve
-    first, second = pids_of(node, "first"), pids_of(node, "second")
-    os.kill(second[0], signal.SIGKILL)
-    wait_for(lambda: len(pids_of(node, "second")) == 2 and pids_of(node, "second")[0] != second[0])
-    assert [pid for pid in second if is_alive(pid)] == []
-    assert pids_of(node, "first") == first
-    assert all(is_alive(pid) for pid in first)
-    node.pids += pids_of(node, "second")
-    stop_node(node.state_dir)
-    assert node.process.wait() == 0
-    assert node.exit["restarts"] == {"second": 1}
-
-
-def test_service_that_dies_again_and_again_ends_the_node_after_its_restarts(start: Start) -> None:
-    node = start(max_restarts=2, first="good", second="dies")
-    node.wait_until_up()
-    assert node.process.wait(timeout=3 * LIMIT_S) == 1
-    assert (node.exit["first"], node.exit["restarts"]) == ("second", {"second": 2})
-
-
-def test_service_that_ends_before_it_serves_is_not_tried_again(start: Start) -> None:
-    node = start(max_restarts=2, first="good", second="fails")
-    assert node.process.wait(timeout=LIMIT_S) == 1
-    assert (node.exit["reason"], node.exit["restarts"]) == ("second ended by itself before it served", {})
-
-
-def test_process_without_a_heartbeat_is_dumped_and_its_service_started_anew(start: Start) -> None:
-    node = start(max_restarts=2, first="good", beats="good")
-    node.wait_until_up()
-    time.sleep(1.0)
-    before = pids_of(node, "beats")
-    os.kill(before[0], signal.SIGSTOP)
-    wait_for(lambda: len(pids_of(node, "beats")) == 2 and pids_of(node, "beats")[0] != before[0])
-    (stacks,) = stall_dir(node.state_dir).iterdir()
-    assert f"beats, pid {before[0]}: no heartbeat for 2." in stacks.read_text()
-    assert "supervised_node.py" in stacks.read_text()
-    assert not is_alive(before[0])
-    node.pids += pids_of(node, "beats")
-    stop_node(node.state_dir)
-
-
-def test_restart_that_is_asked_for_is_carried_out_once(start: Start) -> None:
-    node = start(max_restarts=2, first="good")
-    node.wait_until_up()
-    time.sleep(0.5)
-    before = pids_of(node, "first")
-    restart_request_path(node.state_dir, "first").write_text("SYNC did not end")
-    wait_for(lambda: len(pids_of(node, "first")) == 2 and pids_of(node, "first")[0] != before[0])
-    node.pids += pids_of(node, "first")
-    stop_node(node.state_dir)
-    assert node.exit["restarts"] == {"first": 1}
-
-
 @pytest.mark.parametrize("who", ["supervisor", "guard"])
 def test_a_pause_of_the_supervisor_or_its_guard_is_no_order_to_stop(start: Start, who: str) -> None:
     node = start(first="good")
@@ -309,23 +168,6 @@ def test_node_whose_reports_cannot_be_written_is_stopped_all_the_same(start: Sta
     assert node.process.wait() == 0
     node.assert_gone()
     assert not exit_path(node.state_dir).exists()
-
-
-def test_process_without_a_heartbeat_goes_also_where_its_stacks_cannot_be_written(start: Start) -> None:
-    node = start(max_restarts=2, first="good", beats="good")
-    stall_dir(node.state_dir).write_text("no folder")
-    node.wait_until_up()
-    time.sleep(1.0)
-    before = pids_of(node, "beats")
-    logs = log_path(node.state_dir, "beats").parent
-    logs.rename(logs.with_name("away"))
-    logs.write_text("no folder")  # nor can a new log
-    os.kill(before[0], signal.SIGSTOP)
-    wait_for(lambda: len(pids_of(node, "beats")) == 2 and pids_of(node, "beats")[0] != before[0])
-    node.pids += pids_of(node, "beats")
-    stop_node(node.state_dir)
-    assert node.process.wait() == 0
-    assert node.exit["restarts"] == {"beats": 1}
 
 
 def test_down_ends_a_node_whose_supervisor_was_stopped(start: Start) -> None:

@@ -10,16 +10,18 @@ import pytest
 import torch
 
 from tasuki.v1 import memory_pb2, types_pb2
-from tests.integration.conftest import (
+from tests.integration.rollout_process import (
     RolloutClient,
     RolloutProcess,
     TestTrainer,
     connected,
+    log_probs_of,
+    long_call,
     start_rollout,
     stop_rollout,
+    until_idle,
     wait_until_serving,
 )
-from tests.integration.test_rollout import log_probs_of, long_call, until_idle
 from tests.models import make_model, save_checkpoint
 
 pytestmark = pytest.mark.timeout(600)

@@ -18,15 +18,15 @@ from transformers import AutoModelForCausalLM
 from tasuki.transport.export import WeightExport
 from tasuki.transport.shards import Shard
 from tasuki.v1 import memory_pb2, types_pb2, weights_pb2
-from tests.integration.conftest import (
+from tests.integration.rollout_process import (
     CALL_TIMEOUT_S,
     RolloutProcess,
     connected,
+    log_probs_of,
     start_rollout,
     stop_rollout,
     wait_until_serving,
 )
-from tests.integration.test_rollout import log_probs_of
 from tests.models import make_model, save_checkpoint
 
 # k_proj and up_proj without an adapter: their parts of SGLang's buffers must be zeros.

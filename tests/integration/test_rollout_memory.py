@@ -13,7 +13,8 @@ import pytest
 
 from tasuki.v1 import memory_pb2, types_pb2
 from tasuki.wire.errors import DeadlineExceeded, InvalidArgument
-from tests.integration.conftest import KV_CACHE_TOKENS, RolloutClient, RolloutProcess, TestTrainer
+from tests.integration.conftest import KV_CACHE_TOKENS
+from tests.integration.rollout_process import RolloutClient, RolloutProcess, TestTrainer
 from tests.integration.test_rollout import refused
 
 WEIGHTS, KV = types_pb2.MEMORY_TAG_WEIGHTS, types_pb2.MEMORY_TAG_KV_CACHE

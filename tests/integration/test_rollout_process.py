@@ -16,19 +16,20 @@ import torch
 from tasuki.config import places
 from tasuki.v1 import memory_pb2, types_pb2
 from tasuki.wire.errors import EnginePoisoned, WeightsCorrupt
-from tests.integration.conftest import (
+from tests.integration.rollout_process import (
     RolloutClient,
     RolloutProcess,
     TestTrainer,
     connected,
     left_of,
+    log_probs_of,
     shared_memory,
     start_rollout,
     stop_rollout,
     wait_until_serving,
 )
-from tests.integration.test_rollout import log_probs_of, refused
 from tests.models import make_model
+from tests.refusal import refused
 
 pytestmark = pytest.mark.timeout(600)
 WEIGHTS, KV = types_pb2.MEMORY_TAG_WEIGHTS, types_pb2.MEMORY_TAG_KV_CACHE

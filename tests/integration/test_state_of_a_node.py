@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.ending import write_exit
+from tasuki.cli.exit_report import write_exit_report
+from tasuki.cli.node_snapshot import NodeReader
 from tasuki.cli.state import show_state
-from tasuki.cli.view import NodeReader
 from tasuki.cli.watch import watch
 from tasuki.config.instance import Instance, begin_instance, read_instance
 from tasuki.config.lock import NODE_LOCK, StateLock
@@ -23,8 +23,8 @@ from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.types_pb2 import PHASE_TRAIN
 from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import NodeDown
+from tests.integration.coordinator_process import DEADLINE_S, Node, start_coordinator
 from tests.integration.stage_services import serving
-from tests.integration.test_coordinator import DEADLINE_S, Node, start_coordinator
 
 
 async def test_services_that_are_away_are_marked_and_the_others_told(
@@ -41,11 +41,11 @@ async def test_services_that_are_away_are_marked_and_the_others_told(
             with NodeReader(config) as reader:
                 assert dict((await asyncio.to_thread(reader.read)).absent) == {}
         with NodeReader(config) as reader:
-            view = await asyncio.to_thread(reader.read)
-        assert dict(view.absent) == dict.fromkeys(("trainer", "rollout"), "is being started anew")
-        assert view.node.phase == PHASE_TRAIN
-        assert view.node.instance_id
-        assert Instance(view.node.instance_id, view.node.lock_path) == read_instance(config.state_dir)
+            snapshot = await asyncio.to_thread(reader.read)
+        assert dict(snapshot.absent) == dict.fromkeys(("trainer", "rollout"), "is being started anew")
+        assert snapshot.node.phase == PHASE_TRAIN
+        assert snapshot.node.instance_id
+        assert Instance(snapshot.node.instance_id, snapshot.node.lock_path) == read_instance(config.state_dir)
         await asyncio.to_thread(show_state, config, as_json=False)
         text = capsys.readouterr().out
         assert [
@@ -59,7 +59,7 @@ async def test_services_that_are_away_are_marked_and_the_others_told(
         told = capsys.readouterr().out
         assert json.loads(told[told.index("{") :])["absent"]["coordinator"] == "is being started anew"
         assert not watching.done()
-        write_exit(config.state_dir, reason="the supervisor was killed by SIGKILL", first=None)
+        write_exit_report(config.state_dir, reason="the supervisor was killed by SIGKILL", first=None)
     assert await asyncio.wait_for(watching, DEADLINE_S) == 1
     assert "NODE_DOWN" in (error := capsys.readouterr().err)
     assert "the supervisor was killed by SIGKILL" in error

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tasuki.transport.imported_weights import import_weights
 from tasuki.v1 import trainer_pb2
 from tests.integration import trainer_samples as plain
-from tests.integration.test_trainer import refused, samples_of_now
-from tests.integration.trainer_process import TrainerClient, TrainerProcess, connect, start_trainer
+from tests.integration.trainer_process import TrainerClient, TrainerProcess, connect, samples_of_now, start_trainer
 from tests.models import make_model, save_checkpoint
+from tests.refusal import refused
 
 # Two ranks cannot share A's rows evenly.
 SETTINGS = f"""

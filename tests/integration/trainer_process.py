@@ -17,7 +17,10 @@ import grpc.aio
 
 from tasuki.config import places
 from tasuki.v1 import memory_pb2, memory_pb2_grpc, trainer_pb2, trainer_pb2_grpc, types_pb2
+from tasuki.v1.types_pb2 import TrainingSample
 from tasuki.wire.channel import open_channel
+from tests.integration.trainer_samples import make_samples
+from tests.models import VOCAB_SIZE
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 180.0
@@ -196,3 +199,8 @@ def command(request_id: str = "") -> types_pb2.CommandId:
 
 def connect(trainer: TrainerProcess) -> grpc.aio.Channel:
     return open_channel(trainer.target)
+
+
+async def samples_of_now(client: TrainerClient, num_samples: int = 12) -> list[TrainingSample]:
+    """Samples of the policy version that the trainer is at."""
+    return make_samples(num_samples, vocab_size=VOCAB_SIZE, policy_version=(await client.state()).policy_version)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,38 +14,22 @@ from tasuki.coordinator.history import read_history
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.operation import Operation
-from tasuki.coordinator.peers import GrpcPeers
 from tasuki.coordinator.phases import Phase, Service, Stage
 from tasuki.rollout.stages import Stage as RolloutStage
 from tasuki.v1 import trainer_pb2, types_pb2
 from tasuki.wire.errors import DeadlineExceeded, OutOfGpuMemory, PeerUnavailable, TasukiError
 from tests.unit.simulated_faults import Crash, Fault, JournalFailpoints
 from tests.unit.simulated_logs import SimulatedLogs
+from tests.unit.simulated_peers import STAGE_TIMEOUT_S, SimulatedPeers
 from tests.unit.simulated_services import Disk, SimulatedRollout, SimulatedService, SimulatedTrainer
 
-STAGE_TIMEOUT_S, STALL_S, RECOVERY_TIMEOUT_S, RESTART_S, LATE_S = 60.0, 90.0, 120.0, 1.0, 0.5
+STALL_S, RECOVERY_TIMEOUT_S, RESTART_S, LATE_S = 90.0, 120.0, 1.0, 0.5
+
+
 _LATENCY_S = 0.001
+
+
 _NEVER_S = 7200.0
-
-
-class _Stub:
-    """Stands where a gRPC stub does."""
-
-    def __init__(self, node: SimulatedNode, service: Service) -> None:
-        self._node, self._service = node, service
-
-    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
-        return lambda request, timeout: self._node.call(self._service, method, request, timeout)
-
-
-class SimulatedPeers(GrpcPeers):
-    """The coordinator's own, with stubs that lead into the simulation."""
-
-    def __init__(self, node: SimulatedNode) -> None:
-        self._trainer = self._rollout = None
-        self._memory = {service: _Stub(node, service) for service in Service}
-        self._trainer, self._rollout = self._memory[Service.TRAINER], self._memory[Service.ROLLOUT]
-        self._epoch, self._timeout_s, self._drain_grace_s = node.epoch, STAGE_TIMEOUT_S, 10.0
 
 
 class SimulatedNode:

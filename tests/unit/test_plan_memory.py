@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,24 +14,13 @@ from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.phases import RING
 from tasuki.memory.advice import advise, largest_kv_ratio, smallest_sleeping
 from tasuki.memory.layout import GB, MIB, TAGS, Checkpointing, Layout, Part, Strategy
-from tasuki.memory.model_shape import read_model_shape, shape_of
 from tasuki.memory.node_plan import plan_node
 from tasuki.memory.plan import Plan, PlanStage, needed_bytes, plan
 from tasuki.memory.presets import MODELS, PRESETS
 from tasuki.memory.trainer_bytes import training_peak
-from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
+from tasuki.wire.errors import InvalidArgument
 from tests.bench import plan_gpu
-
-TINY = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 300,
-    "max_position_embeddings": 256,
-}
+from tests.unit.test_model_shape import write_model
 
 
 def h200s(model: str, **settings: Any) -> Layout:
@@ -261,13 +249,6 @@ def test_letting_more_leave_never_takes_more_in_the_trainers_phase(sleeping: fro
         assert after.stage(stage).gpu_bytes <= before.stage(stage).gpu_bytes
 
 
-def write_model(folder: Path, **changes: Any) -> Path:
-    (folder / "config.json").write_text(
-        json.dumps({key: value for key, value in (TINY | changes).items() if value is not None})
-    )
-    return folder
-
-
 def test_a_node_on_a_cpu_takes_its_memory_from_the_host(tmp_path: Path):
     tables = {"trainer": {"num_ranks": 2}, "rollout": {"max_total_tokens": 1000}, "model": {"path": write_model(tmp_path)}}
     node = NodeConfig.model_validate({"state_dir": tmp_path, **tables})
@@ -279,37 +260,6 @@ def test_a_node_on_a_cpu_takes_its_memory_from_the_host(tmp_path: Path):
     assert host[Part.GRADIENTS] == 2 * one_rank[Part.GRADIENTS]
     # Two layers, two heads of 16, keys and values, bfloat16.
     assert planned.kv_pool.num_bytes == (1000 + 8) * 2 * 2 * 2 * 16 * 2
-
-
-@pytest.mark.parametrize(
-    "key", ["hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size", "max_position_embeddings"]
-)
-def test_a_key_that_a_model_lacks_is_named(key: str, tmp_path: Path):
-    with pytest.raises(InvalidArgument) as caught:
-        read_model_shape(write_model(tmp_path, **{key: None}))
-    assert caught.value.metadata["field"] == key
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("hidden_size", -1), ("vocab_size", "many"), ("num_key_value_heads", 3), ("head_dim", 0)]
-)
-def test_a_key_that_makes_no_sense_is_named(key: str, value: object):
-    with pytest.raises(InvalidArgument) as caught:
-        shape_of(TINY | {key: value})
-    assert caught.value.metadata["field"] == key
-
-
-def test_another_architecture_is_refused():
-    with pytest.raises(UnsupportedModel, match="GPT2LMHeadModel"):
-        shape_of(TINY | {"architectures": ["GPT2LMHeadModel"]})
-
-
-def test_a_model_that_is_not_there_or_no_json_is_refused(tmp_path: Path):
-    with pytest.raises(PathNotFound):
-        read_model_shape(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(InvalidArgument, match="not JSON"):
-        read_model_shape(tmp_path)
 
 
 @pytest.mark.parametrize(

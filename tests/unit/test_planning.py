@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tasuki.cli.plan import Wishes, layout_of
-from tasuki.cli.plan_view import as_table
+from tasuki.cli.plan_report import as_table
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.phases import Service

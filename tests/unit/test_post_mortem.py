@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.ending import write_exit
+from tasuki.cli.exit_report import write_exit_report
 from tasuki.cli.post_mortem import explained, why_it_ended
 from tasuki.config.places import log_path
 from tasuki.config.schema import ModelConfig, NodeConfig
@@ -22,14 +22,14 @@ def config(tmp_path: Path) -> NodeConfig:
 
 @pytest.mark.parametrize("failure", [PeerUnavailable("gone"), Draining("drains"), NodeDown("has ended")])
 def test_an_orderly_stop_is_a_node_that_is_down(failure: TasukiError, config: NodeConfig) -> None:
-    write_exit(config.state_dir, reason="asked by SIGTERM", first=None, exit_codes={"trainer": 1, "rollout": -9})
+    write_exit_report(config.state_dir, reason="asked by SIGTERM", first=None, exit_codes={"trainer": 1, "rollout": -9})
     with pytest.raises(NodeDown, match="has ended: asked by SIGTERM"), explained(config):
         raise failure
 
 
 def test_a_service_that_ended_too_often_is_named_in_words_with_what_it_said(config: NodeConfig) -> None:
     reason = "coordinator ended by itself once more than restart.max_restarts allows"
-    write_exit(
+    write_exit_report(
         config.state_dir, reason=reason, first="coordinator", exit_codes={"coordinator": -9}, restarts={"coordinator": 5}
     )
     log_path(config.state_dir, "coordinator").write_text("event=epoch epoch=6\n")

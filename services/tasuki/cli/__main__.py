@@ -114,7 +114,7 @@ def _up(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, overrides=arguments.overrides)
     node = start_node(config, resumes=arguments.resume)
     if not arguments.foreground:
-        node.let_go()
+        node.detach()
         return 0
     try:
         if node.wait() != 0:

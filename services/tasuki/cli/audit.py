@@ -41,15 +41,15 @@ def run(path: Path, *, as_json: bool) -> int:
         found = replace(found, violation=Violation(Invariant.TRAINED_ONCE, repetition))
     num_commands = sum(len(life.commands) for of_service in lives.values() for life in of_service)
     counts = {**_counts(found), "num_logged_commands": num_commands, "num_training_records": len(records)}
-    told = Told(found.violation, damage, _not_audited(folder, lives), counts)
-    sys.stdout.write(_json(told) if as_json else _text(told))
+    report = AuditReport(found.violation, damage, _not_audited(folder, lives), counts)
+    sys.stdout.write(_json(report) if as_json else _text(report))
     if found.violation is not None:
         return BROKEN
     return UNREADABLE if damage else CLEAN
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class AuditReport:
     """What an audit comes to. damage: of the trainer's log. not_audited: what is not there to be compared."""
 
     violation: Violation | None
@@ -105,21 +105,21 @@ def _counts(found: Audit) -> dict[str, Any]:
     return counts
 
 
-def _json(told: Told) -> str:
-    violation = None if told.violation is None else asdict(told.violation)
-    is_clean = violation is None and not told.damage
+def _json(report: AuditReport) -> str:
+    violation = None if report.violation is None else asdict(report.violation)
+    is_clean = violation is None and not report.damage
     content = {
         "is_clean": is_clean,
         "violation": violation,
-        "damage": told.damage,
-        "not_audited": told.not_audited,
-        **told.counts,
+        "damage": report.damage,
+        "not_audited": report.not_audited,
+        **report.counts,
     }
     return json.dumps(content, indent=2) + "\n"
 
 
-def _text(told: Told) -> str:
-    violation = told.violation
+def _text(report: AuditReport) -> str:
+    violation = report.violation
     lines = ["clean" if violation is None else f"broken: {violation.invariant}"]
     if violation is not None:
         where = {
@@ -130,9 +130,9 @@ def _text(told: Told) -> str:
         }
         lines += [f"  {name}: {value}" for name, value in where.items() if value]
         lines.append(f"  expected: {violation.expected}")
-    if told.damage:
+    if report.damage:
         lines[0] = f"damaged: the trainer's log; apart from it {lines[0]}"
-        lines.append(f"  {told.damage}, so what was trained cannot be audited; the journal can")
-    lines.append(" ".join(f"{name.removeprefix('num_')}={count}" for name, count in told.counts.items()))
-    lines += [f"not audited: {lacking}" for lacking in told.not_audited]
+        lines.append(f"  {report.damage}, so what was trained cannot be audited; the journal can")
+    lines.append(" ".join(f"{name.removeprefix('num_')}={count}" for name, count in report.counts.items()))
+    lines += [f"not audited: {lacking}" for lacking in report.not_audited]
     return "\n".join(lines) + "\n"

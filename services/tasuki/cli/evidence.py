@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from tasuki.cli.set_aside import KEPT_LOGS, set_aside_names
+from tasuki.cli.rotation import KEPT_LOGS, rotated_paths
 from tasuki.config.places import journal_path, log_path, training_log_path
 
 _PROCESSES = ("coordinator", "trainer", "rollout", "supervisor")
@@ -35,7 +35,7 @@ def copy_evidence(state_dir: Path, output_dir: Path) -> None:
         target = log_path(output_dir, process)
         target.parent.mkdir(parents=True, exist_ok=True)
         source = log_path(state_dir, process)
-        pairs = zip(set_aside_names(source, keep=KEPT_LOGS), set_aside_names(target, keep=KEPT_LOGS), strict=True)
+        pairs = zip(rotated_paths(source, keep=KEPT_LOGS), rotated_paths(target, keep=KEPT_LOGS), strict=True)
         for there, here in ((source, target), *pairs):
             _copy(there, here)
     _copy(training_log_path(state_dir), training_log_path(output_dir))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from tasuki.memory.model_shape import read_json_object
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
 _KEY = "model.path"
@@ -17,11 +17,7 @@ def check_model_folder(path: Path) -> None:
     config = path / "config.json"
     if not config.is_file():
         raise PathNotFound(f"{_KEY}: {path} has no config.json; give a Hugging Face model folder", path=config)
-    try:
-        architectures = json.loads(config.read_text()).get("architectures")
-    except (ValueError, AttributeError) as error:
-        raise InvalidArgument(_KEY, f"{config} is not a JSON object: {error}") from error
-    if not architectures:
+    if not read_json_object(config, field=_KEY).get("architectures"):
         raise InvalidArgument(_KEY, f"{config} names no `architectures`, so nobody can tell which model it is")
     if not any(path.glob("*.safetensors")):
         raise PathNotFound(f"{_KEY}: {path} has no *.safetensors; convert the model first", path=path)

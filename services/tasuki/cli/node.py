@@ -15,12 +15,12 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tasuki.cli.ending import no_node
+from tasuki.cli.exit_report import node_down
 from tasuki.cli.model_folder import check_model_folder
 from tasuki.cli.post_mortem import why_it_ended
 from tasuki.cli.processes import parent_and_state
+from tasuki.cli.rotation import KEPT_LOGS, rotate
 from tasuki.cli.services import ServiceCommand, node_services
-from tasuki.cli.set_aside import KEPT_LOGS, set_aside
 from tasuki.config.instance import begin_instance
 from tasuki.config.lock import NODE_LOCK, StateLock, holder
 from tasuki.config.places import config_path, exit_path, journal_path, log_path, node_targets, training_log_path
@@ -52,19 +52,19 @@ def to_stderr(line: str) -> None:
 
 
 class StartedNode:
-    """A node that this process started, and that stops with it unless it is let go. To be stopped or let go, once."""
+    """A node that this process started, and that stops with it unless it is detached. To be stopped or detached, once."""
 
     def __init__(self, config: NodeConfig, process: subprocess.Popen[bytes], *, starter_fd: int) -> None:
         self.config = config
         self.process = process
         self._starter_fd = starter_fd
-        self._is_let_go = False
+        self._is_detached = False
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """From here on the node lives without this process."""
         os.write(self._starter_fd, b"1")
         os.close(self._starter_fd)
-        self._is_let_go = True
+        self._is_detached = True
 
     def wait(self) -> int:
         """Returns when the node has ended: 0 after a `tasuki down`, 1 when a service ended by itself."""
@@ -73,7 +73,7 @@ class StartedNode:
     def stop(self) -> None:
         """Returns when nothing of the node is left."""
         with _without_interrupts():
-            if not self._is_let_go:
+            if not self._is_detached:
                 os.close(self._starter_fd)
             stop_node(self.config.state_dir)
             self.process.wait()
@@ -113,7 +113,7 @@ def start_node(config: NodeConfig, *, resumes: bool = False, tell: Tell = to_std
 
 def _begin_anew(state_dir: Path) -> None:
     """A node starts from its model: what the last trainer on the folder had done is set aside."""
-    set_aside(training_log_path(state_dir), keep=_KEPT_TRAINING_LOGS)
+    rotate(training_log_path(state_dir), keep=_KEPT_TRAINING_LOGS)
 
 
 def _check_state_folder(state_dir: Path) -> None:
@@ -168,7 +168,7 @@ def _spawn_supervisor(config: NodeConfig, *, lock_fd: int, read_fd: int) -> subp
     argv = [sys.executable, "-m", "tasuki.cli", "supervise", str(config.state_dir), str(lock_fd), str(read_fd)]
     log = log_path(config.state_dir, "supervisor")
     log.parent.mkdir(mode=0o700, exist_ok=True)
-    set_aside(log, keep=KEPT_LOGS)
+    rotate(log, keep=KEPT_LOGS)
     with log.open("wb") as output:
         return subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=(lock_fd, read_fd), start_new_session=True
@@ -206,7 +206,7 @@ def node_state(config: NodeConfig) -> coordinator_pb2.NodeState:
     """The coordinator's view of the node. Raises NodeDown when none runs."""
     state_dir = config.state_dir
     if holder(state_dir, name=NODE_LOCK) is None:
-        raise no_node(state_dir)
+        raise node_down(state_dir)
     with grpc.insecure_channel(node_targets(config)["coordinator"], options=CLIENT_OPTIONS) as channel:
         request = coordinator_pb2.GetStateRequest()
         try:

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from tasuki.cli.plan_arguments import DEFAULT_HOST_GB
-from tasuki.cli.plan_view import as_table, show
+from tasuki.cli.plan_report import as_table, show
 from tasuki.config.load import load_config
 from tasuki.memory.advice import advise
 from tasuki.memory.layout import GB, Checkpointing, Layout, Strategy
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     planned = plan(layout_of(arguments.config, wishes))
     advice = advise(planned)
     if arguments.plot is not None:
-        from tasuki.cli.plan_picture import draw_plan
+        from tasuki.cli.plan_chart import draw_plan
 
         draw_plan(planned, arguments.plot)
     if arguments.json:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import grpc
 
-from tasuki.cli.ending import how_it_ended, read_ending
-from tasuki.cli.last_words import last_words
+from tasuki.cli.exit_report import describe_exit, read_exit_report
+from tasuki.cli.logged_error import find_error
 from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.places import log_path
 from tasuki.config.schema import NodeConfig
@@ -23,10 +23,10 @@ _LOOK_EVERY_S = 0.1
 def why_it_ended(config: NodeConfig) -> TasukiError:
     """The error of a node that is not there any more: the words of the service that ended first, or who stopped it."""
     state_dir = config.state_dir
-    ending = read_ending(state_dir)
+    ending = read_exit_report(state_dir)
     first = ending.get("first")
     if first:
-        return _words_of(first, f"{ending['reason']} ({how_it_ended(ending, first)})", log_path(state_dir, first))
+        return _words_of(first, f"{ending['reason']} ({describe_exit(ending, first)})", log_path(state_dir, first))
     if ending:
         return NodeDown(f"the node on {state_dir} has ended: {ending['reason']}", state_dir=state_dir)
     # It had no time to write, or did not come so far.
@@ -61,7 +61,7 @@ def explained(config: NodeConfig) -> Iterator[None]:
 
 
 def _words_of(service: str, how: str, log: Path) -> TasukiError:
-    words = last_words(log.read_text(errors="replace") if log.exists() else "")
+    words = find_error(log.read_text(errors="replace") if log.exists() else "")
     if words.reason:
         return from_reason(words.reason, f"{service}: {words.text}", {"service": service, "log": str(log)})
     said = f"; {log} says:\n{words.text}" if words.text else f"; {log} says nothing"

@@ -7,16 +7,17 @@ import sys
 
 from rich.console import Console
 
-from tasuki.cli.view import NodeReader, as_dict, draw
+from tasuki.cli.node_snapshot import NodeReader, as_dict
+from tasuki.cli.node_tables import draw
 from tasuki.config.schema import NodeConfig
 
 
 def show_state(config: NodeConfig, *, as_json: bool) -> int:
     """Prints the node's state. Raises NodeDown when none runs."""
     with NodeReader(config) as reader:
-        view = reader.read()
+        snapshot = reader.read()
     if as_json:
-        sys.stdout.write(json.dumps(as_dict(view), indent=2) + "\n")
+        sys.stdout.write(json.dumps(as_dict(snapshot), indent=2) + "\n")
     else:
-        Console().print(draw(view))
+        Console().print(draw(snapshot))
     return 0

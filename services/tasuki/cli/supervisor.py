@@ -16,13 +16,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from tasuki.cli.ending import BY_ORDER, write_exit
-from tasuki.cli.leftovers import Leftovers
+from tasuki.cli.exit_report import REQUESTED_BY, write_exit_report
 from tasuki.cli.processes import SERVICE_VARIABLE, adopt_orphans, die_with_parent, end_descendants, kill_service, reap
-from tasuki.cli.restarts import Restarts
+from tasuki.cli.resource_tracker import ResourceTracker
+from tasuki.cli.restart_policy import RestartPolicy
+from tasuki.cli.rotation import KEPT_LOGS, rotate
 from tasuki.cli.services import ServiceCommand, listens
-from tasuki.cli.set_aside import KEPT_LOGS, set_aside
-from tasuki.cli.stalls import StallWatch, dump_stacks
+from tasuki.cli.watchdog import Watchdog, dump_stacks
 from tasuki.config.lock import StateLock
 from tasuki.config.places import exit_path, log_path, restart_request_path
 from tasuki.config.schema import RestartConfig
@@ -52,15 +52,15 @@ def supervise(
     # Looked for once a tick, so that no handler can run in the middle of something.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     guard_pid = os.getpid()
-    leftovers = Leftovers(state_dir)
+    resources = ResourceTracker(state_dir)
     pid = os.fork()
     if pid:
         os.close(starter_fd)
-        return _guard(state_dir, pid, leftovers)
+        return _guard(state_dir, pid, resources)
     die_with_parent(guard_pid, signal.SIGTERM)
     adopt_orphans()
     lock.sign(os.getpid())
-    return Supervisor(state_dir, services, leftovers, starter_fd=starter_fd, environment=environment, restart=restart).run()
+    return Supervisor(state_dir, services, resources, starter_fd=starter_fd, environment=environment, restart=restart).run()
 
 
 class Supervisor:
@@ -70,14 +70,14 @@ class Supervisor:
         self,
         state_dir: Path,
         services: Sequence[ServiceCommand],
-        leftovers: Leftovers,
+        resources: ResourceTracker,
         *,
         starter_fd: int,
         environment: Mapping[str, str],
         restart: RestartConfig,
     ) -> None:
         self._state_dir = state_dir
-        self._leftovers = leftovers
+        self._resources = resources
         self._environment = environment
         self._starter_fd: int | None = starter_fd
         os.set_blocking(starter_fd, False)
@@ -87,8 +87,8 @@ class Supervisor:
         self._pids: dict[int, ServiceCommand] = {}
         self._served: set[str] = set()
         self._exit_codes: dict[str, int] = {}
-        self._restarts = Restarts(max_restarts=restart.max_restarts, window_s=restart.window_s)
-        self._stalls = StallWatch(state_dir, stall_s=restart.stall_s, progress_s=restart.progress_s)
+        self._restarts = RestartPolicy(max_restarts=restart.max_restarts, window_s=restart.window_s)
+        self._watchdog = Watchdog(state_dir, stall_s=restart.stall_s, progress_s=restart.progress_s)
 
     def run(self) -> int:
         """0 when it was asked to stop, 1 when a service ended by itself once too often, or something here failed."""
@@ -96,7 +96,7 @@ class Supervisor:
         try:
             while not reason:
                 self._start_what_can()
-                self._leftovers.glance()
+                self._resources.poll()
                 reason, first = self._wait()
                 code = 1 if first else 0
         except Exception as error:  # noqa: BLE001 - whatever it was, the services must not stay behind
@@ -106,12 +106,14 @@ class Supervisor:
         try:
             self._end_services()
         finally:
-            self._leftovers.remove()
-            write_exit(self._state_dir, reason=reason, first=first, exit_codes=self._exit_codes, restarts=self._restarts.counts)
+            self._resources.remove()
+            write_exit_report(
+                self._state_dir, reason=reason, first=first, exit_codes=self._exit_codes, restarts=self._restarts.counts
+            )
         return code
 
     def _end_services(self) -> None:
-        self._leftovers.look()
+        self._resources.scan()
         for pid in self._pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
@@ -151,7 +153,7 @@ class Supervisor:
         time.sleep(_TICK_S)
         asked = _asked_to_stop()
         if asked is not None:
-            return f"{BY_ORDER} {asked.name}", None
+            return f"{REQUESTED_BY} {asked.name}", None
         if self._starter_is_gone():
             return "the process that started the node ended", None
         self._see_who_serves()
@@ -169,7 +171,7 @@ class Supervisor:
     def _ended(self) -> list[str]:
         """Services that have ended by themselves, or were killed here because they hang or somebody asked for it."""
         ended = self._note(reap())
-        if (stall := self._stalls.look(now=time.monotonic())) is not None and stall.service not in ended:
+        if (stall := self._watchdog.check(now=time.monotonic())) is not None and stall.service not in ended:
             stacks = "-" if stall.is_gone else dump_stacks(self._state_dir, stall)
             event = "lost" if stall.is_gone else "stalled"
             _log.error("event=%s process=%s pid=%d cause=%s stacks=%s", event, stall.process, stall.pid, stall.cause, stacks)
@@ -189,9 +191,9 @@ class Supervisor:
         pause_s = self._restarts.next_pause(name, now=time.monotonic())
         if pause_s is None:
             return f"{name} ended by itself once more than restart.max_restarts allows"
-        self._leftovers.look()
+        self._resources.scan()
         num_killed = kill_service(name, kill_s=_KILL_S, watch=self._watch_end)
-        self._stalls.forget(name)
+        self._watchdog.forget(name)
         self._pids = {pid: service for pid, service in self._pids.items() if service.name != name}
         self._waiting[name] = time.monotonic() + pause_s
         _log.warning(
@@ -211,7 +213,7 @@ class Supervisor:
         return said == b""
 
     def _watch_end(self, ended: Mapping[int, int]) -> None:
-        self._leftovers.glance()
+        self._resources.poll()
         self._note(ended)
 
     def _note(self, ended: Mapping[int, int]) -> list[str]:
@@ -226,23 +228,23 @@ class Supervisor:
         return names
 
 
-def _guard(state_dir: Path, supervisor_pid: int, leftovers: Leftovers) -> int:
+def _guard(state_dir: Path, supervisor_pid: int, resources: ResourceTracker) -> int:
     """Waits for the supervisor, and does what that had no time to do, or could not."""
     code = None
     while code is None:
-        leftovers.glance()
+        resources.poll()
         time.sleep(_TICK_S)
         if _asked_to_stop() is not None:
             with suppress(ProcessLookupError):
                 os.kill(supervisor_pid, signal.SIGTERM)
         code = reap().get(supervisor_pid)
-    leftovers.look()
-    end_descendants(grace_s=_GRACE_S, kill_s=_KILL_S, watch=lambda _: leftovers.glance())
-    leftovers.remove()
+    resources.scan()
+    end_descendants(grace_s=_GRACE_S, kill_s=_KILL_S, watch=lambda _: resources.poll())
+    resources.remove()
     if not exit_path(state_dir).exists():
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         _log.warning("event=supervisor_ended exit_code=%d", code)
-        write_exit(state_dir, reason=f"the supervisor {how}", first=None)
+        write_exit_report(state_dir, reason=f"the supervisor {how}", first=None)
     return code
 
 
@@ -259,7 +261,7 @@ def _fresh_log(path: Path) -> BinaryIO:
     """`path`, open, with what earlier runs wrote set aside. Where it cannot be written, the service runs without."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        set_aside(path, keep=KEPT_LOGS)
+        rotate(path, keep=KEPT_LOGS)
         return path.open("wb")
     except OSError as error:
         _log.error("event=no_log path=%s error=%s", path, error)

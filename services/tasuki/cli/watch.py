@@ -9,9 +9,10 @@ import grpc
 from rich.console import Console
 from rich.live import Live
 
-from tasuki.cli.ending import is_by_order, read_ending
+from tasuki.cli.exit_report import is_requested, read_exit_report
+from tasuki.cli.node_snapshot import NodeReader
+from tasuki.cli.node_tables import draw, event_line, phase_name
 from tasuki.cli.post_mortem import has_ended, why_it_ended
-from tasuki.cli.view import NodeReader, draw, event_line, phase_name
 from tasuki.config.schema import NodeConfig
 from tasuki.v1 import coordinator_pb2
 from tasuki.wire.errors import TasukiError
@@ -31,12 +32,12 @@ def watch(config: NodeConfig) -> int:
             follow(reader, console)
             if has_ended(config, within_s=_REDRAW_S):
                 break
-    ending = read_ending(config.state_dir)
+    report = read_exit_report(config.state_dir)
     error = why_it_ended(config)
     sys.stderr.write(
-        f"tasuki: {error.message}\n" if is_by_order(ending) else f"tasuki: error {error.reason}: {error.message}\n"
+        f"tasuki: {error.message}\n" if is_requested(report) else f"tasuki: error {error.reason}: {error.message}\n"
     )
-    return 0 if is_by_order(ending) else 1
+    return 0 if is_requested(report) else 1
 
 
 def _draw(reader: NodeReader, console: Console) -> None:

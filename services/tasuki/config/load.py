@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tasuki.config.order import Misfit
+from tasuki.config.constraints import SettingsConflict
 from tasuki.config.schema import NodeConfig
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
@@ -34,9 +34,9 @@ def load_config(path: Path, *, overrides: Sequence[str] = ()) -> NodeConfig:
         return NodeConfig.model_validate(table)
     except ValidationError as error:
         first = error.errors()[0]
-        misfit = first.get("ctx", {}).get("error")
-        if isinstance(misfit, Misfit):
-            raise InvalidArgument(misfit.field, str(misfit)) from error
+        conflict = first.get("ctx", {}).get("error")
+        if isinstance(conflict, SettingsConflict):
+            raise InvalidArgument(conflict.field, str(conflict)) from error
         key = ".".join(str(part) for part in first["loc"]) or "config"
         raise InvalidArgument(key, _explain(first)) from error
 

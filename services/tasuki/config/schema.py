@@ -10,8 +10,8 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
+from tasuki.config.constraints import check_constraints
 from tasuki.config.devices import Devices
-from tasuki.config.order import raise_misfits
 
 
 class Schema(BaseModel):
@@ -269,5 +269,5 @@ class NodeConfig(Schema):
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> NodeConfig:
-        raise_misfits(self)
+        check_constraints(self)
         return self

@@ -17,14 +17,14 @@ from tasuki.config.lock import StateLock
 from tasuki.config.places import journal_path, node_targets, restart_request_path, socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.admission import Admission
+from tasuki.coordinator.disk_full import wait_for_disk
 from tasuki.coordinator.journal import Journal
-from tasuki.coordinator.leftovers import close_interrupted
+from tasuki.coordinator.journal_recovery import close_interrupted
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.peers import GrpcPeers
 from tasuki.coordinator.phases import Service
 from tasuki.coordinator.planning import Planning
 from tasuki.coordinator.servicer import CoordinatorServicer
-from tasuki.coordinator.without_room import with_room
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging
@@ -67,7 +67,7 @@ async def _serve(config: NodeConfig) -> None:
             instance_id=instance.id,
             lock_path=instance.lock_path,
         )
-        opened = await with_room(lambda: _make_node(config, boot_id), state, target=targets["coordinator"])
+        opened = await wait_for_disk(lambda: _make_node(config, boot_id), state, target=targets["coordinator"])
         if opened is not None:
             await _serve_node(config, *opened, instance=instance)
     finally:

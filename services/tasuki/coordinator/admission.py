@@ -15,13 +15,11 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 from tasuki.config.schema import NodeConfig
-from tasuki.coordinator.phases import RULES, Service, Stage
-from tasuki.coordinator.records import Outcome
-from tasuki.coordinator.room import (
+from tasuki.coordinator.headroom import (
     EXPORT,
     TAKES,
     Bytes,
-    Room,
+    Shortage,
     after,
     cached_bytes,
     free_of_gpus,
@@ -34,6 +32,8 @@ from tasuki.coordinator.room import (
     taken_by,
     woken_by,
 )
+from tasuki.coordinator.phases import RULES, Service, Stage
+from tasuki.coordinator.records import Outcome
 from tasuki.memory.host import host_memory
 from tasuki.memory.layout import Part
 from tasuki.memory.node_plan import plan_node
@@ -94,9 +94,9 @@ class Admission:
         if not await self._measure_all(stage):
             return
         needed = await self._first_export() if is_first else self._taken(stage)
-        if needed and (rooms := self._without_room(stage, needed)):
+        if needed and (shortages := self._shortages(stage, needed)):
             tags = woken_by(stage, self._usages[RULES[stage].service]) or [EXPORT]
-            raise refusal(stage, rooms, tags=tags, config=self._config)
+            raise refusal(stage, shortages, tags=tags, config=self._config)
 
     @asynccontextmanager
     async def during(self, stage: Stage) -> AsyncIterator[None]:
@@ -166,11 +166,11 @@ class Admission:
         free = self._free_for(stage)
         return needed.keys() <= free.keys() and not any(lacks_room(device, size, free) for device, size in needed.items())
 
-    def _without_room(self, stage: Stage, needed: Bytes) -> list[Room]:
+    def _shortages(self, stage: Stage, needed: Bytes) -> list[Shortage]:
         """Measured devices that lack room."""
         free = self._free_for(stage)
         return [
-            Room(
+            Shortage(
                 device=device,
                 needed_bytes=size,
                 free_bytes=free[device],

@@ -1,7 +1,7 @@
 """Replays a journal against the ring of stages, and names the first promise that it shows broken. Pure: no I/O.
 
 The journal tells what the coordinator asked and what it heard. A lost answer and a service that was started anew leave more than one
-place where a service may be (`whereabouts`); what fits none of them is broken.
+place where a service may be (`possible_stages`); what fits none of them is broken.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tasuki.coordinator.audit_numbers import check_numbers
+from tasuki.coordinator.audit_gaps import check_gaps
 from tasuki.coordinator.history import BegunChangeover, ChangeoverEnding, History, StageIntent, StageResult
 from tasuki.coordinator.invariants import Broken, Invariant, Violation
-from tasuki.coordinator.journal import id_number, id_text
 from tasuki.coordinator.phases import HOLDS, RULES, Phase, Service, Stage, next_stage, since_phase, standing, undo_path
-from tasuki.coordinator.records import Status
+from tasuki.coordinator.possible_stages import PossibleStages
+from tasuki.coordinator.records import Status, id_number, id_text
 from tasuki.coordinator.weights_trace import WeightsTrace
-from tasuki.coordinator.whereabouts import Whereabouts
 from tasuki.wire.errors import DeadlineExceeded, InternalError, Interrupted, PeerUnavailable, StageOrder
 
 
@@ -49,7 +48,7 @@ def audit(history: History) -> Audit:
         replay = _Replay(history, found, results=results, endings=endings)
         replay.run()
         found.num_versions_served, found.num_rewinds = replay.weights.num_served, replay.weights.num_rewinds
-        check_numbers(history)
+        check_gaps(history)
     except Broken as broken:
         found.violation = broken.violation
     return found
@@ -100,7 +99,7 @@ class _Replay:
     found: Audit
     results: dict[int, StageResult]
     endings: dict[str, ChangeoverEnding]
-    services: dict[Service, Whereabouts] = field(default_factory=lambda: {service: Whereabouts() for service in Service})
+    services: dict[Service, PossibleStages] = field(default_factory=lambda: {service: PossibleStages() for service in Service})
     """The trainer first."""
     believed: Stage | None = None
     """Where the coordinator takes the node to be; None after an undo, when it asks."""
@@ -169,22 +168,22 @@ class _Replay:
     def _begin(self, changeover: BegunChangeover, intents: Sequence[StageIntent]) -> None:
         self.found.num_changeovers += 1
         self.ways_back = []
-        for service, whereabouts in self.services.items():
+        for service, possible in self.services.items():
             if intents:
-                whereabouts.seen(intents[0].boot_ids[service])
+                possible.seen(intents[0].boot_ids[service])
         self.goal = HOLDS[changeover.target]
         if not self._narrow(changeover.origin, or_new=not intents):
             expected = f"origin {_names(self._places(or_new=not intents))}, found {changeover.origin}"
             raise Broken.at_changeover(Invariant.ORIGIN, expected, changeover.id, epoch=changeover.epoch)
         self.believed = changeover.origin
         if intents:
-            for whereabouts in self.services.values():
-                whereabouts.seen_again()
+            for possible in self.services.values():
+                possible.seen_again()
 
     def _intend(self, intent: StageIntent) -> None:
         self.found.num_stages += 1
-        for service, whereabouts in self.services.items():
-            whereabouts.seen(intent.boot_ids[service])
+        for service, possible in self.services.items():
+            possible.seen(intent.boot_ids[service])
         self._check_holder(intent)
         if intent.is_undo:
             self._check_undo(intent)
@@ -220,28 +219,28 @@ class _Replay:
             raise Broken.at_intent(intent, Invariant.UNDO, f"the undo of {_names(expected)}")
 
     def _conclude(self, intent: StageIntent, result: StageResult | None) -> None:
-        whereabouts = self.services[RULES[intent.stage].service]
+        possible = self.services[RULES[intent.stage].service]
         if result is None:
             self.found.num_unanswered += 1
-            whereabouts.not_heard(intent.stage, is_undo=intent.is_undo)
+            possible.not_heard(intent.stage, is_undo=intent.is_undo)
         elif result.status is Status.FAILED:
             self.found.num_stages_failed += 1
             if result.error_reason == StageOrder.reason:
-                whereabouts.out_of_order(intent.stage, is_undo=intent.is_undo)
+                possible.out_of_order(intent.stage, is_undo=intent.is_undo)
                 return
             if result.error_reason not in _UNKNOWN:
-                whereabouts.refused(intent.stage, is_undo=intent.is_undo)
+                possible.refused(intent.stage, is_undo=intent.is_undo)
                 return
-            whereabouts.not_heard(intent.stage, is_undo=intent.is_undo)
+            possible.not_heard(intent.stage, is_undo=intent.is_undo)
             self.weights.not_heard(intent)
         else:
             self.found.num_stages_undone += intent.is_undo
             self.found.num_stages_done += not intent.is_undo
-            at = whereabouts.may_be()
+            at = possible.may_be()
             if result.is_settled and intent.is_undo:
                 # Nothing is left of the stage, be it that the undo was carried out, or that there was nothing to take back.
-                whereabouts.not_heard(intent.stage, is_undo=True)
-            elif not whereabouts.carried_out(intent.stage, is_undo=intent.is_undo) and not whereabouts.at_if_new - {None}:
+                possible.not_heard(intent.stage, is_undo=True)
+            elif not possible.carried_out(intent.stage, is_undo=intent.is_undo) and not possible.at_if_new - {None}:
                 raise Broken.at_intent(intent, Invariant.RING, f"a refusal, since the service is at {_names(at)}")
             self.believed = None if intent.is_undo else intent.stage
             self.weights.carried_out(intent, result)
@@ -274,11 +273,11 @@ class _Replay:
         and stay where it was.
         """
         fitting = [pair for pair, place in self._standings(or_new=or_new) if place is at]
-        for index, whereabouts in enumerate(self.services.values()):
+        for index, possible in enumerate(self.services.values()):
             places = {pair[index] for pair in fitting}
-            may_be_absent = whereabouts.is_absent or (or_new and None in places)
+            may_be_absent = possible.is_absent or (or_new and None in places)
             if fitting and not may_be_absent:
-                whereabouts.at = places
+                possible.at = places
         return bool(fitting)
 
     def _standings(self, *, or_new: bool) -> Iterator[tuple[tuple[Stage | None, Stage | None], Stage]]:

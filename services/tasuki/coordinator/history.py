@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from tasuki.coordinator.journal import id_text
+from tasuki.coordinator.journal_schema import SCHEMA_VERSION
 from tasuki.coordinator.phases import Phase, Service, Stage
-from tasuki.coordinator.records import Status
-from tasuki.coordinator.tables import SCHEMA_VERSION
+from tasuki.coordinator.records import Status, id_text
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
 _Row = TypeVar("_Row")
@@ -140,7 +139,7 @@ def _intent(row: sqlite3.Row) -> StageIntent:
 
 
 def _result(row: sqlite3.Row) -> StageResult:
-    is_settled = row["seconds"] == 0.0  # `settle` writes it so; no answer comes in no time
+    is_settled = row["seconds"] == 0.0  # `resolve_intents` writes it so; no answer comes in no time
     return StageResult(_number(row, "id"), Status(row["status"]), _version(row), _text(row, "error_reason"), is_settled)
 
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from tasuki.coordinator.journal_schema import SCHEMA_VERSION, TABLES
 from tasuki.coordinator.phases import Phase, Stage
-from tasuki.coordinator.records import ChangeoverRecord, Intent, Outcome, StageEvent, Status
-from tasuki.coordinator.tables import SCHEMA_VERSION, TABLES
+from tasuki.coordinator.records import ChangeoverRecord, Intent, Outcome, StageEvent, Status, id_number, id_text
 from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
 from tasuki.wire.errors import DiskFull, TasukiError
 
@@ -286,17 +286,8 @@ class Journal:
             ) from error
 
 
-def id_number(changeover_id: str) -> int:
-    """Number of a changeover id such as "c000012"."""
-    return int(changeover_id.removeprefix("c"))
-
-
 def _result_row(
     intent: Intent, status: Status, outcome: Outcome, *, time: float, seconds: float, error: TasukiError | None
 ) -> tuple[object, ...]:
     of_outcome = (outcome.num_bytes, outcome.answer, outcome.policy_version)
     return (intent.id, status, time, seconds, *of_outcome, error.reason if error else "", error.message if error else "")
-
-
-def id_text(number: int) -> str:
-    return f"c{number:06d}"

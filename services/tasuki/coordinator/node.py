@@ -10,15 +10,15 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from tasuki.coordinator.admission import Admission
+from tasuki.coordinator.attempts import last_attempt, next_attempt_id
 from tasuki.coordinator.changeover import Changeover, Restart
 from tasuki.coordinator.journal import Journal
-from tasuki.coordinator.leftovers import close_interrupted, settle
-from tasuki.coordinator.lookout import Lookout
-from tasuki.coordinator.operation import Operation, Told, replayed
+from tasuki.coordinator.journal_recovery import close_interrupted, resolve_intents
+from tasuki.coordinator.operation import Operation, StateUpdate, replayed
 from tasuki.coordinator.peers import Observed, Peers
 from tasuki.coordinator.phases import HOLDS, Phase, Stage, advance, leads_to, phase_of
+from tasuki.coordinator.readiness import ReadinessProbe
 from tasuki.coordinator.records import NodeState, StageEvent, Status
-from tasuki.coordinator.tries import last_try, unused
 from tasuki.coordinator.watchers import Watchers
 from tasuki.wire.errors import (
     ChangeoverRunning,
@@ -36,7 +36,7 @@ from tasuki.wire.errors import (
 
 _log = logging.getLogger("tasuki.coordinator")
 _KEPT_OPERATIONS = 256
-_LOOK_EVERY_S = 0.2
+_POLL_S = 0.2
 _MAX_TRIES = 5
 # After these a service is gone, or has to go. The changeover is closed as failed and another one begun when all services are there
 # again; an error that changed nothing, such as a lack of memory, is the caller's.
@@ -61,7 +61,7 @@ class Node:
     ) -> None:
         """recovery_timeout_s: how long a changeover waits for a service that is gone to come back. admission: None lets all begin."""
         self._journal, self._peers = journal, peers
-        self._restart, self._lookout = restart, Lookout(peers, timeout_s=recovery_timeout_s)
+        self._restart, self._readiness = restart, ReadinessProbe(peers, timeout_s=recovery_timeout_s)
         self._admission = admission
         self._boot_id, self._trainer_target, self._rollout_target = boot_id, trainer_target, rollout_target
         self._at: Stage | None = None
@@ -75,7 +75,7 @@ class Node:
         self._last_error = close_interrupted(journal)
 
     def state(self) -> NodeState:
-        poison = f"rollout is unusable until it is started anew: {self._lookout.poison}" if self._lookout.poison else ""
+        poison = f"rollout is unusable until it is started anew: {self._readiness.poison}" if self._readiness.poison else ""
         return NodeState(
             at=self._at,
             epoch=self._journal.epoch,
@@ -85,7 +85,7 @@ class Node:
             trainer_target=self._trainer_target,
             rollout_target=self._rollout_target,
             num_changeovers=self._num_done,
-            last_error="; ".join(part for part in (self._last_error, poison, self._lookout.waiting) if part),
+            last_error="; ".join(part for part in (self._last_error, poison, self._readiness.waiting) if part),
         )
 
     def acquire(self, phase: Phase, request_id: str) -> Operation:
@@ -113,7 +113,7 @@ class Node:
                         with suppress(TasukiError):  # journalled, and told by the state
                             await self._bring_to(Phase.TRAIN, f"recovery-{self._journal.epoch}")
                         return
-            await asyncio.sleep(_LOOK_EVERY_S if self._at is None else 0)
+            await asyncio.sleep(_POLL_S if self._at is None else 0)
 
     async def stop(self) -> None:
         """Cuts the running operation off; its stage stays in the journal as an intent without a result."""
@@ -124,7 +124,7 @@ class Node:
         known = self._operations.get(request_id)
         if known is not None and known.subject == subject and known.reason == DiskFull.reason:
             known = None  # it asked for room, and to be asked again
-        written = None if known is not None else last_try(self._journal, request_id)
+        written = None if known is not None else last_attempt(self._journal, request_id)
         # One that an earlier coordinator left in the middle is not answered by its interruption: it is carried out now.
         if written is not None and written.error_reason not in (*_UNANSWERED, DiskFull.reason):
             known = replayed(written, self.state())
@@ -158,7 +158,7 @@ class Node:
     async def _bring_to(self, phase: Phase, request_id: str) -> None:
         """Tries again, as another changeover, when a service is lost on the way and has come back."""
         for number in range(1, _MAX_TRIES + 1):
-            seen = await self._lookout.able(phase)
+            seen = await self._readiness.wait_ready(phase)
             at = self._take(seen)
             if phase_of(at) is phase and not seen.is_on_the_way_back:
                 self._tell(StageEvent("", None, Status.HELD, time=time.time()), at)
@@ -166,7 +166,7 @@ class Node:
             self._close_left(at, phase)
             go = self._make_room if phase is Phase.ROLLOUT and seen.trainer_is_in_the_way else self._try
             try:
-                await go(phase, unused(self._journal, request_id), seen)
+                await go(phase, next_attempt_id(self._journal, request_id), seen)
             except (*_LOSSES, Interrupted) as error:
                 if number == _MAX_TRIES:
                     raise
@@ -225,7 +225,7 @@ class Node:
         target = leads_to(at)
         if self._open is not None and (self._open.target is not target or not self._open.knows(seen)):
             self._close_left(at, target)  # what was started anew may have moved the node
-        changeover = self._open or self._begin(unused(self._journal, request_id), seen, target=target)
+        changeover = self._open or self._begin(next_attempt_id(self._journal, request_id), seen, target=target)
         changeover.stands(seen)
         await changeover.run_if_admitted(stage)
         if phase_of(stage) is not None:
@@ -239,7 +239,7 @@ class Node:
 
     def _take(self, seen: Observed) -> Stage:
         """Takes what the services say as the truth. Raises StageOrder when they do not fit together."""
-        self._lookout.poison = seen.poison
+        self._readiness.poison = seen.poison
         if seen.served_version is not None:
             self._policy_version = seen.served_version
         elif self._policy_version is None:
@@ -249,7 +249,7 @@ class Node:
         except StageOrder as error:
             self._at, self._last_error = None, f"{error.reason}: {error.message}"
             raise
-        settle(self._journal, at)
+        resolve_intents(self._journal, at)
         self._at = at
         return at
 
@@ -283,7 +283,7 @@ class Node:
     def _tell(self, event: StageEvent, at: Stage | None) -> None:
         """Passes an event on to the running operation and to the watchers; the node stands at `at` after it."""
         self._at = at
-        told = Told(event, self.state())
+        update = StateUpdate(event, self.state())
         if self._running is not None:
-            self._running.tell(told)
-        self.watchers.tell(told)
+            self._running.tell(update)
+        self.watchers.tell(update)

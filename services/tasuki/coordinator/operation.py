@@ -11,7 +11,7 @@ from tasuki.wire.errors import TasukiError, from_reason
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class StateUpdate:
     """An event, and the node's state after it."""
 
     event: StageEvent
@@ -23,7 +23,7 @@ class Operation:
 
     def __init__(self, subject: str) -> None:
         self.subject = subject
-        self._told: list[Told] = []
+        self._updates: list[StateUpdate] = []
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -31,18 +31,18 @@ class Operation:
         self._task = asyncio.get_running_loop().create_task(work)
         self._task.add_done_callback(self._end)
 
-    def tell(self, told: Told) -> None:
-        self._told.append(told)
+    def tell(self, update: StateUpdate) -> None:
+        self._updates.append(update)
         self._wake()
 
-    async def follow(self) -> AsyncIterator[Told]:
+    async def follow(self) -> AsyncIterator[StateUpdate]:
         """Every event from the first, until the work ends; then the work's error, if it had one."""
         assert self._task is not None
         position = 0
         while True:
             news, is_over = self._news, self._task.done()
-            while position < len(self._told):
-                yield self._told[position]
+            while position < len(self._updates):
+                yield self._updates[position]
                 position += 1
             if is_over:
                 break
@@ -77,7 +77,7 @@ def replayed(changeover: ChangeoverRecord, state: NodeState) -> Operation:
     """A changeover that ended in an earlier life of the coordinator, as an operation that ended."""
     operation = Operation(f"phase {changeover.target}")
     for event in (*changeover.events, changeover.ending()):
-        operation.tell(Told(event, state))
+        operation.tell(StateUpdate(event, state))
     operation.start(_ended(changeover))
     return operation
 

@@ -114,3 +114,13 @@ class NodeState:
     @property
     def next_stage(self) -> Stage | None:
         return next_stage(self.at) if self.at else None
+
+
+def id_text(number: int) -> str:
+    """Id of a changeover, such as "c000012"."""
+    return f"c{number:06d}"
+
+
+def id_number(changeover_id: str) -> int:
+    """The number in such an id."""
+    return int(changeover_id.removeprefix("c"))

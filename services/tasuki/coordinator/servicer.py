@@ -11,10 +11,10 @@ import grpc.aio
 
 from tasuki.config.instance import Instance
 from tasuki.coordinator.encode import changeover_to_proto, event_to_proto, phase_from_proto, stage_from_proto, state_to_proto
-from tasuki.coordinator.journal import Journal, id_number
+from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.planning import Planning
-from tasuki.coordinator.records import NodeState
+from tasuki.coordinator.records import NodeState, id_number
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1 import coordinator_pb2_grpc
 from tasuki.wire.errors import InvalidArgument
@@ -35,18 +35,18 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         phase = phase_from_proto(request.phase)
         if phase is None:
             raise InvalidArgument("phase", "must be PHASE_TRAIN or PHASE_ROLLOUT")
-        async for told in self._node.acquire(phase, _request_id(request.request_id)).follow():
-            yield pb.AcquireResponse(event=event_to_proto(told.event), state=self._state(told.state))
+        async for update in self._node.acquire(phase, _request_id(request.request_id)).follow():
+            yield pb.AcquireResponse(event=event_to_proto(update.event), state=self._state(update.state))
 
     async def RunStage(self, request: pb.RunStageRequest, context: _Context) -> pb.RunStageResponse:
         stage = stage_from_proto(request.stage)
         if stage is None:
             raise InvalidArgument("stage", "must be one of the nine stages")
         response = pb.RunStageResponse()
-        async for told in self._node.run_stage(stage, _request_id(request.request_id)).follow():
-            if told.event.stage is stage:
-                response.event.CopyFrom(event_to_proto(told.event))
-            response.state.CopyFrom(self._state(told.state))
+        async for update in self._node.run_stage(stage, _request_id(request.request_id)).follow():
+            if update.event.stage is stage:
+                response.event.CopyFrom(event_to_proto(update.event))
+            response.state.CopyFrom(self._state(update.state))
         return response
 
     async def GetState(self, request: pb.GetStateRequest, context: _Context) -> pb.GetStateResponse:
@@ -55,8 +55,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def WatchState(self, request: pb.WatchStateRequest, context: _Context) -> AsyncIterator[pb.WatchStateResponse]:
         with self._node.watchers.watching() as queue:
             yield pb.WatchStateResponse(state=self._state(self._node.state()))
-            while (told := await queue.get()) is not None:
-                yield pb.WatchStateResponse(state=self._state(told.state), event=event_to_proto(told.event))
+            while (update := await queue.get()) is not None:
+                yield pb.WatchStateResponse(state=self._state(update.state), event=event_to_proto(update.event))
 
     async def ListChangeovers(self, request: pb.ListChangeoversRequest, context: _Context) -> pb.ListChangeoversResponse:
         size = request.page_size or _DEFAULT_PAGE_SIZE

@@ -109,13 +109,18 @@ def read_model_shape(path: Path) -> ModelShape:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise PathNotFound(f"model: {file} does not exist; give a config.json or a folder that holds one", path=file)
+    return shape_of(read_json_object(file, field="model"))
+
+
+def read_json_object(file: Path, *, field: str) -> dict[str, Any]:
+    """Raises InvalidArgument naming `field` for a file that holds anything else."""
     try:
         table = json.loads(file.read_text())
     except ValueError as error:
-        raise InvalidArgument("model", f"{file} is not JSON: {error}") from error
+        raise InvalidArgument(field, f"{file} is not JSON: {error}") from error
     if not isinstance(table, dict):
-        raise InvalidArgument("model", f"{file} holds no JSON object")
-    return shape_of(table)
+        raise InvalidArgument(field, f"{file} holds no JSON object")
+    return table
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:

@@ -21,9 +21,9 @@ from tasuki.config.schema import NodeConfig
 from tasuki.rollout.environment import engine_environment
 from tasuki.rollout.model import read_model
 from tasuki.rollout.ranks import RankProcesses
-from tasuki.rollout.starting import Starting
+from tasuki.rollout.startup_deadline import StartupDeadline
+from tasuki.rpc.gpu_wait import wait_for_trainer_to_leave
 from tasuki.rpc.logs import configure_logging
-from tasuki.rpc.room import wait_for_trainer_to_leave
 from tasuki.wire.errors import TasukiError
 
 
@@ -37,13 +37,13 @@ def main() -> int:
         config = load_config(arguments.config, overrides=arguments.overrides)
         configure_logging("rollout")
         logging.getLogger("sglang").setLevel(logging.WARNING)
-        return _serve(config, Starting(config.rollout.start_timeout_s))
+        return _serve(config, StartupDeadline(config.rollout.start_timeout_s))
     except TasukiError as error:
         sys.stderr.write(f"tasuki.rollout: {error.reason}: {error.message}\n")
         return 1
 
 
-def _serve(config: NodeConfig, starting: Starting) -> int:
+def _serve(config: NodeConfig, deadline: StartupDeadline) -> int:
     model = read_model(config)
     socket_dir = places.socket_dir(config.state_dir)
     temp_dir = socket_dir / "tmp"
@@ -61,9 +61,9 @@ def _serve(config: NodeConfig, starting: Starting) -> int:
             ranks.start(config)
             from tasuki.rollout.serve import serve
 
-            return serve(config, model, ranks, starting)
+            return serve(config, model, ranks, deadline)
         finally:
-            starting.finish()
+            deadline.finish()
             ranks.kill()
 
 

@@ -34,7 +34,7 @@ def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
         # Token ids in, token ids out.
         "skip_tokenizer_init": True,
         "custom_weight_loader": [COMMAND_LOADER],
-        # The saver is ours, see saver.py.
+        # The saver is ours, see memory_saver.py.
         "enable_memory_saver": True,
         # SGLang captures prefill only in a way that it refuses beside a memory saver.
         "disable_prefill_cuda_graph": True,

@@ -24,7 +24,8 @@ from tasuki.rollout.arguments import ADAPTER_ID, engine_arguments
 from tasuki.rollout.generate import CUT, Completion, EngineRequest
 from tasuki.rollout.model import ModelFacts, check_capacity
 from tasuki.rollout.rank_commands import COMMAND_LOADER, command_tensors
-from tasuki.rollout.ranks import RankProcesses, RankReport
+from tasuki.rollout.rank_report import RankReport
+from tasuki.rollout.ranks import RankProcesses
 from tasuki.rollout.replicas import Launch, ReplicaSockets, launches_of, shares
 from tasuki.rollout.scheduler import StopTokens
 from tasuki.wire.errors import InternalError

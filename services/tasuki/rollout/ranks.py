@@ -10,24 +10,13 @@ import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from typing import Any, TypedDict
+from typing import Any
 
 from tasuki.config.schema import NodeConfig
+from tasuki.rollout.rank_report import RankReport
 from tasuki.wire.errors import InternalError, from_reason
 
 _POLL_S = 0.2
-
-
-class RankReport(TypedDict, total=False):
-    """What a rank sends once: why it did not start, or, with status "ready", what it holds. reason: that of a TasukiError."""
-
-    status: str
-    reason: str
-    problem: str
-    max_total_num_tokens: int
-    max_req_input_len: int
-    weight_bytes: int
-    kv_cache_bytes: int
 
 
 class RankProcesses:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, cast
@@ -17,17 +16,17 @@ from sglang.srt.model_executor import model_runner
 from sglang.srt.server_args import PortArgs, ServerArgs, get_global_server_args
 
 from tasuki.config.schema import NodeConfig
+from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import set_host_budget
-from tasuki.rollout.adapter import UnpinnedLora, serve_adapter
+from tasuki.rollout.adapter import AdapterBuffers, UnpinnedLora, serve_adapter
 from tasuki.rollout.cpu_attention import BatchedAttention
+from tasuki.rollout.memory_saver import install_saver
 from tasuki.rollout.rank_commands import EngineRank, register_rank
 from tasuki.rollout.rank_memory import rank_allocator
-from tasuki.rollout.ranks import RankReport
+from tasuki.rollout.rank_report import RankReport, reporting
 from tasuki.rollout.record import EngineModel
-from tasuki.rollout.saver import install_saver
-from tasuki.rollout.seeded import multinomial_with_seed
+from tasuki.rollout.seeded_sampling import multinomial_with_seed
 from tasuki.rollout.turn import Turn
-from tasuki.wire.errors import TasukiError
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +56,67 @@ class LendingReceiver:
             return list(self._receiver.recv_requests())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSetup:
+    """What a scheduler must know beside SGLang's own arguments. config: None for an engine that is part of no node."""
+
+    config: NodeConfig | None
+    rank: int
+    tp_rank: int
+    allocator: NativeAllocator
+    pipe_writer: Connection
+
+
+class ReportingScheduler(sglang_scheduler.Scheduler):
+    """SGLang's scheduler as an engine rank of ours, which reports why it could not start, or what it holds."""
+
+    def __init__(self, *args: Any, setup: RankSetup, **kwargs: Any) -> None:
+        self._setup, self._turn = setup, Turn()
+        with reporting(setup.pipe_writer):
+            super().__init__(*args, **kwargs)
+
+    def init_tokenizer(self) -> None:
+        super().init_tokenizer()
+        self.tokenizer = StopTokens.of(self.model_config.hf_eos_token_id)
+
+    def get_init_info(self) -> dict[str, Any]:
+        report = super().get_init_info()
+        report["weight_bytes"] = _weight_bytes(self)
+        report["kv_cache_bytes"] = _kv_cache_bytes(self)
+        if self.server_args.device == "cpu":
+            _sample_by_seeds()
+        self._become_engine_rank()
+        # SGLang collects garbage whenever it flushes its cache; without this that walks every object made so far, half a second long.
+        gc.collect()
+        gc.freeze()
+        return dict(report)
+
+    def maybe_sleep_on_idle(self) -> None:
+        with self._turn.lent():
+            super().maybe_sleep_on_idle()
+
+    def _become_engine_rank(self) -> None:
+        """From here on the front's commands reach the model, and the turn is the scheduler's."""
+        setup, turn = self._setup, self._turn
+        model = cast(EngineModel, self.tp_worker.model_runner.model)
+        engine_rank = EngineRank(
+            model, setup.allocator, rank=setup.rank, scheduler=self, turn=turn, adapter=self._served_adapter()
+        )
+        turn.take()
+        self.request_receiver = LendingReceiver(self.request_receiver, turn)
+        if setup.config is not None:
+            engine_rank.join_node(setup.config)
+        register_rank(engine_rank)
+
+    def _served_adapter(self) -> AdapterBuffers | None:
+        config = self._setup.config
+        if config is None or config.served_adapter is None:
+            return None
+        manager = self.tp_worker.model_runner.lora_manager
+        with reporting(self._setup.pipe_writer):
+            return serve_adapter(manager, config.served_adapter, tp_rank=self._setup.tp_rank)
+
+
 def run_scheduler(
     server_args: ServerArgs,
     port_args: PortArgs,
@@ -75,78 +135,38 @@ def run_scheduler(
 
     config: the node's, None for an engine that is part of none. rank: place among the ranks of all replicas, tp_rank by default.
     """
-
-    if server_args.device == "cuda":
-        if gpu_id >= torch.cuda.device_count():
-            problem = f"rollout.devices: its GPU is number {gpu_id}, but CUDA shows {torch.cuda.device_count()}"
-            pipe_writer.send(RankReport(status="failed", problem=problem))
-            return
-        torch.cuda.set_device(gpu_id)
+    if server_args.device == "cuda" and not _select_gpu(gpu_id, pipe_writer):
+        return
     if config is not None and config.memory.host_budget_bytes is not None:
         set_host_budget(config.memory.host_budget_bytes // config.num_engine_ranks)
     allocator = rank_allocator("cpu" if server_args.device == "cpu" else f"{server_args.device}:{gpu_id}")
     install_saver(allocator)
-    turn = Turn()
-
-    class ReportingScheduler(sglang_scheduler.Scheduler):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            with reporting(pipe_writer):
-                super().__init__(*args, **kwargs)
-
-        def init_tokenizer(self) -> None:
-            super().init_tokenizer()
-            self.tokenizer = StopTokens.of(self.model_config.hf_eos_token_id)
-
-        def get_init_info(self) -> dict[str, Any]:
-            report = super().get_init_info()
-            report["weight_bytes"] = _weight_bytes(self)
-            report["kv_cache_bytes"] = _kv_cache_bytes(self)
-            if self.server_args.device == "cpu":
-                _sample_by_seeds()
-            model = cast(EngineModel, self.tp_worker.model_runner.model)
-            adapter = None
-            if config is not None and config.served_adapter is not None:
-                manager = self.tp_worker.model_runner.lora_manager
-                with reporting(pipe_writer):
-                    adapter = serve_adapter(manager, config.served_adapter, tp_rank=tp_rank)
-            number = tp_rank if rank is None else rank
-            engine_rank = EngineRank(model, allocator, rank=number, scheduler=self, turn=turn, adapter=adapter)
-            turn.take()
-            self.request_receiver = LendingReceiver(self.request_receiver, turn)
-            if config is not None:
-                engine_rank.join_node(config)
-            register_rank(engine_rank)
-            # SGLang collects garbage whenever it flushes its cache; without this that walks every object made so far, half a second long.
-            gc.collect()
-            gc.freeze()
-            return dict(report)
-
-        def maybe_sleep_on_idle(self) -> None:
-            with turn.lent():
-                super().maybe_sleep_on_idle()
-
-    sglang_scheduler.Scheduler = ReportingScheduler
-    if server_args.device == "cpu":
-        attention_registry.ATTENTION_BACKENDS["torch_native"] = BatchedAttention
-        model_runner.LoRAManager = UnpinnedLora
-    # It would write what a data-parallel balancer reads, to a file in /dev/shm that nobody ever removes.
-    sglang_scheduler.create_load_snapshot_writer = _no_load_snapshots
+    number = tp_rank if rank is None else rank
+    setup = RankSetup(config=config, rank=number, tp_rank=tp_rank, allocator=allocator, pipe_writer=pipe_writer)
+    _install_scheduler(setup, device=server_args.device)
     sglang_scheduler.run_scheduler_process(
         server_args, port_args, gpu_id, tp_rank, attn_cp_rank, moe_dp_rank, moe_ep_rank, pp_rank, dp_rank, pipe_writer
     )
 
 
-@contextmanager
-def reporting(pipe_writer: Connection) -> Iterator[None]:
-    """Says to the front why the rank cannot start."""
-    try:
-        yield
-    except TasukiError as error:
-        pipe_writer.send(RankReport(status="failed", reason=error.reason, problem=error.message))
-        raise
-    except Exception as error:
-        pipe_writer.send(RankReport(status="failed", problem=f"{type(error).__name__}: {error}"))
-        raise
+def _select_gpu(gpu_id: int, pipe_writer: Connection) -> bool:
+    """False, with a report, when there is no such GPU."""
+    if gpu_id >= torch.cuda.device_count():
+        problem = f"rollout.devices: its GPU is number {gpu_id}, but CUDA shows {torch.cuda.device_count()}"
+        pipe_writer.send(RankReport(status="failed", problem=problem))
+        return False
+    torch.cuda.set_device(gpu_id)
+    return True
+
+
+def _install_scheduler(setup: RankSetup, *, device: str | None) -> None:
+    """Has SGLang make our scheduler in the place of its own, and ours of the parts that do not do here."""
+    sglang_scheduler.Scheduler = cast(Any, functools.partial(ReportingScheduler, setup=setup))
+    if device == "cpu":
+        attention_registry.ATTENTION_BACKENDS["torch_native"] = BatchedAttention
+        model_runner.LoRAManager = UnpinnedLora
+    # It would write what a data-parallel balancer reads, to a file in /dev/shm that nobody ever removes.
+    sglang_scheduler.create_load_snapshot_writer = _no_load_snapshots
 
 
 def _sample_by_seeds() -> None:

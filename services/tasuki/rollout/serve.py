@@ -18,7 +18,7 @@ from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.ranks import RankProcesses
 from tasuki.rollout.rollout import Rollout
 from tasuki.rollout.servicer import RolloutServicer
-from tasuki.rollout.starting import Starting
+from tasuki.rollout.startup_deadline import StartupDeadline
 from tasuki.rollout.sync import WeightSync
 from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.failpoints import Failpoints
@@ -33,60 +33,74 @@ _GRACE_S = 5.0
 _log = logging.getLogger(__name__)
 
 
-def serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, starting: Starting) -> int:
+def serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, deadline: StartupDeadline) -> int:
     """Serves until told to stop (exit code 0), or until an engine rank dies (1)."""
-    return uvloop.run(_serve(config, model, ranks, starting))
+    return uvloop.run(_serve(config, model, ranks, deadline))
 
 
-async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, starting: Starting) -> int:
-    stop, died = asyncio.Event(), asyncio.Event()
-
-    def on_death() -> None:
-        if not died.is_set():
-            _log.error("event=engine_lost action=stop")
-        died.set()
-        stop.set()
-        ranks.unwatch()
-
-    socket_dir = places.socket_dir(config.state_dir)
-    target = places.grpc_target(config.state_dir, service="rollout", listen=config.rollout.listen)
-    server = RpcServer(service="rollout", target=target, metrics_port=config.rollout.metrics_port)
-    engine = start_engine(config, model, ranks, on_death=on_death)
-    starting.finish()
+async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, deadline: StartupDeadline) -> int:
+    shutdown = _Shutdown(ranks)
+    server = _make_server(config)
+    engine = start_engine(config, model, ranks, on_death=shutdown.on_death)
+    deadline.finish()
     configure_logging("rollout")  # SGLang has put its own in the place of ours
+    socket_dir = places.socket_dir(config.state_dir)
     calls = RankCalls(engine, socket_dir=socket_dir)
     sync = WeightSync(calls, socket_dir=socket_dir, num_replicas=config.dp_size, full_read_back=config.rollout.full_read_back)
     heartbeat = Heartbeat(config.state_dir, "rollout")
-
-    def on_poison() -> None:
-        # The answer goes out first; then the engine dies with this process, and a supervisor starts both anew.
-        asyncio.get_running_loop().call_later(_POISON_GRACE_S, on_death)
-
     try:
         rollout = Rollout(
             engine,
             sync,
             EngineMemory(calls, staying=frozenset() if config.served_adapter is None else frozenset({MemoryTag.WEIGHTS})),
             seed=config.rollout.seed,
-            on_poison=on_poison,
+            on_poison=shutdown.on_poison,
             on_serving=lambda is_serving: server.set_serving(f"{_SERVICE}/Generate", is_serving),
         )
-        gate = CommandGate(Failpoints.of(config, "rollout"), boot_id=rollout.boot_id)
-        server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, RolloutServicer(rollout, gate), _SERVICE)
-        server.add(
-            memory_pb2_grpc.add_MemoryServiceServicer_to_server, RolloutMemoryServicer(rollout, gate), "tasuki.v1.MemoryService"
-        )
+        _add_servicers(server, rollout, CommandGate(Failpoints.of(config, "rollout"), boot_id=rollout.boot_id))
         await rollout.fall_asleep(timeout_s=config.rollout.start_timeout_s)
-        ranks.watch(on_death)
+        ranks.watch(shutdown.on_death)
         await server.start()
         heartbeat.beat_in_loop()
-        await server.serve(stop)
+        await server.serve(shutdown.stop)
         # What still runs waits for an engine that is gone.
-        await server.stop(grace_s=0.0 if died.is_set() else _GRACE_S)
+        await server.stop(grace_s=0.0 if shutdown.is_death else _GRACE_S)
     finally:
         ranks.unwatch()
         heartbeat.close()
         sync.close()
         calls.close()
         engine.stop()
-    return 1 if died.is_set() else 0
+    return 1 if shutdown.is_death else 0
+
+
+class _Shutdown:
+    """When the service stops serving, and whether because an engine rank died."""
+
+    def __init__(self, ranks: RankProcesses) -> None:
+        self.stop = asyncio.Event()
+        self.is_death = False
+        self._ranks = ranks
+
+    def on_death(self) -> None:
+        if not self.is_death:
+            _log.error("event=engine_lost action=stop")
+        self.is_death = True
+        self.stop.set()
+        self._ranks.unwatch()
+
+    def on_poison(self) -> None:
+        # The answer goes out first; then the engine dies with this process, and a supervisor starts both anew.
+        asyncio.get_running_loop().call_later(_POISON_GRACE_S, self.on_death)
+
+
+def _make_server(config: NodeConfig) -> RpcServer:
+    target = places.grpc_target(config.state_dir, service="rollout", listen=config.rollout.listen)
+    return RpcServer(service="rollout", target=target, metrics_port=config.rollout.metrics_port)
+
+
+def _add_servicers(server: RpcServer, rollout: Rollout, gate: CommandGate) -> None:
+    server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, RolloutServicer(rollout, gate), _SERVICE)
+    server.add(
+        memory_pb2_grpc.add_MemoryServiceServicer_to_server, RolloutMemoryServicer(rollout, gate), "tasuki.v1.MemoryService"
+    )

@@ -27,9 +27,9 @@ from tasuki.config.places import grpc_target, node_targets, socket_dir, training
 from tasuki.config.schema import NodeConfig
 from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.failpoints import Failpoints
+from tasuki.rpc.gpu_wait import wait_for_rollout_to_leave
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging
-from tasuki.rpc.room import wait_for_rollout_to_leave
 from tasuki.rpc.server import RpcServer
 from tasuki.trainer.memory_servicer import MemoryServicer
 from tasuki.trainer.mesh import start_mesh

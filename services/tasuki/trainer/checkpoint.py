@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.optim import Optimizer
 
+from tasuki.trainer.atomic_folder import cannot_write, drop_aside, folder_bytes, rename_into_place, start_aside
 from tasuki.trainer.checkpoint_files import TensorReader, TensorWriter, damaged
-from tasuki.trainer.folders import cannot_write, drop_aside, folder_bytes, rename_into_place, start_aside
 from tasuki.trainer.lora import trained_parameters
 from tasuki.wire.errors import InvalidArgument, PathNotFound, VersionOrder
 

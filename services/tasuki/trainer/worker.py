@@ -21,11 +21,11 @@ from tasuki.memory.arena import set_host_budget
 from tasuki.memory.tags import MemoryTag
 from tasuki.trainer import checkpoint, export
 from tasuki.trainer.lora import adapters_off, merged_rows, trained_parameters
+from tasuki.trainer.lr_schedule import learning_rate_at
 from tasuki.trainer.memory import ExportChoice, TrainerMemory
 from tasuki.trainer.mesh import mesh_device
 from tasuki.trainer.micro_batch import LossBatch, TokenBatch
 from tasuki.trainer.model import Policy, load_policy, read_model_config
-from tasuki.trainer.schedule import learning_rate_at
 from tasuki.trainer.shards import adapter_shards, local_shards
 from tasuki.transport.export import ExportMemory, WeightExport
 from tasuki.v1.weights_pb2 import WeightHandle

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tasuki.cli.set_aside import set_aside, set_aside_names
+from tasuki.cli.rotation import rotate, rotated_paths
 
 
 def test_the_last_ones_are_kept_and_the_oldest_goes(tmp_path: Path) -> None:
     log = tmp_path / "trainer.log"
     for number in range(5):
-        set_aside(log, keep=3)
+        rotate(log, keep=3)
         log.write_text(str(number))
-    assert [path.name for path in set_aside_names(log, keep=3)] == ["trainer.log.old", "trainer.log.old.1", "trainer.log.old.2"]
-    assert [path.read_text() for path in (log, *set_aside_names(log, keep=3))] == ["4", "3", "2", "1"]
+    assert [path.name for path in rotated_paths(log, keep=3)] == ["trainer.log.old", "trainer.log.old.1", "trainer.log.old.2"]
+    assert [path.read_text() for path in (log, *rotated_paths(log, keep=3))] == ["4", "3", "2", "1"]
     assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_without_one_there_is_nothing_to_do(tmp_path: Path) -> None:
     (tmp_path / "trainer.log.old").write_text("kept")
-    set_aside(tmp_path / "trainer.log", keep=3)
+    rotate(tmp_path / "trainer.log", keep=3)
     assert [path.name for path in tmp_path.iterdir()] == ["trainer.log.old"]

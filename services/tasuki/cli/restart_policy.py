@@ -8,7 +8,7 @@ _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 10.0
 
 
-class Restarts:
+class RestartPolicy:
     """At most `max_restarts` of each service within `window_s`; each waits twice as long as the one before."""
 
     def __init__(self, *, max_restarts: int, window_s: float) -> None:

@@ -17,7 +17,7 @@ from tasuki.config.places import pulse_dir, stall_dir
 from tasuki.rpc.heartbeat import Pulse, read_pulse
 
 _log = logging.getLogger("tasuki.supervisor")
-_LOOK_EVERY_S = 0.5
+_CHECK_EVERY_S = 0.5
 # A supervisor that was itself stopped for so long has seen nobody's pulse.
 _GAP_S = 5.0
 _DUMP_TIMEOUT_S = 10.0
@@ -43,7 +43,7 @@ class _Watched:
     progress_time: float
 
 
-class StallWatch:
+class Watchdog:
     """Looks at the pulses of one node.
 
     stall_s: how long a pulse may stand still. progress_s: how long what runs may make no progress.
@@ -52,17 +52,17 @@ class StallWatch:
     def __init__(self, state_dir: Path, *, stall_s: float, progress_s: float) -> None:
         self._state_dir, self._stall_s, self._progress_s = state_dir, stall_s, progress_s
         self._seen: dict[Path, _Watched] = {}
-        self._looked = 0.0
+        self._checked = 0.0
         for path in self._paths():  # left by a node that had no time to end
             path.unlink(missing_ok=True)
 
-    def look(self, *, now: float) -> Stall | None:
+    def check(self, *, now: float) -> Stall | None:
         """The first process found hanging or gone; looks twice a second at most."""
-        if now - self._looked < _LOOK_EVERY_S:
+        if now - self._checked < _CHECK_EVERY_S:
             return None
-        if now - self._looked > _GAP_S:
+        if now - self._checked > _GAP_S:
             self._seen.clear()
-        self._looked = now
+        self._checked = now
         return next(self._stalls(now), None)
 
     def forget(self, service: str) -> None:

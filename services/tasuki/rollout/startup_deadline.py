@@ -10,7 +10,7 @@ from tasuki.wire.errors import DeadlineExceeded
 _AGAIN_S = 0.5
 
 
-class Starting:
+class StartupDeadline:
     """Raises in the main thread, out of whatever blocks it: SystemExit on SIGTERM or SIGINT, DeadlineExceeded after `seconds`.
 
     It raises again until it gets through: libraries that try an import swallow every exception. `finish` ends it.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasuki.cli.plan_view import groups, headline
+from tasuki.cli.plan_report import groups, headline
 from tasuki.memory.layout import GB, Part, gb
 from tasuki.memory.plan import Plan
 from tasuki.wire.errors import InvalidArgument

@@ -10,10 +10,10 @@ from pathlib import Path
 from tasuki.cli.processes import descendants, shared_memory, shared_memory_of
 from tasuki.config.places import socket_dir
 
-_LOOK_EVERY_S = 10.0
+_SCAN_EVERY_S = 10.0
 
 
-class Leftovers:
+class ResourceTracker:
     """The run folder with its sockets, and files in /dev/shm of the processes below this one."""
 
     def __init__(self, state_dir: Path) -> None:
@@ -21,17 +21,17 @@ class Leftovers:
         self._others = shared_memory()
         self._seen = self._others
         self._ours: set[Path] = set()
-        self._next_look = 0.0
+        self._next_scan = 0.0
 
-    def glance(self) -> None:
+    def poll(self) -> None:
         """Looks when there is something new in /dev/shm, and now and then; cheap otherwise."""
         present = shared_memory()
-        if present - self._seen or time.monotonic() >= self._next_look:
-            self.look()
+        if present - self._seen or time.monotonic() >= self._next_scan:
+            self.scan()
             self._seen = present
-            self._next_look = time.monotonic() + _LOOK_EVERY_S
+            self._next_scan = time.monotonic() + _SCAN_EVERY_S
 
-    def look(self) -> None:
+    def scan(self) -> None:
         """Notes which shared memory the processes below this one use: when they have ended, nobody can tell."""
         self._ours |= shared_memory_of(descendants(os.getpid())) - self._others
 

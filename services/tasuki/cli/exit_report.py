@@ -1,4 +1,4 @@
-"""How the last node on a state folder ended, as its supervisor left word of it."""
+"""How the last node on a state folder ended, as its supervisor reported it."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from tasuki.config.places import exit_path, log_path
 from tasuki.wire.errors import NodeDown
 
 _log = logging.getLogger("tasuki.supervisor")
-BY_ORDER = "asked by"
+REQUESTED_BY = "asked by"
 """How the reason begins when somebody stopped the node."""
 
 
-def read_ending(state_dir: Path) -> dict[str, Any]:
-    """What `write_exit` wrote; empty when no node has ended there since the last start."""
+def read_exit_report(state_dir: Path) -> dict[str, Any]:
+    """What `write_exit_report` wrote; empty when no node has ended there since the last start."""
     path = exit_path(state_dir)
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def no_node(state_dir: Path) -> NodeDown:
-    """The error of a call that needs a node, with the cause when the last one did not end by order."""
-    ending = read_ending(state_dir)
+def node_down(state_dir: Path) -> NodeDown:
+    """The error of a call that needs a node, with the cause when nobody asked the last one to end."""
+    report = read_exit_report(state_dir)
     cause = ""
-    if ending and not is_by_order(ending):
-        cause = f": the last one ended at {ending['time']} because {ending['reason']}"
-    if first := ending.get("first"):
-        cause += f" ({how_it_ended(ending, first)}), see {log_path(state_dir, first)}"
+    if report and not is_requested(report):
+        cause = f": the last one ended at {report['time']} because {report['reason']}"
+    if first := report.get("first"):
+        cause += f" ({describe_exit(report, first)}), see {log_path(state_dir, first)}"
     return NodeDown(f"no node runs on {state_dir}{cause}; start one with: tasuki up CONFIG", state_dir=state_dir)
 
 
-def is_by_order(ending: Mapping[str, Any]) -> bool:
+def is_requested(report: Mapping[str, Any]) -> bool:
     """Whether somebody stopped the node, as opposed to what happens to it."""
-    return str(ending.get("reason", "")).startswith(BY_ORDER)
+    return str(report.get("reason", "")).startswith(REQUESTED_BY)
 
 
-def how_it_ended(ending: Mapping[str, Any], service: str) -> str:
-    """E.g. "signal SIGKILL, started anew 5 times"; empty of a service that the node's last word does not name."""
-    how = ending.get("services", {}).get(service, {})
+def describe_exit(report: Mapping[str, Any], service: str) -> str:
+    """E.g. "signal SIGKILL, started anew 5 times"; empty of a service that the report does not name."""
+    how = report.get("services", {}).get(service, {})
     words = [f"{name.replace('_', ' ')} {value}" for name, value in how.items() if name != "stopped"]
-    if times := ending.get("restarts", {}).get(service):
+    if times := report.get("restarts", {}).get(service):
         words.append(f"started anew {times} time{'s' if times > 1 else ''}")
     return ", ".join(words)
 
 
-def write_exit(
+def write_exit_report(
     state_dir: Path,
     *,
     reason: str,
@@ -59,12 +59,12 @@ def write_exit(
     exit_codes: Mapping[str, int] = MappingProxyType({}),
     restarts: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
-    """Leaves word of how the node ended. `first`: the service that ended by itself; exit codes as in `reap`. restarts: how
+    """Reports how the node ended. `first`: the service that ended by itself; exit codes as in `reap`. restarts: how
     often each service was started anew.
 
     Of a service that ended when it was told to, an exit code says nothing: torchrun's is then 1.
     """
-    told = {
+    report = {
         "reason": reason,
         "first": first,
         "restarts": dict(restarts),
@@ -80,7 +80,7 @@ def write_exit(
     }
     partial = exit_path(state_dir).with_suffix(".part")
     try:
-        partial.write_text(json.dumps(told, indent=2) + "\n")
+        partial.write_text(json.dumps(report, indent=2) + "\n")
         partial.rename(exit_path(state_dir))
     except OSError as error:  # a full disk must not keep what comes after from being done
         _log.error("event=no_exit_report reason=%s error=%s", reason, error)

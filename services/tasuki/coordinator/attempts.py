@@ -8,12 +8,12 @@ from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.records import ChangeoverRecord
 
 
-def unused(journal: Journal, request_id: str) -> str:
+def next_attempt_id(journal: Journal, request_id: str) -> str:
     """`request_id`, or with a number behind it when the journal has it: the same request, tried again."""
     return list(_names(journal, request_id))[-1]
 
 
-def last_try(journal: Journal, request_id: str) -> ChangeoverRecord | None:
+def last_attempt(journal: Journal, request_id: str) -> ChangeoverRecord | None:
     """What became of a request when it was tried for the last time; None when it never was."""
     tried = list(_names(journal, request_id))[:-1]
     return journal.find(tried[-1]) if tried else None

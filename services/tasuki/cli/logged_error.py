@@ -11,25 +11,25 @@ _NUM_LINES = 12
 
 
 @dataclass(frozen=True, slots=True)
-class LastWords:
+class LoggedError:
     """`reason` is one of tasuki.wire.errors when the service ended with an error of ours, else empty."""
 
     text: str
     reason: str = ""
 
 
-def last_words(log: str) -> LastWords:
+def find_error(log: str) -> LoggedError:
     """Our own error line if there is one; else the end of the first traceback, of which later ones are mostly echoes; else the
     last lines."""
     ours = _OURS.search(log)
     if ours:
-        return LastWords(ours[2], reason=ours[1])
+        return LoggedError(ours[2], reason=ours[1])
     lines = [line for line in log.splitlines() if line.strip()]
     start = next((number for number, line in enumerate(lines) if _TRACEBACK in line), None)
     if start is None:
-        return LastWords("\n".join(lines[-_NUM_LINES:]))
+        return LoggedError("\n".join(lines[-_NUM_LINES:]))
     margin = len(lines[start]) - len(lines[start].partition("Traceback")[2]) - len("Traceback")
     end = start + 1
     while end < len(lines) and lines[end][margin : margin + 1] in (" ", ""):
         end += 1
-    return LastWords("\n".join(lines[start : end + 1][-_NUM_LINES:]))
+    return LoggedError("\n".join(lines[start : end + 1][-_NUM_LINES:]))

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 from tasuki.coordinator.history import History, StageIntent
 from tasuki.coordinator.invariants import Broken, Invariant
-from tasuki.coordinator.journal import id_number, id_text
 from tasuki.coordinator.phases import Service
+from tasuki.coordinator.records import id_number, id_text
 from tasuki.wire.errors import StaleSequence
 
 
-def check_numbers(history: History) -> None:
+def check_gaps(history: History) -> None:
     """Raises Broken at the first number that is missing, and where a life of a service comes back after another one."""
     _check_none_missing("epochs", history.epochs, history, name=lambda number: f"epoch {number}")
     changeovers = [id_number(changeover.id) for changeover in history.changeovers]

@@ -24,7 +24,7 @@ _NOT_BELOW = (
 )
 
 
-class Misfit(ValueError):
+class SettingsConflict(ValueError):
     """Two settings that do not go together. `field` is the one to change first."""
 
     def __init__(self, field: str, problem: str) -> None:
@@ -32,36 +32,36 @@ class Misfit(ValueError):
         self.field = field
 
 
-def raise_misfits(config: NodeConfig) -> None:
-    """Raises Misfit naming both settings."""
+def check_constraints(config: NodeConfig) -> None:
+    """Raises SettingsConflict naming both settings."""
     _check_export(config)
     _check_devices(config)
     _check_kind_of_device(config)
     if config.rollout.lora == "adapter" and config.trainer.lora is None:
-        raise Misfit("rollout.lora", '= "adapter" needs a table [trainer.lora]')
+        raise SettingsConflict("rollout.lora", '= "adapter" needs a table [trainer.lora]')
     _check_failpoints(config)
     _check_deadlines(config)
 
 
 def _check_failpoints(config: NodeConfig) -> None:
     if config.failpoints and not config.unsafe:
-        raise Misfit("failpoints", "break a node on purpose; they need unsafe = true")
+        raise SettingsConflict("failpoints", "break a node on purpose; they need unsafe = true")
     for spec in config.failpoints:
         try:
             check_failpoint(parse_failpoint(spec), config)
         except ValueError as error:
-            raise Misfit("failpoints", f"has {spec!r}, which {error}") from error
+            raise SettingsConflict("failpoints", f"has {spec!r}, which {error}") from error
 
 
 def _check_export(config: NodeConfig) -> None:
     trainer, dtype = config.trainer, config.rollout.dtype
     if trainer.export == "parameters" and trainer.param_dtype != dtype:
         problem = f'= "parameters" needs trainer.param_dtype = {trainer.param_dtype} to be rollout.dtype = {dtype}'
-        raise Misfit("trainer.export", f'{problem}; "copy" casts')
+        raise SettingsConflict("trainer.export", f'{problem}; "copy" casts')
     if trainer.export == "parameters" and trainer.lora is not None:
-        raise Misfit("trainer.export", '= "parameters" cannot publish adapters; leave it at "auto"')
+        raise SettingsConflict("trainer.export", '= "parameters" cannot publish adapters; leave it at "auto"')
     if trainer.param_dtype != "float32" and trainer.lora is not None:
-        raise Misfit(
+        raise SettingsConflict(
             "trainer.param_dtype", f'= "{trainer.param_dtype}" is not for [trainer.lora]: adapters are trained in float32'
         )
 
@@ -76,39 +76,41 @@ def _check_devices(config: NodeConfig) -> None:
     if not given:
         return
     if config.device == "cpu" or len(given) < len(named):
-        raise Misfit(f"{next(iter(given))}.devices", 'is given for both, trainer and rollout, and with device = "cuda"')
+        raise SettingsConflict(
+            f"{next(iter(given))}.devices", 'is given for both, trainer and rollout, and with device = "cuda"'
+        )
     for service, (devices, num_ranks) in named.items():
         if devices is not None and len(devices) != num_ranks:
-            raise Misfit(f"{service}.devices", f"names {len(devices)} GPUs for {num_ranks} ranks")
+            raise SettingsConflict(f"{service}.devices", f"names {len(devices)} GPUs for {num_ranks} ranks")
     names = sorted({name for devices in given.values() for name in devices})
     if len({name.startswith(UUID) for name in names}) > 1:
-        raise Misfit("trainer.devices", "and rollout.devices are UUIDs or numbers, not both")
+        raise SettingsConflict("trainer.devices", "and rollout.devices are UUIDs or numbers, not both")
     for name, longer in pairwise(names):
         if name.startswith(UUID) and longer.startswith(name):  # CUDA takes the beginning for all of it
-            raise Misfit("trainer.devices", f"and rollout.devices name one GPU in two ways, {name} and {longer}")
+            raise SettingsConflict("trainer.devices", f"and rollout.devices name one GPU in two ways, {name} and {longer}")
 
 
 def _check_kind_of_device(config: NodeConfig) -> None:
     if config.device == "cpu" and config.trainer.export_handles == "ipc":
-        raise Misfit("trainer.export_handles", '= "ipc" needs device = "cuda"')
+        raise SettingsConflict("trainer.export_handles", '= "ipc" needs device = "cuda"')
     if config.device == "cuda" and config.rollout.dtype == "float32":
-        raise Misfit(
+        raise SettingsConflict(
             "rollout.dtype",
             '= "float32" is not possible with device = "cuda", where SGLang\'s kernels take bfloat16: leave it out',
         )
     if config.device == "cuda" and config.memory.host_budget_bytes is not None:
-        raise Misfit("memory.host_budget_bytes", 'is for device = "cpu"; the memory of a GPU is measured')
+        raise SettingsConflict("memory.host_budget_bytes", 'is for device = "cpu"; the memory of a GPU is measured')
 
 
 def _check_deadlines(config: NodeConfig) -> None:
     shortest = _MISSED_BEATS * HEARTBEAT_S
     if config.restart.stall_s < shortest:
         problem = f"= {config.restart.stall_s:g} must be at least {shortest:g}: a heartbeat comes every {HEARTBEAT_S:g} s"
-        raise Misfit("restart.stall_s", problem)
+        raise SettingsConflict("restart.stall_s", problem)
     for later, sooner in _NOT_BELOW:
         if _value(config, later) < _value(config, sooner):
             problem = f"= {_value(config, later):g} must not be below {sooner} = {_value(config, sooner):g}"
-            raise Misfit(later, f"{problem}: raise the one or lower the other")
+            raise SettingsConflict(later, f"{problem}: raise the one or lower the other")
 
 
 def _value(config: NodeConfig, key: str) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tasuki.cli.last_words import last_words
+from tasuki.cli.logged_error import find_error
 
 RANK_FAILED = """\
 12:00 INFO service=trainer event=start
@@ -18,18 +18,18 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 
 
 def test_error_of_ours_is_taken_over_with_its_reason() -> None:
-    words = last_words("12:00 INFO event=start\ntasuki: error UNSUPPORTED_MODEL: FooForCausalLM is not known\nmore\n")
+    words = find_error("12:00 INFO event=start\ntasuki: error UNSUPPORTED_MODEL: FooForCausalLM is not known\nmore\n")
     assert (words.reason, words.text) == ("UNSUPPORTED_MODEL", "FooForCausalLM is not known")
 
 
 def test_first_traceback_is_shown_and_not_its_echoes() -> None:
-    words = last_words(RANK_FAILED)
+    words = find_error(RANK_FAILED)
     assert words.reason == ""
     assert words.text.splitlines()[0] == "[rank0]: Traceback (most recent call last):"
     assert words.text.splitlines()[-1] == "[rank0]: RuntimeError: no such tensor: lm_head.weight"
 
 
 def test_without_a_traceback_the_last_lines_are_shown() -> None:
-    words = last_words("\n".join(f"line {number}" for number in range(100)))
+    words = find_error("\n".join(f"line {number}" for number in range(100)))
     assert words.text.splitlines() == [f"line {number}" for number in range(88, 100)]
-    assert last_words("").text == ""
+    assert find_error("").text == ""

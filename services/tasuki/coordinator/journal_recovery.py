@@ -21,7 +21,7 @@ _WITH_WEIGHTS = (Stage.RESUME_KV, Stage.DRAIN, Stage.PAUSE_KV)
 """Where rollout still has what RESUME_WEIGHTS gave it, although a phase has held since then."""
 
 
-def settle(journal: Journal, at: Stage) -> None:
+def resolve_intents(journal: Journal, at: Stage) -> None:
     """Gives the stages whose outcome no coordinator learned the one that the services show."""
     for intent in journal.unresolved():
         is_left = intent.stage in (at, *since_phase(at)) or (intent.stage is Stage.RESUME_WEIGHTS and at in _WITH_WEIGHTS)

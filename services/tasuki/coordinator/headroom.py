@@ -37,8 +37,8 @@ Bytes = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """One device before a stage. `held`: by whom -> bytes."""
+class Shortage:
+    """One device that is short before a stage. `held`: by whom -> bytes."""
 
     device: str
     needed_bytes: int
@@ -97,7 +97,7 @@ def woken_by(stage: Stage, usage: ServiceUsage) -> list[str]:
 
 
 def cached_bytes(usage: ServiceUsage) -> Bytes:
-    """What torch only caches in the service's own processes: its arenas have it emptied when they lack room."""
+    """What torch only caches in the service's own processes: its arenas have it emptied when they lack shortage."""
     return _sums((one.device, one.torch_cached_bytes) for one in usage.devices)
 
 
@@ -127,16 +127,16 @@ def lacks_room(device: str, needed_bytes: int, free: Bytes) -> bool:
     return needed_bytes > 0 and device in free and needed_bytes + margin_bytes(device) > free[device]
 
 
-def refusal(stage: Stage, rooms: list[Room], *, tags: Sequence[str], config: NodeConfig) -> OutOfGpuMemory:
-    """The error of a stage that was not begun. rooms: devices without room. tags: what there is no room for."""
-    rooms = sorted(rooms, key=lambda room: -room.short_bytes)
-    worst = rooms[0]
+def refusal(stage: Stage, shortages: list[Shortage], *, tags: Sequence[str], config: NodeConfig) -> OutOfGpuMemory:
+    """The error of a stage that was not begun. shortages: devices without shortage. tags: what there is no room for."""
+    shortages = sorted(shortages, key=lambda shortage: -shortage.short_bytes)
+    worst = shortages[0]
     lines = [
-        f"{room.device}: {_gb(room.needed_bytes)} needed, {_gb(room.free_bytes)} free, {_gb(room.short_bytes)} short"
-        for room in rooms[:_MOST_DEVICES]
+        f"{shortage.device}: {_gb(shortage.needed_bytes)} needed, {_gb(shortage.free_bytes)} free, {_gb(shortage.short_bytes)} short"
+        for shortage in shortages[:_MOST_DEVICES]
     ]
-    if len(rooms) > _MOST_DEVICES:
-        lines.append(f"{len(rooms) - _MOST_DEVICES} more devices")
+    if len(shortages) > _MOST_DEVICES:
+        lines.append(f"{len(shortages) - _MOST_DEVICES} more devices")
     held = ", ".join(f"{who} {_gb(size)}" for who, size in worst.held.items()) or "nobody of this node"
     advice = _advice(stage, worst, config)
     return OutOfGpuMemory(
@@ -153,18 +153,18 @@ def refusal(stage: Stage, rooms: list[Room], *, tags: Sequence[str], config: Nod
     )
 
 
-def _advice(stage: Stage, room: Room, config: NodeConfig) -> str:
+def _advice(stage: Stage, shortage: Shortage, config: NodeConfig) -> str:
     """What to change, the nearest thing first."""
     changes: list[str] = []
     budget = config.memory.host_budget_bytes
-    if room.device == "cpu" and budget is not None:
-        changes.append(f"raise memory.host_budget_bytes to {budget + room.short_bytes} if the machine has that much")
-    elif room.device == "cpu" or room.held.get("others", 0) >= room.short_bytes:
-        changes.append(f"end other programs that hold memory of {room.device}")
+    if shortage.device == "cpu" and budget is not None:
+        changes.append(f"raise memory.host_budget_bytes to {budget + shortage.short_bytes} if the machine has that much")
+    elif shortage.device == "cpu" or shortage.held.get("others", 0) >= shortage.short_bytes:
+        changes.append(f"end other programs that hold memory of {shortage.device}")
     match stage:
         case Stage.RESUME_KV:
-            changes.append(f"lower {_smaller_cache(room, config)}")
-        case _ if room.device == "cpu":
+            changes.append(f"lower {_smaller_cache(shortage, config)}")
+        case _ if shortage.device == "cpu":
             pass
         case Stage.RESUME_WEIGHTS:
             changes.append("spread the engine over more ranks (rollout.tp_size), or the trainer (trainer.num_ranks)")
@@ -173,11 +173,11 @@ def _advice(stage: Stage, room: Room, config: NodeConfig) -> str:
     return f"Try again when there is room, or {', or '.join(changes)}; `tasuki plan` says what fits."
 
 
-def _smaller_cache(room: Room, config: NodeConfig) -> str:
+def _smaller_cache(shortage: Shortage, config: NodeConfig) -> str:
     tokens = config.rollout.max_total_tokens
-    if tokens is None or room.needed_bytes <= room.short_bytes:
-        return "rollout.max_total_tokens" if room.device == "cpu" else "rollout.kv_ratio or rollout.max_total_tokens"
-    fits = tokens * (room.needed_bytes - room.short_bytes) // room.needed_bytes
+    if tokens is None or shortage.needed_bytes <= shortage.short_bytes:
+        return "rollout.max_total_tokens" if shortage.device == "cpu" else "rollout.kv_ratio or rollout.max_total_tokens"
+    fits = tokens * (shortage.needed_bytes - shortage.short_bytes) // shortage.needed_bytes
     return f"rollout.max_total_tokens to {fits} or less"
 
 

@@ -17,7 +17,7 @@ _TRY_EVERY_S = 0.5
 _Opened = TypeVar("_Opened")
 
 
-class CoordinatorWithoutRoom(coordinator_pb2_grpc.CoordinatorServiceServicer):
+class DiskFullServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     """Tells its state, and refuses everything else with DiskFull. state: without an epoch, which nothing but a journal gives."""
 
     def __init__(self, state: pb.NodeState, error: DiskFull) -> None:
@@ -44,7 +44,7 @@ class CoordinatorWithoutRoom(coordinator_pb2_grpc.CoordinatorServiceServicer):
         raise self._error
 
 
-async def with_room(open_journal: Callable[[], _Opened], state: pb.NodeState, *, target: str) -> _Opened | None:
+async def wait_for_disk(open_journal: Callable[[], _Opened], state: pb.NodeState, *, target: str) -> _Opened | None:
     """What `open_journal` returns once it does not raise DiskFull any more; meanwhile everybody is told at `target`. None when the
     process is asked to stop before that.
     """
@@ -55,7 +55,7 @@ async def with_room(open_journal: Callable[[], _Opened], state: pb.NodeState, *,
     _log.error("event=no_room error=%s", failure.message)
     state.last_error = f"{failure.reason}: {failure.message}"
     server = RpcServer(service="coordinator", target=target)
-    servicer = CoordinatorWithoutRoom(state, failure)
+    servicer = DiskFullServicer(state, failure)
     server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, servicer, "tasuki.v1.CoordinatorService")
     await server.start()
     stop = asyncio.Event()

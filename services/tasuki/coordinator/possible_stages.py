@@ -48,7 +48,7 @@ _UNDOS: dict[Stage, Mapping[_At, _At]] = {
 
 
 @dataclass(slots=True)
-class Whereabouts:
+class PossibleStages:
     """One service, as far as the journal tells."""
 
     boot_id: str = ""

@@ -1,0 +1,125 @@
+"""What a node's three services say of themselves at one moment."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import grpc
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+
+from tasuki.cli.exit_report import node_down
+from tasuki.config.lock import NODE_LOCK, holder
+from tasuki.config.places import node_targets
+from tasuki.config.schema import NodeConfig
+from tasuki.v1 import coordinator_pb2, memory_pb2, rollout_pb2, trainer_pb2
+from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
+from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
+from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
+from tasuki.wire.channel import CLIENT_OPTIONS
+from tasuki.wire.errors import DeadlineExceeded, DiskFull, PeerUnavailable, from_rpc_error
+
+_TIMEOUT_S = 5.0
+_Answer = TypeVar("_Answer", bound=Message)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSnapshot:
+    """Everything the services say of themselves at one moment; a memory without tags is not known now.
+
+    changeovers: the last few, newest first. absent: services that say nothing of themselves, and what is known of that.
+    """
+
+    node: coordinator_pb2.NodeState
+    trainer: trainer_pb2.GetTrainerStateResponse
+    rollout: rollout_pb2.GetRolloutStateResponse
+    trainer_memory: memory_pb2.GetUsageResponse
+    rollout_memory: memory_pb2.GetUsageResponse
+    changeovers: Sequence[coordinator_pb2.Changeover]
+    absent: Mapping[str, str]
+
+
+class NodeReader:
+    """Reads a running node. Close it, or use it as a context manager."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self._state_dir = config.state_dir
+        targets = node_targets(config)
+        self._channels = {name: grpc.insecure_channel(target, options=CLIENT_OPTIONS) for name, target in targets.items()}
+        self.coordinator = CoordinatorServiceStub(self._channels["coordinator"])
+        self._trainer = TrainerServiceStub(self._channels["trainer"])
+        self._rollout = RolloutServiceStub(self._channels["rollout"])
+        self._memory = {name: MemoryServiceStub(self._channels[name]) for name in ("trainer", "rollout")}
+
+    def __enter__(self) -> NodeReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for channel in self._channels.values():
+            channel.close()
+
+    def read(self) -> NodeSnapshot:
+        """What can be read of the node now. Raises NodeDown when its coordinator does not answer and no node runs on the folder."""
+        absent: dict[str, str] = {}
+        listing = coordinator_pb2.ListChangeoversRequest(page_size=4)
+        ask = functools.partial(self._ask, absent)
+        node = ask(
+            "coordinator", self.coordinator.GetState, coordinator_pb2.GetStateRequest(), coordinator_pb2.GetStateResponse()
+        )
+        trainer_request, rollout_request = trainer_pb2.GetTrainerStateRequest(), rollout_pb2.GetRolloutStateRequest()
+        return NodeSnapshot(
+            node=node.state,
+            trainer=ask("trainer", self._trainer.GetTrainerState, trainer_request, trainer_pb2.GetTrainerStateResponse()),
+            rollout=ask("rollout", self._rollout.GetRolloutState, rollout_request, rollout_pb2.GetRolloutStateResponse()),
+            trainer_memory=self._usage("trainer", absent),
+            rollout_memory=self._usage("rollout", absent),
+            changeovers=ask(
+                "coordinator", self.coordinator.ListChangeovers, listing, coordinator_pb2.ListChangeoversResponse()
+            ).changeovers,
+            absent=absent,
+        )
+
+    def _ask(
+        self, absent: dict[str, str], service: str, call: Callable[..., _Answer], request: Message, nothing: _Answer
+    ) -> _Answer:
+        """The service's answer; `nothing`, with a note in `absent`, when it has none now."""
+        if service in absent:
+            return nothing
+        try:
+            return call(request, timeout=_TIMEOUT_S)
+        except grpc.RpcError as error:
+            known = from_rpc_error(error)
+            if not isinstance(known, DeadlineExceeded | PeerUnavailable | DiskFull):
+                raise known from error
+            has_node = holder(self._state_dir, name=NODE_LOCK) is not None
+            if service == "coordinator" and not has_node and isinstance(known, PeerUnavailable):
+                raise node_down(self._state_dir) from error
+            if isinstance(known, PeerUnavailable):
+                absent[service] = "is being started anew" if has_node else "is not there"
+            elif isinstance(known, DeadlineExceeded):
+                absent[service] = f"has not answered for {_TIMEOUT_S:.0f} s"
+            return nothing
+
+    def _usage(self, service: str, absent: dict[str, str]) -> memory_pb2.GetUsageResponse:
+        """Nothing while the service's ranks are in the middle of something long: the rest of the node can be told all the same."""
+        request = memory_pb2.GetUsageRequest()
+        return self._ask({**absent}, service, self._memory[service].GetUsage, request, memory_pb2.GetUsageResponse())
+
+
+def as_dict(snapshot: NodeSnapshot) -> dict[str, object]:
+    """The same as plain values, with the protos' field names and enum names."""
+    return {
+        "node": _plain(snapshot.node),
+        "trainer": {**_plain(snapshot.trainer), "memory": _plain(snapshot.trainer_memory)},
+        "rollout": {**_plain(snapshot.rollout), "memory": _plain(snapshot.rollout_memory)},
+        "changeovers": [_plain(changeover) for changeover in snapshot.changeovers],
+        "absent": dict(snapshot.absent),
+    }
+
+
+def _plain(message: Message) -> dict[str, object]:
+    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)

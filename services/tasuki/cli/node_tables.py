@@ -1,0 +1,130 @@
+"""A node's snapshot and its events as text: what `state` and `watch` print."""
+
+from __future__ import annotations
+
+from datetime import UTC
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from tasuki.cli.node_snapshot import NodeSnapshot
+from tasuki.v1 import coordinator_pb2, memory_pb2, types_pb2
+
+_MIB = 1024 * 1024
+_STAGES = [stage for stage in types_pb2.Stage.values() if stage != types_pb2.STAGE_UNSPECIFIED]
+
+
+def draw(snapshot: NodeSnapshot) -> RenderableType:
+    """The whole node as rows of text, for a terminal or a file."""
+    busy = [name for name, usage in _usages(snapshot) if not usage.tags and name not in snapshot.absent]
+    note = f"the ranks of {' and '.join(busy)} are busy and say nothing of their memory now" if busy else ""
+    return Group(_facts(snapshot), Text(), _ring(snapshot), Text(), _memory(snapshot), Text(), _devices(snapshot), Text(note))
+
+
+def event_line(event: coordinator_pb2.StageEvent) -> str:
+    """One event as one line: time, changeover, stage, status, and what came of it."""
+    moment = event.time.ToDatetime(UTC).astimezone().strftime("%H:%M:%S")
+    name = stage_name(event.stage) if event.stage else "changeover"
+    status = coordinator_pb2.StageStatus.Name(event.status).removeprefix("STAGE_STATUS_")
+    figures = f"{event.seconds:.3f} s, {event.bytes / _MIB:.1f} MiB" if event.seconds else ""
+    error = f"{event.error_reason}: {event.error_message}" if event.error_reason else ""
+    return "  ".join(part for part in (moment, event.changeover_id, f"{name:<14}", status, figures, error) if part)
+
+
+def stage_name(stage: types_pb2.Stage.ValueType) -> str:
+    return types_pb2.Stage.Name(stage).removeprefix("STAGE_")
+
+
+def phase_name(phase: types_pb2.Phase.ValueType) -> str:
+    return types_pb2.Phase.Name(phase).removeprefix("PHASE_") if phase else "between phases"
+
+
+def _facts(snapshot: NodeSnapshot) -> Table:
+    node, trainer, rollout = snapshot.node, snapshot.trainer, snapshot.rollout
+    served = str(node.policy_version) if node.HasField("policy_version") else "none yet"
+    health = f"poisoned: {rollout.poison_reason}" if rollout.is_poisoned else f"{rollout.num_running} requests running"
+    learned = "unknown" if "trainer" in snapshot.absent else trainer.policy_version
+    told = {
+        "coordinator": f"{node.num_changeovers} changeovers, epoch {node.epoch}",
+        "trainer": f"{node.trainer_target}  {trainer.num_ranks} ranks, {trainer.num_parameters:,} parameters",
+        "rollout": f"{node.rollout_target}  {rollout.dp_size} x TP {rollout.tp_size}, {health}",
+    }
+    rows = [
+        ("phase", "unknown" if "coordinator" in snapshot.absent else phase_name(node.phase)),
+        ("stage", f"{stage_name(node.stage)}, next {stage_name(node.next_stage)}" if node.stage else "unknown"),
+        ("policy version", f"trainer {learned}, rollout {served}"),
+        *((name, snapshot.absent.get(name, text)) for name, text in told.items()),
+    ]
+    if node.last_error:
+        rows.append(("last error", node.last_error))
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows:
+        table.add_row(name, Text(value))
+    return table
+
+
+def _ring(snapshot: NodeSnapshot) -> Table:
+    """The nine stages with the figures of their last run; the mark is where the node stands."""
+    last: dict[int, coordinator_pb2.StageEvent] = {}
+    for changeover in reversed(snapshot.changeovers):
+        last.update({event.stage: event for event in changeover.stages})
+    table = Table(box=None, padding=(0, 2), pad_edge=False)
+    for heading in ("", "stage", "last", "seconds", "MiB"):
+        table.add_column(heading, justify="right" if heading in ("seconds", "MiB") else "left")
+    for stage in _STAGES:
+        event = last.get(stage)
+        status = coordinator_pb2.StageStatus.Name(event.status).removeprefix("STAGE_STATUS_") if event else ""
+        seconds, size = (f"{event.seconds:.3f}", f"{event.bytes / _MIB:.1f}") if event else ("", "")
+        table.add_row(">" if stage == snapshot.node.stage else "", stage_name(stage), status, seconds, size)
+    return table
+
+
+def _memory(snapshot: NodeSnapshot) -> Table:
+    sizes = ("mapped", "of", "kept", "on host")
+    table = _sizes_table("MiB", "tag", "device", "", sizes=sizes)
+    for service, usage in _usages(snapshot):
+        for tag in usage.tags:
+            name = types_pb2.MemoryTag.Name(tag.tag).removeprefix("MEMORY_TAG_").lower()
+            bar = ProgressBar(total=max(tag.total_bytes, 1), completed=tag.mapped_bytes, width=12)
+            paused = " (paused)" if tag.is_paused else ""
+            figures = (tag.mapped_bytes, tag.total_bytes, tag.kept_bytes, tag.host_copy_bytes)
+            table.add_row(service, name + paused, f"{tag.device} rank {tag.rank}", bar, *map(_mib, figures))
+    return table
+
+
+def _devices(snapshot: NodeSnapshot) -> Table:
+    """What each rank sees of its device, beyond its tags."""
+    sizes = ("process", "torch's cache", "others", "free", "of")
+    table = _sizes_table("MiB", "seen by", sizes=sizes)
+    for service, usage in _usages(snapshot):
+        for seen in usage.devices:
+            figures = (
+                seen.process_bytes,
+                seen.torch_cached_bytes,
+                seen.other_processes_bytes,
+                seen.free_bytes,
+                seen.total_bytes,
+            )
+            table.add_row(seen.device, f"{service} rank {seen.rank}", *map(_mib, figures))
+    return table
+
+
+def _sizes_table(*headings: str, sizes: tuple[str, ...]) -> Table:
+    """Narrow enough for 80 columns with figures of a large GPU."""
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, no_wrap=bool(heading))
+    for heading in sizes:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _mib(num_bytes: int) -> str:
+    size = num_bytes / _MIB
+    return f"{size:.0f}" if size >= 100 else f"{size:.1f}"
+
+
+def _usages(snapshot: NodeSnapshot) -> list[tuple[str, memory_pb2.GetUsageResponse]]:
+    return [("trainer", snapshot.trainer_memory), ("rollout", snapshot.rollout_memory)]

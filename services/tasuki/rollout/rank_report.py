@@ -1,0 +1,35 @@
+"""What an engine rank tells the front once, through the pipe that it was started with: what it holds, or why it could not start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import TypedDict
+
+from tasuki.wire.errors import TasukiError
+
+
+class RankReport(TypedDict, total=False):
+    """With status "ready" what the rank holds, else the problem. reason: that of a TasukiError."""
+
+    status: str
+    reason: str
+    problem: str
+    max_total_num_tokens: int
+    max_req_input_len: int
+    weight_bytes: int
+    kv_cache_bytes: int
+
+
+@contextmanager
+def reporting(pipe_writer: Connection) -> Iterator[None]:
+    """Says to the front why the rank cannot start."""
+    try:
+        yield
+    except TasukiError as error:
+        pipe_writer.send(RankReport(status="failed", reason=error.reason, problem=error.message))
+        raise
+    except Exception as error:
+        pipe_writer.send(RankReport(status="failed", problem=f"{type(error).__name__}: {error}"))
+        raise

@@ -1,0 +1,153 @@
+"""Weights published under legacy CUDA IPC handles, on real GPUs.
+
+Needs `make native`, a CUDA GPU and no network.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tasuki.transport.export import ExportMemory, WeightExport
+from tasuki.transport.fd_socket import FdServer
+from tasuki.transport.imported_weights import import_weights
+from tasuki.transport.manifest import to_proto
+from tasuki.v1 import weights_pb2
+from tasuki.wire.errors import BadHandle
+from tests.bench.sync_shapes import random_shards
+from tests.gpu.weight_exchange import TINY, engines, published, receive
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+
+GPU = torch.device("cuda:0")
+
+
+class IpcTrainer:
+    """A trainer rank in a process of its own, which publishes under a CUDA IPC handle."""
+
+    def __init__(self, folder: Path, *, gpu: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_run_ipc_trainer, args=(theirs, folder, gpu), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def publish(self, version: int) -> weights_pb2.PublishedWeights:
+        self._pipe.send(version)
+        assert self._pipe.poll(120)
+        return published(version, [weights_pb2.WeightHandle.FromString(self._pipe.recv())])
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+def _run_ipc_trainer(pipe: Connection, folder: Path, gpu: int) -> None:
+    device = torch.device("cuda", gpu)
+    torch.cuda.set_device(device)
+    shards = random_shards(TINY, rank=0, num_ranks=1, dtype=torch.float32, device=device)
+    settings: dict[str, Any] = {"rank": 0, "num_ranks": 1, "dtype": torch.bfloat16}
+    export = WeightExport(shards, socket_path=folder / "ipc.sock", memory=ExportMemory(handles="ipc"), **settings)
+    while True:
+        try:
+            version = pipe.recv()
+        except EOFError:
+            return
+        for shard in shards:
+            shard.local.fill_(version + 1)
+        export.publish(version)
+        pipe.send(export.handle().SerializeToString())
+
+
+@pytest.fixture
+def ipc_trainer(tmp_path: Path) -> Iterator[IpcTrainer]:
+    trainer = IpcTrainer(tmp_path, gpu=torch.cuda.device_count() - 1)
+    yield trainer
+    trainer.close()
+
+
+def test_an_ipc_handle_is_opened_once_and_read_at_every_sync(ipc_trainer: IpcTrainer) -> None:
+    """The last GPU publishes, the first reads."""
+    receivers = engines([0])
+    for version in range(3):
+        weights = ipc_trainer.publish(version)
+        assert weights.handles[0].kind == weights_pb2.HANDLE_KIND_CUDA_IPC
+        receive(receivers, weights)
+        assert all(bool((held == version + 1).all()) for _, held in receivers[0].model.named_parameters())
+
+
+def test_reading_by_an_ipc_handle_takes_no_context_on_the_publishers_gpu(ipc_trainer: IpcTrainer) -> None:
+    """In a process of its own, where nothing else has used that GPU."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    reader = context.Process(target=_read_by_ipc, args=(theirs, ipc_trainer.publish(0).SerializeToString()), daemon=True)
+    reader.start()
+    assert ours.poll(120)
+    assert ours.recv() == [True, False]
+    reader.join(30)
+
+
+def _read_by_ipc(pipe: Connection, weights: bytes) -> None:
+    """Says whether there are contexts on the first and on the last GPU then."""
+    receive(engines([0]), weights_pb2.PublishedWeights.FromString(weights))
+    pipe.send([torch._C._cuda_hasPrimaryContext(gpu) for gpu in (0, torch.cuda.device_count() - 1)])
+
+
+def test_a_closed_ipc_import_leaves_no_memory_mapped(ipc_trainer: IpcTrainer) -> None:
+    weights = ipc_trainer.publish(0)
+    for _ in range(3):
+        imported = import_weights(weights, timeout_s=5, device=GPU)
+        name, entries = next(iter(imported.entries.items()))
+        assert bool((imported.tensor(entries[0]) == 1).all()) and name
+        imported.close()
+    # The publisher still can: nobody has taken its memory away.
+    receive(engines([0]), ipc_trainer.publish(1))
+
+
+def test_an_ipc_handle_is_refused_in_the_process_that_made_it(tmp_path: Path) -> None:
+    shards = random_shards(TINY, rank=0, num_ranks=1, dtype=torch.float32, device=GPU)
+    settings: dict[str, Any] = {"rank": 0, "num_ranks": 1, "dtype": torch.bfloat16}
+    export = WeightExport(shards, socket_path=tmp_path / "ipc.sock", memory=ExportMemory(handles="ipc"), **settings)
+    export.publish(0)
+    with pytest.raises(BadHandle, match="opens no handle in the process that made it"):
+        import_weights(published(0, [export.handle()]), timeout_s=5, device=GPU)
+    export.close()
+
+
+@pytest.mark.parametrize("harm", ["the trainer has ended", "another handle"])
+def test_an_ipc_handle_that_leads_nowhere_is_refused(ipc_trainer: IpcTrainer, tmp_path: Path, harm: str) -> None:
+    weights = ipc_trainer.publish(0)
+    imported = import_weights(weights, timeout_s=5)  # headers alone, as the front does
+    manifest = imported._arenas[0].manifest
+    ipc = manifest.ipc_memory
+    assert ipc is not None and not imported.is_mapped
+    if harm == "another handle":
+        manifest = replace(manifest, ipc_memory=replace(ipc, handle=ipc.handle[:2] + bytes(64)))
+    else:
+        ipc_trainer.close()
+    with ExitStack() as stack:
+        header = imported._arenas[0].header
+        server = FdServer(tmp_path / "rogue.sock", message=to_proto(manifest).SerializeToString(), fds=[_sealed_like(header)])
+        stack.callback(server.close)
+        weights.handles[0].socket_path, weights.handles[0].manifest_digest = str(server.path), manifest.digest()
+        with pytest.raises(BadHandle, match="does not open its CUDA IPC handle"):
+            import_weights(weights, timeout_s=5, device=GPU)
+    assert torch.ones(3, device=GPU).sum() == 3, "the context is whole"
+
+
+def _sealed_like(header: Any) -> int:
+    from tasuki.transport.header import create_sealed
+
+    _, fd = create_sealed("tasuki-weights-0", len(header._words) * 8)
+    return fd

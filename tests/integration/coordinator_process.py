@@ -1,0 +1,110 @@
+"""A coordinator process, a stub to it, and the services that it leads."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from tasuki.config.places import log_path, node_targets, socket_dir
+from tasuki.config.save import save_config
+from tasuki.config.schema import CoordinatorConfig, ModelConfig, NodeConfig
+from tasuki.v1 import coordinator_pb2 as pb
+from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from tasuki.v1.types_pb2 import (
+    PHASE_UNSPECIFIED,
+    STAGE_LOAD_WEIGHTS,
+    STAGE_OFFLOAD,
+    STAGE_RESUME_KV,
+    STAGE_RESUME_WEIGHTS,
+    STAGE_SYNC,
+)
+from tasuki.wire.channel import open_channel
+from tasuki.wire.errors import from_rpc_error
+from tests.integration.stage_services import StageService, serving
+
+DEADLINE_S = 30.0
+
+
+TO_ROLLOUT = [STAGE_LOAD_WEIGHTS, STAGE_RESUME_WEIGHTS, STAGE_SYNC, STAGE_OFFLOAD, STAGE_RESUME_KV]
+
+
+@dataclass
+class Node:
+    """A coordinator process, a stub to it, and the services that it leads."""
+
+    config: NodeConfig
+    trainer: StageService
+    rollout: StageService
+    process: asyncio.subprocess.Process
+    channel: grpc.aio.Channel
+    stub: Any
+
+    async def restart(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+        await asyncio.wait_for(self.process.wait(), DEADLINE_S)
+        self.process = await start_coordinator(self.config)
+        await self.settled()
+
+    async def settled(self) -> pb.NodeState:
+        """The state once the coordinator has found out where the node stands and has brought it to a phase."""
+        while True:
+            state = await self.state()
+            if state.phase != PHASE_UNSPECIFIED:
+                return state
+            await asyncio.sleep(0.05)
+
+    async def state(self) -> pb.NodeState:
+        return (await self.stub.GetState(pb.GetStateRequest(), timeout=DEADLINE_S, wait_for_ready=True)).state
+
+    def call(self, phase: int, request_id: str = "") -> Any:
+        return self.stub.Acquire(pb.AcquireRequest(phase=phase, request_id=request_id), timeout=DEADLINE_S)
+
+    async def acquire(self, phase: int, request_id: str = "") -> list[pb.AcquireResponse]:
+        """Raises the TasukiError of the call."""
+        try:
+            return [response async for response in self.call(phase, request_id)]
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def run_stage(self, stage: int, request_id: str = "") -> pb.RunStageResponse:
+        try:
+            return await self.stub.RunStage(pb.RunStageRequest(stage=stage, request_id=request_id), timeout=DEADLINE_S)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+
+async def start_coordinator(config: NodeConfig) -> asyncio.subprocess.Process:
+    log = log_path(config.state_dir, "coordinator")
+    log.parent.mkdir(exist_ok=True)
+    with log.open("ab") as output:
+        argv = [sys.executable, "-m", "tasuki.coordinator", "--config", str(config.state_dir / "node.toml")]
+        return await asyncio.create_subprocess_exec(*argv, stdout=output, stderr=output, env={"PYTHONPATH": ":".join(sys.path)})
+
+
+@asynccontextmanager
+async def running_coordinator(folder: Path, *, metrics_port: int) -> AsyncIterator[Node]:
+    """Settled in TRAIN; it must stop with exit code 0 in the end."""
+    coordinator = CoordinatorConfig(metrics_port=metrics_port)
+    config = NodeConfig(state_dir=folder / "state", model=ModelConfig(path=folder), coordinator=coordinator)
+    config.state_dir.mkdir()
+    save_config(config, config.state_dir / "node.toml")
+    async with serving(config) as (trainer, rollout):
+        process = await start_coordinator(config)
+        channel = open_channel(node_targets(config)["coordinator"])
+        node = Node(config, trainer, rollout, process, channel, CoordinatorServiceStub(channel))
+        await node.settled()
+        yield node
+        await channel.close(None)
+        node.process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(node.process.wait(), DEADLINE_S) == 0
+    shutil.rmtree(socket_dir(config.state_dir))

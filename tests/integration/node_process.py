@@ -1,0 +1,108 @@
+"""A node of test services under the real supervisor, started and seen from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tasuki.config.lock import NODE_LOCK, StateLock, holder
+from tasuki.config.places import exit_path, socket_dir
+
+NODE = Path(__file__).with_name("supervised_node.py")
+
+
+LIMIT_S = 10.0
+
+
+@dataclass
+class Node:
+    """A supervised node of test services, and what it has at its best."""
+
+    state_dir: Path
+    process: subprocess.Popen[bytes]
+    starter_fd: int
+    names: list[str]
+    pids: list[int] = field(default_factory=list)
+
+    def wait_until_up(self) -> None:
+        files = [self.state_dir / f"{name}.pids" for name in self.names]
+        wait_for(lambda: all(file.exists() and len(file.read_text().split()) == 2 for file in files))
+        self.pids = [int(pid) for file in files for pid in file.read_text().split()]
+
+    @property
+    def supervisor_pid(self) -> int:
+        pid = holder(self.state_dir, name=NODE_LOCK)
+        assert pid is not None
+        return pid
+
+    def assert_gone(self) -> None:
+        wait_for(lambda: holder(self.state_dir, name=NODE_LOCK) is None)
+        assert [pid for pid in (self.process.pid, *self.pids) if is_alive(pid)] == []
+        assert list(socket_dir(self.state_dir).iterdir()) == []
+        shm = Path("/dev/shm")
+        assert [file for file in shm.glob("tasuki-test-*") if int(file.name.split("-")[2]) in self.pids] == []
+        semaphores = [file.read_text().removeprefix("/") for file in self.state_dir.glob("*.semaphore")]
+        assert len(semaphores) == len(self.names)
+        assert [name for name in semaphores if (shm / f"sem.{name}").exists()] == []
+
+    @property
+    def exit(self) -> dict[str, Any]:
+        return json.loads(exit_path(self.state_dir).read_text())
+
+
+def wait_for(condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+Start = Callable[..., Node]
+
+
+@contextmanager
+def nodes_in(folder: Path) -> Iterator[Start]:
+    """What starts nodes on the folder; none of their processes outlives the block."""
+    nodes: list[Node] = []
+
+    def start(max_restarts: int = 0, **kinds: str) -> Node:
+        state_dir = folder / "state"
+        lock = StateLock.take(state_dir, name=NODE_LOCK)
+        read_fd, starter_fd = os.pipe()
+        argv = [sys.executable, str(NODE), str(state_dir), str(lock.fd), str(read_fd), str(max_restarts)]
+        argv += [f"{name}={kind}" for name, kind in kinds.items()]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        process = subprocess.Popen(argv, pass_fds=(lock.fd, read_fd), start_new_session=True, env=environment)
+        lock.close()
+        os.close(read_fd)
+        nodes.append(Node(state_dir, process, starter_fd, list(kinds)))
+        return nodes[-1]
+
+    yield start
+    for node in nodes:
+        for pid in (node.process.pid, *node.pids):
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        node.process.wait()
+        shutil.rmtree(socket_dir(node.state_dir))
+
+
+def pids_of(node: Node, name: str) -> list[int]:
+    return [int(pid) for pid in (node.state_dir / f"{name}.pids").read_text().split()]

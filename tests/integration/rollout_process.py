@@ -1,0 +1,249 @@
+"""A rollout service process with a real engine, seen from outside, a client of it, and a trainer that is this process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tasuki.config import places
+from tasuki.transport.export import WeightExport
+from tasuki.v1 import memory_pb2, memory_pb2_grpc, rollout_pb2, rollout_pb2_grpc, types_pb2, weights_pb2
+from tasuki.wire.channel import open_channel
+from tests.conftest import ENVIRONMENT
+from tests.models import trainer_shards
+
+START_TIMEOUT_S = 400.0
+
+
+CALL_TIMEOUT_S = 60.0
+
+
+NUM_TRAINER_RANKS = 2
+
+
+@dataclass
+class RolloutProcess:
+    """A running `python -m tasuki.rollout`, seen from outside."""
+
+    process: subprocess.Popen[bytes]
+    state_dir: Path
+    log: Path
+    environment: dict[str, str]
+    seconds_to_start: float = 0.0
+
+    @property
+    def target(self) -> str:
+        return places.grpc_target(self.state_dir, service="rollout", listen="unix")
+
+    @property
+    def socket_dir(self) -> Path:
+        return places.socket_dir(self.state_dir)
+
+    async def generate_health(self) -> int:
+        """What its health service says of Generate."""
+        async with open_channel(self.target) as channel:
+            request = health_pb2.HealthCheckRequest(service="tasuki.v1.RolloutService/Generate")
+            return (await health_pb2_grpc.HealthStub(channel).Check(request, timeout=10)).status
+
+
+@dataclass
+class TestTrainer:
+    """The trainer's end of the weight exchange: two ranks' shards of one model, published from this process."""
+
+    __test__ = False
+    socket_dir: Path
+    boot_id: str
+    model: torch.nn.Module
+    dtype: torch.dtype = torch.bfloat16
+    exports: list[WeightExport] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for rank in range(NUM_TRAINER_RANKS):
+            self.exports.append(
+                WeightExport(
+                    trainer_shards(self.model, rank=rank, num_ranks=NUM_TRAINER_RANKS),
+                    rank=rank,
+                    num_ranks=NUM_TRAINER_RANKS,
+                    dtype=self.dtype,
+                    socket_path=self.socket_dir / f"{self.boot_id}-{rank}.sock",
+                )
+            )
+
+    def publish(self, version: int) -> weights_pb2.PublishedWeights:
+        for export in self.exports:
+            export.publish(version)
+        return self.handles(version)
+
+    def handles(self, version: int) -> weights_pb2.PublishedWeights:
+        return weights_pb2.PublishedWeights(
+            policy_version=version, boot_id=self.boot_id, handles=[export.handle() for export in self.exports]
+        )
+
+    def close(self) -> None:
+        for export in self.exports:
+            export.close()
+
+
+class RolloutClient:
+    """Calls of one test, with command ids that grow."""
+
+    _sequence = 0
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.rollout = rollout_pb2_grpc.RolloutServiceStub(channel)
+        self.memory = memory_pb2_grpc.MemoryServiceStub(channel)
+
+    def command(self) -> types_pb2.CommandId:
+        RolloutClient._sequence += 1
+        number = RolloutClient._sequence
+        return types_pb2.CommandId(epoch=1, sequence=number, request_id=f"test-{number}")
+
+    async def look(self) -> None:
+        """As a coordinator does before its first command."""
+        await self.rollout.GetRolloutState(rollout_pb2.GetRolloutStateRequest(epoch=1), timeout=CALL_TIMEOUT_S)
+
+    async def state(self) -> rollout_pb2.GetRolloutStateResponse:
+        return await self.rollout.GetRolloutState(rollout_pb2.GetRolloutStateRequest(), timeout=CALL_TIMEOUT_S)
+
+    async def resume(self, stage: types_pb2.Stage, *tags: types_pb2.MemoryTag) -> memory_pb2.ResumeResponse:
+        request = memory_pb2.ResumeRequest(command=self.command(), stage=stage, tags=tags)
+        return await self.memory.Resume(request, timeout=CALL_TIMEOUT_S)
+
+    async def pause(self, stage: types_pb2.Stage, *tags: types_pb2.MemoryTag) -> memory_pb2.PauseResponse:
+        request = memory_pb2.PauseRequest(command=self.command(), stage=stage, tags=tags)
+        return await self.memory.Pause(request, timeout=CALL_TIMEOUT_S)
+
+    async def receive(self, weights: weights_pb2.PublishedWeights) -> rollout_pb2.ReceiveWeightsResponse:
+        request = rollout_pb2.ReceiveWeightsRequest(command=self.command(), weights=weights)
+        return await self.rollout.ReceiveWeights(request, timeout=CALL_TIMEOUT_S)
+
+    async def drain(self, *, grace_ms: int = 0) -> rollout_pb2.DrainResponse:
+        request = rollout_pb2.DrainRequest(command=self.command(), grace_ms=grace_ms)
+        return await self.rollout.Drain(request, timeout=CALL_TIMEOUT_S)
+
+    async def wake(self, weights: weights_pb2.PublishedWeights) -> rollout_pb2.ReceiveWeightsResponse:
+        """TRAIN -> ROLLOUT, the three stages of rollout."""
+        await self.resume(types_pb2.STAGE_RESUME_WEIGHTS, types_pb2.MEMORY_TAG_WEIGHTS)
+        received = await self.receive(weights)
+        await self.resume(types_pb2.STAGE_RESUME_KV, types_pb2.MEMORY_TAG_KV_CACHE)
+        return received
+
+    async def sleep(self) -> None:
+        """Back to asleep from wherever the service is, but for poison."""
+        stage = (await self.state()).stage
+        if stage == types_pb2.STAGE_RESUME_KV:
+            await self.drain()
+        if stage in (types_pb2.STAGE_RESUME_KV, types_pb2.STAGE_DRAIN):
+            await self.pause(types_pb2.STAGE_PAUSE_KV, types_pb2.MEMORY_TAG_KV_CACHE)
+        if stage not in (types_pb2.STAGE_UNSPECIFIED, types_pb2.STAGE_PAUSE_WEIGHTS):
+            await self.pause(types_pb2.STAGE_PAUSE_WEIGHTS, types_pb2.MEMORY_TAG_WEIGHTS)
+
+    async def generate(self, prompts: list[list[int]], *, num_samples: int = 1, **sampling: object) -> list[types_pb2.Sample]:
+        request = generate_request(prompts, num_samples=num_samples, **sampling)
+        answers = self.rollout.Generate(request, timeout=CALL_TIMEOUT_S)
+        return [sample async for answer in answers for sample in answer.samples]
+
+
+def generate_request(prompts: list[list[int]], *, num_samples: int = 1, **sampling: object) -> rollout_pb2.GenerateRequest:
+    return rollout_pb2.GenerateRequest(
+        prompts=[rollout_pb2.Prompt(token_ids=prompt) for prompt in prompts],
+        num_samples=num_samples,
+        sampling_params=types_pb2.SamplingParams(**sampling),
+    )
+
+
+def start_rollout(state_dir: Path, model: Path, *overrides: str) -> RolloutProcess:
+    """Starts the service and returns at once."""
+    state_dir.mkdir(parents=True, exist_ok=True)
+    config = state_dir / "node.toml"
+    config.write_text(f'state_dir = "{state_dir}"\n[model]\npath = "{model}"\n[rollout]\nmax_total_tokens = 4096\n')
+    log = state_dir / "rollout.log"
+    command = [sys.executable, "-m", "tasuki.rollout", "--config", str(config)]
+    for override in overrides:
+        command += ["--set", override]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stderr=output, stdout=output, env=ENVIRONMENT, start_new_session=True)
+    return RolloutProcess(process, state_dir, log, ENVIRONMENT)
+
+
+def wait_until_serving(rollout: RolloutProcess) -> None:
+    started = time.monotonic()
+    while "event=serving" not in rollout.log.read_text():
+        if rollout.process.poll() is not None or time.monotonic() - started > START_TIMEOUT_S:
+            stop_rollout(rollout)
+            pytest.fail(f"rollout did not start:\n{rollout.log.read_text()[-4000:]}")
+        time.sleep(0.1)
+    rollout.seconds_to_start = time.monotonic() - started
+
+
+def stop_rollout(rollout: RolloutProcess) -> int:
+    """SIGTERM, and after 20 seconds SIGKILL to its whole group. Returns the exit code."""
+    rollout.process.send_signal(signal.SIGTERM)
+    try:
+        return rollout.process.wait(20)
+    except subprocess.TimeoutExpired:
+        os.killpg(rollout.process.pid, signal.SIGKILL)
+        return rollout.process.wait()
+
+
+def shared_memory(pids: list[int]) -> set[int]:
+    """Inodes of what the processes have mapped from /dev/shm."""
+    lines = [line.split() for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/dev/shm/" in line]
+    return {int(line[4]) for line in lines}
+
+
+def left_of(inodes: set[int]) -> list[str]:
+    """Names of those that are still in /dev/shm 10 seconds from now."""
+    for _ in range(100):
+        left = [entry.name for entry in os.scandir("/dev/shm") if entry.inode() in inodes]
+        if not left:
+            break
+        time.sleep(0.1)
+    return left
+
+
+@asynccontextmanager
+async def connected(rollout: RolloutProcess) -> AsyncIterator[RolloutClient]:
+    async with open_channel(rollout.target) as channel:
+        client = RolloutClient(channel)
+        await client.look()
+        yield client
+
+
+def log_probs_of(model: torch.nn.Module, prompt: list[int], completion: list[int], *, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probability of each completion token by transformers, in float32."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None]).squeeze(1)
+
+
+async def until_idle(rollout: RolloutClient) -> int:
+    for _ in range(100):
+        if (await rollout.state()).num_running == 0:
+            return 0
+        await asyncio.sleep(0.05)
+    return (await rollout.state()).num_running
+
+
+@asynccontextmanager
+async def long_call(rollout: RolloutClient, *, num_samples: int) -> AsyncIterator[asyncio.Task[list[types_pb2.Sample]]]:
+    """Samples that run until they are cut, running already."""
+    task = asyncio.ensure_future(rollout.generate([[5, 6]], num_samples=num_samples, max_new_tokens=250, ignore_eos=True))
+    while (await rollout.state()).num_running < num_samples:
+        assert not task.done(), task.result()
+        await asyncio.sleep(0.01)
+    yield task

@@ -1,0 +1,116 @@
+"""The trainer service of two ranks over gRPC: what it refuses, and what it does once."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasuki.v1 import trainer_pb2, types_pb2
+from tasuki.v1.types_pb2 import TrainingSample
+from tests.integration.trainer_process import TrainerClient, samples_of_now
+from tests.models import VOCAB_SIZE
+from tests.refusal import refused
+
+
+async def test_a_repeated_request_id_gets_the_first_answer_and_does_nothing(client: TrainerClient) -> None:
+    samples = await samples_of_now(client)
+    first = await client.forward_backward(samples, request_id="repeat-1")
+    again = await client.forward_backward(samples, request_id="repeat-1")
+    assert again == first
+    step = await client.optim_step(request_id="repeat-2", learning_rate=0.0)
+    assert await client.optim_step(request_id="repeat-2", learning_rate=0.0) == step
+    assert (await client.state()).policy_version == step.policy_version
+    await client.forward_backward(samples)
+    alone = await client.optim_step(learning_rate=0.0)
+    assert step.grad_norm == pytest.approx(alone.grad_norm, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "place"),
+    [
+        ("prompt_token_ids", [], "samples[5].prompt_token_ids"),
+        ("completion_token_ids", [3, VOCAB_SIZE], "samples[5].completion_token_ids[1]"),
+        ("prompt_token_ids", [1] * 127, "samples[5]"),
+        ("advantages", [float("nan")], "samples[5].advantages[0]"),
+        ("rollout_log_probs", [-1.0] * 50, "samples[5].rollout_log_probs"),
+        ("loss_mask", [2.0], "samples[5].loss_mask"),
+    ],
+)
+async def test_a_bad_sample_is_named_and_nothing_is_added(
+    client: TrainerClient, field: str, value: list[Any], place: str
+) -> None:
+    samples = await samples_of_now(client)
+    good = [TrainingSample.FromString(sample.SerializeToString()) for sample in samples]
+    getattr(samples[5], field)[:] = value
+    error = await refused(client.forward_backward(samples))
+    assert (error.reason, error.metadata["field"].startswith(place)) == ("INVALID_ARGUMENT", True), error.message
+    assert not (await client.state()).has_gradients
+    assert (await client.forward_backward(good)).num_samples == len(good)
+
+
+async def test_bad_settings_are_refused(client: TrainerClient) -> None:
+    samples = await samples_of_now(client)
+    for field, value in (("clip_low", -0.1), ("clip_high", float("nan")), ("kl_coef", -1.0), ("temperature", 0.0)):
+        error = await refused(client.forward_backward(samples, loss=trainer_pb2.LossConfig(**{field: value})))
+        assert error.metadata["field"] == f"header.loss.{field}"
+    assert (await refused(client.forward_backward([]))).metadata["field"] == "samples"
+    await client.forward_backward(samples)
+    assert (await refused(client.optim_step(learning_rate=-1.0))).metadata["field"] == "learning_rate"
+    error = await refused(client.log_probs(samples, trainer_pb2.POLICY_KIND_UNSPECIFIED))
+    assert error.metadata["field"] == "header.policy"
+
+
+async def test_a_stream_starts_with_its_header(client: TrainerClient) -> None:
+    async def headless() -> AsyncIterator[trainer_pb2.ForwardBackwardRequest]:
+        yield trainer_pb2.ForwardBackwardRequest(samples=trainer_pb2.TrainingSamples())
+
+    error = await refused(client.trainer.ForwardBackward(headless(), timeout=10))
+    assert error.metadata["field"] == "part"
+
+
+async def test_a_step_needs_gradients(client: TrainerClient) -> None:
+    assert (await refused(client.optim_step())).reason == "NO_GRADIENTS"
+
+
+async def test_the_ring_of_stages_is_kept(client: TrainerClient) -> None:
+    samples = await samples_of_now(client)
+    await client.forward_backward(samples)
+    assert (await refused(client.publish())).reason == "GRADIENTS_PENDING"
+    assert (await refused(client.pause())).reason == "GRADIENTS_PENDING"
+    await client.discard_gradients()
+    await client.publish()
+    assert (await refused(client.publish())).reason == "STAGE_ORDER"
+    for call in (
+        client.forward_backward(samples),
+        client.optim_step(),
+        client.log_probs(samples, trainer_pb2.POLICY_KIND_POLICY),
+        client.save(Path("/nonexistent/checkpoint")),
+    ):
+        assert (await refused(call)).reason == "WRONG_PHASE"
+    error = await refused(client.pause(tags=[types_pb2.MEMORY_TAG_KV_CACHE]))
+    assert error.metadata["field"] == "tags[0]"
+    paused = await client.pause()
+    assert list((await client.state()).resident_tags) == []
+    usages = [usage for usage in (await client.usage()).tags if usage.tag != types_pb2.MEMORY_TAG_EXPORT]
+    assert all(usage.is_paused and usage.mapped_bytes == 0 for usage in usages)
+    assert paused.released_bytes == sum(usage.total_bytes for usage in usages) > 0
+    assert (await refused(client.withdraw())).reason == "STAGE_ORDER"
+    assert (await client.resume()).mapped_bytes == paused.released_bytes
+    state = await client.state()
+    assert (len(state.resident_tags), state.stage, state.HasField("published_version")) == (
+        3,
+        types_pb2.STAGE_LOAD_TRAINER,
+        False,
+    )
+    await client.withdraw()
+    await client.forward_backward(samples)
+
+
+async def test_an_old_epoch_is_refused(client: TrainerClient) -> None:
+    await client.publish()
+    stale = types_pb2.CommandId(epoch=0, sequence=10**6, request_id="stale-epoch")
+    error = await refused(client.trainer.PublishWeights(trainer_pb2.PublishWeightsRequest(command=stale), timeout=10))
+    assert error.reason == "STALE_EPOCH"

@@ -1,0 +1,18 @@
+"""Calls that must be refused."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+
+import grpc
+import grpc.aio
+import pytest
+
+from tasuki.wire.errors import TasukiError, from_rpc_error
+
+
+async def refused(call: Awaitable[object]) -> TasukiError:
+    """The error of a call that ends with one."""
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call
+    return from_rpc_error(raised.value)

@@ -1,0 +1,84 @@
+"""The memory behind fake services: what an admission measures."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+
+from tasuki.coordinator.phases import RULES, Service, Stage
+from tasuki.coordinator.records import Intent, Outcome
+from tasuki.memory.tags import DeviceUsage, MemoryTag, ServiceUsage, TagUsage
+from tasuki.wire.errors import TasukiError
+from tests.unit.fake_services import FakeServices
+
+GB = 10**9
+
+
+CONTEXT = GB // 10
+
+
+PUBLISHED = 100  # by the fake trainer
+
+
+@dataclass
+class Devices:
+    """The memory behind fake services: tags that are mapped while their service holds the device, and whoever else is there."""
+
+    services: FakeServices
+    device: str = "cuda:0"
+    total_bytes: int = 12 * GB
+    cache_bytes: int = 6 * GB
+    copy_bytes: int = 0
+    """Of a published copy that is there from LOAD_WEIGHTS to OFFLOAD."""
+    foreign_bytes: int = 0
+    torch_cached_bytes: int = 0
+    silent: dict[Service, TasukiError] = field(default_factory=dict)
+    asked: list[Service] = field(default_factory=list)
+
+    def sizes(self, service: Service) -> dict[MemoryTag, int]:
+        if service is Service.TRAINER:
+            return {MemoryTag.WEIGHTS: 2 * GB, MemoryTag.GRADIENTS: 2 * GB, MemoryTag.OPTIMIZER: 4 * GB}
+        return {MemoryTag.WEIGHTS: 1 * GB, MemoryTag.KV_CACHE: self.cache_bytes}
+
+    def awake(self, service: Service) -> set[MemoryTag]:
+        at = self.services.stage[service]
+        if service is Service.TRAINER:
+            return set() if at is Stage.OFFLOAD else set(self.sizes(service))
+        has_weights = at not in (None, Stage.PAUSE_WEIGHTS)
+        tags = {MemoryTag.WEIGHTS} if has_weights else set()
+        return tags | ({MemoryTag.KV_CACHE} if at in (Stage.RESUME_KV, Stage.DRAIN) else set())
+
+    def mapped(self, service: Service) -> int:
+        return sum(self.sizes(service)[tag] for tag in self.awake(service))
+
+    async def usage(self, service: Service) -> ServiceUsage:
+        self.asked.append(service)
+        await asyncio.sleep(0)
+        if service in self.silent:
+            raise self.silent[service]
+        processes = {each: self.mapped(each) + CONTEXT for each in Service}
+        processes[Service.TRAINER] += self.torch_cached_bytes if self.awake(Service.TRAINER) else 0
+        free = self.total_bytes - sum(processes.values()) - self.foreign_bytes
+        awake = self.awake(service)
+        tags = tuple(
+            TagUsage(tag, self.device, size if tag in awake else 0, size, tag not in awake, 0, 0)
+            for tag, size in self.sizes(service).items()
+        )
+        if service is Service.TRAINER and self.copy_bytes:
+            mapped = self.copy_bytes if self.services.stage[service] is Stage.LOAD_WEIGHTS else 0
+            tags += (TagUsage("export", self.device, mapped, self.copy_bytes, not mapped, 0, 0),)
+        others = self.total_bytes - free - processes[service]
+        return ServiceUsage(tags, (DeviceUsage(self.device, 0, self.total_bytes, free, processes[service], 0, others),))
+
+
+class SizedServices(FakeServices):
+    """Fakes that say how much a stage moved."""
+
+    devices: Devices
+
+    async def run(self, intent: Intent, *, published: bytes) -> Outcome:
+        service = RULES[intent.stage].service
+        before = self.devices.mapped(service)
+        outcome = await super().run(intent, published=published)
+        moved = abs(self.devices.mapped(service) - before)
+        return replace(outcome, num_bytes=PUBLISHED if intent.stage is Stage.LOAD_WEIGHTS else moved)

@@ -1,0 +1,59 @@
+"""A model's shapes out of its config.json, and what is said of one that is not understood."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasuki.memory.model_shape import read_model_shape, shape_of
+from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
+
+TINY = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "max_position_embeddings": 256,
+}
+
+
+def write_model(folder: Path, **changes: Any) -> Path:
+    (folder / "config.json").write_text(
+        json.dumps({key: value for key, value in (TINY | changes).items() if value is not None})
+    )
+    return folder
+
+
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size", "max_position_embeddings"]
+)
+def test_a_key_that_a_model_lacks_is_named(key: str, tmp_path: Path):
+    with pytest.raises(InvalidArgument) as caught:
+        read_model_shape(write_model(tmp_path, **{key: None}))
+    assert caught.value.metadata["field"] == key
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("hidden_size", -1), ("vocab_size", "many"), ("num_key_value_heads", 3), ("head_dim", 0)]
+)
+def test_a_key_that_makes_no_sense_is_named(key: str, value: object):
+    with pytest.raises(InvalidArgument) as caught:
+        shape_of(TINY | {key: value})
+    assert caught.value.metadata["field"] == key
+
+
+def test_another_architecture_is_refused():
+    with pytest.raises(UnsupportedModel, match="GPT2LMHeadModel"):
+        shape_of(TINY | {"architectures": ["GPT2LMHeadModel"]})
+
+
+def test_a_model_that_is_not_there_or_no_json_is_refused(tmp_path: Path):
+    with pytest.raises(PathNotFound):
+        read_model_shape(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InvalidArgument, match="not JSON"):
+        read_model_shape(tmp_path)
