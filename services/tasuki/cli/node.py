@@ -23,7 +23,15 @@ from tasuki.cli.services import ServiceCommand, node_services
 from tasuki.cli.set_aside import KEPT_LOGS, set_aside
 from tasuki.config.instance import begin_instance
 from tasuki.config.lock import NODE_LOCK, StateLock, holder
-from tasuki.config.places import config_path, exit_path, journal_path, log_path, node_targets, training_log_path
+from tasuki.config.places import (
+    config_path,
+    exit_path,
+    journal_path,
+    log_path,
+    node_targets,
+    training_log_path,
+    training_run_path,
+)
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.budget import check_host_budget
@@ -114,6 +122,7 @@ def start_node(config: NodeConfig, *, resumes: bool = False, tell: Tell = to_std
 def _begin_anew(state_dir: Path) -> None:
     """A node starts from its model: what the last trainer on the folder had done is set aside."""
     set_aside(training_log_path(state_dir), keep=_KEPT_TRAINING_LOGS)
+    training_run_path(state_dir).unlink(missing_ok=True)
 
 
 def _check_state_folder(state_dir: Path) -> None:
