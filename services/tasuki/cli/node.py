@@ -42,6 +42,7 @@ from tasuki.wire.errors import (
     DeadlineExceeded,
     DiskFull,
     InvalidArgument,
+    NodeDown,
     from_rpc_error,
 )
 
@@ -162,8 +163,7 @@ def _stuck(pid: int) -> str:
 @contextmanager
 def running_node(config: NodeConfig, *, tell: Tell = to_stderr) -> Iterator[None]:
     """The node of `config`: the one that runs, or one started here and stopped at the end, however this process ends."""
-    if holder(config.state_dir, name=NODE_LOCK) is not None:
-        _wait_until_serving(config, tell=tell, supervisor=None)
+    if holder(config.state_dir, name=NODE_LOCK) is not None and _stays(config, tell=tell):
         yield
         return
     node = start_node(config, tell=tell)
@@ -171,6 +171,15 @@ def running_node(config: NodeConfig, *, tell: Tell = to_stderr) -> Iterator[None
         yield
     finally:
         node.stop()
+
+
+def _stays(config: NodeConfig, *, tell: Tell) -> bool:
+    """Returns when the node that runs serves; False when it ends instead, as one does whose starter was killed just now."""
+    try:
+        _wait_until_serving(config, tell=tell, supervisor=None)
+    except NodeDown:
+        return False
+    return True
 
 
 def _spawn_supervisor(config: NodeConfig, *, lock_fd: int, read_fd: int) -> subprocess.Popen[bytes]:
