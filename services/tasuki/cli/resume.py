@@ -63,8 +63,11 @@ def go_on(client: Client, config: NodeConfig, train: TrainConfig, earlier: Earli
         _remove_incomplete(train.output_dir / "checkpoints", above=earlier.saved_version)
     _make_way(train.output_dir, earlier)
     marker.write_text(earlier.head.id)
-    origin = found.checkpoint or f"the node's own policy version {node_version}"
-    _tell(f"going on from {origin}: step {found.first_step} of {train.num_steps}")
+    if found.first_step:
+        origin = found.checkpoint or f"the node's own policy version {node_version}"
+        _tell(f"going on from {origin}: step {found.first_step} of {train.num_steps}")
+    else:
+        _tell(f"there is no complete checkpoint in {train.output_dir}: the run begins at step 0 again")
     return found
 
 
