@@ -12,12 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.client import Client
-from tests.chaos_node import ChaosNode
 from tests.conftest import ENVIRONMENT, RunningNode
 
 pytestmark = pytest.mark.timeout(240)
-NUM_STEPS = 9
+NUM_STEPS = 8
 LIMIT_S = 120.0
 REWARD = "def odd(prompt, completion, **fields):\n    return float(len(set(completion)) % 2)\n"
 Train = Callable[..., "subprocess.Popen[str]"]
@@ -34,9 +32,8 @@ def train(node: RunningNode, tmp_path: Path) -> Train:
         "train.save_every": 2,
     }  # fmt: skip
 
-    def start(*options: str, **overrides: int) -> subprocess.Popen[str]:
-        given = settings | {f"train.{key}": value for key, value in overrides.items()}
-        arguments = [argument for key, value in given.items() for argument in ("--set", f"{key}={json.dumps(value)}")]
+    def start(*options: str) -> subprocess.Popen[str]:
+        arguments = [argument for key, value in settings.items() for argument in ("--set", f"{key}={json.dumps(value)}")]
         return subprocess.Popen(
             [sys.executable, "-m", "tasuki.cli", "train", str(node.config), *options, *arguments],
             cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -45,7 +42,7 @@ def train(node: RunningNode, tmp_path: Path) -> Train:
     return start
 
 
-def test_a_killed_client_is_resumed_without_a_step_lost_or_told_twice(node: RunningNode, train: Train, tmp_path: Path) -> None:
+def test_a_killed_client_is_resumed_without_a_step_lost_or_told_twice(train: Train, tmp_path: Path) -> None:
     with train() as killed:
         assert killed.stdout is not None
         lines = [line for line in iter(killed.stdout.readline, "") if not _kill_at(line, "step   4", killed)]
@@ -62,15 +59,6 @@ def test_a_killed_client_is_resumed_without_a_step_lost_or_told_twice(node: Runn
         assert later["policy_version"] == step["policy_version"] + has_learned
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["policy_version"] == steps[-1]["policy_version"]
-
-    with Client(state_dir=node.state_dir) as client:
-        chaos = ChaosNode(node, client)
-        ahead = (chaos.step(), chaos.step())[-1]
-    with train("--resume", num_steps=NUM_STEPS + 3) as refused:
-        text, _ = refused.communicate(timeout=LIMIT_S)
-    assert refused.returncode == 2
-    assert f"VERSION_ORDER: the node is at policy version {ahead}, by other training than this run's" in text
-    assert "tasuki down CONFIG" in text
 
 
 def _kill_at(line: str, start: str, process: subprocess.Popen[str]) -> bool:
