@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from tasuki.client.advantages import group_advantages, has_signal
 from tasuki.client.dataset import Dataset, Row
+from tasuki.client.loop_state import LoopState, write_loop_state
 from tasuki.client.rewards import RewardPool
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
@@ -52,9 +53,9 @@ class Grpo:
     rewards: RewardPool
     settings: Settings
 
-    def run(self, report: Callable[[Step], None]) -> None:
-        """Trains; `report` gets every step as it ends, the last one with the final evaluation only."""
-        for number in range(self.settings.num_steps + 1):
+    def run(self, report: Callable[[Step], None], *, first_step: int = 0) -> None:
+        """Trains from `first_step` on; `report` gets every step as it ends, the last one with the final evaluation only."""
+        for number in range(first_step, self.settings.num_steps + 1):
             step = Step(number)
             is_last = number == self.settings.num_steps
             step.acquire(self.client, Phase.ROLLOUT)
@@ -112,7 +113,8 @@ class Grpo:
         step.grad_norm, step.learning_rate = stepped.grad_norm, stepped.learning_rate
         if settings.save_every and (step.step + 1) % settings.save_every == 0:
             with step.timed("save"):
-                self.client.save(settings.output_dir / "checkpoints" / f"version-{stepped.policy_version:06d}")
+                saved = self.client.save(settings.output_dir / "checkpoints" / f"version-{stepped.policy_version:06d}")
+            write_loop_state(saved.path, LoopState(step, self.dataset.position()))
 
     def training_samples(
         self, prompts: Sequence[list[int]], samples: Sequence[Sample], rewards_PG: NDArray[np.float32]

@@ -134,15 +134,15 @@ def test_nothing_of_the_demo_goes_on(run: tuple[Path, str]):
     assert not (run[0] / "node" / "run").exists()
 
 
-def test_ctrl_c_while_it_trains_leaves_nothing(tmp_path: Path):
+def test_ctrl_c_while_it_trains_leaves_nothing_and_the_run_is_resumed_to_the_same_end(run: tuple[Path, str], tmp_path: Path):
     output = tmp_path / "demo"
     shared_before = set(os.listdir("/dev/shm"))
-    with _demo(output) as process:
+    with _demo(output, *SHORT) as process:
         assert process.stdout is not None
         lines = []
         for line in process.stdout:
             lines.append(line)
-            if line.startswith("step   1"):
+            if line.startswith("step  10"):  # one more than is saved
                 break
         os.killpg(process.pid, signal.SIGINT)
         interrupted = time.monotonic()
@@ -154,4 +154,24 @@ def test_ctrl_c_while_it_trains_leaves_nothing(tmp_path: Path):
     assert not (output / "node" / "run").exists()
     assert {name for name in set(os.listdir("/dev/shm")) - shared_before if "tasuki" in name} == set()
     # What was measured until then is there.
-    assert len((output / "metrics.jsonl").read_text().splitlines()) >= 2
+    assert len((output / "metrics.jsonl").read_text().splitlines()) >= 11
+
+    arguments = [argument for override in SHORT for argument in ("--set", override)]
+    resumed = subprocess.run(
+        [sys.executable, "-m", "tasuki.cli", "train", output / "config.toml", "--resume", *arguments],
+        cwd=RUN.parent, env=ENVIRONMENT, capture_output=True, text=True, timeout=START_S, check=False,
+    )  # fmt: skip
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "version-000010: step 10 of 12" in resumed.stderr
+    assert _figures(output) == _figures(run[0])
+    assert (output / "curve.png").exists()
+
+
+def _figures(output: Path) -> list[object]:
+    """All that is measured of a run but seconds."""
+    steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((output / "summary.json").read_text())
+    return [
+        {name: value for name, value in figures.items() if name not in ("seconds", "stage_seconds")}
+        for figures in (*steps, summary)
+    ]

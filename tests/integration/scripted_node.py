@@ -157,6 +157,17 @@ class ScriptedNode(
     async def SaveCheckpoint(self, request, context):
         return trainer.SaveCheckpointResponse(policy_version=self.policy_version, bytes=len(request.path))
 
+    async def LoadCheckpoint(self, request, context):
+        self.policy_version = int(request.path.rpartition("-")[2])
+        return trainer.LoadCheckpointResponse(policy_version=self.policy_version)
+
+    async def DiscardGradients(self, request, context):
+        self.num_forward_backward = 0
+        return trainer.DiscardGradientsResponse()
+
+    async def GetTrainerState(self, request, context):
+        return trainer.GetTrainerStateResponse(policy_version=self.policy_version, has_gradients=self.num_forward_backward > 0)
+
     # rollout
 
     async def Generate(self, request, context):

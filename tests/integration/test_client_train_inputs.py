@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tasuki.cli.__main__ import USER_ERROR, main
+from tasuki.cli.earlier_run import RunHead, write_head
+from tasuki.cli.recipe import recipe
+from tasuki.cli.run_folder import MetricsFile, read_steps
+from tasuki.client.loop_state import LoopState, write_loop_state
 from tasuki.client.step import Step
+from tasuki.config.load import load_config
 from tests.models import make_model, save_checkpoint
 
 REWARD = "def reward(prompt, completion, **fields):\n    return 0.0\n"
@@ -31,10 +37,10 @@ def config(tmp_path: Path, model: Path) -> Path:
     return path
 
 
-def _error(config: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+def _error(config: Path, capsys: pytest.CaptureFixture[str], *overrides: str, options: Sequence[str] = ()) -> str:
     """What `tasuki train` says before it ends with the code of a user's mistake. No node was started, and nothing written."""
     arguments = [argument for override in overrides for argument in ("--set", override)]
-    assert main(["train", str(config), *arguments]) == USER_ERROR
+    assert main(["train", str(config), *options, *arguments]) == USER_ERROR
     assert not (config.parent / "node").exists()
     return capsys.readouterr().err
 
@@ -77,6 +83,54 @@ def test_an_earlier_run_is_not_overwritten(config: Path, capsys: pytest.CaptureF
     (config.parent / "run").mkdir()
     (config.parent / "run" / "summary.json").write_text("{}")
     assert "is there from an earlier run" in _error(config, capsys)
+
+
+@pytest.fixture
+def begun(config: Path) -> Path:
+    """The output folder of a run that was broken off after four steps, the last of them saved."""
+    output_dir = config.parent / "run"
+    (output_dir / "checkpoints" / "version-000004").mkdir(parents=True)
+    write_head(output_dir, RunHead("id", 0, recipe(load_config(config))))
+    metrics = MetricsFile(output_dir)
+    for number in range(4):
+        metrics.report(Step(number, policy_version=number, mean_reward=0.5, grad_norm=1.0))
+    position = {"seed": 0, "epoch": 0, "next": 0, "num_rows": 1}
+    write_loop_state(output_dir / "checkpoints" / "version-000004", LoopState(metrics.steps[-1], position))
+    return output_dir
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("train.seed=1", "INVALID_ARGUMENT: train.seed: is 1, but the run was begun with 0; put it back to resume"),
+        ("train.num_steps=3", "train.num_steps: is 3, but the run has done 4 steps"),
+        ("train.dataset=/nowhere/train.jsonl", "/nowhere/train.jsonl does not exist"),
+    ],
+)
+def test_a_key_that_a_run_cannot_be_resumed_with_is_named(
+    config: Path, begun: Path, capsys: pytest.CaptureFixture[str], override: str, problem: str
+):
+    before = (begun / "metrics.jsonl").read_bytes()
+    assert problem in _error(config, capsys, override, options=["--resume"])
+    assert (begun / "metrics.jsonl").read_bytes() == before
+
+
+def test_files_of_a_run_of_which_nothing_is_known_are_not_resumed(
+    config: Path, begun: Path, capsys: pytest.CaptureFixture[str]
+):
+    (begun / "run.json").write_text("{}")
+    assert "run.json is damaged" in _error(config, capsys, options=["--resume"])
+    (begun / "run.json").unlink()
+    assert "has metrics.jsonl but no run.json" in _error(config, capsys, options=["--resume"])
+
+
+def test_a_run_that_has_ended_is_left_as_it_is(config: Path, begun: Path, capsys: pytest.CaptureFixture[str]):
+    MetricsFile(begun, read_steps(begun)).report(Step(4, policy_version=4))
+    for name in ("summary.json", "model"):
+        (begun / name).write_text("")
+    assert main(["train", str(config), "--resume", "--set", "train.num_steps=4"]) == 0
+    assert "has ended; to go on, raise train.num_steps" in capsys.readouterr().out
+    assert not (config.parent / "node").exists()
 
 
 def test_a_file_without_a_train_table_cannot_be_trained(config: Path, capsys: pytest.CaptureFixture[str]):

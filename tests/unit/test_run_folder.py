@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from tasuki.cli.run_folder import summarize
+from pathlib import Path
+
+import pytest
+
+from tasuki.cli.run_folder import MetricsFile, changeovers_of, read_steps, summarize
 from tasuki.client.step import Step
+from tasuki.wire.errors import InvalidArgument
 
 
 def test_scores_are_those_of_the_first_and_the_last_evaluation_under_one_name() -> None:
@@ -12,3 +17,33 @@ def test_scores_are_those_of_the_first_and_the_last_evaluation_under_one_name() 
     summary = summarize(steps, seed=0, seconds=1.0, changeovers=2, policy_version=3)
     assert (summary["eval_score_before"], summary["eval_score_after"]) == (-3.5, 12.0)
     assert [name for name, value in summary.items() if value in (-3.5, 12.0)] == ["eval_score_before", "eval_score_after"]
+
+
+def test_lines_of_earlier_lives_are_those_that_are_given_and_later_ones_follow(tmp_path: Path) -> None:
+    first = MetricsFile(tmp_path)
+    for number in range(4):
+        first.report(Step(number, policy_version=number, seconds={"generate": 0.5}))
+    assert read_steps(tmp_path) == first.steps
+    second = MetricsFile(tmp_path, first.steps[:2])
+    second.report(Step(2, policy_version=2, mean_reward=0.25))
+    assert read_steps(tmp_path) == second.steps
+    assert [step.step for step in second.steps] == [0, 1, 2]
+
+
+def test_a_last_line_that_was_torn_off_is_left_out_and_any_other_is_named(tmp_path: Path) -> None:
+    assert read_steps(tmp_path) == []
+    metrics = MetricsFile(tmp_path)
+    metrics.report(Step(0, policy_version=0))
+    with (tmp_path / "metrics.jsonl").open("a") as lines:
+        lines.write('{"step": 1, "poli')
+    assert read_steps(tmp_path) == metrics.steps
+    with (tmp_path / "metrics.jsonl").open("a") as lines:
+        lines.write("\n")
+    with pytest.raises(InvalidArgument, match=r"metrics\.jsonl:2 is no step"):
+        read_steps(tmp_path)
+
+
+def test_changeovers_are_counted_by_the_stages_that_end_them() -> None:
+    stages = {"LOAD_WEIGHTS": 0.1, "RESUME_KV": 0.1, "DRAIN": 0.1, "LOAD_TRAINER": 0.1}
+    silent = {"LOAD_WEIGHTS": 0.1, "RESUME_KV": 0.1}
+    assert changeovers_of([Step(0, stage_seconds=stages), Step(1, stage_seconds=silent), Step(2)]) == 3

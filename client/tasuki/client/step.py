@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from tasuki.client.sync_client import Client
 from tasuki.client.types import Phase
@@ -35,6 +36,13 @@ class Step:
     stage_seconds: dict[str, float] = field(default_factory=dict)
     """By stage of the step's changeovers; inside to_rollout and to_train."""
 
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Step:
+        """The step whose `asdict` was written as JSON; fields of another version of tasuki are left out. Raises TypeError."""
+        if not isinstance(fields.get("step"), int):
+            raise TypeError("`step` is no number")
+        return cls(**{name: value for name, value in fields.items() if name in cls.__slots__})
+
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
         started = time.perf_counter()
@@ -46,6 +54,10 @@ class Step:
         with self.timed(f"to_{phase.lower()}"):
             events = client.acquire(phase)
         self.stage_seconds |= {event.stage: event.seconds for event in events if event.stage and event.seconds}
+
+    def next_version(self) -> int:
+        """The policy version after the step."""
+        return (self.policy_version or 0) + (self.grad_norm is not None)
 
     def total_seconds(self) -> float:
         return sum(self.seconds.values())

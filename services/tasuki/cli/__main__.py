@@ -73,6 +73,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_node(watch)
     train = _command(commands, "train", _train, "train as the [train] table of CONFIG says; starts the node when none runs")
     train.add_argument("config", type=Path, metavar="CONFIG")
+    train.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the run in train.output_dir: from its newest checkpoint, or where it was on a node that still has it; "
+        "begin where there is none",
+    )
     _add_overrides(train)
     plan = _command(commands, "plan", _plan, "predict the memory of a node, stage by stage, and say what to change")
     add_plan_arguments(plan)
@@ -145,10 +151,11 @@ def _watch(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from tasuki.cli.train import run
+    from tasuki.cli.train import resume, run
 
     config_dir = arguments.config.resolve().parent
-    return run(load_config(arguments.config, overrides=arguments.overrides), config_dir=config_dir)
+    train = resume if arguments.resume else run
+    return train(load_config(arguments.config, overrides=arguments.overrides), config_dir=config_dir)
 
 
 def _plan(arguments: argparse.Namespace) -> int:

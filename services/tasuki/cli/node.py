@@ -23,7 +23,15 @@ from tasuki.cli.rotation import KEPT_LOGS, rotate
 from tasuki.cli.services import ServiceCommand, node_services
 from tasuki.config.instance import begin_instance
 from tasuki.config.lock import NODE_LOCK, StateLock, holder
-from tasuki.config.places import config_path, exit_path, journal_path, log_path, node_targets, training_log_path
+from tasuki.config.places import (
+    config_path,
+    exit_path,
+    journal_path,
+    log_path,
+    node_targets,
+    training_log_path,
+    training_run_path,
+)
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.budget import check_host_budget
@@ -34,6 +42,7 @@ from tasuki.wire.errors import (
     DeadlineExceeded,
     DiskFull,
     InvalidArgument,
+    NodeDown,
     from_rpc_error,
 )
 
@@ -114,6 +123,7 @@ def start_node(config: NodeConfig, *, resumes: bool = False, tell: Tell = to_std
 def _begin_anew(state_dir: Path) -> None:
     """A node starts from its model: what the last trainer on the folder had done is set aside."""
     rotate(training_log_path(state_dir), keep=_KEPT_TRAINING_LOGS)
+    training_run_path(state_dir).unlink(missing_ok=True)
 
 
 def _check_state_folder(state_dir: Path) -> None:
@@ -153,8 +163,7 @@ def _stuck(pid: int) -> str:
 @contextmanager
 def running_node(config: NodeConfig, *, tell: Tell = to_stderr) -> Iterator[None]:
     """The node of `config`: the one that runs, or one started here and stopped at the end, however this process ends."""
-    if holder(config.state_dir, name=NODE_LOCK) is not None:
-        _wait_until_serving(config, tell=tell, supervisor=None)
+    if holder(config.state_dir, name=NODE_LOCK) is not None and _stays(config, tell=tell):
         yield
         return
     node = start_node(config, tell=tell)
@@ -162,6 +171,15 @@ def running_node(config: NodeConfig, *, tell: Tell = to_stderr) -> Iterator[None
         yield
     finally:
         node.stop()
+
+
+def _stays(config: NodeConfig, *, tell: Tell) -> bool:
+    """Returns when the node that runs serves; False when it ends instead, as one does whose starter was killed just now."""
+    try:
+        _wait_until_serving(config, tell=tell, supervisor=None)
+    except NodeDown:
+        return False
+    return True
 
 
 def _spawn_supervisor(config: NodeConfig, *, lock_fd: int, read_fd: int) -> subprocess.Popen[bytes]:

@@ -3,28 +3,58 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tasuki.client.durable import write_durably
 from tasuki.client.step import Step
+from tasuki.wire.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-class MetricsFile:
-    """metrics.jsonl: one line a step, there as soon as the step has ended."""
+# That tell of a run once it has begun.
+RUN_FILES = ("summary.json", "metrics.jsonl", "model")
 
-    def __init__(self, output_dir: Path) -> None:
+
+class MetricsFile:
+    """metrics.jsonl: one line a step, on disk as soon as the step has ended."""
+
+    def __init__(self, output_dir: Path, steps: Sequence[Step] = ()) -> None:
+        """steps: of the run's earlier lives. Lines of others are dropped."""
         self._path = output_dir / "metrics.jsonl"
-        self.steps: list[Step] = []
+        self.steps = list(steps)
+        if self._path.exists():
+            write_durably(self._path, "".join(_line(step) for step in steps))
 
     def report(self, step: Step) -> None:
         self.steps.append(step)
         with self._path.open("a") as lines:
-            lines.write(json.dumps(asdict(step)) + "\n")
+            lines.write(_line(step))
+            lines.flush()
+            os.fsync(lines.fileno())
+
+
+def read_steps(output_dir: Path) -> list[Step]:
+    """The steps of metrics.jsonl; a last line that was torn off is left out. Raises InvalidArgument naming a line that is none."""
+    path = output_dir / "metrics.jsonl"
+    steps: list[Step] = []
+    for number, line in enumerate(path.read_text().splitlines(keepends=True) if path.exists() else (), start=1):
+        try:
+            if line.endswith("\n"):
+                steps.append(Step.of(json.loads(line)))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise InvalidArgument("train.output_dir", f"{path}:{number} is no step: {error}") from error
+    return steps
+
+
+def changeovers_of(steps: Sequence[Step]) -> int:
+    """How often the phase changed in these steps."""
+    return sum(stage in step.stage_seconds for step in steps for stage in ("RESUME_KV", "LOAD_TRAINER"))
 
 
 def summarize(steps: Sequence[Step], *, seed: int, seconds: float, changeovers: int, policy_version: int) -> dict[str, object]:
@@ -57,12 +87,12 @@ def draw_curve(output_dir: Path, steps: Sequence[Step]) -> None:
 
     figure = Figure(figsize=(8, 6), layout="constrained")
     learning, gap = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
-    _line(learning, steps, field="mean_reward", label="mean reward of the samples", color="tab:blue")
-    _line(learning, steps, field="eval_score", label="held-out score, greedy", color="tab:orange", marker="o")
+    _draw(learning, steps, field="mean_reward", label="mean reward of the samples", color="tab:blue")
+    _draw(learning, steps, field="eval_score", label="held-out score, greedy", color="tab:orange", marker="o")
     learning.set_ylabel("reward")
     learning.legend(loc="lower right")
-    _line(gap, steps, field="max_log_prob_gap", label="largest", color="tab:red")
-    _line(gap, steps, field="mean_log_prob_gap", label="mean", color="tab:gray")
+    _draw(gap, steps, field="max_log_prob_gap", label="largest", color="tab:red")
+    _draw(gap, steps, field="mean_log_prob_gap", label="mean", color="tab:gray")
     gap.set_yscale("log")
     gap.set_ylabel("|trainer - rollout|\nlog-prob")
     gap.set_xlabel("step")
@@ -72,7 +102,11 @@ def draw_curve(output_dir: Path, steps: Sequence[Step]) -> None:
     figure.savefig(output_dir / "curve.png", dpi=120)
 
 
-def _line(axes: Axes, steps: Sequence[Step], *, field: str, label: str, color: str, marker: str = "") -> None:
+def _line(step: Step) -> str:
+    return json.dumps(asdict(step)) + "\n"
+
+
+def _draw(axes: Axes, steps: Sequence[Step], *, field: str, label: str, color: str, marker: str = "") -> None:
     points = [(step.step, value) for step in steps if (value := getattr(step, field)) is not None]
     if points:
         axes.plot(*zip(*points, strict=True), label=label, color=color, marker=marker, markersize=4)

@@ -6,12 +6,14 @@ import sys
 import time
 from pathlib import Path
 
+from tasuki.cli.earlier_run import EarlierRun, has_ended
 from tasuki.cli.evidence import kept_evidence
 from tasuki.cli.node import running_node
 from tasuki.cli.post_mortem import explained
 from tasuki.cli.progress import TrainProgress
-from tasuki.cli.run_folder import MetricsFile, draw_curve, summarize, write_summary
-from tasuki.cli.train_inputs import TrainInputs, read_inputs
+from tasuki.cli.resume import begin, go_on, resumable_run
+from tasuki.cli.run_folder import MetricsFile, changeovers_of, draw_curve, summarize, write_summary
+from tasuki.cli.train_inputs import TrainInputs, check_output, read_inputs
 from tasuki.client.dataset import Dataset
 from tasuki.client.grpo_loop import Grpo, Settings
 from tasuki.client.rewards import RewardPool
@@ -30,6 +32,22 @@ def run(config: NodeConfig, *, config_dir: Path, started: float | None = None) -
     """
     started = time.monotonic() if started is None else started
     inputs = read_inputs(config)
+    check_output(inputs.train.output_dir)
+    return _run(config, inputs, None, config_dir=config_dir, started=started)
+
+
+def resume(config: NodeConfig, *, config_dir: Path) -> int:
+    """Goes on with the run in the output folder, as `run` would have; begins it when there is none, and does nothing when it has ended."""
+    started = time.monotonic()
+    inputs = read_inputs(config)
+    earlier = resumable_run(config, inputs.train)
+    if earlier is not None and has_ended(earlier, inputs.train):
+        sys.stdout.write(f"the run in {inputs.train.output_dir} has ended; to go on, raise train.num_steps\n")
+        return 0
+    return _run(config, inputs, earlier, config_dir=config_dir, started=started)
+
+
+def _run(config: NodeConfig, inputs: TrainInputs, earlier: EarlierRun | None, *, config_dir: Path, started: float) -> int:
     reward = inputs.train.reward
     with RewardPool(
         reward.function,
@@ -40,26 +58,29 @@ def run(config: NodeConfig, *, config_dir: Path, started: float | None = None) -
     ) as rewards:
         inputs.train.output_dir.mkdir(parents=True, exist_ok=True)
         with running_node(config), explained(config), kept_evidence(config.state_dir, inputs.train.output_dir):
-            _train(config, inputs, rewards, started=started)
+            _train(config, inputs, earlier, rewards, started=started)
     return 0
 
 
-def _train(config: NodeConfig, inputs: TrainInputs, rewards: RewardPool, *, started: float) -> None:
+def _train(config: NodeConfig, inputs: TrainInputs, earlier: EarlierRun | None, rewards: RewardPool, *, started: float) -> None:
     train, target = inputs.train, node_targets(config)["coordinator"]
-    metrics = MetricsFile(train.output_dir)
     with Client(target) as client, TrainProgress(target, num_steps=train.num_steps) as progress:
+        num_changeovers = client.state().num_changeovers
+        start = begin(client, config, train.output_dir) if earlier is None else go_on(client, config, train, earlier)
+        metrics = MetricsFile(train.output_dir, start.steps)
 
         def report(step: Step) -> None:
             metrics.report(step)
             progress.report(step)
 
-        num_changeovers = client.state().num_changeovers
         dataset = Dataset(inputs.rows, seed=train.seed)
-        Grpo(client, dataset, inputs.eval_rows, inputs.tokenizer, rewards, _settings(train)).run(report)
-        changeovers = client.state().num_changeovers - num_changeovers
+        start.seek(dataset, prompts_per_step=train.prompts_per_step)
+        loop = Grpo(client, dataset, inputs.eval_rows, inputs.tokenizer, rewards, _settings(train))
+        loop.run(report, first_step=start.first_step)
+        changeovers = changeovers_of(start.steps) + client.state().num_changeovers - num_changeovers
         policy_version = client.trainer_state().policy_version
     draw_curve(train.output_dir, metrics.steps)
-    seconds = time.monotonic() - started
+    seconds = sum(step.total_seconds() for step in start.steps) + time.monotonic() - started
     summary = summarize(metrics.steps, seed=train.seed, seconds=seconds, changeovers=changeovers, policy_version=policy_version)
     write_summary(train.output_dir, summary)
     sys.stdout.write("\n".join(f"{name:<20} {value}" for name, value in summary.items()) + f"\n{train.output_dir}\n")

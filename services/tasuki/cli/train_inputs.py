@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tasuki.cli.model_folder import check_model_folder
+from tasuki.cli.run_folder import RUN_FILES
 from tasuki.cli.tokenizer import ModelTokenizer
 from tasuki.client.dataset import Row, read_jsonl
 from tasuki.config.schema import NodeConfig, TrainConfig
@@ -23,11 +24,10 @@ class TrainInputs:
 
 
 def read_inputs(config: NodeConfig) -> TrainInputs:
-    """Raises InvalidArgument, PathNotFound or PathExists, naming the key, the file and the line."""
+    """Raises InvalidArgument or PathNotFound, naming the key, the file and the line."""
     train = config.train
     if train is None:
         raise InvalidArgument("train", "the configuration has no [train] table, so there is nothing to train")
-    check_output(train.output_dir)
     check_model_folder(config.model.path)
     rows = read_jsonl(train.dataset)
     eval_rows = read_jsonl(train.eval_dataset) if train.eval_dataset is not None else []
@@ -42,11 +42,12 @@ def read_inputs(config: NodeConfig) -> TrainInputs:
 
 def check_output(output_dir: Path) -> None:
     """Raises PathExists when an earlier run is there."""
-    for name in ("summary.json", "metrics.jsonl", "model"):
+    for name in RUN_FILES:
         if (output_dir / name).exists():
-            raise PathExists(
-                f"train.output_dir: {output_dir / name} is there from an earlier run; choose another folder", path=output_dir
+            text = (
+                f"{output_dir / name} is there from an earlier run; choose another folder, or go on with that run by --resume"
             )
+            raise PathExists(f"train.output_dir: {text}", path=output_dir)
 
 
 def check_lengths(rows: Sequence[Row], *, tokenizer: ModelTokenizer, max_prompt_tokens: int, path: Path | None) -> None:

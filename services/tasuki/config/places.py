@@ -74,6 +74,11 @@ def training_log_path(state_dir: Path) -> Path:
     return state_dir / "training.log"
 
 
+def training_run_path(state_dir: Path) -> Path:
+    """The id of the run that trained last on the node; it goes with the training log."""
+    return state_dir / "training.run"
+
+
 def config_path(state_dir: Path) -> Path:
     """The configuration of the node that runs on the folder, or ran there last, as its services read it."""
     return state_dir / "node.toml"

@@ -201,6 +201,7 @@ class TrainConfig(Schema):
     stop_at_eval_score: float | None = None
     """End the run early once the held-out score reaches this."""
     save_every: PositiveInt | None = None
+    """Steps between checkpoints, from which `tasuki train --resume` goes on; none by default."""
     seed: int = 0
 
 

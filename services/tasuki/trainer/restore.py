@@ -7,6 +7,7 @@ import time
 
 from google.protobuf.message import Message
 
+from tasuki.config.neutral import NEUTRAL_TRAINER_KEYS
 from tasuki.config.schema import NodeConfig
 from tasuki.trainer.training import Training
 from tasuki.trainer.training_log import TrainingLog
@@ -14,15 +15,11 @@ from tasuki.v1.ranks_pb2 import TrainingRecord
 from tasuki.wire.errors import InvalidArgument, TasukiError
 
 _log = logging.getLogger("tasuki.trainer")
-# What does not change the numbers that come out.
-_NEUTRAL = {
-    "listen", "metrics_port", "num_ranks", "num_threads", "devices", "collective_timeout_s", "export", "export_stays", "export_handles"
-}  # fmt: skip
 
 
 def recipe(config: NodeConfig) -> str:
     """What the numbers in a log depend on beside its commands."""
-    return f"{config.model.path.resolve()} {config.trainer.model_dump_json(exclude=_NEUTRAL)}"
+    return f"{config.model.path.resolve()} {config.trainer.model_dump_json(exclude=NEUTRAL_TRAINER_KEYS)}"
 
 
 async def restore(training: Training, log: TrainingLog, *, config: NodeConfig) -> None:

@@ -1,0 +1,46 @@
+"""What a training loop knows and its trainer does not: the step, and the place in the data. A small JSON file in each checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tasuki.client.durable import write_durably
+from tasuki.client.step import Step
+from tasuki.wire.errors import InvalidArgument
+
+LOOP_FILE = "loop.json"
+
+
+@dataclass(frozen=True, slots=True)
+class LoopState:
+    """Where a loop stands when a checkpoint has been saved."""
+
+    step: Step
+    """The last one that is in the checkpoint."""
+    position: Mapping[str, int]
+    """Of the dataset after that step."""
+
+
+def write_loop_state(checkpoint: Path | str, state: LoopState) -> None:
+    """Comes last: a checkpoint without it is not complete."""
+    write_durably(Path(checkpoint) / LOOP_FILE, json.dumps(asdict(state), indent=2) + "\n")
+
+
+def read_loop_state(checkpoint: Path) -> LoopState:
+    """Raises InvalidArgument naming the file when it is damaged."""
+    path = checkpoint / LOOP_FILE
+    try:
+        fields = json.loads(path.read_bytes())
+        return LoopState(Step.of(fields["step"]), {name: int(value) for name, value in fields["position"].items()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        text = f"{path} is damaged ({type(error).__name__}: {error}); remove {checkpoint} to go on from the one before"
+        raise InvalidArgument("checkpoint", text) from error
+
+
+def newest_checkpoint(folder: Path) -> tuple[Path, LoopState] | None:
+    """The complete checkpoint of the latest step; None without any. Raises as read_loop_state."""
+    found = [(path.parent, read_loop_state(path.parent)) for path in folder.glob(f"*/{LOOP_FILE}")]
+    return max(found, key=lambda one: one[1].step.step, default=None)

@@ -1,0 +1,80 @@
+"""Where a run that was broken off goes on, and with whose weights. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasuki.cli.earlier_run import EarlierRun
+from tasuki.client.dataset import Dataset
+from tasuki.client.step import Step
+from tasuki.wire.errors import InvalidArgument, VersionOrder
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """checkpoint: to be loaded; None when the node has all that `steps`, those before, have learned."""
+
+    first_step: int = 0
+    steps: Sequence[Step] = ()
+    checkpoint: Path | None = None
+    position: Mapping[str, int] | None = None
+    num_steps_after_position: int = 0
+
+    def seek(self, dataset: Dataset, *, prompts_per_step: int) -> None:
+        """Leaves out the rows that were trained on."""
+        if self.position is not None:
+            dataset.seek(self.position)
+        for _ in range(self.num_steps_after_position):
+            dataset.next_rows(prompts_per_step)
+
+
+def continuation(earlier: EarlierRun, *, node_version: int, is_of_run: bool) -> Continuation:
+    """Where to go on on a node whose trainer is at `node_version`.
+
+    is_of_run: whether the trainer's last training was the run's. Then nothing that it has learned is lost; else the run goes on from
+    its newest checkpoint, or from the beginning. Raises VersionOrder when the node has later weights of which nothing is known.
+    """
+    saved, saved_version = earlier.num_saved_steps, earlier.saved_version
+    kept = _until(earlier)
+    position = None if earlier.loop is None else earlier.loop.position
+    if is_of_run:
+        learned = _after(earlier.steps, saved)
+        version = learned[-1].next_version() if learned else saved_version
+        if node_version == version + 1:
+            # The client ended between the optimizer's step and its line: what it measured is lost with it.
+            learned = [*learned, Step(saved + len(learned), policy_version=version)]
+        if node_version in (version, version + 1):
+            return Continuation(saved + len(learned), [*kept, *learned], None, position, len(learned))
+    is_loadable = earlier.checkpoint is not None and node_version <= saved_version
+    if is_loadable or node_version == saved_version:
+        return Continuation(saved, kept, earlier.checkpoint, position)
+    origin = f"began at {saved_version}" if earlier.checkpoint is None else f"has {saved_version} in {earlier.checkpoint}"
+    raise VersionOrder(
+        f"the node is at policy version {node_version}, by other training than this run's, which {origin}; versions only grow: stop "
+        "the node with `tasuki down CONFIG`, and resume again",
+        have=node_version,
+        want=saved_version,
+    )
+
+
+def check_num_steps(num_done: int, *, num_steps: int) -> None:
+    """Raises InvalidArgument when the run has gone further than it is asked to."""
+    if num_done > num_steps:
+        raise InvalidArgument("train.num_steps", f"is {num_steps}, but the run has done {num_done} steps")
+
+
+def _until(earlier: EarlierRun) -> list[Step]:
+    """The steps of the checkpoint, whose last one may have no line yet."""
+    found = {step.step: step for step in earlier.steps if step.step < earlier.num_saved_steps}
+    if earlier.loop is not None:
+        found.setdefault(earlier.loop.step.step, earlier.loop.step)
+    return [found[number] for number in sorted(found)]
+
+
+def _after(steps: Sequence[Step], first: int) -> list[Step]:
+    """Those from `first` on, as far as none is missing, without a last one that only evaluated."""
+    later = [step for step in steps if step.step >= first]
+    whole = [step for number, step in enumerate(later, start=first) if step.step == number]
+    return whole[:-1] if whole and whole[-1].mean_reward is None else whole

@@ -1,0 +1,83 @@
+"""What an earlier life of a run has left in its output folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from tasuki.cli.run_folder import RUN_FILES, read_steps
+from tasuki.client.durable import write_durably
+from tasuki.client.loop_state import LoopState, newest_checkpoint
+from tasuki.client.step import Step
+from tasuki.config.schema import TrainConfig
+from tasuki.wire.errors import InvalidArgument, PathNotFound
+
+_HEAD_FILE = "run.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RunHead:
+    """What is known of a run when it begins."""
+
+    id: str
+    policy_version: int
+    """Of the weights that it began with."""
+    recipe: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierRun:
+    """A run that was stopped, or died. loop: of the newest complete checkpoint, None without any, as `checkpoint`."""
+
+    head: RunHead
+    steps: Sequence[Step]
+    checkpoint: Path | None
+    loop: LoopState | None
+
+    @property
+    def num_saved_steps(self) -> int:
+        return 0 if self.loop is None else self.loop.step.step + 1
+
+    @property
+    def saved_version(self) -> int:
+        """That the newest complete checkpoint has, or the run began with."""
+        return self.head.policy_version if self.loop is None else self.loop.step.next_version()
+
+
+_Head = TypeAdapter(RunHead)
+
+
+def write_head(output_dir: Path, head: RunHead) -> None:
+    write_durably(output_dir / _HEAD_FILE, json.dumps(asdict(head), indent=2) + "\n")
+
+
+def read_earlier_run(output_dir: Path) -> EarlierRun | None:
+    """None when no run has begun there. Raises PathNotFound, or InvalidArgument naming the file that is damaged."""
+    path = output_dir / _HEAD_FILE
+    if not path.exists():
+        left = [name for name in RUN_FILES if (output_dir / name).exists()]
+        if not left:
+            return None
+        text = f"{output_dir} has {left[0]} but no {_HEAD_FILE}, without which a run cannot be resumed; choose another train.output_dir"
+        raise PathNotFound(text, path=path)
+    try:
+        head = _Head.validate_json(path.read_bytes(), strict=True)
+    except ValidationError as error:
+        raise InvalidArgument("train.output_dir", f"{path} is damaged: {error.errors()[0]['msg']}") from error
+    checkpoint, loop = newest_checkpoint(output_dir / "checkpoints") or (None, None)
+    return EarlierRun(head, read_steps(output_dir), checkpoint, loop)
+
+
+def has_ended(earlier: EarlierRun, train: TrainConfig) -> bool:
+    """Whether the run came to the end that is asked for now."""
+    if not earlier.steps or not all((train.output_dir / name).exists() for name in RUN_FILES):
+        return False
+    last = earlier.steps[-1]
+    target = train.stop_at_eval_score
+    is_enough = target is not None and last.eval_score is not None and last.eval_score >= target
+    return last.mean_reward is None and (last.step >= train.num_steps or is_enough)

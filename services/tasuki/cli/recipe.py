@@ -1,0 +1,73 @@
+"""What a run's numbers depend on, by the keys that say it: a run goes on only with what it was begun with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tasuki.config.neutral import NEUTRAL_TRAINER_KEYS
+from tasuki.config.schema import NodeConfig
+from tasuki.wire.errors import InvalidArgument
+
+Recipe = Mapping[str, Any]
+# total_steps goes with num_steps, which may grow.
+_FREE_TRAINER_KEYS = NEUTRAL_TRAINER_KEYS | {"total_steps"}
+# Paths count by what is there.
+_FREE_TRAIN_KEYS = {
+    "dataset", "eval_dataset", "output_dir", "reward", "num_steps", "eval_every", "stop_at_eval_score", "save_every"
+}  # fmt: skip
+_DIGEST = "sha256:"
+
+
+def recipe(config: NodeConfig) -> Recipe:
+    """As JSON would give it back. Files count by their content, the model by its texts and by names and sizes of its weights."""
+    train = config.train
+    assert train is not None
+    tables = {
+        "trainer": config.trainer.model_dump(mode="json", exclude=_FREE_TRAINER_KEYS),
+        "rollout": config.rollout.model_dump(mode="json", include={"dtype", "lora", "seed"}),
+        "train": train.model_dump(mode="json", exclude=_FREE_TRAIN_KEYS),
+        "train.reward": train.reward.model_dump(mode="json", include={"function", "on_error"}),
+    }
+    values = {f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()}
+    values["model.path"] = _model_digest(config.model.path)
+    values["train.dataset"] = _file_digest(train.dataset)
+    values["train.eval_dataset"] = None if train.eval_dataset is None else _file_digest(train.eval_dataset)
+    return json.loads(json.dumps(values))
+
+
+def check_recipe(now: Recipe, *, begun_with: Recipe, output_dir: Path) -> None:
+    """Raises InvalidArgument naming the first key that is not as it was; one that another version of tasuki lacks is passed over."""
+    for key in sorted(now.keys() & begun_with.keys()):
+        is_, was = now[key], begun_with[key]
+        if is_ == was:
+            continue
+        what = f"is {is_!r}, but the run was begun with {was!r}"
+        if _is_digest(is_) and _is_digest(was):
+            what = "has another content than the run was begun with"
+        raise InvalidArgument(
+            key, f"{what}; put it back to resume {output_dir}, or choose another train.output_dir for a new run"
+        )
+
+
+def _is_digest(value: object) -> bool:
+    return isinstance(value, str) and value.startswith(_DIGEST)
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return _DIGEST + hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _model_digest(folder: Path) -> str:
+    """Without reading the weights, which may be hundreds of GB."""
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors"))
+    parts = [
+        f"{path.name} {_file_digest(path) if path.suffix == '.json' else path.stat().st_size}"
+        for path in files
+        if path.is_file()
+    ]
+    return _DIGEST + hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -1,0 +1,96 @@
+"""Takes up a run on a node: its weights, its lines, and the way for what is to be written."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import uuid
+from pathlib import Path
+
+from tasuki.cli.continuation import Continuation, check_num_steps, continuation
+from tasuki.cli.earlier_run import EarlierRun, RunHead, has_ended, read_earlier_run, write_head
+from tasuki.cli.recipe import check_recipe, recipe
+from tasuki.client.loop_state import LOOP_FILE
+from tasuki.client.sync_client import Client
+from tasuki.config.places import training_run_path
+from tasuki.config.schema import NodeConfig, TrainConfig
+from tasuki.wire.errors import InvalidArgument
+
+
+def resumable_run(config: NodeConfig, train: TrainConfig) -> EarlierRun | None:
+    """What was broken off in the output folder; None when nothing was begun there. Looks at everything that needs no node.
+
+    Raises InvalidArgument naming the key that is not as it was, and what read_earlier_run raises.
+    """
+    earlier = read_earlier_run(train.output_dir)
+    if earlier is None:
+        _tell(f"there is no run in {train.output_dir} yet: it begins at step 0")
+        return None
+    check_recipe(recipe(config), begun_with=earlier.head.recipe, output_dir=train.output_dir)
+    if not has_ended(earlier, train):
+        check_num_steps(earlier.num_saved_steps, num_steps=train.num_steps)
+    return earlier
+
+
+def begin(client: Client, config: NodeConfig, output_dir: Path) -> Continuation:
+    """A new run, on the weights that the node has."""
+    head = RunHead(uuid.uuid4().hex, client.trainer_state().policy_version, recipe(config))
+    write_head(output_dir, head)
+    training_run_path(config.state_dir).write_text(head.id)
+    return Continuation()
+
+
+def go_on(client: Client, config: NodeConfig, train: TrainConfig, earlier: EarlierRun) -> Continuation:
+    """Brings the node to where the run goes on, and has everything later out of its way.
+
+    Raises VersionOrder when the node is ahead with weights that are not the run's, InvalidArgument for a key, and what `load` raises.
+    """
+    marker = training_run_path(config.state_dir)
+    is_of_run = marker.exists() and marker.read_text() == earlier.head.id
+    node_version = client.trainer_state().policy_version
+    found = continuation(earlier, node_version=node_version, is_of_run=is_of_run)
+    check_num_steps(found.first_step, num_steps=train.num_steps)
+    if not found.first_step and earlier.steps and not train.save_every:
+        raise InvalidArgument(
+            "train.save_every",
+            f"is not set, and the run in {train.output_dir} left no checkpoint: set it, and the run begins at step 0 again",
+        )
+    if found.checkpoint is not None:
+        client.load(found.checkpoint)
+    else:
+        client.discard_gradients()  # of a step that was broken off
+    if found.num_steps_after_position == 0:
+        _remove_incomplete(train.output_dir / "checkpoints", above=earlier.saved_version)
+    _make_way(train.output_dir, earlier)
+    marker.write_text(earlier.head.id)
+    if found.first_step:
+        origin = found.checkpoint or f"the node's own policy version {node_version}"
+        _tell(f"going on from {origin}: step {found.first_step} of {train.num_steps}")
+    else:
+        _tell(f"there is no complete checkpoint in {train.output_dir}: the run begins at step 0 again")
+    return found
+
+
+def _remove_incomplete(checkpoints: Path, *, above: int) -> None:
+    """Those that the run will write again; the trainer, too, goes on from before them."""
+    for path in checkpoints.glob("version-*"):
+        version = path.name.removeprefix("version-")
+        if version.isdecimal() and int(version) > above and not (path / LOOP_FILE).exists():
+            shutil.rmtree(path)
+
+
+def _make_way(output_dir: Path, earlier: EarlierRun) -> None:
+    """For a new end of the run; the model of an earlier end is kept under the number of its step."""
+    (output_dir / "summary.json").unlink(missing_ok=True)
+    model = output_dir / "model"
+    if not model.exists():
+        return
+    kept = output_dir / f"model-{earlier.steps[-1].step if earlier.steps else 0:06d}"
+    if kept.exists():
+        shutil.rmtree(model)  # the same step's
+    else:
+        model.rename(kept)
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"{line}\n")

@@ -1,0 +1,153 @@
+"""A run is taken up on a node: what is loaded, what is marked, and what is moved out of the way. The real client; a scripted node."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tasuki.cli.continuation import Continuation
+from tasuki.cli.earlier_run import read_earlier_run
+from tasuki.cli.node import _begin_anew
+from tasuki.cli.resume import begin, go_on, resumable_run
+from tasuki.cli.run_folder import MetricsFile
+from tasuki.client import Client
+from tasuki.client.loop_state import LoopState, write_loop_state
+from tasuki.client.step import Step
+from tasuki.config.load import load_config
+from tasuki.wire.errors import InvalidArgument, VersionOrder
+from tests.integration.scripted_node import ScriptedNode, scripted_node
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run that was begun on the node at version 0."""
+
+    node: ScriptedNode
+    folder: Path
+
+    @property
+    def output_dir(self) -> Path:
+        return self.folder / "run"
+
+    async def begin(self) -> None:
+        await asyncio.to_thread(self._with_client, "begin")
+
+    async def go_on(self) -> Continuation:
+        return await asyncio.to_thread(self._with_client, "go_on")
+
+    def train(self, num_steps: int, *, saves: int = 0) -> None:
+        """What a life of the run leaves on the node and in the folder. saves: the steps that its last checkpoint has, if any."""
+        metrics = MetricsFile(self.output_dir)
+        for number in range(num_steps):
+            metrics.report(Step(number, policy_version=number, mean_reward=0.5, grad_norm=1.0))
+        self.node.policy_version = num_steps
+        if saves:
+            position = {"seed": 0, "epoch": 0, "next": 0, "num_rows": 1}
+            write_loop_state(self.checkpoint(saves), LoopState(metrics.steps[saves - 1], position))
+
+    def checkpoint(self, version: int) -> Path:
+        path = self.output_dir / "checkpoints" / f"version-{version:06d}"
+        path.mkdir(parents=True)
+        return path
+
+    def _with_client(self, action: str) -> Continuation:
+        config = load_config(self.folder / "node.toml")
+        assert config.train is not None
+        with Client(state_dir=config.state_dir) as client:
+            if action == "begin":
+                return begin(client, config, self.output_dir)
+            earlier = resumable_run(config, config.train)
+            assert earlier is not None
+            return go_on(client, config, config.train, earlier)
+
+
+@pytest.fixture
+async def run(tmp_path: Path) -> AsyncIterator[Run]:
+    for folder in ("run", "model"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "node.toml").write_text(
+        'state_dir = "node"\n[model]\npath = "model"\n[train]\ndataset = "train.jsonl"\noutput_dir = "run"\n'
+        'save_every = 4\n[train.reward]\nfunction = "a:b"\n'
+    )
+    (tmp_path / "node").mkdir()
+    async with scripted_node(tmp_path / "node") as node:
+        run = Run(node, tmp_path)
+        await run.begin()
+        yield run
+
+
+async def test_a_node_that_has_the_run_keeps_what_it_learned_but_for_gradients_of_a_broken_step(run: Run) -> None:
+    run.train(6, saves=4)
+    run.node.num_forward_backward = 1
+    found = await run.go_on()
+    assert (found.first_step, run.node.policy_version, run.node.num_forward_backward) == (6, 6, 0)
+
+
+async def test_a_node_that_began_from_its_model_gets_the_checkpoint_and_what_is_not_complete_after_it_goes(run: Run) -> None:
+    run.train(6, saves=4)
+    run.checkpoint(3)
+    run.checkpoint(8)
+    _begin_anew(run.folder / "node")
+    run.node.policy_version = 0
+    found = await run.go_on()
+    assert (found.first_step, run.node.policy_version) == (4, 4)
+    left = sorted(path.name for path in (run.output_dir / "checkpoints").iterdir())
+    assert left == ["version-000003", "version-000004"]
+    # From here on the node is the run's again.
+    MetricsFile(run.output_dir, found.steps).report(Step(4, policy_version=4, mean_reward=0.5, grad_norm=1.0))
+    run.node.policy_version = 5
+    assert (await run.go_on()).first_step == 5
+
+
+async def test_a_checkpoint_that_the_trainers_log_may_build_on_stays(run: Run) -> None:
+    run.train(8, saves=4)
+    run.checkpoint(8)
+    assert (await run.go_on()).first_step == 8
+    assert (run.output_dir / "checkpoints" / "version-000008").exists()
+
+
+async def test_a_node_that_another_run_trained_is_refused_and_nothing_is_changed(run: Run) -> None:
+    run.train(6, saves=4)
+    (run.output_dir / "summary.json").write_text("{}")
+    (run.folder / "node" / "training.run").write_text("another")
+    with pytest.raises(VersionOrder):
+        await run.go_on()
+    assert (run.node.policy_version, (run.output_dir / "summary.json").exists()) == (6, True)
+
+
+async def test_the_model_of_an_earlier_end_is_kept_under_its_step(run: Run) -> None:
+    run.train(6, saves=4)
+    for text in ("first", "again"):
+        (run.output_dir / "model").mkdir()
+        (run.output_dir / "model" / "config.json").write_text(text)
+        (run.output_dir / "summary.json").write_text("{}")
+        await run.go_on()
+        assert not (run.output_dir / "model").exists()
+        assert not (run.output_dir / "summary.json").exists()
+    assert (run.output_dir / "model-000005" / "config.json").read_text() == "first"
+
+
+async def test_a_run_without_a_checkpoint_begins_again_only_when_it_saves_from_now_on(run: Run) -> None:
+    run.train(2)
+    _begin_anew(run.folder / "node")
+    run.node.policy_version = 0
+    assert (await run.go_on()).first_step == 0
+    config = run.folder / "node.toml"
+    config.write_text(config.read_text().replace("save_every = 4\n", ""))
+    with pytest.raises(InvalidArgument, match=r"train\.save_every: is not set, and the run in .* left no checkpoint"):
+        await run.go_on()
+
+
+async def test_a_second_run_on_the_node_takes_it_from_the_first(run: Run) -> None:
+    first = read_earlier_run(run.output_dir)
+    await run.begin()
+    second = read_earlier_run(run.output_dir)
+    assert first is not None
+    assert second is not None
+    assert first.head.id != second.head.id
+    assert (run.folder / "node" / "training.run").read_text() == second.head.id

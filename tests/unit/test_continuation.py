@@ -1,0 +1,118 @@
+"""Where a run that was broken off goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tasuki.cli.continuation import Continuation, check_num_steps, continuation
+from tasuki.cli.earlier_run import EarlierRun, RunHead
+from tasuki.client.dataset import Dataset
+from tasuki.client.loop_state import LoopState
+from tasuki.client.step import Step
+from tasuki.wire.errors import InvalidArgument, VersionOrder
+
+CHECKPOINT = Path("/run/checkpoints/version-000004")
+ROWS = [{"prompt": str(number)} for number in range(10)]
+
+
+def step(number: int, *, version: int | None = None) -> Step:
+    """One that learned."""
+    return Step(number, policy_version=number if version is None else version, mean_reward=0.5, grad_norm=1.0)
+
+
+def earlier(*steps: Step, saved: Step | None = None) -> EarlierRun:
+    loop = None if saved is None else LoopState(saved, {"seed": 0, "epoch": 0, "next": 8, "num_rows": 10})
+    return EarlierRun(RunHead("run", 0, {}), steps, None if saved is None else CHECKPOINT, loop)
+
+
+def numbers(found: Continuation) -> list[int]:
+    return [one.step for one in found.steps]
+
+
+STEPS = [step(number) for number in range(7)]
+SAVED = earlier(*STEPS, saved=step(3))
+
+
+def test_a_fresh_node_gets_the_checkpoint_and_later_lines_are_dropped():
+    found = continuation(SAVED, node_version=0, is_of_run=False)
+    assert (found.first_step, found.checkpoint, numbers(found)) == (4, CHECKPOINT, [0, 1, 2, 3])
+
+
+def test_a_line_that_only_the_checkpoint_has_is_there():
+    found = continuation(earlier(*STEPS[:3], saved=step(3)), node_version=0, is_of_run=False)
+    assert numbers(found) == [0, 1, 2, 3]
+
+
+def test_a_node_that_has_all_that_the_lines_tell_goes_on_after_them():
+    found = continuation(SAVED, node_version=7, is_of_run=True)
+    assert (found.first_step, found.checkpoint, found.num_steps_after_position) == (7, None, 3)
+    assert numbers(found) == list(range(7))
+
+
+def test_a_step_whose_line_was_lost_is_there_without_figures():
+    found = continuation(SAVED, node_version=8, is_of_run=True)
+    assert (found.first_step, found.checkpoint, numbers(found)) == (8, None, list(range(8)))
+    assert (found.steps[-1].policy_version, found.steps[-1].mean_reward) == (7, None)
+    again = continuation(earlier(*found.steps, saved=step(3)), node_version=8, is_of_run=True)
+    assert again == found
+
+
+def test_a_last_evaluation_is_made_again():
+    ended = earlier(*STEPS, Step(7, policy_version=7, eval_score=0.9), saved=step(3))
+    found = continuation(ended, node_version=7, is_of_run=True)
+    assert (found.first_step, numbers(found)) == (7, list(range(7)))
+
+
+def test_steps_that_taught_nothing_are_counted():
+    silent = Step(4, policy_version=4, mean_reward=1.0)
+    steps = [*STEPS[:4], silent, step(5, version=4)]
+    assert continuation(earlier(*steps, saved=step(3)), node_version=5, is_of_run=True).first_step == 6
+    assert continuation(earlier(*steps[:5], saved=step(3)), node_version=4, is_of_run=True).first_step == 5
+
+
+@pytest.mark.parametrize("is_of_run", [True, False])
+def test_a_node_at_the_checkpoints_version_gets_the_checkpoint(is_of_run: bool):
+    found = continuation(SAVED, node_version=4, is_of_run=is_of_run)
+    assert (found.first_step, found.checkpoint) == (4, CHECKPOINT)
+
+
+@pytest.mark.parametrize(("version", "is_of_run"), [(7, False), (5, False), (9, True), (6, True)])
+def test_a_node_that_is_ahead_otherwise_is_refused_with_what_to_do(version: int, is_of_run: bool):
+    with pytest.raises(VersionOrder, match=r"policy version \d, .*has 4 in .*tasuki down CONFIG") as refused:
+        continuation(SAVED, node_version=version, is_of_run=is_of_run)
+    assert refused.value.metadata == {"have": str(version), "want": "4"}
+
+
+def test_lines_after_a_gap_do_not_count():
+    gap = earlier(*STEPS[:5], STEPS[6], saved=step(3))
+    assert continuation(gap, node_version=5, is_of_run=True).first_step == 5
+    with pytest.raises(VersionOrder):
+        continuation(gap, node_version=7, is_of_run=True)
+
+
+def test_without_a_checkpoint_it_begins_again_where_the_run_began():
+    found = continuation(earlier(*STEPS[:2]), node_version=0, is_of_run=False)
+    assert (found.first_step, found.checkpoint, numbers(found)) == (0, None, [])
+    with pytest.raises(VersionOrder, match="began at 0"):
+        continuation(earlier(*STEPS[:2]), node_version=2, is_of_run=False)
+
+
+def test_without_a_checkpoint_a_node_of_the_run_goes_on():
+    found = continuation(earlier(*STEPS[:2]), node_version=2, is_of_run=True)
+    assert (found.first_step, found.checkpoint, numbers(found)) == (2, None, [0, 1])
+
+
+def test_the_rows_are_those_that_come_next():
+    whole = Dataset(ROWS, seed=0)
+    rows = [whole.next_rows(2) for _ in range(9)]
+    dataset = Dataset(ROWS, seed=0)
+    continuation(SAVED, node_version=7, is_of_run=True).seek(dataset, prompts_per_step=2)
+    assert [dataset.next_rows(2) for _ in range(2)] == rows[7:]
+
+
+def test_fewer_steps_than_were_done_are_refused():
+    check_num_steps(4, num_steps=4)
+    with pytest.raises(InvalidArgument, match=r"train\.num_steps: is 3, but the run has done 4"):
+        check_num_steps(4, num_steps=3)

@@ -1,0 +1,53 @@
+"""What is kept beside a checkpoint, and which checkpoint counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tasuki.client.durable import write_durably
+from tasuki.client.loop_state import LOOP_FILE, LoopState, newest_checkpoint, read_loop_state, write_loop_state
+from tasuki.client.step import Step
+from tasuki.wire.errors import InvalidArgument
+
+POSITION = {"seed": 0, "epoch": 1, "next": 3, "num_rows": 10}
+
+
+def checkpoint(folder: Path, number: int) -> Path:
+    path = folder / f"version-{number + 1:06d}"
+    path.mkdir()
+    write_loop_state(path, LoopState(Step(number, policy_version=number, seconds={"generate": 0.5}), POSITION))
+    return path
+
+
+def test_what_was_written_is_read_and_nothing_else_is_left(tmp_path: Path):
+    path = checkpoint(tmp_path, 3)
+    assert read_loop_state(path) == LoopState(Step(3, policy_version=3, seconds={"generate": 0.5}), POSITION)
+    assert [file.name for file in path.iterdir()] == [LOOP_FILE]
+
+
+def test_the_newest_is_that_of_the_latest_step_and_one_without_its_file_is_passed_over(tmp_path: Path):
+    assert newest_checkpoint(tmp_path / "nowhere") is None
+    assert newest_checkpoint(tmp_path) is None
+    checkpoint(tmp_path, 999_998)
+    latest = checkpoint(tmp_path, 1_000_008)  # of a longer name
+    (tmp_path / "version-1000020").mkdir()
+    found = newest_checkpoint(tmp_path)
+    assert found is not None
+    assert (found[0], found[1].step.step) == (latest, 1_000_008)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"step": {}, "position": {}}', '{"step": {"step": 1}, "position": {"next": "x"}}'])
+def test_a_damaged_file_is_named(tmp_path: Path, text: str):
+    path = checkpoint(tmp_path, 3)
+    (path / LOOP_FILE).write_text(text)
+    with pytest.raises(InvalidArgument, match=r"version-000004/loop\.json is damaged .*remove .*version-000004"):
+        newest_checkpoint(tmp_path)
+
+
+def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path: Path):
+    (tmp_path / "a.json").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_durably(tmp_path / "a.json", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]

@@ -1,0 +1,72 @@
+"""A run goes on only with what its numbers depend on as it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tasuki.cli.recipe import check_recipe, recipe
+from tasuki.config.load import load_config
+from tasuki.config.schema import NodeConfig
+from tasuki.wire.errors import InvalidArgument
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"1234")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "node.toml").write_text(
+        'state_dir = "node"\n[model]\npath = "model"\n[train]\ndataset = "train.jsonl"\noutput_dir = "run"\n'
+        '[train.reward]\nfunction = "a:b"\n'
+    )
+    return tmp_path
+
+
+def _config(folder: Path, *overrides: str) -> NodeConfig:
+    return load_config(folder / "node.toml", overrides=overrides)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "train.seed=1", "train.prompts_per_step=3", "train.group_size=3", "train.temperature=0.5", "train.kl_coef=0.1",
+        'train.reward.function="a:c"', "trainer.learning_rate=0.1", "trainer.seed=1", "trainer.lora.rank=4", "rollout.seed=1",
+    ],
+)  # fmt: skip
+def test_a_key_that_changes_the_numbers_is_named(folder: Path, override: str):
+    begun_with = json.loads(json.dumps(recipe(_config(folder))))
+    key = "trainer.lora" if "lora" in override else override.partition("=")[0]
+    with pytest.raises(InvalidArgument, match="but the run was begun with") as refused:
+        check_recipe(recipe(_config(folder, override)), begun_with=begun_with, output_dir=folder / "run")
+    assert refused.value.metadata["field"] == key
+
+
+@pytest.mark.parametrize("file", ["train.jsonl", "model/config.json", "model/model.safetensors"])
+def test_a_file_whose_content_changed_is_named_by_its_key(folder: Path, file: str):
+    begun_with = recipe(_config(folder))
+    with (folder / file).open("a") as text:
+        text.write('{"prompt": "b"}\n')
+    with pytest.raises(InvalidArgument, match="has another content than the run was begun with") as refused:
+        check_recipe(recipe(_config(folder)), begun_with=begun_with, output_dir=folder / "run")
+    assert refused.value.metadata["field"] == ("train.dataset" if file == "train.jsonl" else "model.path")
+
+
+def test_length_frequency_and_machine_may_change_and_folders_may_move(folder: Path):
+    begun_with = recipe(_config(folder, "trainer.lr_schedule=linear", "trainer.total_steps=10"))
+    (folder / "train.jsonl").rename(folder / "moved.jsonl")
+    (folder / "model").rename(folder / "other")
+    now = _config(
+        folder, "trainer.lr_schedule=linear", "trainer.total_steps=20", "train.num_steps=300", "train.save_every=7",
+        "train.eval_every=9", "trainer.num_ranks=4", "train.reward.timeout_s=3", f'train.dataset="{folder}/moved.jsonl"',
+        f'model.path="{folder}/other"', 'train.output_dir="elsewhere"', "rollout.max_running_requests=4",
+    )  # fmt: skip
+    check_recipe(recipe(now), begun_with=begun_with, output_dir=folder / "run")
+
+
+def test_a_key_that_an_earlier_version_did_not_know_is_passed_over(folder: Path):
+    now = recipe(_config(folder))
+    check_recipe(now, begun_with={key: now[key] for key in now if key != "train.clip_low"}, output_dir=folder / "run")
