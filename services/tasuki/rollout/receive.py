@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from tasuki.config.failpoints import RECEIVED
+from tasuki.rollout.fingerprint import Fingerprint
 from tasuki.rollout.record import EngineModel, Parameters, record_plan
-from tasuki.rollout.whereabouts import Whereabouts
 from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
 from tasuki.transport.checksum import checksum
 from tasuki.transport.copies import ViewChecksum, ViewCopy, prepare_checksums, prepare_copies, prepare_summed_copies
@@ -108,7 +108,7 @@ class WeightReceiver:
         with self._timed("copy"):
             prepared.start()
             # Looked at while the copies run, which write to memory that the plan holds wherever the parameters are.
-            is_current = prepared.whereabouts.are_as_before()
+            is_current = prepared.fingerprint.is_current()
             prepared.finish(self.model)
         if is_current:
             return prepared
@@ -116,10 +116,10 @@ class WeightReceiver:
         return None
 
     def _prepare(self, imported: ImportedWeights) -> _PreparedPlan:
-        if self._prepared is None or not self._prepared.whereabouts.is_memory_held():
+        if self._prepared is None or not self._prepared.fingerprint.is_memory_held():
             _refuse_packed(self.model)
-            whereabouts, parameters = Whereabouts(self.model), Parameters(self.model)
-            self._prepared = _PreparedPlan(record_plan(self.model, imported), whereabouts, parameters, imported)
+            fingerprint, parameters = Fingerprint(self.model), Parameters(self.model)
+            self._prepared = _PreparedPlan(record_plan(self.model, imported), fingerprint, parameters, imported)
         return self._prepared
 
     @contextmanager
@@ -132,8 +132,8 @@ class WeightReceiver:
 class _PreparedPlan:
     """A plan with its views made: replaying it is nothing but copies and their sums."""
 
-    def __init__(self, plan: CopyPlan, whereabouts: Whereabouts, parameters: Parameters, imported: ImportedWeights) -> None:
-        self.plan, self.whereabouts, self._imported = plan, whereabouts, imported
+    def __init__(self, plan: CopyPlan, fingerprint: Fingerprint, parameters: Parameters, imported: ImportedWeights) -> None:
+        self.plan, self.fingerprint, self._imported = plan, fingerprint, imported
         self._device = device = parameters.device
         copies = [
             ViewCopy(

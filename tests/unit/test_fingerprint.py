@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tasuki.rollout.whereabouts import Whereabouts
+from tasuki.rollout.fingerprint import Fingerprint
 
 
 class Model(nn.Module):
@@ -54,19 +54,19 @@ def remove(model: Model) -> None:
 @pytest.mark.parametrize("change", [move, reshape, transpose, change_dtype, replace, replace_module, add, remove])
 def test_a_parameter_that_is_not_where_it_was_is_noticed(change: Callable[[Model], None]) -> None:
     model = Model().requires_grad_(False)
-    whereabouts = Whereabouts(model)
+    fingerprint = Fingerprint(model)
     for parameter in model.parameters():
         parameter.fill_(1)
-    assert whereabouts.are_as_before()
+    assert fingerprint.is_current()
     change(model)
-    assert not whereabouts.are_as_before()
-    assert Whereabouts(model).are_as_before()
+    assert not fingerprint.is_current()
+    assert Fingerprint(model).is_current()
 
 
 def test_what_holds_the_memory_of_parameters_notices_when_it_is_taken_away_all_the_same() -> None:
     model = Model().requires_grad_(False)
-    whereabouts = Whereabouts(model)
+    fingerprint = Fingerprint(model)
     move(model)
-    assert whereabouts.is_memory_held()
+    assert fingerprint.is_memory_held()
     model.second[0].weight.untyped_storage().resize_(0)
-    assert not whereabouts.is_memory_held()
+    assert not fingerprint.is_memory_held()

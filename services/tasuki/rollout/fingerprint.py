@@ -9,7 +9,7 @@ import torch
 from tasuki.rollout.record import EngineModel
 
 
-class Whereabouts:
+class Fingerprint:
     """Where a model's parameters were when this was made. Asked at every sync, so no name is looked up and no view made.
 
     Holds the memory that the parameters had: whoever writes there meets nobody else's, even if they have moved meanwhile.
@@ -29,7 +29,7 @@ class Whereabouts:
         """Whether it still is where it was; no more than that, but soon told. A storage can be resized whoever holds it."""
         return _addresses(self._memory) == self._addresses
 
-    def are_as_before(self) -> bool:
+    def is_current(self) -> bool:
         """Whether a plan made then still fits: the same modules with the same parameters, at the same addresses."""
         children, parameters = self._children_now(), self._parameters_now()
         return (
