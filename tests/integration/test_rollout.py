@@ -111,10 +111,17 @@ async def test_refused_weights_leave_the_engine_as_it_was(rollout: RolloutClient
     elsewhere = weights_pb2.PublishedWeights.FromString(weights.SerializeToString())
     elsewhere.handles[0].socket_path = "/tmp/elsewhere.sock"
     missing = weights_pb2.PublishedWeights.FromString(weights.SerializeToString())
-    missing.boot_id, missing.handles[0].socket_path = "other", weights.handles[0].socket_path + ".gone"
+    missing.handles[0].socket_path += ".gone"
+    # The front has then mapped what no rank has, and must look at a handle all the same.
+    unknown = weights_pb2.PublishedWeights.FromString(weights.SerializeToString())
+    unknown.boot_id, unknown.policy_version = "other", 6
+    of_no_kind = weights_pb2.PublishedWeights.FromString(weights.SerializeToString())
+    of_no_kind.boot_id, of_no_kind.handles[0].kind = "other", 99
     for bad, kind in (
         (elsewhere, BadHandle),
         (missing, BadHandle),
+        (unknown, VersionOrder),
+        (of_no_kind, BadHandle),
         (trainer.handles(6), VersionOrder),
         (trainer.handles(4), VersionOrder),
     ):

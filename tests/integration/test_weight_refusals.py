@@ -7,7 +7,8 @@ import gc
 import mmap
 import os
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,6 +85,39 @@ def test_handles_of_another_kind_are_refused(trainer: Trainer) -> None:
     assert "HANDLE_KIND_UNSPECIFIED cannot be imported" in str(refusal(WeightReceiver(AwkwardModel()), weights))
     weights.handles[0].kind = weights_pb2.HANDLE_KIND_CUDA_VMM_FD
     assert "CUDA_VMM_FD for weights in host memory cannot" in str(refusal(WeightReceiver(AwkwardModel()), weights))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("kind", weights_pb2.HANDLE_KIND_CUDA_IPC, "HANDLE_KIND_CUDA_IPC for weights in host memory cannot"),
+        ("kind", 99, "handles of kind 99 cannot be imported"),
+        ("rank", 7, "rank 0 is missing"),
+        ("socket_path", "/nonexistent/w.sock", "gave no descriptor: "),
+        ("manifest_digest", "0" * 64, "another manifest"),
+    ],
+)
+def test_what_is_refused_at_first_is_refused_later_as_well(trainer: Trainer, field: str, value: object, said: str) -> None:
+    receiver = WeightReceiver(AwkwardModel())
+    receive(receiver, trainer.publish(0))
+    weights = trainer.publish(1)
+    setattr(weights.handles[0], field, value)
+    assert said in str(refusal(receiver, weights))
+    receive(receiver, trainer.publish(2))
+
+
+@pytest.mark.parametrize("ranks", [[0] * 20_000, range(20_000)], ids=["one again and again", "more than there are"])
+def test_more_handles_than_ranks_are_refused_before_they_are_opened(trainer: Trainer, ranks: Sequence[int]) -> None:
+    weights = trainer.publish(0)
+    for rank in ranks[2:]:
+        weights.handles.add().CopyFrom(weights.handles[0])
+        weights.handles[-1].rank = rank
+    if ranks[1] == 0:
+        weights.handles[1].rank = 0
+    started = time.monotonic()
+    error = refusal(WeightReceiver(AwkwardModel()), weights)
+    assert "rank 0 is there twice" in str(error) or "20000 weight handles were given, and the trainer has 2 ranks" in str(error)
+    assert time.monotonic() - started < 1.0
 
 
 def published_by(

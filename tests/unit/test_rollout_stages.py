@@ -18,11 +18,14 @@ from tasuki.rollout.sync import SyncReport
 from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import (
     Asleep,
+    BadHandle,
     DeadlineExceeded,
     Draining,
     EnginePoisoned,
+    InternalError,
     OutOfGpuMemory,
     StageOrder,
+    TasukiError,
     VersionOrder,
     WeightsCorrupt,
 )
@@ -53,15 +56,15 @@ class IdleEngine:
 
 
 class EasySync:
-    """Receives whatever is asked for; corrupt weights when told so."""
+    """Receives whatever is asked for; fails half-way when told so."""
 
-    is_corrupt = False
+    failure: TasukiError | None = None
 
     async def prepare(self, weights: weights_pb2.PublishedWeights) -> None: ...
 
     async def run(self, weights: weights_pb2.PublishedWeights, imported: None, *, timeout_s: float) -> SyncReport:
-        if self.is_corrupt:
-            raise WeightsCorrupt("flipped", tensors="a", rank=0)
+        if self.failure is not None:
+            raise self.failure
         return SyncReport(weights.policy_version, 0, (), {})
 
 
@@ -142,7 +145,7 @@ def test_whatever_is_asked_only_a_committed_version_generates_and_versions_never
 
 async def test_a_failed_sync_poisons_and_its_version_is_never_served() -> None:
     rollout = service()
-    rollout._sync.is_corrupt = True
+    rollout._sync.failure = WeightsCorrupt("flipped", tensors="a", rank=0)
     await move(rollout, Stage.RESUME_WEIGHTS)
     with pytest.raises(WeightsCorrupt):
         await move(rollout, Stage.SYNC)
@@ -151,6 +154,16 @@ async def test_a_failed_sync_poisons_and_its_version_is_never_served() -> None:
     with pytest.raises(EnginePoisoned):
         await samples(rollout)
     await move(rollout, Stage.PAUSE_WEIGHTS)
+
+
+async def test_what_one_rank_refuses_while_others_write_is_told_as_a_failure() -> None:
+    rollout = service()
+    rollout._sync.failure = BadHandle("engine rank 1: trainer rank 0 is gone", rank=1)
+    await move(rollout, Stage.RESUME_WEIGHTS)
+    with pytest.raises(InternalError, match="sync failed half-way, and the engine is started anew: engine rank 1: ") as caught:
+        await move(rollout, Stage.SYNC)
+    assert caught.value.metadata == {"rank": "1"}
+    assert rollout.poison_reason is not None
 
 
 async def test_a_drain_waits_for_samples_whose_tasks_have_not_begun() -> None:

@@ -79,7 +79,8 @@ class RolloutServiceServicer(object):
         Phase: after RESUME_WEIGHTS. The version is not served before RESUME_KV.
         Repeat: the same request_id gets the first answer.
         Errors: FAILED_PRECONDITION/STAGE_ORDER; DATA_LOSS/WEIGHTS_CORRUPT naming tensors and rank; FAILED_PRECONDITION/VERSION_ORDER;
-        INVALID_ARGUMENT/BAD_HANDLE. After DATA_LOSS the engine is poisoned: it refuses every stage until it is started anew.
+        INVALID_ARGUMENT/BAD_HANDLE. After DATA_LOSS, DEADLINE_EXCEEDED or INTERNAL, when ranks may have written, the engine is poisoned: it
+        refuses every stage until it is started anew.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -47,7 +47,8 @@ class RolloutServiceStub:
     Phase: after RESUME_WEIGHTS. The version is not served before RESUME_KV.
     Repeat: the same request_id gets the first answer.
     Errors: FAILED_PRECONDITION/STAGE_ORDER; DATA_LOSS/WEIGHTS_CORRUPT naming tensors and rank; FAILED_PRECONDITION/VERSION_ORDER;
-    INVALID_ARGUMENT/BAD_HANDLE. After DATA_LOSS the engine is poisoned: it refuses every stage until it is started anew.
+    INVALID_ARGUMENT/BAD_HANDLE. After DATA_LOSS, DEADLINE_EXCEEDED or INTERNAL, when ranks may have written, the engine is poisoned: it
+    refuses every stage until it is started anew.
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.DrainRequest, _rollout_pb2.DrainResponse]
     """Stage DRAIN: stops taking requests; running ones finish, or are cut at the deadline of the request and returned as CUT.
@@ -77,7 +78,8 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     Phase: after RESUME_WEIGHTS. The version is not served before RESUME_KV.
     Repeat: the same request_id gets the first answer.
     Errors: FAILED_PRECONDITION/STAGE_ORDER; DATA_LOSS/WEIGHTS_CORRUPT naming tensors and rank; FAILED_PRECONDITION/VERSION_ORDER;
-    INVALID_ARGUMENT/BAD_HANDLE. After DATA_LOSS the engine is poisoned: it refuses every stage until it is started anew.
+    INVALID_ARGUMENT/BAD_HANDLE. After DATA_LOSS, DEADLINE_EXCEEDED or INTERNAL, when ranks may have written, the engine is poisoned: it
+    refuses every stage until it is started anew.
     """
     Drain: _aio.UnaryUnaryMultiCallable[_rollout_pb2.DrainRequest, _rollout_pb2.DrainResponse]  # type: ignore[assignment]
     """Stage DRAIN: stops taking requests; running ones finish, or are cut at the deadline of the request and returned as CUT.
@@ -116,7 +118,8 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         Phase: after RESUME_WEIGHTS. The version is not served before RESUME_KV.
         Repeat: the same request_id gets the first answer.
         Errors: FAILED_PRECONDITION/STAGE_ORDER; DATA_LOSS/WEIGHTS_CORRUPT naming tensors and rank; FAILED_PRECONDITION/VERSION_ORDER;
-        INVALID_ARGUMENT/BAD_HANDLE. After DATA_LOSS the engine is poisoned: it refuses every stage until it is started anew.
+        INVALID_ARGUMENT/BAD_HANDLE. After DATA_LOSS, DEADLINE_EXCEEDED or INTERNAL, when ranks may have written, the engine is poisoned: it
+        refuses every stage until it is started anew.
         """
 
     @_abc_1.abstractmethod

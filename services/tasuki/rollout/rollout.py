@@ -20,12 +20,14 @@ from tasuki.rollout.generate import EngineRequest, GenerationRequest, Sample, ch
 from tasuki.rollout.memory import EngineMemory
 from tasuki.rollout.stages import Stage, check_idle, check_stage, check_tags, is_serving
 from tasuki.rollout.sync import SyncReport, WeightSync
+from tasuki.rpc.commands import REFUSALS
 from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import (
     Asleep,
     DeadlineExceeded,
     Draining,
     EnginePoisoned,
+    InternalError,
     OutOfGpuMemory,
     PolicyDiverged,
     TasukiError,
@@ -243,7 +245,10 @@ class Rollout:
 
     @contextmanager
     def _poisoning(self, stage: Stage, *, unless: type[TasukiError] | tuple[()] = ()) -> Iterator[None]:
-        """After a failure half-way the engine's memory can no longer be trusted. `unless`: a refusal, which changed nothing."""
+        """After a failure half-way the engine's memory can no longer be trusted. `unless`: a refusal, which changed nothing.
+
+        Raises InternalError for what a rank alone refuses: others may have gone on, and who hears of a refusal takes it that none has.
+        """
         try:
             yield
         except unless:
@@ -253,4 +258,7 @@ class Rollout:
             self._held_version = None
             _log.error("event=poisoned reason=%s", self.poison_reason)
             self._on_poison()
+            if isinstance(error, TasukiError) and error.code in REFUSALS:
+                text = f"{stage} failed half-way, and the engine is started anew: {error.message}"
+                raise InternalError(text, **error.metadata) from error
             raise

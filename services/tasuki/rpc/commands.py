@@ -29,7 +29,7 @@ _MAX_STEP = 10**6
 _MAX_FIRST = 10**8
 """The first number of an epoch at a service, which may be started anew late in it. An epoch of so many stages lasts for weeks."""
 _STAGES = {"PublishWeights": "LOAD_WEIGHTS", "ReceiveWeights": "SYNC", "Drain": "DRAIN"}
-_REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
+REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
 """Codes of the errors after which nothing has changed."""
 
 
@@ -113,7 +113,7 @@ class CommandGate:
             try:
                 return await action()
             except TasukiError as error:
-                if error.code in _REFUSALS and (self.epoch, self.sequence) == after:
+                if error.code in REFUSALS and (self.epoch, self.sequence) == after:
                     self.epoch, self.sequence = before
                     self._refused = after
                 raise

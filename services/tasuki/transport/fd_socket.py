@@ -111,8 +111,10 @@ def fetch(path: Path, *, timeout_s: float) -> tuple[bytes, list[int]]:
                 for fd in fds:
                     os.close(fd)
                 raise
+        except TimeoutError as error:
+            raise BadHandle(f"{path} gave no descriptor within {timeout_s:g} s", socket=path) from error
         except OSError as error:
-            raise BadHandle(f"{path} gave no descriptor within {timeout_s:g} s: {error}", socket=path) from error
+            raise BadHandle(f"{path} gave no descriptor: {error}", socket=path) from error
 
 
 def _read_message(peer: socket.socket, received: bytes, *, path: Path, deadline: float) -> bytes:

@@ -31,7 +31,7 @@ class ImportedWeights:
     def __init__(self, handles: Sequence[weights_pb2.WeightHandle], arenas: Sequence[WeightArena], *, boot_id: str) -> None:
         self.boot_id = boot_id
         self.entries = entries_by_name(arena.manifest for arena in arenas)
-        self._digests = [handle.manifest_digest for handle in handles]
+        self._named = [_named(handle) for handle in handles]
         self._generations = [handle.generation for handle in handles]
         self._leaves = [handle.leaves for handle in handles]
         self._arenas = list(arenas)
@@ -51,7 +51,7 @@ class ImportedWeights:
 
     def is_of(self, published: weights_pb2.PublishedWeights) -> bool:
         """Whether `published` names these very arenas, so that they need not be imported again, at most renewed."""
-        return self.boot_id == published.boot_id and self._digests == [handle.manifest_digest for handle in published.handles]
+        return self.boot_id == published.boot_id and self._named == [_named(handle) for handle in published.handles]
 
     def renew(self, published: weights_pb2.PublishedWeights, *, timeout_s: float) -> None:
         """Maps again what was let go of or is other memory by now, at the same addresses. Raises BadHandle.
@@ -159,8 +159,7 @@ def import_weights(
 
     device: where they will be read. None for a process without one: of arenas on a GPU it maps the headers alone.
     """
-    if not published.handles:
-        raise BadHandle("no weight handles were given")
+    _check_ranks(published.handles)
     deadline = time.monotonic() + timeout_s
     with ExitStack() as stack:
         arenas: list[WeightArena] = []
@@ -168,9 +167,30 @@ def import_weights(
             arena = _import_arena(handle, timeout_s=max(0.001, deadline - time.monotonic()), device=device)
             stack.callback(arena.close)
             arenas.append(arena)
+            if arena.manifest.num_ranks != len(published.handles):
+                text = (
+                    f"{len(published.handles)} weight handles were given, and the trainer has {arena.manifest.num_ranks} ranks"
+                )
+                raise BadHandle(text, num_ranks=arena.manifest.num_ranks)
         check_complete([arena.manifest for arena in arenas])
         stack.pop_all()
     return ImportedWeights(published.handles, arenas, boot_id=published.boot_id)
+
+
+def _check_ranks(handles: Sequence[weights_pb2.WeightHandle]) -> None:
+    if not handles:
+        raise BadHandle("no weight handles were given")
+    for index, rank in enumerate(sorted(handle.rank for handle in handles)):
+        if rank != index:
+            wrong = f"rank {index} is missing" if rank > index else f"rank {rank} is there twice"
+            raise BadHandle(
+                f"expected one weight handle for each trainer rank: of {len(handles)}, {wrong}", rank=min(rank, index)
+            )
+
+
+def _named(handle: weights_pb2.WeightHandle) -> tuple[object, ...]:
+    """What a handle says that stays the same from sync to sync."""
+    return handle.rank, handle.socket_path, handle.manifest_digest, handle.kind
 
 
 _PLACES = {
@@ -182,7 +202,9 @@ _PLACES = {
 
 def _import_arena(handle: weights_pb2.WeightHandle, *, timeout_s: float, device: torch.device | None) -> WeightArena:
     if handle.kind not in _PLACES:
-        raise BadHandle(f"rank {handle.rank}: handles of kind {_kind_name(handle)} cannot be imported", rank=handle.rank)
+        raise BadHandle(
+            f"trainer rank {handle.rank}: handles of kind {_kind_name(handle)} cannot be imported", rank=handle.rank
+        )
     manifest, fds = _fetch(handle, timeout_s=timeout_s)
     try:
         return _map_arena(manifest, fds, handle=handle, device=device)
@@ -224,15 +246,15 @@ def _map_arena(
     if bool(manifest.device_uuid) != (wanted == "cuda") or (device is not None and device.type != wanted):
         place = f"GPU {manifest.device_uuid}" if manifest.device_uuid else "host memory"
         raise BadHandle(
-            f"rank {manifest.rank}: handle of kind {_kind_name(handle)} for weights in {place} cannot be imported on "
+            f"trainer rank {manifest.rank}: handle of kind {_kind_name(handle)} for weights in {place} cannot be imported on "
             f"{device or 'the host'}",
             rank=manifest.rank,
         )
     if (manifest.ipc_memory is not None) != (handle.kind == weights_pb2.HANDLE_KIND_CUDA_IPC):
-        raise BadHandle(f"rank {manifest.rank}: its manifest is not one of {_kind_name(handle)}", rank=manifest.rank)
+        raise BadHandle(f"trainer rank {manifest.rank}: its manifest is not one of {_kind_name(handle)}", rank=manifest.rank)
     if len(fds) != 1 + len(manifest.chunk_bytes):
         raise BadHandle(
-            f"rank {manifest.rank} sent {len(fds)} descriptors for a header and {len(manifest.chunk_bytes)} chunks",
+            f"trainer rank {manifest.rank} sent {len(fds)} descriptors for a header and {len(manifest.chunk_bytes)} chunks",
             rank=manifest.rank,
         )
     header = Header(manifest, map_sealed(fds[0], header_bytes(len(manifest.entries)), rank=manifest.rank))
