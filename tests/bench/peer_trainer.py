@@ -23,11 +23,9 @@ from torch.distributed.tensor import Shard as ByRows
 
 from tasuki.transport.device import device_uuid
 from tasuki.transport.export import WeightExport
+from tests.bench.sync_gpu import CHANGE
 from tests.bench.sync_ranks import answer
 from tests.bench.sync_shapes import QWEN, random_shards
-
-# bfloat16 has 8 bits of mantissa: every element changes.
-CHANGE = 1.01
 
 
 class PeerTrainer:

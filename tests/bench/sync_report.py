@@ -113,6 +113,8 @@ def main() -> None:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    if missing := [str(file) for file in args.files if not file.is_file()]:
+        parser.error(f"no such file: {', '.join(missing)}")
     results = [json.loads(file.read_text()) for file in args.files]
     args.out.mkdir(parents=True, exist_ok=True)
     print(write_report({"gpu": results[0]["gpu"], "cases": [case for result in results for case in result["cases"]]}, args.out))

@@ -27,8 +27,8 @@ _IMPORT_TIMEOUT_S = 10.0
 class SyncReport:
     """A sync that every rank made and that was verified.
 
-    timings: seconds by part, of the slowest rank; and of the front "ranks", from the command to the last rank's answer, which is all of
-    those and the messages, and "compare".
+    timings: seconds by part, each of the rank that took longest for it; and of the front "ranks", from the command to the last rank's
+    answer, and "compare".
     """
 
     policy_version: int
