@@ -15,6 +15,7 @@ from tasuki.cli.node import _begin_anew
 from tasuki.cli.resume import begin, go_on, resumable_run
 from tasuki.cli.run_folder import MetricsFile
 from tasuki.client import Client
+from tasuki.client.dataset import Dataset
 from tasuki.client.loop_state import LoopState, write_loop_state
 from tasuki.client.step import Step
 from tasuki.config.load import load_config
@@ -60,7 +61,7 @@ class Run:
         with Client(state_dir=config.state_dir) as client:
             if action == "begin":
                 return begin(client, config, self.output_dir)
-            earlier = resumable_run(config, config.train)
+            earlier = resumable_run(config, config.train, Dataset([{"prompt": "a"}]))
             assert earlier is not None
             return go_on(client, config, config.train, earlier)
 
