@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from tasuki.cli.run_folder import MetricsFile, read_steps
 from tasuki.client.loop_state import LoopState, write_loop_state
 from tasuki.client.step import Step
 from tasuki.config.load import load_config
+from tasuki.config.lock import TRAINING_LOCK, StateLock
+from tasuki.config.places import journal_path
 from tests.models import make_model, save_checkpoint
 
 REWARD = "def reward(prompt, completion, **fields):\n    return 0.0\n"
@@ -83,6 +86,24 @@ def test_an_earlier_run_is_not_overwritten(config: Path, capsys: pytest.CaptureF
     (config.parent / "run").mkdir()
     (config.parent / "run" / "summary.json").write_text("{}")
     assert "is there from an earlier run" in _error(config, capsys)
+
+
+def test_checkpoints_of_an_earlier_run_are_not_taken_for_the_new_ones(config: Path, capsys: pytest.CaptureFixture[str]):
+    (config.parent / "run" / "checkpoints").mkdir(parents=True)
+    assert "checkpoints is there from an earlier run" in _error(config, capsys)
+    assert "has checkpoints but no run.json" in _error(config, capsys, options=["--resume"])
+
+
+@pytest.mark.parametrize("folder", ["run", "node"])
+@pytest.mark.parametrize("options", [[], ["--resume"]])
+def test_one_run_at_a_time_has_an_output_folder_and_a_node(
+    config: Path, capsys: pytest.CaptureFixture[str], folder: str, options: list[str]
+):
+    with StateLock.take(config.parent / folder, name=TRAINING_LOCK):
+        assert main(["train", str(config), *options]) == USER_ERROR
+        assert not journal_path(config.parent / "node").exists()
+    error = capsys.readouterr().err
+    assert f"NODE_RUNNING: pid {os.getpid()} already runs a training on {config.parent / folder}" in error
 
 
 @pytest.fixture

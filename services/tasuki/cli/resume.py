@@ -40,7 +40,8 @@ def resumable_run(config: NodeConfig, train: TrainConfig, dataset: Dataset) -> E
 
 
 def begin(client: Client, config: NodeConfig, output_dir: Path) -> Continuation:
-    """A new run, on the weights that the node has."""
+    """A new run, on the weights that the node has, without gradients that a run before it may have left there."""
+    client.discard_gradients()
     head = RunHead(uuid.uuid4().hex, client.trainer_state().policy_version, recipe(config))
     write_head(output_dir, head)
     write_durably(training_run_path(config.state_dir), head.id)
