@@ -51,7 +51,8 @@ def resume(config: NodeConfig, *, config_dir: Path) -> int:
     if earlier is None:
         sys.stderr.write(f"there is no run in {inputs.train.output_dir} yet: it begins at step 0\n")
     elif has_ended(earlier, inputs.train):
-        sys.stdout.write(f"the run in {inputs.train.output_dir} has ended; to go on, raise train.num_steps\n")
+        key = "num_steps" if earlier.steps[-1].step >= inputs.train.num_steps else "stop_at_eval_score"
+        sys.stdout.write(f"the run in {inputs.train.output_dir} has ended; to go on, raise train.{key}\n")
         return 0
     return _run(config, inputs, look, config_dir=config_dir, started=started)
 
