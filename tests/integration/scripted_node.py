@@ -32,6 +32,8 @@ class ScriptedNode(
         self.instance_id, self.lock_path = "", ""
         self.policy_version = 0
         self.num_forward_backward = 0
+        self.num_steps_under_way = 0
+        """Optimizer steps whose caller is gone: the trainer ends them before it does what is asked next."""
         self.failures: list[TasukiError] = []
         self.refusals: list[TasukiError] = []
         self.requests: list[rollout.GenerateRequest] = []
@@ -158,11 +160,13 @@ class ScriptedNode(
         return trainer.SaveCheckpointResponse(policy_version=self.policy_version, bytes=len(request.path))
 
     async def LoadCheckpoint(self, request, context):
+        self._refused()
         self.policy_version = int(request.path.rpartition("-")[2])
         return trainer.LoadCheckpointResponse(policy_version=self.policy_version)
 
     async def DiscardGradients(self, request, context):
-        self.num_forward_backward = 0
+        self.policy_version += self.num_steps_under_way
+        self.num_forward_backward = self.num_steps_under_way = 0
         return trainer.DiscardGradientsResponse()
 
     async def GetTrainerState(self, request, context):

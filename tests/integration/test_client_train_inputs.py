@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from tasuki.cli.run_folder import MetricsFile, read_steps
 from tasuki.client.loop_state import LoopState, write_loop_state
 from tasuki.client.step import Step
 from tasuki.config.load import load_config
+from tasuki.config.lock import TRAINING_LOCK, StateLock
+from tasuki.config.places import journal_path
 from tests.models import make_model, save_checkpoint
 
 REWARD = "def reward(prompt, completion, **fields):\n    return 0.0\n"
@@ -85,6 +88,24 @@ def test_an_earlier_run_is_not_overwritten(config: Path, capsys: pytest.CaptureF
     assert "is there from an earlier run" in _error(config, capsys)
 
 
+def test_checkpoints_of_an_earlier_run_are_not_taken_for_the_new_ones(config: Path, capsys: pytest.CaptureFixture[str]):
+    (config.parent / "run" / "checkpoints").mkdir(parents=True)
+    assert "checkpoints is there from an earlier run" in _error(config, capsys)
+    assert "has checkpoints but no run.json" in _error(config, capsys, options=["--resume"])
+
+
+@pytest.mark.parametrize("folder", ["run", "node"])
+@pytest.mark.parametrize("options", [[], ["--resume"]])
+def test_one_run_at_a_time_has_an_output_folder_and_a_node(
+    config: Path, capsys: pytest.CaptureFixture[str], folder: str, options: list[str]
+):
+    with StateLock.take(config.parent / folder, name=TRAINING_LOCK):
+        assert main(["train", str(config), *options]) == USER_ERROR
+        assert not journal_path(config.parent / "node").exists()
+    error = capsys.readouterr().err
+    assert f"NODE_RUNNING: pid {os.getpid()} already runs a training on {config.parent / folder}" in error
+
+
 @pytest.fixture
 def begun(config: Path) -> Path:
     """The output folder of a run that was broken off after four steps, the last of them saved."""
@@ -131,6 +152,19 @@ def test_a_run_that_has_ended_is_left_as_it_is(config: Path, begun: Path, capsys
     assert main(["train", str(config), "--resume", "--set", "train.num_steps=4"]) == 0
     assert "has ended; to go on, raise train.num_steps" in capsys.readouterr().out
     assert not (config.parent / "node").exists()
+
+
+def test_a_run_that_its_score_has_ended_goes_on_with_another_target(
+    config: Path, begun: Path, capsys: pytest.CaptureFixture[str]
+):
+    overrides = [f'train.eval_dataset="{config.parent}/train.jsonl"', "train.stop_at_eval_score=0.5"]
+    write_head(begun, RunHead("id", 0, recipe(load_config(config, overrides=overrides))))
+    MetricsFile(begun, read_steps(begun)).report(Step(4, policy_version=4, eval_score=0.5))
+    for name in ("summary.json", "model"):
+        (begun / name).write_text("")
+    arguments = [argument for override in overrides for argument in ("--set", override)]
+    assert main(["train", str(config), "--resume", *arguments]) == 0
+    assert "has ended; to go on, raise train.stop_at_eval_score" in capsys.readouterr().out
 
 
 def test_a_file_without_a_train_table_cannot_be_trained(config: Path, capsys: pytest.CaptureFixture[str]):

@@ -15,10 +15,11 @@ from tasuki.cli.node import _begin_anew
 from tasuki.cli.resume import begin, go_on, resumable_run
 from tasuki.cli.run_folder import MetricsFile
 from tasuki.client import Client
+from tasuki.client.dataset import Dataset
 from tasuki.client.loop_state import LoopState, write_loop_state
 from tasuki.client.step import Step
 from tasuki.config.load import load_config
-from tasuki.wire.errors import InvalidArgument, VersionOrder
+from tasuki.wire.errors import InvalidArgument, PathNotFound, TasukiError, VersionOrder
 from tests.integration.scripted_node import ScriptedNode, scripted_node
 
 
@@ -60,7 +61,7 @@ class Run:
         with Client(state_dir=config.state_dir) as client:
             if action == "begin":
                 return begin(client, config, self.output_dir)
-            earlier = resumable_run(config, config.train)
+            earlier = resumable_run(config, config.train, Dataset([{"prompt": "a"}]))
             assert earlier is not None
             return go_on(client, config, config.train, earlier)
 
@@ -102,6 +103,49 @@ async def test_a_node_that_began_from_its_model_gets_the_checkpoint_and_what_is_
     MetricsFile(run.output_dir, found.steps).report(Step(4, policy_version=4, mean_reward=0.5, grad_norm=1.0))
     run.node.policy_version = 5
     assert (await run.go_on()).first_step == 5
+
+
+async def test_a_step_that_the_trainer_ends_after_its_client_was_lost_is_not_made_twice(run: Run) -> None:
+    run.train(6, saves=4)
+    run.node.num_steps_under_way = 1
+    found = await run.go_on()
+    assert (found.first_step, run.node.policy_version) == (7, 7)
+    assert found.steps[-1] == Step(6, policy_version=6)
+
+
+async def test_a_new_run_begins_without_gradients_that_another_left(run: Run) -> None:
+    run.node.num_forward_backward = 1
+    await run.begin()
+    assert run.node.num_forward_backward == 0
+
+
+@pytest.mark.parametrize("refusal", [InvalidArgument("path", "cannot be restored"), PathNotFound("is no checkpoint")])
+async def test_a_checkpoint_that_cannot_be_loaded_is_named_and_nothing_is_changed(run: Run, refusal: TasukiError) -> None:
+    run.train(6, saves=4)
+    (run.output_dir / "summary.json").write_text("{}")
+    _begin_anew(run.folder / "node")
+    run.node.policy_version = 0
+    run.node.refusals = [refusal]
+    with pytest.raises(InvalidArgument, match=rf"{refusal.message}; remove .*version-000004 to go on from the one before"):
+        await run.go_on()
+    assert (run.output_dir / "summary.json").exists()
+    assert not (run.folder / "node" / "training.run").exists()
+
+
+async def test_a_checkpoint_of_another_version_than_its_loop_tells_is_named(run: Run) -> None:
+    run.train(6, saves=4)
+    _begin_anew(run.folder / "node")
+    run.node.policy_version = 0
+    (run.output_dir / "checkpoints" / "version-000004").rename(run.output_dir / "checkpoints" / "version-000002")
+    with pytest.raises(InvalidArgument, match=r"version-000002 has policy version 2, its loop\.json tells of 4; remove"):
+        await run.go_on()
+
+
+async def test_a_place_in_the_data_that_is_none_is_named_before_the_node_is_asked(run: Run) -> None:
+    run.train(4)
+    write_loop_state(run.checkpoint(4), LoopState(Step(3, policy_version=3, grad_norm=1.0), {"seed": 0, "num_rows": 1}))
+    with pytest.raises(InvalidArgument, match=r"version-000004/loop\.json: position: .*; remove .*version-000004"):
+        await run.go_on()
 
 
 async def test_a_checkpoint_that_the_trainers_log_may_build_on_stays(run: Run) -> None:

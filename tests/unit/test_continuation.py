@@ -40,6 +40,12 @@ def test_a_fresh_node_gets_the_checkpoint_and_later_lines_are_dropped():
     assert (found.first_step, found.checkpoint, numbers(found)) == (4, CHECKPOINT, [0, 1, 2, 3])
 
 
+def test_weights_that_no_node_has_any_more_and_no_checkpoint_are_told():
+    begun_at_5 = EarlierRun(RunHead("run", 5, {}), [step(0, version=5)], None, None)
+    with pytest.raises(VersionOrder, match=r"began at policy version 5, .* left no checkpoint: begin it anew"):
+        continuation(begun_at_5, node_version=0, is_of_run=False)
+
+
 def test_a_line_that_only_the_checkpoint_has_is_there():
     found = continuation(earlier(*STEPS[:3], saved=step(3)), node_version=0, is_of_run=False)
     assert numbers(found) == [0, 1, 2, 3]

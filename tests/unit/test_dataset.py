@@ -82,6 +82,13 @@ def test_seek_goes_on_where_position_was_taken():
     assert other.next_rows(20) == expected
 
 
+@pytest.mark.parametrize("place", [{}, {"epoch": 0}, {"next": 0}, {"epoch": -1, "next": 0}, {"epoch": 0, "next": 11}])
+def test_seek_refuses_a_position_that_is_none(place: dict[str, int]):
+    rows = [{"prompt": str(number)} for number in range(10)]
+    with pytest.raises(InvalidArgument, match="position: there is no row"):
+        Dataset(rows, seed=5).seek({"seed": 5, "num_rows": 10, **place})
+
+
 def test_seek_refuses_a_position_of_other_rows_or_another_seed():
     rows = [{"prompt": str(number)} for number in range(10)]
     position = Dataset(rows, seed=5).position()

@@ -38,7 +38,17 @@ def test_the_newest_is_that_of_the_latest_step_and_one_without_its_file_is_passe
     assert (found[0], found[1].step.step) == (latest, 1_000_008)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"step": {}, "position": {}}', '{"step": {"step": 1}, "position": {"next": "x"}}'])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
+    path = checkpoint(tmp_path, 3)
+    (path / LOOP_FILE).unlink()
+    (path / LOOP_FILE).mkdir()
+    with pytest.raises(InvalidArgument, match=r"version-000004/loop\.json is damaged .*remove .*version-000004"):
+        newest_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"step": {}, "position": {}}', '{"step": {"step": 1}, "position": {"next": "x"}}', "\xff"]
+)
 def test_a_damaged_file_is_named(tmp_path: Path, text: str):
     path = checkpoint(tmp_path, 3)
     (path / LOOP_FILE).write_text(text)

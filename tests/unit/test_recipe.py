@@ -18,6 +18,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"1234")
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}")
     (tmp_path / "train.jsonl").write_text('{"prompt": "a"}\n')
     (tmp_path / "node.toml").write_text(
         'state_dir = "node"\n[model]\npath = "model"\n[train]\ndataset = "train.jsonl"\noutput_dir = "run"\n'
@@ -45,7 +46,7 @@ def test_a_key_that_changes_the_numbers_is_named(folder: Path, override: str):
     assert refused.value.metadata["field"] == key
 
 
-@pytest.mark.parametrize("file", ["train.jsonl", "model/config.json", "model/model.safetensors"])
+@pytest.mark.parametrize("file", ["train.jsonl", "model/config.json", "model/chat_template.jinja", "model/model.safetensors"])
 def test_a_file_whose_content_changed_is_named_by_its_key(folder: Path, file: str):
     begun_with = recipe(_config(folder))
     with (folder / file).open("a") as text:

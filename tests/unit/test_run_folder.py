@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.run_folder import MetricsFile, changeovers_of, read_steps, summarize
+from tasuki.cli.run_folder import MetricsFile, changeovers_of, read_steps, summarize, write_summary
 from tasuki.client.step import Step
-from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.errors import DiskFull, InvalidArgument
+from tests.tiny_disk import limited_files
 
 
 def test_scores_are_those_of_the_first_and_the_last_evaluation_under_one_name() -> None:
@@ -41,6 +42,39 @@ def test_a_last_line_that_was_torn_off_is_left_out_and_any_other_is_named(tmp_pa
         lines.write("\n")
     with pytest.raises(InvalidArgument, match=r"metrics\.jsonl:2 is no step"):
         read_steps(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\xff\xfe", b"[]", b'{"step": "1"}', b'{"step": 1, "policy_version": "1"}', b'{"step": 1, "num_failed_rewards": null}',
+        b'{"step": 1, "seconds": null}', b'{"step": 1, "seconds": {"generate": "1"}}', b'{"step": 1, "eval_score": []}',
+    ],
+)  # fmt: skip
+def test_a_line_that_is_no_step_is_named(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(line + b"\n")
+    with pytest.raises(InvalidArgument, match=r"metrics\.jsonl:1 is no step"):
+        read_steps(tmp_path)
+
+
+def test_steps_of_earlier_lives_are_written_also_where_the_file_is_gone(tmp_path: Path) -> None:
+    steps = [Step(0, policy_version=0)]
+    MetricsFile(tmp_path, steps)
+    assert read_steps(tmp_path) == steps
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
+    with limited_files(tmp_path / "disk") as disk:
+        metrics = MetricsFile(disk.folder)
+        metrics.report(Step(0, policy_version=0))
+        disk.fill()
+        with pytest.raises(DiskFull, match=r"metrics\.jsonl cannot be written"):
+            metrics.report(Step(1, policy_version=1))
+        with pytest.raises(DiskFull, match=r"summary\.json cannot be written"):
+            write_summary(disk.folder, {"text": "x" * 10_000})
+        disk.free()
+        assert read_steps(disk.folder) == metrics.steps[:1]
+        assert [path.name for path in disk.folder.iterdir()] == ["metrics.jsonl"]
 
 
 def test_changeovers_are_counted_by_the_stages_that_end_them() -> None:

@@ -61,11 +61,14 @@ class Dataset:
         return {"seed": self._seed, "epoch": self._epoch, "next": self._next, "num_rows": len(self._rows)}
 
     def seek(self, position: Mapping[str, int]) -> None:
-        """Goes on from a position of the same rows. Raises InvalidArgument when it is of other rows or another seed."""
+        """Goes on from a position of the same rows. Raises InvalidArgument when it is of other rows or another seed, or is none."""
         for field, own in (("seed", self._seed), ("num_rows", len(self._rows))):
             if position.get(field) != own:
                 raise InvalidArgument(f"position.{field}", f"is {position.get(field)}, but this dataset has {own}")
-        self._epoch, self._next = position["epoch"], position["next"]
+        epoch, next_ = position.get("epoch", -1), position.get("next", -1)
+        if epoch < 0 or not 0 <= next_ <= len(self._rows):
+            raise InvalidArgument("position", f"there is no row {next_} of epoch {epoch}")
+        self._epoch, self._next = epoch, next_
         self._order = self._shuffled()
 
     def _shuffled(self) -> list[int]:

@@ -35,9 +35,13 @@ def read_loop_state(checkpoint: Path) -> LoopState:
     try:
         fields = json.loads(path.read_bytes())
         return LoopState(Step.of(fields["step"]), {name: int(value) for name, value in fields["position"].items()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        text = f"{path} is damaged ({type(error).__name__}: {error}); remove {checkpoint} to go on from the one before"
-        raise InvalidArgument("checkpoint", text) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise damaged_checkpoint(checkpoint, f"{path} is damaged ({type(error).__name__}: {error})") from error
+
+
+def damaged_checkpoint(checkpoint: Path, problem: str) -> InvalidArgument:
+    """What to tell of a checkpoint that a run cannot go on from."""
+    return InvalidArgument("checkpoint", f"{problem}; remove {checkpoint} to go on from the one before")
 
 
 def newest_checkpoint(folder: Path) -> tuple[Path, LoopState] | None:

@@ -41,7 +41,11 @@ class Step:
         """The step whose `asdict` was written as JSON; fields of another version of tasuki are left out. Raises TypeError."""
         if not isinstance(fields.get("step"), int):
             raise TypeError("`step` is no number")
-        return cls(**{name: value for name, value in fields.items() if name in cls.__slots__})
+        known = {name: value for name, value in fields.items() if name in cls.__slots__}
+        for name, value in known.items():
+            if not _fits(name, value):
+                raise TypeError(f"`{name}` is {value!r}")
+        return cls(**known)
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -61,3 +65,12 @@ class Step:
 
     def total_seconds(self) -> float:
         return sum(self.seconds.values())
+
+
+def _fits(name: str, value: object) -> bool:
+    """Whether the field of a step may have the value."""
+    if name in ("seconds", "stage_seconds"):
+        return isinstance(value, dict) and all(isinstance(seconds, int | float) for seconds in value.values())
+    if name in ("policy_version", "num_failed_rewards", "num_skipped_groups"):
+        return isinstance(value, int) or (value is None and name == "policy_version")
+    return value is None or isinstance(value, int | float)

@@ -199,7 +199,7 @@ class DeadlineExceeded(TasukiError):
 
 
 class NodeRunning(TasukiError):
-    """Another node or coordinator already uses this state folder, socket or port. metadata: `state_dir` or `address`."""
+    """Another node, coordinator or `tasuki train` already uses this folder, socket or port. metadata: `state_dir` or `address`."""
 
     code, reason = grpc.StatusCode.ALREADY_EXISTS, "NODE_RUNNING"
 

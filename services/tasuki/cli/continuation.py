@@ -50,6 +50,13 @@ def continuation(earlier: EarlierRun, *, node_version: int, is_of_run: bool) -> 
     is_loadable = earlier.checkpoint is not None and node_version <= saved_version
     if is_loadable or node_version == saved_version:
         return Continuation(saved, kept, earlier.checkpoint, position)
+    if earlier.checkpoint is None and node_version < saved_version:
+        raise VersionOrder(
+            f"the run began at policy version {saved_version}, with weights that the node, at {node_version}, does not have any more, and "
+            "left no checkpoint: begin it anew with another train.output_dir",
+            have=node_version,
+            want=saved_version,
+        )
     origin = f"began at {saved_version}" if earlier.checkpoint is None else f"has {saved_version} in {earlier.checkpoint}"
     raise VersionOrder(
         f"the node is at policy version {node_version}, by other training than this run's, which {origin}; versions only grow: stop "

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from tasuki.cli.run_folder import RUN_FILES, read_steps
+from tasuki.cli.run_folder import CHECKPOINTS, RUN_FILES, read_steps
 from tasuki.client.durable import write_durably
 from tasuki.client.loop_state import LoopState, newest_checkpoint
 from tasuki.client.step import Step
@@ -60,7 +60,7 @@ def read_earlier_run(output_dir: Path) -> EarlierRun | None:
     """None when no run has begun there. Raises PathNotFound, or InvalidArgument naming the file that is damaged."""
     path = output_dir / _HEAD_FILE
     if not path.exists():
-        left = [name for name in RUN_FILES if (output_dir / name).exists()]
+        left = [name for name in (*RUN_FILES, CHECKPOINTS) if (output_dir / name).exists()]
         if not left:
             return None
         text = f"{output_dir} has {left[0]} but no {_HEAD_FILE}, without which a run cannot be resumed; choose another train.output_dir"
@@ -68,8 +68,9 @@ def read_earlier_run(output_dir: Path) -> EarlierRun | None:
     try:
         head = _Head.validate_json(path.read_bytes(), strict=True)
     except ValidationError as error:
-        raise InvalidArgument("train.output_dir", f"{path} is damaged: {error.errors()[0]['msg']}") from error
-    checkpoint, loop = newest_checkpoint(output_dir / "checkpoints") or (None, None)
+        text = f"{path} is damaged: {error.errors()[0]['msg']}; without it a run cannot be resumed, choose another train.output_dir"
+        raise InvalidArgument("train.output_dir", text) from error
+    checkpoint, loop = newest_checkpoint(output_dir / CHECKPOINTS) or (None, None)
     return EarlierRun(head, read_steps(output_dir), checkpoint, loop)
 
 

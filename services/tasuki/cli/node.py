@@ -22,7 +22,7 @@ from tasuki.cli.processes import parent_and_state
 from tasuki.cli.rotation import KEPT_LOGS, rotate
 from tasuki.cli.services import ServiceCommand, node_services
 from tasuki.config.instance import begin_instance
-from tasuki.config.lock import NODE_LOCK, StateLock, holder
+from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, StateLock, holder
 from tasuki.config.places import (
     config_path,
     exit_path,
@@ -128,7 +128,9 @@ def _begin_anew(state_dir: Path) -> None:
 
 def _check_state_folder(state_dir: Path) -> None:
     """A node writes node.toml into its folder and removes `run` from it: it must not be somebody's own."""
-    is_ours = any((state_dir / name).exists() for name in (f"{NODE_LOCK}.lock", journal_path(state_dir).name))
+    is_ours = any(
+        (state_dir / name).exists() for name in (f"{NODE_LOCK}.lock", f"{TRAINING_LOCK}.lock", journal_path(state_dir).name)
+    )
     if state_dir.is_dir() and any(state_dir.iterdir()) and not is_ours:
         raise InvalidArgument("state_dir", f"{state_dir} holds files that are no node's; give the node a folder of its own")
 

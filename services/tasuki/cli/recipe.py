@@ -20,6 +20,8 @@ _FREE_TRAIN_KEYS = {
     "dataset", "eval_dataset", "output_dir", "reward", "num_steps", "eval_every", "stop_at_eval_score", "save_every"
 }  # fmt: skip
 _DIGEST = "sha256:"
+# Of configuration, tokenizer and chat template.
+_MODEL_TEXTS = (".json", ".jinja", ".model", ".txt")
 
 
 def recipe(config: NodeConfig) -> Recipe:
@@ -64,9 +66,9 @@ def _file_digest(path: Path) -> str:
 
 def _model_digest(folder: Path) -> str:
     """Without reading the weights, which may be hundreds of GB."""
-    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors"))
+    files = sorted(path for path in folder.iterdir() if path.suffix in (*_MODEL_TEXTS, ".safetensors"))
     parts = [
-        f"{path.name} {_file_digest(path) if path.suffix == '.json' else path.stat().st_size}"
+        f"{path.name} {_file_digest(path) if path.suffix in _MODEL_TEXTS else path.stat().st_size}"
         for path in files
         if path.is_file()
     ]

@@ -10,33 +10,41 @@ from pathlib import Path
 from tasuki.cli.continuation import Continuation, check_num_steps, continuation
 from tasuki.cli.earlier_run import EarlierRun, RunHead, has_ended, read_earlier_run, write_head
 from tasuki.cli.recipe import check_recipe, recipe
-from tasuki.client.loop_state import LOOP_FILE
+from tasuki.cli.run_folder import CHECKPOINTS
+from tasuki.client.dataset import Dataset
+from tasuki.client.durable import write_durably
+from tasuki.client.loop_state import LOOP_FILE, damaged_checkpoint
 from tasuki.client.sync_client import Client
 from tasuki.config.places import training_run_path
 from tasuki.config.schema import NodeConfig, TrainConfig
-from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.errors import InvalidArgument, PathNotFound
 
 
-def resumable_run(config: NodeConfig, train: TrainConfig) -> EarlierRun | None:
+def resumable_run(config: NodeConfig, train: TrainConfig, dataset: Dataset) -> EarlierRun | None:
     """What was broken off in the output folder; None when nothing was begun there. Looks at everything that needs no node.
 
     Raises InvalidArgument naming the key that is not as it was, and what read_earlier_run raises.
     """
     earlier = read_earlier_run(train.output_dir)
     if earlier is None:
-        _tell(f"there is no run in {train.output_dir} yet: it begins at step 0")
         return None
     check_recipe(recipe(config), begun_with=earlier.head.recipe, output_dir=train.output_dir)
+    if earlier.checkpoint is not None and earlier.loop is not None:
+        try:
+            dataset.seek(earlier.loop.position)
+        except InvalidArgument as error:
+            raise damaged_checkpoint(earlier.checkpoint, f"{earlier.checkpoint / LOOP_FILE}: {error.message}") from error
     if not has_ended(earlier, train):
         check_num_steps(earlier.num_saved_steps, num_steps=train.num_steps)
     return earlier
 
 
 def begin(client: Client, config: NodeConfig, output_dir: Path) -> Continuation:
-    """A new run, on the weights that the node has."""
+    """A new run, on the weights that the node has, without gradients that a run before it may have left there."""
+    client.discard_gradients()
     head = RunHead(uuid.uuid4().hex, client.trainer_state().policy_version, recipe(config))
     write_head(output_dir, head)
-    training_run_path(config.state_dir).write_text(head.id)
+    write_durably(training_run_path(config.state_dir), head.id)
     return Continuation()
 
 
@@ -47,6 +55,9 @@ def go_on(client: Client, config: NodeConfig, train: TrainConfig, earlier: Earli
     """
     marker = training_run_path(config.state_dir)
     is_of_run = marker.exists() and marker.read_text() == earlier.head.id
+    if is_of_run:
+        # Gradients of a step that was broken off. Comes after whatever the trainer still carries out of it, which may be its end.
+        client.discard_gradients()
     node_version = client.trainer_state().policy_version
     found = continuation(earlier, node_version=node_version, is_of_run=is_of_run)
     check_num_steps(found.first_step, num_steps=train.num_steps)
@@ -56,19 +67,31 @@ def go_on(client: Client, config: NodeConfig, train: TrainConfig, earlier: Earli
             f"is not set, and the run in {train.output_dir} left no checkpoint: set it, and the run begins at step 0 again",
         )
     if found.checkpoint is not None:
-        client.load(found.checkpoint)
+        _load(client, found.checkpoint, policy_version=earlier.saved_version)
     else:
-        client.discard_gradients()  # of a step that was broken off
+        client.discard_gradients()
     if found.num_steps_after_position == 0:
-        _remove_incomplete(train.output_dir / "checkpoints", above=earlier.saved_version)
+        _remove_incomplete(train.output_dir / CHECKPOINTS, above=earlier.saved_version)
     _make_way(train.output_dir, earlier)
-    marker.write_text(earlier.head.id)
+    write_durably(marker, earlier.head.id)
     if found.first_step:
         origin = found.checkpoint or f"the node's own policy version {node_version}"
         _tell(f"going on from {origin}: step {found.first_step} of {train.num_steps}")
     else:
         _tell(f"there is no complete checkpoint in {train.output_dir}: the run begins at step 0 again")
     return found
+
+
+def _load(client: Client, checkpoint: Path, *, policy_version: int) -> None:
+    """Raises InvalidArgument when the checkpoint is damaged, or has another version than its loop.json tells."""
+    try:
+        loaded = client.load(checkpoint)
+    except (InvalidArgument, PathNotFound) as error:
+        raise damaged_checkpoint(checkpoint, error.message) from error
+    if loaded != policy_version:
+        raise damaged_checkpoint(
+            checkpoint, f"{checkpoint} has policy version {loaded}, its {LOOP_FILE} tells of {policy_version}"
+        )
 
 
 def _remove_incomplete(checkpoints: Path, *, above: int) -> None:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasuki.client.durable import write_durably
+from tasuki.client.durable import named_if_full, write_durably
 from tasuki.client.step import Step
 from tasuki.wire.errors import InvalidArgument
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # That tell of a run once it has begun.
 RUN_FILES = ("summary.json", "metrics.jsonl", "model")
+CHECKPOINTS = "checkpoints"
+"""The folder that tells of it, too, where it saves any."""
 
 
 class MetricsFile:
@@ -28,12 +30,12 @@ class MetricsFile:
         """steps: of the run's earlier lives. Lines of others are dropped."""
         self._path = output_dir / "metrics.jsonl"
         self.steps = list(steps)
-        if self._path.exists():
+        if steps or self._path.exists():
             write_durably(self._path, "".join(_line(step) for step in steps))
 
     def report(self, step: Step) -> None:
         self.steps.append(step)
-        with self._path.open("a") as lines:
+        with named_if_full(self._path), self._path.open("a") as lines:
             lines.write(_line(step))
             lines.flush()
             os.fsync(lines.fileno())
@@ -43,12 +45,13 @@ def read_steps(output_dir: Path) -> list[Step]:
     """The steps of metrics.jsonl; a last line that was torn off is left out. Raises InvalidArgument naming a line that is none."""
     path = output_dir / "metrics.jsonl"
     steps: list[Step] = []
-    for number, line in enumerate(path.read_text().splitlines(keepends=True) if path.exists() else (), start=1):
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True) if path.exists() else (), start=1):
         try:
-            if line.endswith("\n"):
+            if line.endswith(b"\n"):
                 steps.append(Step.of(json.loads(line)))
         except (ValueError, TypeError, AttributeError) as error:
-            raise InvalidArgument("train.output_dir", f"{path}:{number} is no step: {error}") from error
+            text = f"{path}:{number} is no step: {error}; remove what is wrong, or the file: a run goes on without it from a checkpoint"
+            raise InvalidArgument("train.output_dir", text) from error
     return steps
 
 
@@ -78,7 +81,7 @@ def summarize(steps: Sequence[Step], *, seed: int, seconds: float, changeovers: 
 
 
 def write_summary(output_dir: Path, summary: dict[str, object]) -> None:
-    (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    write_durably(output_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
 def draw_curve(output_dir: Path, steps: Sequence[Step]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tasuki.cli.earlier_run import EarlierRun, has_ended
@@ -20,6 +22,7 @@ from tasuki.client.rewards import RewardPool
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.client.types import LossConfig
+from tasuki.config.lock import TRAINING_LOCK, StateLock
 from tasuki.config.places import node_targets
 from tasuki.config.schema import NodeConfig, TrainConfig
 
@@ -33,31 +36,54 @@ def run(config: NodeConfig, *, config_dir: Path, started: float | None = None) -
     started = time.monotonic() if started is None else started
     inputs = read_inputs(config)
     check_output(inputs.train.output_dir)
-    return _run(config, inputs, None, config_dir=config_dir, started=started)
+    return _run(config, inputs, lambda: check_output(inputs.train.output_dir), config_dir=config_dir, started=started)
 
 
 def resume(config: NodeConfig, *, config_dir: Path) -> int:
     """Goes on with the run in the output folder, as `run` would have; begins it when there is none, and does nothing when it has ended."""
     started = time.monotonic()
     inputs = read_inputs(config)
-    earlier = resumable_run(config, inputs.train)
-    if earlier is not None and has_ended(earlier, inputs.train):
-        sys.stdout.write(f"the run in {inputs.train.output_dir} has ended; to go on, raise train.num_steps\n")
+
+    def look() -> EarlierRun | None:
+        return resumable_run(config, inputs.train, Dataset(inputs.rows, seed=inputs.train.seed))
+
+    earlier = look()
+    if earlier is None:
+        sys.stderr.write(f"there is no run in {inputs.train.output_dir} yet: it begins at step 0\n")
+    elif has_ended(earlier, inputs.train):
+        key = "num_steps" if earlier.steps[-1].step >= inputs.train.num_steps else "stop_at_eval_score"
+        sys.stdout.write(f"the run in {inputs.train.output_dir} has ended; to go on, raise train.{key}\n")
         return 0
-    return _run(config, inputs, earlier, config_dir=config_dir, started=started)
+    return _run(config, inputs, look, config_dir=config_dir, started=started)
 
 
-def _run(config: NodeConfig, inputs: TrainInputs, earlier: EarlierRun | None, *, config_dir: Path, started: float) -> int:
+@contextmanager
+def _sole_training(config: NodeConfig, output_dir: Path) -> Iterator[None]:
+    """Raises NodeRunning while another `tasuki train` has the output folder or the node: neither would train what it means to."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as locks:
+        for folder in dict.fromkeys((output_dir.resolve(), config.state_dir.resolve())):
+            locks.enter_context(StateLock.take(folder, name=TRAINING_LOCK))
+        yield
+
+
+def _run(
+    config: NodeConfig, inputs: TrainInputs, look: Callable[[], EarlierRun | None], *, config_dir: Path, started: float
+) -> int:
+    """look: at the output folder, again: another `tasuki train` may have written there until it was this one's alone."""
     reward = inputs.train.reward
-    with RewardPool(
-        reward.function,
-        folders=(Path.cwd(), config_dir),
-        num_workers=reward.num_workers,
-        timeout_s=reward.timeout_s,
-        on_error=reward.on_error,
-    ) as rewards:
-        inputs.train.output_dir.mkdir(parents=True, exist_ok=True)
-        with running_node(config), explained(config), kept_evidence(config.state_dir, inputs.train.output_dir):
+    with (
+        RewardPool(
+            reward.function,
+            folders=(Path.cwd(), config_dir),
+            num_workers=reward.num_workers,
+            timeout_s=reward.timeout_s,
+            on_error=reward.on_error,
+        ) as rewards,
+        _sole_training(config, inputs.train.output_dir),
+    ):
+        earlier = look()
+        with running_node(config), explained(config):
             _train(config, inputs, earlier, rewards, started=started)
     return 0
 
@@ -67,18 +93,20 @@ def _train(config: NodeConfig, inputs: TrainInputs, earlier: EarlierRun | None, 
     with Client(target) as client, TrainProgress(target, num_steps=train.num_steps) as progress:
         num_changeovers = client.state().num_changeovers
         start = begin(client, config, train.output_dir) if earlier is None else go_on(client, config, train, earlier)
-        metrics = MetricsFile(train.output_dir, start.steps)
+        # Only from here on what the node has done is of this run.
+        with kept_evidence(config.state_dir, train.output_dir):
+            metrics = MetricsFile(train.output_dir, start.steps)
 
-        def report(step: Step) -> None:
-            metrics.report(step)
-            progress.report(step)
+            def report(step: Step) -> None:
+                metrics.report(step)
+                progress.report(step)
 
-        dataset = Dataset(inputs.rows, seed=train.seed)
-        start.seek(dataset, prompts_per_step=train.prompts_per_step)
-        loop = Grpo(client, dataset, inputs.eval_rows, inputs.tokenizer, rewards, _settings(train))
-        loop.run(report, first_step=start.first_step)
-        changeovers = changeovers_of(start.steps) + client.state().num_changeovers - num_changeovers
-        policy_version = client.trainer_state().policy_version
+            dataset = Dataset(inputs.rows, seed=train.seed)
+            start.seek(dataset, prompts_per_step=train.prompts_per_step)
+            loop = Grpo(client, dataset, inputs.eval_rows, inputs.tokenizer, rewards, _settings(train))
+            loop.run(report, first_step=start.first_step)
+            changeovers = changeovers_of(start.steps) + client.state().num_changeovers - num_changeovers
+            policy_version = client.trainer_state().policy_version
     draw_curve(train.output_dir, metrics.steps)
     seconds = sum(step.total_seconds() for step in start.steps) + time.monotonic() - started
     summary = summarize(metrics.steps, seed=train.seed, seconds=seconds, changeovers=changeovers, policy_version=policy_version)

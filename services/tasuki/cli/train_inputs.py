@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tasuki.cli.model_folder import check_model_folder
-from tasuki.cli.run_folder import RUN_FILES
+from tasuki.cli.run_folder import CHECKPOINTS, RUN_FILES
 from tasuki.cli.tokenizer import ModelTokenizer
 from tasuki.client.dataset import Row, read_jsonl
 from tasuki.config.schema import NodeConfig, TrainConfig
@@ -42,7 +42,7 @@ def read_inputs(config: NodeConfig) -> TrainInputs:
 
 def check_output(output_dir: Path) -> None:
     """Raises PathExists when an earlier run is there."""
-    for name in RUN_FILES:
+    for name in (*RUN_FILES, CHECKPOINTS):
         if (output_dir / name).exists():
             text = (
                 f"{output_dir / name} is there from an earlier run; choose another folder, or go on with that run by --resume"

@@ -12,6 +12,8 @@ from tasuki.wire.flock import try_lock
 
 NODE_LOCK = "node"
 """The lock that a node's supervisor holds while any process of the node lives."""
+TRAINING_LOCK = "training"
+"""The lock that `tasuki train` holds on its output folder and on its node's state folder."""
 
 _PID_BYTES = 20
 
