@@ -38,6 +38,13 @@ def test_the_newest_is_that_of_the_latest_step_and_one_without_its_file_is_passe
     assert (found[0], found[1].step.step) == (latest, 1_000_008)
 
 
+def test_what_is_wrong_with_an_older_one_is_in_nobodys_way(tmp_path: Path):
+    (checkpoint(tmp_path, 3) / LOOP_FILE).write_text("")
+    latest = checkpoint(tmp_path, 6)
+    found = newest_checkpoint(tmp_path)
+    assert found is not None and found[0] == latest
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
     path = checkpoint(tmp_path, 3)
     (path / LOOP_FILE).unlink()

@@ -151,11 +151,14 @@ async def test_a_log_that_cannot_be_opened_or_found_is_a_clear_error(path: Path)
 
 
 class CountingTraining:
-    """Ranks without a model: what they carried out, and a version that counts the steps."""
+    """Ranks without a model: what they carried out, and a version that counts the steps. No checkpoint is there for them."""
 
     def __init__(self) -> None:
         self.state = TrainerState(policy_version=0, gate=CommandGate())
         self.done: list[str] = []
+
+    async def load_checkpoint(self, path: str) -> Message:
+        raise PathNotFound(f"{path} is no checkpoint: it has nothing", path=path)
 
     async def forward_backward(self, loss: object, samples: list[TrainingSample]) -> Message:
         self.done.append(bytes(samples[0].completion_token_ids).decode())
@@ -233,6 +236,17 @@ async def test_a_command_cut_off_between_begin_and_commit_is_carried_out_once_wh
         assert (await ask("b")).policy_version == 2
         assert second.done == ["step", "step"]
     assert ids(path) == ["a", "b"]
+
+
+async def test_a_log_whose_checkpoint_is_gone_says_what_to_do(path: Path, config: NodeConfig, tmp_path: Path) -> None:
+    gone = tmp_path / "version-000002"
+    log = opened(path)
+    await log.loaded(TrainingRecord(recipe=recipe(config), checkpoint=str(gone)))
+    with pytest.raises(
+        PathNotFound, match=r"version-000002 is no checkpoint: .*; training\.log builds on it: put it back, or `tasuki up`"
+    ):
+        await restore(CountingTraining(), log, config=config)
+    log.close()
 
 
 async def test_a_log_of_other_settings_is_refused(path: Path, config: NodeConfig, tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ def damaged_checkpoint(checkpoint: Path, problem: str) -> InvalidArgument:
 
 
 def newest_checkpoint(folder: Path) -> tuple[Path, LoopState] | None:
-    """The complete checkpoint of the latest step; None without any. Raises as read_loop_state."""
-    found = [(path.parent, read_loop_state(path.parent)) for path in folder.glob(f"*/{LOOP_FILE}")]
-    return max(found, key=lambda one: one[1].step.step, default=None)
+    """The complete checkpoint of the latest version; None without any. Raises as read_loop_state for that one; older ones do not count."""
+    complete = [path.parent for path in folder.glob(f"version-*/{LOOP_FILE}")]
+    newest = max(complete, key=lambda path: (len(path.name), path.name), default=None)
+    return None if newest is None else (newest, read_loop_state(newest))

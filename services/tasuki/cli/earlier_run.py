@@ -74,7 +74,7 @@ def read_earlier_run(output_dir: Path) -> EarlierRun | None:
     return EarlierRun(head, read_steps(output_dir), checkpoint, loop)
 
 
-def has_ended(earlier: EarlierRun, train: TrainConfig) -> bool:
+def run_has_ended(earlier: EarlierRun, train: TrainConfig) -> bool:
     """Whether the run came to the end that is asked for now."""
     if not earlier.steps or not all((train.output_dir / name).exists() for name in RUN_FILES):
         return False

@@ -8,7 +8,7 @@ import uuid
 from pathlib import Path
 
 from tasuki.cli.continuation import Continuation, check_num_steps, continuation
-from tasuki.cli.earlier_run import EarlierRun, RunHead, has_ended, read_earlier_run, write_head
+from tasuki.cli.earlier_run import EarlierRun, RunHead, read_earlier_run, run_has_ended, write_head
 from tasuki.cli.recipe import check_recipe, recipe
 from tasuki.cli.run_folder import CHECKPOINTS
 from tasuki.client.dataset import Dataset
@@ -34,7 +34,7 @@ def resumable_run(config: NodeConfig, train: TrainConfig, dataset: Dataset) -> E
             dataset.seek(earlier.loop.position)
         except InvalidArgument as error:
             raise damaged_checkpoint(earlier.checkpoint, f"{earlier.checkpoint / LOOP_FILE}: {error.message}") from error
-    if not has_ended(earlier, train):
+    if not run_has_ended(earlier, train):
         check_num_steps(earlier.num_saved_steps, num_steps=train.num_steps)
     return earlier
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from tasuki.cli.earlier_run import EarlierRun, has_ended
+from tasuki.cli.earlier_run import EarlierRun, run_has_ended
 from tasuki.cli.evidence import kept_evidence
 from tasuki.cli.node import running_node
 from tasuki.cli.post_mortem import explained
@@ -50,7 +50,7 @@ def resume(config: NodeConfig, *, config_dir: Path) -> int:
     earlier = look()
     if earlier is None:
         sys.stderr.write(f"there is no run in {inputs.train.output_dir} yet: it begins at step 0\n")
-    elif has_ended(earlier, inputs.train):
+    elif run_has_ended(earlier, inputs.train):
         key = "num_steps" if earlier.steps[-1].step >= inputs.train.num_steps else "stop_at_eval_score"
         sys.stdout.write(f"the run in {inputs.train.output_dir} has ended; to go on, raise train.{key}\n")
         return 0

@@ -12,7 +12,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.trainer.training import Training
 from tasuki.trainer.training_log import TrainingLog
 from tasuki.v1.ranks_pb2 import TrainingRecord
-from tasuki.wire.errors import InvalidArgument, TasukiError
+from tasuki.wire.errors import InvalidArgument, PathNotFound, TasukiError
 
 _log = logging.getLogger("tasuki.trainer")
 
@@ -25,7 +25,8 @@ def recipe(config: NodeConfig) -> str:
 async def restore(training: Training, log: TrainingLog, *, config: NodeConfig) -> None:
     """Carries the log's commands out again, and has their answers ready for callers that ask again.
 
-    Raises InvalidArgument when the log was made with another model or other settings, and what loading the checkpoint raises.
+    Raises InvalidArgument when the log was made with another model or other settings, PathNotFound when the checkpoint that it builds on
+    is gone, and what loading it raises.
     """
     started = time.perf_counter()
     num_commands = 0
@@ -40,6 +41,9 @@ async def restore(training: Training, log: TrainingLog, *, config: NodeConfig) -
         try:
             async with training.state.training():
                 answer = await _carry_out(training, record)
+        except PathNotFound as error:
+            advice = "training.log builds on it: put it back, or `tasuki up` without --resume and then `tasuki train --resume`"
+            raise PathNotFound(f"{error.message}; {advice}", **error.metadata) from error
         except TasukiError as error:
             if record.WhichOneof("command") == "checkpoint":
                 raise
