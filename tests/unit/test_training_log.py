@@ -157,8 +157,8 @@ class CountingTraining:
         self.state = TrainerState(policy_version=0, gate=CommandGate())
         self.done: list[str] = []
 
-    async def load_checkpoint(self, path: str) -> Message:
-        raise PathNotFound(f"{path} is no checkpoint: it has nothing", path=path)
+    async def load_checkpoint(self, request: trainer_pb2.LoadCheckpointRequest) -> Message:
+        raise PathNotFound(f"{request.path} is no checkpoint: it has nothing", path=request.path)
 
     async def forward_backward(self, loss: object, samples: list[TrainingSample]) -> Message:
         self.done.append(bytes(samples[0].completion_token_ids).decode())
@@ -241,7 +241,8 @@ async def test_a_command_cut_off_between_begin_and_commit_is_carried_out_once_wh
 async def test_a_log_whose_checkpoint_is_gone_says_what_to_do(path: Path, config: NodeConfig, tmp_path: Path) -> None:
     gone = tmp_path / "version-000002"
     log = opened(path)
-    await log.loaded(TrainingRecord(recipe=recipe(config), checkpoint=str(gone)))
+    loaded = trainer_pb2.LoadCheckpointRequest(path=str(gone))
+    await log.loaded(TrainingRecord(recipe=recipe(config), checkpoint=loaded))
     with pytest.raises(
         PathNotFound, match=r"version-000002 is no checkpoint: .*; training\.log builds on it: put it back, or `tasuki up`"
     ):
