@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator
 
 import psutil
@@ -90,7 +89,6 @@ async def test_cancel_and_drain_reach_both_replicas(client: RolloutClient, train
         running.cancel()
         assert await until_idle(client) == 0
     async with long_call(client, num_samples=8) as running:
-        await asyncio.sleep(0.3)
         drained = await client.drain(grace_ms=0)
         samples = await running
     assert (drained.num_finished, drained.num_cut) == (0, 8)

@@ -14,6 +14,8 @@ from tasuki.wire.errors import DiskFull
 
 _log = logging.getLogger("tasuki.coordinator")
 _TRY_EVERY_S = 0.5
+# For whoever is being answered; watchers wait for ever and are cut.
+_GRACE_S = 0.5
 _Opened = TypeVar("_Opened")
 
 
@@ -69,5 +71,5 @@ async def wait_for_disk(open_journal: Callable[[], _Opened], state: pb.NodeState
             continue
     stop.set()
     await serving
-    await server.stop(grace_s=0.0)
+    await server.stop(grace_s=_GRACE_S)
     return opened
