@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
-from tasuki.client.durable import write_durably
+from tasuki.client.durable import named_if_full, write_durably
 from tasuki.client.loop_state import LOOP_FILE, LoopState, newest_checkpoint, read_loop_state, write_loop_state
 from tasuki.client.step import Step
-from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.errors import DiskFull, InvalidArgument
 
 POSITION = {"seed": 0, "epoch": 1, "next": 3, "num_rows": 10}
 
@@ -61,6 +63,12 @@ def test_a_damaged_file_is_named(tmp_path: Path, text: str):
     (path / LOOP_FILE).write_text(text)
     with pytest.raises(InvalidArgument, match=r"version-000004/loop\.json is damaged .*remove .*version-000004"):
         newest_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, DiskFull), (errno.EDQUOT, DiskFull), (errno.EIO, OSError)])
+def test_a_failed_write_names_its_file_and_only_a_full_disk_is_called_full(tmp_path: Path, number: int, kind: type[Exception]):
+    with pytest.raises(kind, match="a.json"), named_if_full(tmp_path / "a.json"):
+        raise OSError(number, os.strerror(number))
 
 
 def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path: Path):

@@ -7,16 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tasuki.wire.errors import DiskFull
+from tasuki.wire.errors import NO_ROOM, DiskFull
 
 
 @contextmanager
 def named_if_full(path: Path) -> Iterator[None]:
-    """Raises DiskFull naming `path`: what the system says of a write to an open file names none."""
+    """Raises DiskFull naming `path`, or the OSError with it: what the system says of a write to an open file names none."""
     try:
         yield
     except OSError as error:
-        if error.filename is not None:
+        error.filename = error.filename or str(path)
+        if error.errno not in NO_ROOM:
             raise
         raise DiskFull(f"{path} cannot be written: {error.strerror}; make room, and go on", path=path) from error
 

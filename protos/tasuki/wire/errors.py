@@ -5,6 +5,7 @@ Raise a subclass of TasukiError anywhere; rpc/ turns it into a status, and the c
 
 from __future__ import annotations
 
+import errno
 from typing import ClassVar, cast
 
 import grpc
@@ -14,6 +15,8 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 DOMAIN = "tasuki"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What a system says that has no room for a write."""
 RETRY_AFTER_S = 1.0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -12,9 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tasuki.v1.ranks_pb2 import RankError
-from tasuki.wire.errors import DiskFull, InvalidArgument, PathExists, TasukiError, from_reason
-
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+from tasuki.wire.errors import NO_ROOM, DiskFull, InvalidArgument, PathExists, TasukiError, from_reason
 
 
 def start_aside(path: Path) -> Path:
@@ -83,7 +80,7 @@ def on_first_rank(action: Callable[[], None], *, path: Path) -> None:
 def cannot_write(path: Path, error: OSError) -> TasukiError:
     """DiskFull when there is no room, InvalidArgument for the caller's `path` when it cannot be written at all."""
     text = f"{path} cannot be written: {error.strerror or error}"
-    if error.errno in _NO_ROOM:
+    if error.errno in NO_ROOM:
         return DiskFull(f"{text}; what was written before is as it was. Make room, or name a folder on another disk", path=path)
     return InvalidArgument("path", f"{text}; name a folder that can be written")
 
