@@ -15,7 +15,7 @@ from sglang.srt.utils import MultiprocessingSerializer
 
 from tasuki.rollout import scheduler
 from tasuki.rollout.rank_commands import _ranks
-from tests.bench.sync_gpu import Floors
+from tests.bench.floors import Floors
 
 BENCH_LOADER = "tests.bench.peer_engine.run_command"
 """The name under which SGLang finds `run_command`."""

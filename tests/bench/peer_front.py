@@ -6,10 +6,11 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+from sglang.srt.managers.io_struct import UpdateWeightsFromIPCReqInput, UpdateWeightsFromTensorReqInput
 
 from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.sync import WeightSync
@@ -68,6 +69,14 @@ class PeerFront:
         payloads = asked["payloads"][first : first + self._tp_size]
         return self._call(payloads, load_format=asked["load_format"], version=asked["version"])
 
+    def update_from_ipc(self, request: str) -> dict[str, Any]:
+        """request: JSON with the path of a socket for every GPU, by UUID, and the version. checkpoint-engine waits for the copies."""
+        asked = json.loads(request)
+        wanted = UpdateWeightsFromIPCReqInput(
+            zmq_handles=asked["socket_paths"], flush_cache=False, weight_version=asked["version"]
+        )
+        return self._wait(self._engine.tokenizer_manager.update_weights_from_ipc(wanted))
+
     def command(self, text: str) -> dict[str, Any]:
         """What peer_engine.run_command does, on every rank."""
         return self._call([command_payload(text)] * self._tp_size, load_format=BENCH_LOADER, version=None)
@@ -81,7 +90,9 @@ class PeerFront:
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=payloads, load_format=load_format, flush_cache=False, weight_version=version
         )
-        update = self._engine.tokenizer_manager.update_weights_from_tensor(request)
+        return self._wait(self._engine.tokenizer_manager.update_weights_from_tensor(request))
+
+    def _wait(self, update: Coroutine[Any, Any, tuple[bool, str]]) -> dict[str, Any]:
         success, message = self._engine.loop.run_until_complete(update)
         assert success, message
         return {}

@@ -12,7 +12,8 @@ SETTINGS: dict[str, Any] = {
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
     "enable_memory_saver": True,
-    "mem_fraction_static": 0.4,
+    # Room for all weights whole beside an engine and a trainer; after a changeover that is the KV cache's.
+    "mem_fraction_static": 0.2,
     "disable_cuda_graph": True,
     "sleep_on_idle": True,
     "log_level": "warning",

@@ -6,8 +6,10 @@ answer, which is the acknowledgement: handles checked, all ranks' copies made, s
 it the engine's weights wake, as in a changeover, and after it they sleep again. Parts of it are, each of the rank that took longest for it,
 "copy" (with sums, and whether a parameter has moved) and "verify"; "ranks", from the command to the last rank's answer; "compare"; and
 "rpc", the rest: gRPC from process to process and back, and what the service does before and after. Every round has new weights; the first
-one, with import, recording and compilation, is told apart, and memory is measured in a round of its own. In the end every replica must
-generate alike. Writes sync_engine_gpu.json and prints a table.
+one, with import, recording and compilation, is told apart, and memory is measured in a round of its own. "handles" are the times that
+the service fetched a trainer rank's descriptors, counted by the trainer. Afterwards, with the service asleep, the floor is measured as in
+sync_gpu.py, on the same GPUs and of the same copies. In the end every replica must generate alike. Writes sync_engine_gpu.json and prints a
+table.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import uvloop
 
 from tasuki.v1 import types_pb2, weights_pb2
 from tests.bench.cases import METAVAR, Case
+from tests.bench.floors import floor_ms
 from tests.bench.gpus import require_gpus
 from tests.bench.peak_memory import PeakMemory
 from tests.bench.sync_gpu import MODULE, NUM_ROUNDS
@@ -57,7 +60,9 @@ class Sync:
     """One case's trainer ranks and service."""
 
     def __init__(self, case: Case, rollout: RolloutProcess, client: RolloutClient) -> None:
-        self._rollout, self._client, self._version = rollout, client, -1
+        self._case, self._rollout, self._client = case, rollout, client
+        self.num_fetched: list[int] = []
+        """Descriptors of trainer ranks, before each publication and all in all."""
         folder = str(rollout.socket_dir)
         commands = [["--trainer", str(rank), str(case.num_ranks), case.model, folder] for rank in range(case.num_ranks)]
         self._trainers = Ranks(MODULE, commands)
@@ -85,18 +90,31 @@ class Sync:
         await self._client.pause(types_pb2.STAGE_PAUSE_WEIGHTS, WEIGHTS)
         return memory.extra_bytes
 
-    async def tokens(self, num_replicas: int) -> list[int]:
+    def floors(self) -> dict[str, Any]:
+        """What processes in the place of the engine's ranks measure of the links."""
+        weights, case = self._publish(), self._case
+        ranks = range(case.tp_size * case.num_engines)
+        engines = Ranks(MODULE, [["--engine", str(rank), str(case.tp_size), case.model] for rank in ranks])
+        engines.ask(f"receive {weights.SerializeToString().hex()}")
+        names = ["within", "across"] if case.num_ranks > 1 else ["within"]
+        floors = {name: engines.ask(name) for name in names}
+        engines.close()
+        return floors
+
+    async def tokens(self) -> list[int]:
         """What the last version says; the same prompt is on every replica."""
         await self._client.wake(self._publish())
         samples = await self._client.generate(
-            [[5, 6, 7]], num_samples=num_replicas, max_new_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True
+            [[5, 6, 7]], num_samples=self._case.num_engines, max_new_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True
         )
         (tokens,) = {tuple(sample.token_ids) for sample in samples}
         return list(tokens)
 
     def _publish(self) -> weights_pb2.PublishedWeights:
-        self._version += 1
-        return published_weights(self._trainers.ask(str(self._version)), self._version)
+        version = len(self.num_fetched)
+        answers = self._trainers.ask(str(version))
+        self.num_fetched.append(sum(one["num_fetched"] for one in answers))
+        return published_weights(answers, version)
 
     def _cpu_seconds(self) -> float:
         """Of the service and its ranks."""
@@ -128,7 +146,10 @@ async def measure(case: Case, rollout: RolloutProcess) -> dict[str, Any]:
         rounds = [await sync.one_round() for _ in range(NUM_ROUNDS + 1)]
         uuids = [str(torch.cuda.get_device_properties(gpu).uuid) for gpu in range(torch.cuda.device_count())]
         extra_bytes = await sync.extra_bytes(uuids)
-        tokens = await sync.tokens(case.num_engines)
+        for number, one in enumerate(rounds):
+            one["num_handles"] = sync.num_fetched[number + 1] - sync.num_fetched[number]
+        floors = sync.floors()
+        tokens = await sync.tokens()
         sync.close()
     return {
         "model": case.model,
@@ -138,6 +159,8 @@ async def measure(case: Case, rollout: RolloutProcess) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(),
         "first": rounds[0],
         "rounds": rounds[1:],
+        "floors": floors,
+        "floor_ms": floor_ms({"floors": floors}),
         "extra_bytes": extra_bytes,
         "tokens": tokens,
     }
@@ -157,6 +180,8 @@ def table(result: dict[str, Any]) -> str:
             f"{result['start_s']:.0f} s), {len(rounds)} rounds, {copied:.2f} GB copied by all ranks; tokens {result['tokens']}",
             f"  total     {spread([one['total_ms'] for one in rounds])}; first {result['first']['total_ms']:.0f} ms; "
             f"{copied / median * 1e3:.0f} GB/s over all ranks",
+            f"  floor     {result['floor_ms']:.2f} ms ({100 * result['floor_ms'] / median:.0f} %)",
+            f"  calls     1 RPC; handles {max(one['num_handles'] for one in rounds)}, first {result['first']['num_handles']}",
             *(f"  part {name}: {spread([one['parts_ms'][name] for one in rounds])}" for name in rounds[0]["parts_ms"]),
             f"  CPU       {statistics.mean(one['cpu_ms'] for one in rounds):.0f} ms",
             f"  memory    {result['extra_bytes'] / 2**20:.0f} MiB more of a GPU",

@@ -14,23 +14,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tasuki.rollout.receive import WeightReceiver
-from tasuki.transport.copies import DeviceSummedCopies, HostCopies
 from tasuki.transport.export import WeightExport
 from tasuki.transport.imported_weights import import_weights
 from tasuki.transport.plan import Slice
 from tasuki.v1 import weights_pb2
 from tests.bench.cases import METAVAR, Case
+from tests.bench.floors import Floors, floor_ms
 from tests.bench.gpus import require_gpus
 from tests.bench.sync_ranks import REPOSITORY, Ranks, answer, published_weights
 from tests.bench.sync_shapes import QWEN, QwenModel, random_shards
@@ -51,6 +52,7 @@ def trainer_rank(rank: int, num_ranks: int, model: str, folder: Path) -> None:
     shards = random_shards(QWEN[model], rank=rank, num_ranks=num_ranks, dtype=torch.float32, device=device)
     path = folder / f"weights-{rank}.sock"
     export = WeightExport(shards, rank=rank, num_ranks=num_ranks, dtype=torch.bfloat16, socket_path=path)
+    fetched = _count_fetched(export)
     arena_mib = sum(export._arena.manifest.chunk_bytes) / MIB
     for line in sys.stdin:
         for shard in shards:
@@ -58,8 +60,23 @@ def trainer_rank(rank: int, num_ranks: int, model: str, folder: Path) -> None:
         torch.cuda.synchronize()
         start = time.perf_counter()
         num_bytes = export.publish(int(line))
-        answer(publish_ms=1e3 * (time.perf_counter() - start), num_bytes=num_bytes, arena_mib=arena_mib, handle=export.handle())
+        publish_ms = 1e3 * (time.perf_counter() - start)
+        facts = {"num_bytes": num_bytes, "arena_mib": arena_mib, "num_fetched": len(fetched)}
+        answer(publish_ms=publish_ms, handle=export.handle(), **facts)
     export.close()
+
+
+def _count_fetched(export: WeightExport) -> list[None]:
+    """Grows by one whenever somebody has fetched the descriptors."""
+    server, fetched = export._server, list[None]()
+    send = server._send
+
+    def send_and_count(peer: socket.socket) -> None:
+        fetched.append(None)
+        send(peer)
+
+    server._send = send_and_count
+    return fetched
 
 
 def engine_rank(index: int, tp_size: int, model: str) -> None:
@@ -91,63 +108,6 @@ def _receive(receiver: WeightReceiver, weights: weights_pb2.PublishedWeights, de
         cpu_ms=1e3 * (time.process_time() - cpu),
         checksums=[(name, at.offset, at.shape, at.strides, value) for name, at, value in received.checksums],
     )
-
-
-class Floors:
-    """Other ways to move the bytes of a receiver's plan, in the same process."""
-
-    def __init__(self, receiver: WeightReceiver, device: torch.device) -> None:
-        prepared: Any = receiver._prepared
-        imported: Any = receiver._imported
-        assert isinstance(prepared._copies, DeviceSummedCopies)
-        self._copies = prepared._copies._copies
-        self._arenas = {arena.manifest.rank: arena for arena in imported._arenas}
-        self._local = (imported.first_owner(device) - 1) % len(self._arenas)
-        self._prepared, self._device = prepared, device
-
-    def plain_copies(self) -> dict[str, float]:
-        return {"ms": best_ms(HostCopies(self._copies).start)}
-
-    def kernel(self) -> dict[str, float]:
-        return {"ms": best_ms(self._prepared._copies.start), "checksum_ms": best_ms(self._prepared._checksums.read)}
-
-    def within(self) -> dict[str, float]:
-        """GB/s of a device copy, counted once."""
-        num_bytes = 4 << 30
-        source, target = (torch.ones(num_bytes, dtype=torch.uint8, device=self._device) for _ in range(2))
-        milliseconds = best_ms(lambda: target.copy_(source))
-        local = sum(copy.source.nbytes for copy in self._copies if copy.owner == self._local)
-        total = sum(copy.source.nbytes for copy in self._copies)
-        return {"gb_s": num_bytes / milliseconds / 1e6, "bytes": total, "remote_bytes": total - local}
-
-    def across(self) -> dict[str, float]:
-        """GB/s from all other owners at once, in large copies."""
-        sources = [
-            max(arena.tensors, key=lambda tensor: tensor.nbytes)
-            for rank, arena in sorted(self._arenas.items(), key=lambda one: (one[0] - self._local) % len(self._arenas))
-            if rank != self._local
-        ]
-        targets = [torch.empty_like(source) for source in sources]
-        streams = [torch.cuda.Stream() for _ in sources]
-
-        def pull() -> None:
-            for _ in range(4):
-                for source, target, stream in zip(sources, targets, streams, strict=True):
-                    with torch.cuda.stream(stream):
-                        target.copy_(source, non_blocking=True)
-
-        return {"gb_s": 4 * sum(source.nbytes for source in sources) / best_ms(pull) / 1e6}
-
-
-def best_ms(call: Callable[[], object]) -> float:
-    times: list[float] = []
-    for _ in range(8):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - start))
-    return min(times)
 
 
 def run_case(case: Case) -> dict[str, Any]:
@@ -210,17 +170,6 @@ def _compare(received: Sequence[dict[str, Any]], weights: weights_pb2.PublishedW
     return compared_s
 
 
-def floor_ms(case: dict[str, Any]) -> float:
-    """Of the slowest rank: writing its bytes, or fetching those of other GPUs."""
-    floors: list[float] = []
-    for rank, within in enumerate(case["floors"]["within"]):
-        times = [within["bytes"] / within["gb_s"] / 1e6]
-        if "across" in case["floors"]:
-            times.append(within["remote_bytes"] / case["floors"]["across"][rank]["gb_s"] / 1e6)
-        floors.append(max(times))
-    return max(floors)
-
-
 def table(case: dict[str, Any]) -> str:
     rounds = case["rounds"]
 
@@ -228,9 +177,9 @@ def table(case: dict[str, Any]) -> str:
         return f"{statistics.median(values):.2f} ms median, {sorted(values)[-1 - len(values) // 100]:.2f} ms p99"
 
     floors = case["floors"]
-    kernel, checksum, plain = (
+    kernel, unsummed, checksum, plain = (
         max(one[key] for one in floors[name])
-        for name, key in (("kernel", "ms"), ("kernel", "checksum_ms"), ("plain_copies", "ms"))
+        for name, key in (("kernel", "ms"), ("kernel", "unsummed_ms"), ("kernel", "checksum_ms"), ("plain_copies", "ms"))
     )
     sync = statistics.median(one["sync_ms"] for one in rounds)
     lines = [
@@ -242,7 +191,8 @@ def table(case: dict[str, Any]) -> str:
         f"  publish   {spread([one['publish_ms'] for one in rounds])}; first {case['first']['publish_ms']:.0f} ms",
         *(f"  part {name}: {spread([one['parts_ms'][name] for one in rounds])}" for name in rounds[0]["parts_ms"]),
         f"  compare   {spread([one['compare_ms'] for one in rounds])}",
-        f"  kernel alone {kernel:.2f} ms, checksum {checksum:.2f} ms, plain copies {plain:.2f} ms",
+        f"  kernel alone {kernel:.2f} ms, without sums {unsummed:.2f} ms, reading back {checksum:.2f} ms, "
+        f"plain copies {plain:.2f} ms",
         f"  rates     {[round(one['gb_s']) for one in floors['within']]} GB/s within, "
         f"{[round(one['gb_s']) for one in floors.get('across', [])]} GB/s across",
         f"  memory    extra {max(one['extra_mib'] for one in rounds):.1f} MiB, lost {max(one['lost_mib'] for one in rounds):.1f} MiB; "

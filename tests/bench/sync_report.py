@@ -33,25 +33,35 @@ def markdown(result: dict[str, Any]) -> str:
     for case in result["cases"]:
         size, floor = f"{case['copied_bytes'] / 1e9:.1f} GB", f"floor {case['floor_ms']:.2f} ms"
         lines += [f"{title(case)}: {size}, {floor}, published before in {case['publish_ms']:.1f} ms", ""]
-        lines += ["| " + " | ".join(HEADINGS) + " |", "|---|" + "--:|" * (len(HEADINGS) - 1)]
-        lines += ["| " + " | ".join(_row(case, name)) + " |" for name in case["ways"]]
+        lines += [_line(*HEADINGS), "|---|" + "--:|" * (len(HEADINGS) - 1)]
+        for name, way in case["ways"].items():
+            lines.append(_line(name, *_times(case, way), *_costs(way)))
+            if way["first"]["host_ms"]:
+                lines.append(_line("its update alone", *_times(case, way, without="host_ms"), *[""] * len(_costs(way))))
         lines.append("")
     return "\n".join(lines)
 
 
-def _row(case: dict[str, Any], name: str) -> list[str]:
-    way = case["ways"][name]
-    times = [one["total_ms"] for one in way["rounds"]]
+def _line(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _times(case: dict[str, Any], way: dict[str, Any], *, without: str | None = None) -> list[str]:
+    first, *times = [one["total_ms"] - (one[without] if without else 0.0) for one in [way["first"], *way["rounds"]]]
     median, ours = statistics.median(times), median_ms(case, OURS)
-    last = way["rounds"][-1]
     return [
-        name,
         f"{median:.1f}",
         f"{median / ours:.2f}",
         f"{p99(times):.1f}",
-        f"{way['first']['total_ms']:.0f}",
+        f"{first:.0f}",
         f"{case['copied_bytes'] / median / 1e6:.0f}",
         f"{100 * case['floor_ms'] / median:.0f}",
+    ]
+
+
+def _costs(way: dict[str, Any]) -> list[str]:
+    last = way["rounds"][-1]
+    return [
         str(last["num_rpcs"]),
         str(last["num_handles"]),
         f"{statistics.mean(one['cpu_ms'] for one in way['rounds']) / 1e3:.3f}",
@@ -74,7 +84,7 @@ def p99(values: Sequence[float]) -> float:
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Bars of the medians with a mark at the 99th percentile, a panel for each case, the floor as a line."""
+    """Bars of the medians with a mark at the 99th percentile, a panel for each case, the floor as a line, a light part for the host."""
     from matplotlib.figure import Figure
 
     cases = result["cases"]
@@ -92,6 +102,8 @@ def _draw_case(panel: Axes, case: dict[str, Any]) -> None:
     medians = [median_ms(case, name) for name in names]
     ends = [p99([one["total_ms"] for one in case["ways"][name]["rounds"]]) for name in names]
     panel.barh(names, medians, color=["#1b6ca8" if name == OURS else "#b8bcc2" for name in names], height=0.7)
+    on_host = [statistics.median(one["host_ms"] for one in way["rounds"]) for way in case["ways"].values()]
+    panel.barh(names, on_host, color="#e3e5e8", height=0.7)
     panel.scatter(ends, names, marker="|", s=60, color="#444444", zorder=3)
     for name, median, end in zip(names, medians, ends, strict=True):
         panel.annotate(f"{median:.1f}", (max(median, end), name), (6, 0), textcoords="offset points", va="center", fontsize=8)

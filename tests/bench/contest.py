@@ -1,0 +1,187 @@
+"""The contest of sync_peers.py: running engines, their trainer, and every way to bring weights from one to the others."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from tasuki.v1 import weights_pb2
+from tests.bench.cases import Case
+from tests.bench.sync_ranks import Ranks, published_weights
+from tests.bench.sync_report import OURS
+from tests.bench.sync_shapes import write_config
+
+IN_PLACE = "NCCL all-gather in place, no engine"
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one sync. num_handles: descriptors or IPC handles that ranks were given to open. host_ms: of its time, for a copy on the host."""
+
+    num_rpcs: int
+    num_handles: int
+    host_ms: float = 0.0
+
+
+Way = Callable[[weights_pb2.PublishedWeights], Cost]
+
+
+class Contest:
+    """Engines, their trainer, and every way to bring weights from one to the others."""
+
+    def __init__(self, case: Case, *, folder: Path) -> None:
+        self._num_ranks, self._num_engines, self._version = case.num_ranks, case.num_engines, -1
+        model_path = str(write_config(case.model, folder / "model"))
+        self._engines = _fronts(case, model_path, folder)
+        # Before the trainer takes memory, which they measure.
+        self._engines.ask("ready")
+        common = [str(case.num_ranks), case.model, str(folder), str(_free_port())]
+        self._trainers = Ranks("tests.bench.peer_trainer", [[str(rank), *common] for rank in range(case.num_ranks)])
+        self._handles: Sequence[weights_pb2.WeightHandle] = ()
+        self.copied_bytes = 0
+        """By all ranks."""
+        self.publish_ms: list[float] = []
+
+    def ways(self) -> dict[str, Way]:
+        """Ours first: the comparison of the others uses what it has mapped and recorded."""
+        ways: dict[str, Way] = {
+            OURS: self.ours,
+            "flattened bucket 128 MB": partial(self.buckets, 128 * MIB),
+            "flattened bucket 512 MB": partial(self.buckets, 512 * MIB),
+            "flattened bucket 2 GB": partial(self.buckets, 2048 * MIB),
+            "512 MB, overlapped": partial(self.overlapped, 512 * MIB),
+            "2 GB, overlapped": partial(self.overlapped, 2048 * MIB),
+            "per tensor": self.tensors,
+        }
+        return ways | ({IN_PLACE: self.in_place} if self._num_ranks > 1 else {})
+
+    def emptying_ways(self) -> dict[str, Way]:
+        """After these nothing is left of the memory that torch keeps in the trainer's processes."""
+        return {f"checkpoint-engine {gib} GB": partial(self.checkpoint_engine, gib) for gib in (2, 8)}
+
+    def ours(self, weights: weights_pb2.PublishedWeights) -> Cost:
+        reports = self._engines.ask(f"ours {weights.SerializeToString().hex()}")
+        self.copied_bytes = sum(report["copied_bytes"] for report in reports)
+        # A rank opens the handles of every trainer rank when they are not those that it has.
+        is_new = list(weights.handles) != list(self._handles)
+        self._handles = list(weights.handles)
+        return Cost(num_rpcs=self._num_engines, num_handles=is_new * self._num_ranks**2)
+
+    def buckets(self, num_bytes: int, _: weights_pb2.PublishedWeights) -> Cost:
+        index, num_buckets, num_handles = 0, 1, 0
+        while index < num_buckets:
+            answers = self._trainers.ask(f"bucket {num_bytes} {index}")
+            index, num_buckets = index + 1, answers[0]["num_buckets"]
+            num_handles += self._update(answers, is_last=index == num_buckets, load_format="flattened_bucket")
+        return Cost(num_rpcs=num_buckets * self._num_engines, num_handles=num_handles)
+
+    def overlapped(self, num_bytes: int, _: weights_pb2.PublishedWeights) -> Cost:
+        index, num_buckets, num_handles = 0, 1, 0
+        self._trainers.tell(f"bucket {num_bytes} 0")
+        while index < num_buckets:
+            answers = self._trainers.hear()
+            index, num_buckets = index + 1, answers[0]["num_buckets"]
+            if index < num_buckets:
+                self._trainers.tell(f"bucket {num_bytes} {index}")
+            num_handles += self._update(answers, is_last=index == num_buckets, load_format="flattened_bucket")
+        return Cost(num_rpcs=num_buckets * self._num_engines, num_handles=num_handles)
+
+    def tensors(self, _: weights_pb2.PublishedWeights) -> Cost:
+        num_handles = self._update(self._trainers.ask("tensors"), is_last=True, load_format=None)
+        return Cost(num_rpcs=self._num_engines, num_handles=num_handles)
+
+    def in_place(self, _: weights_pb2.PublishedWeights) -> Cost:
+        self._trainers.ask("in_place")
+        return Cost(num_rpcs=0, num_handles=0)
+
+    def checkpoint_engine(self, bucket_gib: int, _: weights_pb2.PublishedWeights) -> Cost:
+        self._trainers.tell(f"checkpoint_engine {bucket_gib}")
+        ready = self._trainers.hear()
+        request = {"socket_paths": ready[0]["socket_paths"], "version": str(self._version)}
+        self._engines.ask("update_from_ipc " + json.dumps(request))
+        self._trainers.hear()
+        # Every rank opens its own trainer rank's buffer.
+        return Cost(num_rpcs=self._num_engines, num_handles=self._num_ranks, host_ms=max(one["host_ms"] for one in ready))
+
+    def prepare(self, way: str) -> None:
+        """Off the clock."""
+        self._trainers.ask("forget_sent")
+        if way == IN_PLACE:
+            self._trainers.ask("make_places")
+
+    def change(self) -> weights_pb2.PublishedWeights:
+        """New weights, published."""
+        self._version += 1
+        answers = self._trainers.ask(f"change {self._version}")
+        self.publish_ms.append(max(one["publish_ms"] for one in answers))
+        self.gpu, self.gpu_uuids = answers[0]["gpu"], [one["uuid"] for one in answers]
+        return published_weights(answers, self._version)
+
+    def check(self, way: str, weights: weights_pb2.PublishedWeights) -> None:
+        """Raises unless the version is where the way has just brought it."""
+        if way == IN_PLACE:
+            assert all(one["is_equal"] for one in self._trainers.ask("check_places"))
+        elif way != OURS:
+            self._engines.ask("command hold")
+            self.ours(weights)
+            self._engines.ask("command release")
+
+    def trim(self) -> None:
+        self._trainers.ask("trim")
+        self._engines.ask("command trim")
+
+    def floors(self) -> dict[str, list[dict[str, float]]]:
+        """What every rank measures of the links, by name."""
+        ranks = [rank for engine in self._engines.ask("floors") for rank in engine["ranks"]]
+        return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+
+    def close(self) -> None:
+        self._trainers.close()
+        self._engines.close()
+
+    def _update(self, answers: Sequence[dict[str, Any]], *, is_last: bool, load_format: str | None) -> int:
+        payloads = [one["payload"] for one in answers]
+        version = str(self._version) if is_last else None
+        self._engines.ask("update " + json.dumps({"payloads": payloads, "load_format": load_format, "version": version}))
+        return sum(one["num_handles"] for one in answers)
+
+
+class Fronts(Protocol):
+    """Of all engines; each answers."""
+
+    def ask(self, line: str) -> list[dict[str, Any]]: ...
+    def close(self) -> None: ...
+
+
+class FrontHere:
+    """The only engine's, in this process: no pipe is on the clock."""
+
+    def __init__(self, *arguments: str) -> None:
+        from tests.bench.peer_front import PeerFront
+
+        self._front = PeerFront.of(*arguments)
+
+    def ask(self, line: str) -> list[dict[str, Any]]:
+        return [self._front.run(line)]
+
+    def close(self) -> None:
+        """It ends with this process."""
+
+
+def _fronts(case: Case, model_path: str, folder: Path) -> Fronts:
+    """Several engines have a process each, which costs a fraction of a millisecond a message for whatever way."""
+    commands = [[str(index), str(case.tp_size), model_path, str(folder)] for index in range(case.num_engines)]
+    return Ranks("tests.bench.peer_front", commands) if len(commands) > 1 else FrontHere(*commands[0])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
