@@ -77,7 +77,7 @@ bench-memory-gpu: setup  ## the same on a GPU, and SGLang with it, beside torch_
 	$(BIN)/python tests/bench/sglang_memory_gpu.py --out runs/bench
 	$(BIN)/python tests/bench/trainer_memory_gpu.py --out runs/bench
 
-bench-sync-gpu: setup  ## weights into running engines on GPUs: by RPC, and beside SGLang's own ways; CASES="7b:4:4 7b:4:1x4" is model:trainers:TPxENGINES
+bench-sync-gpu: setup  ## weights into running engines on GPUs: by RPC, and beside SGLang's own ways and checkpoint-engine; CASES="7b:4:4 7b:4:1x4" is model:trainers:TPxENGINES
 	$(BIN)/python -m tests.bench.sync_peers --cases $(or $(CASES),7b:1:1) --out runs/bench
 	$(BIN)/python -m tests.bench.sync_engine_gpu --cases $(or $(CASES),7b:1:1) --out runs/bench
 

@@ -111,7 +111,9 @@ def _draw_case(panel: Axes, case: dict[str, Any]) -> None:
     panel.set_xlim(0, 1.12 * max(*medians, *ends))
     panel.invert_yaxis()
     panel.set_title(title(case), fontsize=9, loc="left")
-    panel.set_title(f"bar: median, tick: p99, red: floor, {case['floor_ms']:.1f}", fontsize=7, loc="right")
+    panel.set_title(
+        f"bar: median, tick: p99, light: copy on the host, red: floor, {case['floor_ms']:.1f}", fontsize=7, loc="right"
+    )
     panel.tick_params(labelsize=8)
     panel.spines[["top", "right"]].set_visible(False)
 
