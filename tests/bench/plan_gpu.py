@@ -23,9 +23,9 @@ import torch
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY / "protos"), str(REPOSITORY / "services"), str(REPOSITORY)]
 
-from tasuki.memory.layout import GB, Checkpointing, Layout, Part  # noqa: E402
-from tasuki.memory.plan import TRAINER_TAGS, PlanStage, plan  # noqa: E402
-from tasuki.memory.presets import MODELS  # noqa: E402
+from tasuki.planner.layout import GB, Checkpointing, Layout, Part  # noqa: E402
+from tasuki.planner.plan import TRAINER_TAGS, PlanStage, plan  # noqa: E402
+from tasuki.planner.presets import MODELS  # noqa: E402
 from tests.bench.gpus import require_gpus  # noqa: E402
 
 SIZES = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b")

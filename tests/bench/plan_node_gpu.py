@@ -28,9 +28,9 @@ from tasuki.client import Client, Phase, SamplingParams, TrainingSample
 from tasuki.config.load import load_config
 from tasuki.config.places import node_targets
 from tasuki.coordinator.phases import RING
-from tasuki.memory.layout import GB
-from tasuki.memory.node_plan import plan_node
-from tasuki.memory.plan import PlanStage
+from tasuki.planner.layout import GB
+from tasuki.planner.node_plan import plan_node
+from tasuki.planner.plan import PlanStage
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.types_pb2 import Stage

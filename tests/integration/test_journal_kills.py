@@ -8,8 +8,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tasuki.coordinator.audit import audit
-from tasuki.coordinator.history import History, read_history
+from tasuki.coordinator.audit.history import History, read_history
+from tasuki.coordinator.audit.replay import audit
 from tests.conftest import ENVIRONMENT
 from tests.unit.test_simulation import memory_folder
 

@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from tasuki.coordinator.audit import audit
-from tasuki.coordinator.history import read_history
+from tasuki.coordinator.audit.history import read_history
+from tasuki.coordinator.audit.replay import audit
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.peers import GrpcPeers, Observed

@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tasuki.coordinator.audit import Audit, audit
-from tasuki.coordinator.audit_commands import audit_commands
-from tasuki.coordinator.history import read_history
+from tasuki.coordinator.audit.commands import audit_commands
+from tasuki.coordinator.audit.history import read_history
+from tasuki.coordinator.audit.replay import Audit, audit
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.operation import Operation

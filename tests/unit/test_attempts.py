@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.coordinator.audit_commands import audit_commands
-from tasuki.coordinator.history import History
+from tasuki.coordinator.audit.commands import audit_commands
+from tasuki.coordinator.audit.history import History
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.phases import Phase, Service, Stage

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.cli.__main__ import main
-from tasuki.coordinator.history import read_history
+from tasuki.coordinator.audit.history import read_history
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.phases import Phase, Stage
 from tasuki.rpc.failpoints import NO_FAILPOINTS

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.coordinator.audit import audit
-from tasuki.coordinator.history import read_history
-from tasuki.coordinator.invariants import Invariant
+from tasuki.coordinator.audit.history import read_history
+from tasuki.coordinator.audit.invariants import Invariant
+from tasuki.coordinator.audit.replay import audit
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.phases import Phase, Service, Stage
 from tasuki.wire.errors import DiskFull, PeerUnavailable

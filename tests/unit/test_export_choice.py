@@ -14,11 +14,11 @@ from tasuki.config.gpus import Gpus, gpus_of, show_gpus
 from tasuki.config.load import load_config
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.advice import advise, climb
-from tasuki.memory.layout import GB, Checkpointing, Layout, Part
-from tasuki.memory.node_plan import node_layout
-from tasuki.memory.plan import PlanStage, needed_bytes, plan
-from tasuki.memory.presets import MODELS
+from tasuki.planner.advice import advise, climb
+from tasuki.planner.layout import GB, Checkpointing, Layout, Part
+from tasuki.planner.node_plan import node_layout
+from tasuki.planner.plan import PlanStage, needed_bytes, plan
+from tasuki.planner.presets import MODELS
 from tasuki.wire.errors import InvalidArgument
 
 MODEL = MODELS["qwen2.5-7b"]

@@ -15,8 +15,8 @@ from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.phases import Service, Stage
 from tasuki.memory import arena as native
 from tasuki.memory.arena import Arena
-from tasuki.memory.budget import check_host_budget
 from tasuki.memory.tags import DeviceUsage, MemoryTag, ServiceUsage, TagUsage
+from tasuki.planner.budget import check_host_budget
 from tasuki.trainer.memory import ExportChoice, TrainerMemory
 from tasuki.transport.export import ExportMemory, WeightExport
 from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tasuki.memory.model_shape import read_model_shape, shape_of
+from tasuki.planner.model_shape import read_model_shape, shape_of
 from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
 
 TINY = {

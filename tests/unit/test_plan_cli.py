@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tasuki.cli.__main__ import main
-from tasuki.memory.plan import PlanStage
-from tasuki.memory.presets import PRESETS
+from tasuki.planner.plan import PlanStage
+from tasuki.planner.presets import PRESETS
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],

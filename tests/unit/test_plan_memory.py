@@ -12,12 +12,12 @@ from hypothesis import strategies as some
 
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.phases import RING
-from tasuki.memory.advice import advise, largest_kv_ratio, smallest_sleeping
-from tasuki.memory.layout import GB, MIB, TAGS, Checkpointing, Layout, Part, Strategy
-from tasuki.memory.node_plan import plan_node
-from tasuki.memory.plan import Plan, PlanStage, needed_bytes, plan
-from tasuki.memory.presets import MODELS, PRESETS
-from tasuki.memory.trainer_bytes import training_peak
+from tasuki.planner.advice import advise, largest_kv_ratio, smallest_sleeping
+from tasuki.planner.layout import GB, MIB, TAGS, Checkpointing, Layout, Part, Strategy
+from tasuki.planner.node_plan import plan_node
+from tasuki.planner.plan import Plan, PlanStage, needed_bytes, plan
+from tasuki.planner.presets import MODELS, PRESETS
+from tasuki.planner.trainer_bytes import training_peak
 from tasuki.wire.errors import InvalidArgument
 from tests.bench import plan_gpu
 from tests.unit.test_model_shape import write_model

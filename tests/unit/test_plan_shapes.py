@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.granularity import arena_bytes, export_bytes
-from tasuki.memory.layout import GB, MIB, Layout, Part
-from tasuki.memory.model_shape import ModelShape, shape_of
-from tasuki.memory.node_plan import node_layout
-from tasuki.memory.presets import MODELS
-from tasuki.memory.rollout_bytes import kv_bytes_per_token, kv_pool
-from tasuki.memory.trainer_bytes import kept_per_token, shards, trainer_tags
+from tasuki.planner.layout import GB, MIB, Layout, Part
+from tasuki.planner.model_shape import ModelShape, shape_of
+from tasuki.planner.node_plan import node_layout
+from tasuki.planner.presets import MODELS
+from tasuki.planner.rollout_bytes import kv_bytes_per_token, kv_pool
+from tasuki.planner.trainer_bytes import kept_per_token, shards, trainer_tags
 from tasuki.rollout.arguments import engine_arguments
 from tasuki.rollout.model import ModelFacts
 from tasuki.transport.chunk_memory import new_arena

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from tasuki.memory.layout import GB, Checkpointing, Layout, Part
-from tasuki.memory.model_shape import shape_of
-from tasuki.memory.trainer_bytes import step_moments
+from tasuki.planner.layout import GB, Checkpointing, Layout, Part
+from tasuki.planner.model_shape import shape_of
+from tasuki.planner.trainer_bytes import step_moments
 from tasuki.trainer.model import Policy
 
 NUM_TOKENS = 2003  # a size that no parameter has

@@ -13,9 +13,9 @@ from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.phases import Service
 from tasuki.coordinator.planning import Planning, plan_to_proto
-from tasuki.memory.advice import advise
-from tasuki.memory.plan import plan
 from tasuki.memory.tags import DeviceUsage, ServiceUsage
+from tasuki.planner.advice import advise
+from tasuki.planner.plan import plan
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.wire.errors import DeadlineExceeded, PathNotFound, TasukiError
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.coordinator.audit import Audit
+from tasuki.coordinator.audit.replay import Audit
 from tasuki.coordinator.phases import Phase
 from tasuki.wire.errors import OutOfGpuMemory, WrongPhase
 from tests.unit.simulated_faults import CrashPoint, Fault

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.coordinator.audit import audit
-from tasuki.coordinator.audit_commands import audit_commands
-from tasuki.coordinator.history import read_history
-from tasuki.coordinator.invariants import Invariant
+from tasuki.coordinator.audit.commands import audit_commands
+from tasuki.coordinator.audit.history import read_history
+from tasuki.coordinator.audit.invariants import Invariant
+from tasuki.coordinator.audit.replay import audit
 from tasuki.coordinator.phases import Phase
 from tasuki.v1 import memory_pb2, trainer_pb2, types_pb2
 from tasuki.wire.errors import InvalidArgument, StageOrder, StaleEpoch, StaleSequence, TasukiError

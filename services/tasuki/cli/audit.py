@@ -11,10 +11,10 @@ from typing import Any
 
 from tasuki.config.load import load_config
 from tasuki.config.places import journal_path, log_path, training_log_path
-from tasuki.coordinator.audit import Audit, audit
-from tasuki.coordinator.audit_commands import audit_commands
-from tasuki.coordinator.history import read_history
-from tasuki.coordinator.invariants import Invariant, Violation
+from tasuki.coordinator.audit.commands import audit_commands
+from tasuki.coordinator.audit.history import read_history
+from tasuki.coordinator.audit.invariants import Invariant, Violation
+from tasuki.coordinator.audit.replay import Audit, audit
 from tasuki.coordinator.phases import Service
 from tasuki.rpc.command_log import LoggedLife, read_command_log
 from tasuki.trainer.training_audit import first_repetition

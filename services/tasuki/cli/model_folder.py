@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tasuki.memory.model_shape import read_json_object
+from tasuki.planner.model_shape import read_json_object
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
 _KEY = "model.path"

@@ -34,7 +34,7 @@ from tasuki.config.places import (
 )
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.budget import check_host_budget
+from tasuki.planner.budget import check_host_budget
 from tasuki.v1 import coordinator_pb2, types_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.wire.channel import CLIENT_OPTIONS

@@ -16,12 +16,12 @@ from rich.console import Console
 from tasuki.cli.plan_arguments import DEFAULT_HOST_GB
 from tasuki.cli.plan_report import as_table, show
 from tasuki.config.load import load_config
-from tasuki.memory.advice import advise
-from tasuki.memory.layout import GB, Checkpointing, Layout, Strategy
-from tasuki.memory.model_shape import ModelShape, read_model_shape
-from tasuki.memory.node_plan import node_layout
-from tasuki.memory.plan import plan
-from tasuki.memory.presets import MODELS, find_preset
+from tasuki.planner.advice import advise
+from tasuki.planner.layout import GB, Checkpointing, Layout, Strategy
+from tasuki.planner.model_shape import ModelShape, read_model_shape
+from tasuki.planner.node_plan import node_layout
+from tasuki.planner.plan import plan
+from tasuki.planner.presets import MODELS, find_preset
 from tasuki.wire.errors import InvalidArgument
 
 DOES_NOT_FIT = 1

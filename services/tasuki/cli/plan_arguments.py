@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tasuki.memory.layout import Checkpointing, Strategy
-from tasuki.memory.presets import PRESETS
+from tasuki.planner.layout import Checkpointing, Strategy
+from tasuki.planner.presets import PRESETS
 
 DEFAULT_HOST_GB = 2000.0
 

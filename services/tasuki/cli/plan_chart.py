@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasuki.cli.plan_report import groups, headline
-from tasuki.memory.layout import GB, Part, gb
-from tasuki.memory.plan import Plan
+from tasuki.planner.layout import GB, Part, gb
+from tasuki.planner.plan import Plan
 from tasuki.wire.errors import InvalidArgument
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tasuki.memory.advice import Advice, problems
-from tasuki.memory.layout import TAGS, Layout, Part, gb
-from tasuki.memory.plan import Plan, StagePlan
+from tasuki.planner.advice import Advice, problems
+from tasuki.planner.layout import TAGS, Layout, Part, gb
+from tasuki.planner.plan import Plan, StagePlan
 
 COLUMNS: dict[str, tuple[Part, ...]] = {
     "trainer": (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.EXPORT),

@@ -35,10 +35,10 @@ from tasuki.coordinator.headroom import (
 from tasuki.coordinator.phases import RULES, Service, Stage
 from tasuki.coordinator.records import Outcome
 from tasuki.memory.host import host_memory
-from tasuki.memory.layout import Part
-from tasuki.memory.node_plan import plan_node
-from tasuki.memory.plan import PlanStage, needed_bytes
 from tasuki.memory.tags import ServiceUsage
+from tasuki.planner.layout import Part
+from tasuki.planner.node_plan import plan_node
+from tasuki.planner.plan import PlanStage, needed_bytes
 from tasuki.wire.errors import TasukiError
 
 _log = logging.getLogger("tasuki.coordinator")

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.phases import Service, Stage
-from tasuki.memory.layout import GB, Overheads
 from tasuki.memory.tags import MemoryTag, ServiceUsage, TagUsage
+from tasuki.planner.layout import GB, Overheads
 from tasuki.wire.errors import OutOfGpuMemory
 
 EXPORT = "export"

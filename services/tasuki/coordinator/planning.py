@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.admission import Admission, host_bytes
-from tasuki.memory.advice import Advice, Rung, advise, problems
-from tasuki.memory.layout import TAGS, Part
-from tasuki.memory.node_plan import plan_node
-from tasuki.memory.plan import Plan, StagePlan
+from tasuki.planner.advice import Advice, Rung, advise, problems
+from tasuki.planner.layout import TAGS, Part
+from tasuki.planner.node_plan import plan_node
+from tasuki.planner.plan import Plan, StagePlan
 from tasuki.v1 import coordinator_pb2 as pb
 
 # On a CPU the planner has no use for the size of a GPU, and wants one.

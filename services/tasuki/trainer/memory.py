@@ -18,9 +18,9 @@ from tasuki.config.schema import NodeConfig
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import Keep, Transfer
 from tasuki.memory.device_usage import device_usage
-from tasuki.memory.model_shape import read_model_shape
-from tasuki.memory.node_plan import node_layout
 from tasuki.memory.tags import DeviceUsage, MemoryTag, TagUsage
+from tasuki.planner.model_shape import read_model_shape
+from tasuki.planner.node_plan import node_layout
 from tasuki.trainer.mesh import mesh_device
 from tasuki.transport.export import ExportMemory, WeightExport
 from tasuki.wire.errors import OutOfGpuMemory, TasukiError

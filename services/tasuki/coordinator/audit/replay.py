@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tasuki.coordinator.audit_gaps import check_gaps
-from tasuki.coordinator.history import BegunChangeover, ChangeoverEnding, History, StageIntent, StageResult
-from tasuki.coordinator.invariants import Broken, Invariant, Violation
+from tasuki.coordinator.audit.gaps import check_gaps
+from tasuki.coordinator.audit.history import BegunChangeover, ChangeoverEnding, History, StageIntent, StageResult
+from tasuki.coordinator.audit.invariants import Broken, Invariant, Violation
+from tasuki.coordinator.audit.possible_stages import PossibleStages
+from tasuki.coordinator.audit.weights_trace import WeightsTrace
 from tasuki.coordinator.phases import HOLDS, RULES, Phase, Service, Stage, next_stage, since_phase, standing, undo_path
-from tasuki.coordinator.possible_stages import PossibleStages
 from tasuki.coordinator.records import Status, id_number, id_text
-from tasuki.coordinator.weights_trace import WeightsTrace
 from tasuki.wire.errors import DeadlineExceeded, InternalError, Interrupted, PeerUnavailable, StageOrder
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tasuki.coordinator.history import StageIntent, StageResult
-from tasuki.coordinator.invariants import Broken, Invariant
+from tasuki.coordinator.audit.history import StageIntent, StageResult
+from tasuki.coordinator.audit.invariants import Broken, Invariant
 from tasuki.coordinator.phases import Service, Stage
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import grpc
 
-from tasuki.coordinator.history import History, StageIntent, StageResult
-from tasuki.coordinator.invariants import Broken, Invariant, Violation
+from tasuki.coordinator.audit.history import History, StageIntent, StageResult
+from tasuki.coordinator.audit.invariants import Broken, Invariant, Violation
 from tasuki.coordinator.phases import RULES, Service, Stage
 from tasuki.coordinator.records import Status
 from tasuki.rpc.command_log import LoggedCommand, LoggedLife

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from tasuki.config.gpus import gpus_of
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.layout import Checkpointing, Layout, Overheads
-from tasuki.memory.model_shape import ModelShape, read_model_shape
-from tasuki.memory.plan import Plan, plan
+from tasuki.planner.layout import Checkpointing, Layout, Overheads
+from tasuki.planner.model_shape import ModelShape, read_model_shape
+from tasuki.planner.plan import Plan, plan
 
 _ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tasuki.coordinator.history import StageIntent
+from tasuki.coordinator.audit.history import StageIntent
 from tasuki.coordinator.phases import Stage
 
 

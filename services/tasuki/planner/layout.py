@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Literal
 
-from tasuki.memory.model_shape import ModelShape
+from tasuki.planner.model_shape import ModelShape
 from tasuki.wire.errors import InvalidArgument
 
 GB = 10**9

@@ -1,7 +1,7 @@
 """The planner: bytes of every part on every GPU and on the host, in every stage of the ring. Arithmetic only: no GPU, no torch.
 
-`plan(layout)` predicts, `needed_bytes` is what admission compares with free memory; memory/node_plan.py plans a node's configuration,
-memory/advice.py draws the conclusions.
+`plan(layout)` predicts, `needed_bytes` is what admission compares with free memory; planner/node_plan.py plans a node's configuration,
+planner/advice.py draws the conclusions.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tasuki.memory.layout import Layout, Part, Strategy
-from tasuki.memory.rollout_bytes import KvPool, engine_step, engine_weights, kv_pool
-from tasuki.memory.trainer_bytes import Bytes, export_arena, offloaded_bytes, trainer_tags, training_peak
+from tasuki.planner.layout import Layout, Part, Strategy
+from tasuki.planner.rollout_bytes import KvPool, engine_step, engine_weights, kv_pool
+from tasuki.planner.trainer_bytes import Bytes, export_arena, offloaded_bytes, trainer_tags, training_peak
 
 TRAINER_TAGS = (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER)
 _STEP = {Part.LAYERS, Part.WHOLE_GRADIENTS, Part.ACTIVATIONS, Part.LOGITS, Part.OPTIMIZER_STEP}

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from itertools import chain
 
 from tasuki.memory.granularity import CPU_MIN_TENSOR, arena_bytes, export_bytes
-from tasuki.memory.layout import Checkpointing, Layout, Part
-from tasuki.memory.model_shape import ModelShape, Shapes
+from tasuki.planner.layout import Checkpointing, Layout, Part
+from tasuki.planner.model_shape import ModelShape, Shapes
 
 Bytes = dict[Part, int]
 # Of what is computed in float32 whatever the parameters' dtype.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tasuki.coordinator.history import History, StageIntent
-from tasuki.coordinator.invariants import Broken, Invariant
+from tasuki.coordinator.audit.history import History, StageIntent
+from tasuki.coordinator.audit.invariants import Broken, Invariant
 from tasuki.coordinator.phases import Service
 from tasuki.coordinator.records import id_number, id_text
 from tasuki.wire.errors import StaleSequence

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from tasuki.memory.layout import TAGS, Checkpointing, Layout, Part, Strategy, gb
-from tasuki.memory.plan import SERVING, TRAINER_TAGS, Plan, PlanStage, plan
+from tasuki.planner.layout import TAGS, Checkpointing, Layout, Part, Strategy, gb
+from tasuki.planner.plan import SERVING, TRAINER_TAGS, Plan, PlanStage, plan
 
 _RATIO_STEPS = 100
 _MIN_TOKENS = 1024

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.host import host_memory
-from tasuki.memory.model_shape import read_model_shape
-from tasuki.memory.node_plan import node_layout
-from tasuki.memory.rollout_bytes import engine_weights, kv_pool
-from tasuki.memory.trainer_bytes import trainer_tags
+from tasuki.planner.model_shape import read_model_shape
+from tasuki.planner.node_plan import node_layout
+from tasuki.planner.rollout_bytes import engine_weights, kv_pool
+from tasuki.planner.trainer_bytes import trainer_tags
 from tasuki.wire.errors import InvalidArgument
 
 _FIELD = "memory.host_budget_bytes"

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, replace
 
 from tasuki.memory.granularity import arena_bytes
-from tasuki.memory.layout import Layout
-from tasuki.memory.model_shape import Shapes
+from tasuki.planner.layout import Layout
+from tasuki.planner.model_shape import Shapes
 
 # SGLang pads the vocabulary to a multiple of this, for each rank of TP.
 _VOCABULARY_STEP = 64
