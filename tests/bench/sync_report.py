@@ -93,7 +93,7 @@ def draw(result: dict[str, Any], file: Path) -> None:
     panels = figure.subplots(len(cases), 1, squeeze=False, height_ratios=heights)
     for case, (panel,) in zip(cases, panels, strict=True):
         _draw_case(panel, case)
-    figure.suptitle(f"Weights into running SGLang engines, milliseconds ({result['gpu']})", fontsize=11)
+    figure.suptitle(f"Weights into running SGLang engines, from the front's call, milliseconds ({result['gpu']})", fontsize=11)
     figure.savefig(file, dpi=150)
 
 

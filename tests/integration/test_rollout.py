@@ -109,7 +109,9 @@ async def test_refused_weights_leave_the_engine_as_it_was(rollout: RolloutClient
     await rollout.sleep()
     await rollout.resume(types_pb2.STAGE_RESUME_WEIGHTS, WEIGHTS)
     elsewhere = weights_pb2.PublishedWeights.FromString(weights.SerializeToString())
-    elsewhere.handles[0].socket_path = "/tmp/elsewhere.sock"
+    outside = Path(elsewhere.handles[0].socket_path).parent.parent / "elsewhere.sock"
+    outside.symlink_to(elsewhere.handles[0].socket_path)
+    elsewhere.handles[0].socket_path = str(outside)
     missing = weights_pb2.PublishedWeights.FromString(weights.SerializeToString())
     missing.handles[0].socket_path += ".gone"
     # The front has then mapped what no rank has, and must look at a handle all the same.
@@ -126,6 +128,7 @@ async def test_refused_weights_leave_the_engine_as_it_was(rollout: RolloutClient
         (trainer.handles(4), VersionOrder),
     ):
         assert isinstance(await refused(rollout.receive(bad)), kind)
+    assert "weights.handles[0].socket_path is not in" in (await refused(rollout.receive(elsewhere))).message
     state = await rollout.state()
     assert (state.is_poisoned, state.stage) == (False, types_pb2.STAGE_RESUME_WEIGHTS)
     assert (await rollout.receive(weights)).policy_version == 5

@@ -46,7 +46,7 @@ class RolloutServiceStub:
 
     Phase: after RESUME_WEIGHTS. The version is not served before RESUME_KV.
     Repeat: the same request_id gets the first answer.
-    Errors: FAILED_PRECONDITION/STAGE_ORDER; DATA_LOSS/WEIGHTS_CORRUPT naming tensors and rank; FAILED_PRECONDITION/VERSION_ORDER;
+    Errors: FAILED_PRECONDITION/STAGE_ORDER; DATA_LOSS/WEIGHTS_CORRUPT naming tensors; FAILED_PRECONDITION/VERSION_ORDER;
     INVALID_ARGUMENT/BAD_HANDLE. After DATA_LOSS, DEADLINE_EXCEEDED or INTERNAL, when ranks may have written, the engine is poisoned: it
     refuses every stage until it is started anew.
     """
@@ -77,7 +77,7 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
 
     Phase: after RESUME_WEIGHTS. The version is not served before RESUME_KV.
     Repeat: the same request_id gets the first answer.
-    Errors: FAILED_PRECONDITION/STAGE_ORDER; DATA_LOSS/WEIGHTS_CORRUPT naming tensors and rank; FAILED_PRECONDITION/VERSION_ORDER;
+    Errors: FAILED_PRECONDITION/STAGE_ORDER; DATA_LOSS/WEIGHTS_CORRUPT naming tensors; FAILED_PRECONDITION/VERSION_ORDER;
     INVALID_ARGUMENT/BAD_HANDLE. After DATA_LOSS, DEADLINE_EXCEEDED or INTERNAL, when ranks may have written, the engine is poisoned: it
     refuses every stage until it is started anew.
     """
@@ -117,7 +117,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Phase: after RESUME_WEIGHTS. The version is not served before RESUME_KV.
         Repeat: the same request_id gets the first answer.
-        Errors: FAILED_PRECONDITION/STAGE_ORDER; DATA_LOSS/WEIGHTS_CORRUPT naming tensors and rank; FAILED_PRECONDITION/VERSION_ORDER;
+        Errors: FAILED_PRECONDITION/STAGE_ORDER; DATA_LOSS/WEIGHTS_CORRUPT naming tensors; FAILED_PRECONDITION/VERSION_ORDER;
         INVALID_ARGUMENT/BAD_HANDLE. After DATA_LOSS, DEADLINE_EXCEEDED or INTERNAL, when ranks may have written, the engine is poisoned: it
         refuses every stage until it is started anew.
         """

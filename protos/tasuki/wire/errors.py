@@ -118,7 +118,7 @@ class StaleSequence(TasukiError):
 
 
 class WeightsCorrupt(TasukiError):
-    """Received weights differ from the published ones. metadata: `tensors` (first five), `rank`."""
+    """Received weights differ from the published ones. metadata: `tensors` (first five), and on a CPU `rank`, of the engine."""
 
     code, reason = grpc.StatusCode.DATA_LOSS, "WEIGHTS_CORRUPT"
 

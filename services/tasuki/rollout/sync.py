@@ -73,7 +73,8 @@ class WeightSync:
     async def run(self, weights: weights_pb2.PublishedWeights, imported: ImportedWeights, *, timeout_s: float) -> SyncReport:
         """Has every rank copy, and checks the result. After any error the engine's weights are unknown.
 
-        Raises WeightsCorrupt naming tensors and rank, DeadlineExceeded, or what a rank reported.
+        Raises WeightsCorrupt naming tensors (and the rank, where the front maps what was published: on a CPU), DeadlineExceeded, or what
+        a rank reported.
         """
         command = ranks_pb2.ReceiveCommand(
             weights=weights,

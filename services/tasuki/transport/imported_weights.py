@@ -166,6 +166,7 @@ def import_weights(
         for handle in published.handles:
             arena = _import_arena(handle, timeout_s=max(0.001, deadline - time.monotonic()), device=device)
             stack.callback(arena.close)
+            arena.header.read()  # what has none must not be kept
             arenas.append(arena)
             if arena.manifest.num_ranks != len(published.handles):
                 text = (
