@@ -41,7 +41,8 @@ def node_layout(
 ) -> Layout:
     """num_gpus: by default as many as the larger service has ranks. Where trainer.export_stays is open, it stays if all fits then.
 
-    Raises InvalidArgument naming the configuration's key."""
+    Raises InvalidArgument naming the configuration's key.
+    """
     trainer, rollout, gpus = config.trainer, config.rollout, gpus_of(config)
     layout = Layout(
         model=model,
