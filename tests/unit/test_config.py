@@ -95,7 +95,7 @@ def test_wrong_key_or_value_is_named(tmp_path: Path, extra: str, overrides: list
         (["trainer.export=parameters", "trainer.lora.rank=8", "rollout.dtype=float32"], "trainer.export", 'leave it at "auto"'),
         (["trainer.param_dtype=bfloat16", "trainer.lora.rank=8"], "trainer.param_dtype", "[trainer.lora]"),
         (["trainer.export=parameters"], "trainer.export", "rollout.dtype = bfloat16"),
-        (["trainer.devices=['0']"], "trainer.devices", "both, trainer and rollout"),
+        (["trainer.devices=['0']"], "trainer.devices", "needs rollout.devices, too, and device ="),
         (["trainer.export_handles=ipc"], "trainer.export_handles", 'device = "cuda"'),
         (["rollout.lora=adapter"], "rollout.lora", "[trainer.lora]"),
         (["failpoints=['rollout@SYNC=kill']"], "failpoints", "unsafe = true"),

@@ -123,12 +123,12 @@ def test_the_picture_is_a_png(node: Path, tmp_path: Path):
         (["{node}", "--gpu-gb", "80", "--preset", "balanced"], "preset"),
         (["{node}", "--gpu-gb", "80", "--set", "rollout.speed=2"], "rollout.speed"),
         (["{model}", "--gpu-gb", "80", "--set", "rollout.kv_ratio=0.5"], "set"),
-        (["{model}", "--gpu-gb", "80", "--gpus", "0"], "num_gpus"),
-        (["{model}", "--gpu-gb", "80", "--tp", "0"], "tp_size"),
+        (["{model}", "--gpu-gb", "80", "--gpus", "0"], "gpus: must be at least 1"),
+        (["{model}", "--gpu-gb", "80", "--tp", "0"], "tp: must be at least 1"),
         (["{model}", "--gpu-gb", "-1"], "gpu-gb"),
         (["{model}", "--gpu-gb", "nan"], "gpu-gb"),
         (["{model}", "--gpu-gb", "80", "--host-gb", "inf"], "host-gb"),
-        (["{model}", "--gpu-gb", "80", "--kv-ratio", "1.5"], "kv_ratio"),
+        (["{model}", "--gpu-gb", "80", "--kv-ratio", "1.5"], "kv-ratio: "),
         (["{model}", "--gpu-gb", "80", "--plot", "plan.unknown"], "plot"),
         (["nowhere.toml"], "nowhere.toml"),
         (["nowhere", "--gpu-gb", "80"], "nowhere"),
@@ -154,7 +154,7 @@ def test_what_is_wrong_is_named_in_one_line(
     [
         (["--gpu-gb", "1e300"], "gpu-gb: must be at most 1e+09 GB, not 1e+300"),
         (["--host-gb", "1e300"], "host-gb: must be at most"),
-        (["--gpus", "1000000"], "num_gpus: must be at most 1024 on one node, not 1000000"),
+        (["--gpus", "1000000"], "gpus: must be at most 1024 on one node, not 1000000"),
         (["--plot", "/nodir/x.png"], "plot: there is no folder /nodir for x.png"),
         (["--plot", "/"], "plot: / names no picture"),
         (["--plot", "picture"], "plot: picture names no picture"),
@@ -167,6 +167,30 @@ def test_what_no_node_has_and_what_cannot_be_drawn_is_refused(
 ) -> None:
     assert main(["plan", "--preset", "balanced", *flags]) == 2
     assert f"error INVALID_ARGUMENT: {cause}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cause"),
+    [
+        (["{node}", "--set", "rollout.tp_size=3"], "rollout.tp_size: 4 attention heads cannot be split over 3 ranks"),
+        (["{node}", "--set", "rollout.dp_size=4096"], "rollout.dp_size makes 4096 ranks; one node has at most 1024"),
+        (["{node}", "--set", "rollout.tp_size=2048"], "rollout.tp_size makes 2048 ranks"),
+        (["{node}", "--set", "trainer.num_ranks=2000"], "trainer.num_ranks makes 2000 ranks"),
+        (["{node}", "--gpus", "1"], "trainer.num_ranks: 2 ranks need as many GPUs; there are 1"),
+        (["{node}", "--gpus", "2", "--set", "rollout.dp_size=4"], "rollout.dp_size: 4 engines of TP 1 need 4 GPUs, not 2"),
+        (["{node}", "--gpus", "2", "--set", "rollout.tp_size=4"], "rollout.tp_size: 1 engines of TP 4 need 4 GPUs, not 2"),
+        (["{node}", "--gpus", "2000"], "gpus: must be at most 1024 on one node, not 2000"),
+        (["{model}", "--gpus", "4", "--tp", "3"], "tp: 4 attention heads cannot be split over 3 ranks"),
+        (["{model}", "--gpus", "2", "--tp", "4"], "tp: 1 engines of TP 4 need 4 GPUs, not 2"),
+        (["{model}", "--tokens", "0"], "tokens: must be at least 1, not 0"),
+    ],
+)
+def test_a_configuration_is_told_its_key_and_a_command_line_its_flag(
+    node: Path, arguments: list[str], cause: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = {"node": str(node), "model": str(node.parent / "model")}
+    assert main(["plan", "--gpu-gb", "80", *(argument.format(**places) for argument in arguments)]) == 2
+    assert capsys.readouterr().err.startswith(f"tasuki: error INVALID_ARGUMENT: {cause}")
 
 
 def test_gpus_that_no_engine_uses_are_told(capsys: pytest.CaptureFixture[str]) -> None:

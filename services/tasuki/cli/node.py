@@ -21,6 +21,7 @@ from tasuki.cli.post_mortem import why_it_ended
 from tasuki.cli.processes import parent_and_state
 from tasuki.cli.rotation import KEPT_LOGS, rotate
 from tasuki.cli.services import ServiceCommand, node_services
+from tasuki.config.gpus import check_gpu_is_shown
 from tasuki.config.instance import begin_instance
 from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, StateLock, holder
 from tasuki.config.places import (
@@ -93,10 +94,11 @@ def start_node(config: NodeConfig, *, resumes: bool = False, tell: Tell = to_std
 
     resumes: the trainer goes on where the last one on the state folder was, and not from the model.
 
-    Raises NodeRunning when one runs already, PathNotFound or InvalidArgument for the model folder, ServiceFailed when a service ends
-    before it serves. Whatever is raised, KeyboardInterrupt included, nothing is left running.
+    Raises NodeRunning when one runs already, PathNotFound or InvalidArgument for the model folder, InvalidArgument for GPUs where there
+    are none, ServiceFailed when a service ends before it serves. Whatever is raised, KeyboardInterrupt included, nothing is left running.
     """
     check_model_folder(config.model.path)
+    check_gpu_is_shown(config)
     check_host_budget(config)
     _check_state_folder(config.state_dir)
     lock = StateLock.take(config.state_dir, name=NODE_LOCK)

@@ -17,7 +17,7 @@ from tasuki.cli.plan_arguments import DEFAULT_HOST_GB
 from tasuki.cli.plan_report import as_table, show
 from tasuki.config.load import load_config
 from tasuki.planner.advice import advise
-from tasuki.planner.layout import GB, Checkpointing, Layout, Strategy
+from tasuki.planner.layout import GB, Checkpointing, Layout, Strategy, named_as_given
 from tasuki.planner.model_shape import ModelShape, read_model_shape
 from tasuki.planner.node_plan import node_layout
 from tasuki.planner.plan import plan
@@ -26,6 +26,15 @@ from tasuki.wire.errors import InvalidArgument
 
 DOES_NOT_FIT = 1
 _MAX_GB = 1e9
+_FLAGS = {
+    "num_gpus": "gpus",
+    "tp_size": "tp",
+    "micro_batch_tokens": "tokens",
+    "kv_ratio": "kv-ratio",
+    "context_length": "context",
+    "lora_rank": "lora-rank",
+}
+"""Of the command line, by the fields of Layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if arguments.plot is not None:
         _check_picture(arguments.plot)
-    planned = plan(layout_of(arguments.config, wishes))
+    with named_as_given(_FLAGS):
+        layout = layout_of(arguments.config, wishes)
+    planned = plan(layout)
     advice = advise(planned)
     if arguments.plot is not None:
         from tasuki.cli.plan_chart import draw_plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from tasuki.config.devices import UUID
+from tasuki.config.devices import MAX_GPUS, UUID
 from tasuki.config.failpoints import check_failpoint, parse_failpoint
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class SettingsConflict(ValueError):
 def check_constraints(config: NodeConfig) -> None:
     """Raises SettingsConflict naming both settings."""
     _check_export(config)
+    _check_num_ranks(config)
     _check_devices(config)
     _check_kind_of_device(config)
     if config.rollout.lora == "adapter" and config.trainer.lora is None:
@@ -66,6 +67,16 @@ def _check_export(config: NodeConfig) -> None:
         )
 
 
+def _check_num_ranks(config: NodeConfig) -> None:
+    for field, num_ranks in (
+        ("trainer.num_ranks", config.trainer.num_ranks),
+        ("rollout.tp_size", config.rollout.tp_size),
+        ("rollout.dp_size", config.num_engine_ranks),
+    ):
+        if num_ranks > MAX_GPUS:
+            raise SettingsConflict(field, f"makes {num_ranks} ranks; one node has at most {MAX_GPUS}")
+
+
 def _check_devices(config: NodeConfig) -> None:
     """GPUs are named for all ranks of both services, or for none."""
     named = {
@@ -75,10 +86,11 @@ def _check_devices(config: NodeConfig) -> None:
     given = {service: devices for service, (devices, _) in named.items() if devices is not None}
     if not given:
         return
-    if config.device == "cpu" or len(given) < len(named):
-        raise SettingsConflict(
-            f"{next(iter(given))}.devices", 'is given for both, trainer and rollout, and with device = "cuda"'
-        )
+    needs = [f"{service}.devices, too" for service in named if service not in given]
+    if config.device == "cpu":
+        needs.append('device = "cuda"')
+    if needs:
+        raise SettingsConflict(f"{next(iter(given))}.devices", f"needs {', and '.join(needs)}")
     for service, (devices, num_ranks) in named.items():
         if devices is not None and len(devices) != num_ranks:
             raise SettingsConflict(f"{service}.devices", f"names {len(devices)} GPUs for {num_ranks} ranks")

@@ -7,7 +7,9 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, Field
 
 UUID = "GPU-"
-_MAX_NUMBER = 1023
+MAX_GPUS = 1024
+"""Of a node; a bound for what is mistyped, above any that there is."""
+_MAX_NUMBER = MAX_GPUS - 1
 
 
 def _text_of_number(device: object) -> object:

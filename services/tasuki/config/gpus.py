@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from itertools import takewhile
+from pathlib import Path
+from typing import Any
 
 from tasuki.config.devices import UUID
 from tasuki.config.schema import NodeConfig
@@ -50,6 +52,48 @@ def show_gpus(config: NodeConfig) -> None:
         given = _entries(visible)
         names = tuple(_given(name, given, field=field.get(name, "rollout.devices")) for name in names)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+
+
+def check_gpu_is_shown(config: NodeConfig) -> None:
+    """Raises InvalidArgument for a node on GPUs where this machine shows none, as far as that can be known without CUDA."""
+    if config.device == "cpu":
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and not _entries(visible):
+        raise InvalidArgument(
+            "device", f'device = "cuda", but CUDA_VISIBLE_DEVICES="{visible}" leaves no GPU: name some, or unset it'
+        )
+    # A container may lack either: the files of a GPU (dxg is that of WSL), or NVML.
+    has_file = any(file for name in ("nvidia[0-9]*", "dxg") for file in Path("/dev").glob(name))
+    if not has_file and not _num_gpus_of_nvml():
+        raise InvalidArgument(
+            "device", 'device = "cuda", but this machine shows no GPU: set device = "cpu", or see to its driver'
+        )
+
+
+def gpu_not_shown(service: str, gpu: int, *, num_shown: int) -> InvalidArgument:
+    """What is wrong when a rank finds fewer GPUs than the number of its own asks for."""
+    if num_shown == 0:
+        return InvalidArgument("device", 'device = "cuda", but CUDA shows no GPU on this machine: nvidia-smi may say why')
+    problem = f"this rank's GPU is number {gpu}, counted from 0, but CUDA shows {num_shown}; by default rank i is on GPU i"
+    return InvalidArgument(f"{service}.devices", problem)
+
+
+def _num_gpus_of_nvml() -> int:
+    """0 also where NVML is not there."""
+    try:
+        import pynvml
+    except ImportError:
+        return 0
+    nvml: Any = pynvml
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return 0
+    try:
+        return nvml.nvmlDeviceGetCount()
+    finally:
+        nvml.nvmlShutdown()
 
 
 def _entries(visible: str) -> tuple[str, ...]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Literal
 
+from tasuki.config.devices import MAX_GPUS
 from tasuki.planner.model_shape import ModelShape
 from tasuki.wire.errors import InvalidArgument
 
 GB = 10**9
 MIB = 2**20
-
-MAX_GPUS = 1024
-"""Of a node; a bound for what is mistyped, above any that there is."""
 
 
 class Part(StrEnum):
@@ -161,7 +161,8 @@ class Layout:
         if self.tp_size * self.num_engines > self.num_gpus:
             needed = self.tp_size * self.num_engines
             raise InvalidArgument(
-                "tp_size", f"{self.num_engines} engines of TP {self.tp_size} need {needed} GPUs, not {self.num_gpus}"
+                "tp_size" if self.tp_size > self.num_gpus else "num_engines",
+                f"{self.num_engines} engines of TP {self.tp_size} need {needed} GPUs, not {self.num_gpus}",
             )
         if self.exports_parameters and self.param_bytes != self.engine_bytes:
             raise InvalidArgument(
@@ -203,6 +204,18 @@ _POSITIVE = (
     "max_running_requests",
 )  # fmt: skip
 assert set(_POSITIVE) <= {each.name for each in fields(Layout)}
+
+
+@contextmanager
+def named_as_given(names: Mapping[str, str]) -> Iterator[None]:
+    """Where Layout finds a field wrong, the error says `names[field]`, which is what the user has set."""
+    try:
+        yield
+    except InvalidArgument as error:
+        wrong = error.metadata["field"]
+        if wrong not in names:
+            raise
+        raise InvalidArgument(names[wrong], error.message.removeprefix(f"{wrong}: ")) from error
 
 
 def gb(num_bytes: int) -> str:

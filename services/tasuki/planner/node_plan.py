@@ -6,11 +6,19 @@ from dataclasses import replace
 
 from tasuki.config.gpus import gpus_of
 from tasuki.config.schema import NodeConfig
-from tasuki.planner.layout import Checkpointing, Layout, Overheads
+from tasuki.planner.layout import Checkpointing, Layout, Overheads, named_as_given
 from tasuki.planner.model_shape import ModelShape, read_model_shape
 from tasuki.planner.plan import Plan, plan
 
 _ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
+_KEYS = {
+    "num_ranks": "trainer.num_ranks",
+    "tp_size": "rollout.tp_size",
+    "num_engines": "rollout.dp_size",
+    "rank_gpus": "trainer.devices",
+    "engine_gpus": "rollout.devices",
+}
+"""Of the configuration, for what Layout may find wrong in one that was read."""
 
 
 def plan_node(
@@ -21,6 +29,7 @@ def plan_node(
     return plan(node_layout(config, shape, gpu_bytes=gpu_bytes, host_bytes=host_bytes, num_gpus=num_gpus, overheads=overheads))
 
 
+@named_as_given(_KEYS)
 def node_layout(
     config: NodeConfig,
     model: ModelShape,
@@ -30,7 +39,10 @@ def node_layout(
     num_gpus: int | None = None,
     overheads: Overheads | None = None,
 ) -> Layout:
-    """num_gpus: by default as many as the larger service has ranks. Where trainer.export_stays is open, it stays if all fits then."""
+    """num_gpus: by default as many as the larger service has ranks. Where trainer.export_stays is open, it stays if all fits then.
+
+    Raises InvalidArgument naming the configuration's key.
+    """
     trainer, rollout, gpus = config.trainer, config.rollout, gpus_of(config)
     layout = Layout(
         model=model,

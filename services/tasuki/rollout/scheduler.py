@@ -15,6 +15,7 @@ from sglang.srt.managers import scheduler as sglang_scheduler
 from sglang.srt.model_executor import model_runner
 from sglang.srt.server_args import PortArgs, ServerArgs, get_global_server_args
 
+from tasuki.config.gpus import gpu_not_shown
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import set_host_budget
@@ -152,8 +153,8 @@ def run_scheduler(
 def _select_gpu(gpu_id: int, pipe_writer: Connection) -> bool:
     """False, with a report, when there is no such GPU."""
     if gpu_id >= torch.cuda.device_count():
-        problem = f"rollout.devices: its GPU is number {gpu_id}, but CUDA shows {torch.cuda.device_count()}"
-        pipe_writer.send(RankReport(status="failed", problem=problem))
+        error = gpu_not_shown("rollout", gpu_id, num_shown=torch.cuda.device_count())
+        pipe_writer.send(RankReport(status="failed", problem=error.message))
         return False
     torch.cuda.set_device(gpu_id)
     return True

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tasuki.wire.errors import InvalidArgument
+from tasuki.config.gpus import gpu_not_shown
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -21,9 +21,7 @@ def start_mesh(device: Literal["cpu", "cuda"], *, gpu: int, num_threads: int, ti
     """
     if device == "cuda":
         if gpu >= torch.cuda.device_count():
-            raise InvalidArgument(
-                "trainer.devices", f"this rank's GPU is number {gpu}, but CUDA shows {torch.cuda.device_count()}"
-            )
+            raise gpu_not_shown("trainer", gpu, num_shown=torch.cuda.device_count())
         torch.cuda.set_device(gpu)
     else:
         torch.set_num_threads(num_threads)
