@@ -39,6 +39,16 @@ def test_a_command_is_one_that_tasuki_takes(name: str):
     assert _parser().parse_args(arguments).config == Path("/config/node.toml")
 
 
+def test_only_a_node_that_serves_is_healthy():
+    assert _parser().parse_args(COMMANDS["healthcheck"][1:]).serving
+
+
+def test_a_run_resumes_and_starts_no_node_of_its_own_beside_the_one_of_the_other_container():
+    arguments = _parser().parse_args(COMMANDS["train"][1:])
+    assert arguments.resume
+    assert arguments.no_start
+
+
 def test_the_example_keeps_to_the_folders_that_are_mounted():
     folders = folders_of("node")
     assert len(folders) == len(SERVICES["node"]["volumes"])

@@ -59,6 +59,16 @@ def test_missing_model_is_noticed_before_anything_starts(folder: Path) -> None:
     assert not (folder / "state").exists()
 
 
+def test_weights_that_cannot_be_read_are_named_with_the_cause_before_anything_starts(folder: Path) -> None:
+    weights = folder / "model" / "model.safetensors"
+    weights.unlink()
+    weights.symlink_to("../blobs/0123")
+    line = refusal(tasuki("up", "node.toml", cwd=folder))
+    assert "model.path: model/model.safetensors cannot be read as user" in line or f"{weights} cannot be read as user" in line
+    assert "(No such file or directory)" in line
+    assert not (folder / "state").exists()
+
+
 def test_folder_with_files_of_somebody_elses_is_refused_and_left_as_it_is(folder: Path) -> None:
     (folder / "state" / "run").mkdir(parents=True)
     (folder / "state" / "run" / "mine.txt").write_text("mine")

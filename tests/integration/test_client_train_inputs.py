@@ -17,7 +17,7 @@ from tasuki.client.loop_state import LoopState, write_loop_state
 from tasuki.client.step import Step
 from tasuki.config.load import load_config
 from tasuki.config.lock import TRAINING_LOCK, StateLock
-from tasuki.config.places import journal_path
+from tasuki.config.places import journal_path, training_log_path
 from tests.models import make_model, save_checkpoint
 
 REWARD = "def reward(prompt, completion, **fields):\n    return 0.0\n"
@@ -104,6 +104,19 @@ def test_one_run_at_a_time_has_an_output_folder_and_a_node(
         assert not journal_path(config.parent / "node").exists()
     error = capsys.readouterr().err
     assert f"NODE_RUNNING: pid {os.getpid()} already runs a training on {config.parent / folder}" in error
+
+
+@pytest.mark.parametrize("options", [[], ["--resume"]])
+def test_a_run_that_may_start_no_node_says_that_none_runs_and_leaves_the_last_one_as_it_was(
+    config: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+):
+    log = training_log_path(config.parent / "node")
+    log.parent.mkdir()
+    log.write_bytes(b"learned")
+    assert main(["train", str(config), "--no-start", *options]) == USER_ERROR
+    assert "NODE_DOWN: no node runs on" in capsys.readouterr().err
+    assert log.read_bytes() == b"learned"
+    assert not journal_path(config.parent / "node").exists()
 
 
 @pytest.fixture

@@ -40,17 +40,20 @@ async def test_services_that_are_away_are_marked_and_the_others_told(
             await Node(config, trainer, rollout, process, channel, CoordinatorServiceStub(channel)).settled()
             with NodeReader(config) as reader:
                 assert dict((await asyncio.to_thread(reader.read)).absent) == {}
+            assert await asyncio.to_thread(show_state, config, as_json=False, must_serve=True) == 0
         with NodeReader(config) as reader:
             snapshot = await asyncio.to_thread(reader.read)
         assert dict(snapshot.absent) == dict.fromkeys(("trainer", "rollout"), "is being started anew")
         assert snapshot.node.phase == PHASE_TRAIN
         assert snapshot.node.instance_id
         assert Instance(snapshot.node.instance_id, snapshot.node.lock_path) == read_instance(config.state_dir)
-        await asyncio.to_thread(show_state, config, as_json=False)
+        capsys.readouterr()
+        assert await asyncio.to_thread(show_state, config, as_json=False) == 0
         text = capsys.readouterr().out
         assert [
             line.split(maxsplit=1)[1].strip() for line in text.splitlines() if line.startswith(("trainer ", "rollout "))
         ] == ["is being started anew"] * 2
+        assert await asyncio.to_thread(show_state, config, as_json=False, must_serve=True) == 1
         watching = asyncio.create_task(asyncio.to_thread(watch, config))
         await asyncio.sleep(1.0)
         process.send_signal(signal.SIGKILL)

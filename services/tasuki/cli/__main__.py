@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     state = _command(commands, "state", _state, "show phase, version, services and memory")
     _add_node(state)
     state.add_argument("--json", action="store_true", help="the same as one JSON object")
+    state.add_argument("--serving", action="store_true", help="end with 1 while not all three services answer")
     watch = _command(commands, "watch", _watch, "follow stages and memory until Ctrl-C")
     _add_node(watch)
     train = _command(commands, "train", _train, "train as the [train] table of CONFIG says; starts the node when none runs")
@@ -79,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         help="go on with the run in train.output_dir: from its newest checkpoint, or where it was on a node that still has it; "
         "begin where there is none",
     )
+    train.add_argument("--no-start", action="store_true", help="only on a node that runs already")
     _add_overrides(train)
     plan = _command(commands, "plan", _plan, "predict the memory of a node, stage by stage, and say what to change")
     add_plan_arguments(plan)
@@ -141,7 +143,7 @@ def _down(arguments: argparse.Namespace) -> int:
 def _state(arguments: argparse.Namespace) -> int:
     from tasuki.cli.state import show_state
 
-    return show_state(_running_config(arguments), as_json=arguments.json)
+    return show_state(_running_config(arguments), as_json=arguments.json, must_serve=arguments.serving)
 
 
 def _watch(arguments: argparse.Namespace) -> int:
@@ -155,7 +157,8 @@ def _train(arguments: argparse.Namespace) -> int:
 
     config_dir = arguments.config.resolve().parent
     train = resume if arguments.resume else run
-    return train(load_config(arguments.config, overrides=arguments.overrides), config_dir=config_dir)
+    config = load_config(arguments.config, overrides=arguments.overrides)
+    return train(config, config_dir=config_dir, may_start=not arguments.no_start)
 
 
 def _plan(arguments: argparse.Namespace) -> int:

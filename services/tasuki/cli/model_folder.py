@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from tasuki.planner.model_shape import read_json_object
@@ -21,5 +22,16 @@ def check_model_folder(path: Path) -> None:
         raise InvalidArgument(_KEY, f"{config} names no `architectures`, so nobody can tell which model it is")
     if not any(path.glob("*.safetensors")):
         raise PathNotFound(f"{_KEY}: {path} has no *.safetensors; convert the model first", path=path)
+    for file in sorted(path.glob("*.safetensors")):
+        _check_readable(file)
     if not (path / "tokenizer_config.json").is_file():
         raise PathNotFound(f"{_KEY}: {path} has no tokenizer_config.json; save the tokenizer into the folder", path=path)
+
+
+def _check_readable(file: Path) -> None:
+    """Of what safetensors says alike of a file that it may not read, and of one that is not there: which of the two."""
+    try:
+        file.open("rb").close()
+    except OSError as error:
+        text = f"{file} cannot be read as user {os.getuid()} ({error.strerror}): see its permissions, and where it links to"
+        raise InvalidArgument(_KEY, text) from error

@@ -165,11 +165,16 @@ def _stuck(pid: int) -> str:
 
 
 @contextmanager
-def running_node(config: NodeConfig, *, tell: Tell = to_stderr) -> Iterator[None]:
-    """The node of `config`: the one that runs, or one started here and stopped at the end, however this process ends."""
+def running_node(config: NodeConfig, *, may_start: bool = True, tell: Tell = to_stderr) -> Iterator[None]:
+    """The node of `config`: the one that runs, or one started here and stopped at the end, however this process ends.
+
+    may_start: False raises NodeDown where one would be started.
+    """
     if holder(config.state_dir, name=NODE_LOCK) is not None and _stays(config, tell=tell):
         yield
         return
+    if not may_start:
+        raise node_down(config.state_dir)
     node = start_node(config, tell=tell)
     try:
         yield

@@ -12,12 +12,15 @@ from tasuki.cli.node_tables import draw
 from tasuki.config.schema import NodeConfig
 
 
-def show_state(config: NodeConfig, *, as_json: bool) -> int:
-    """Prints the node's state. Raises NodeDown when none runs."""
+def show_state(config: NodeConfig, *, as_json: bool, must_serve: bool = False) -> int:
+    """Prints the node's state. Raises NodeDown when none runs.
+
+    must_serve: 1 is returned while a service does not answer.
+    """
     with NodeReader(config) as reader:
         snapshot = reader.read()
     if as_json:
         sys.stdout.write(json.dumps(as_dict(snapshot), indent=2) + "\n")
     else:
         Console().print(draw(snapshot))
-    return 0
+    return 1 if must_serve and snapshot.absent else 0

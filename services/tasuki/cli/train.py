@@ -27,19 +27,26 @@ from tasuki.config.places import node_targets
 from tasuki.config.schema import NodeConfig, TrainConfig
 
 
-def run(config: NodeConfig, *, config_dir: Path, started: float | None = None) -> int:
+def run(config: NodeConfig, *, config_dir: Path, may_start: bool = True, started: float | None = None) -> int:
     """Trains as the [train] table says. The reward's module is looked for in the working folder, then in `config_dir`.
 
     started: time.monotonic() of what the summary's seconds count from; now by default. A node that runs already is used and left
-    running; one that is started here is stopped at the end, however this ends.
+    running; one that is started here is stopped at the end, however this ends. may_start: False raises NodeDown instead of starting one.
     """
     started = time.monotonic() if started is None else started
     inputs = read_inputs(config)
     check_output(inputs.train.output_dir)
-    return _run(config, inputs, lambda: check_output(inputs.train.output_dir), config_dir=config_dir, started=started)
+    return _run(
+        config,
+        inputs,
+        lambda: check_output(inputs.train.output_dir),
+        config_dir=config_dir,
+        may_start=may_start,
+        started=started,
+    )
 
 
-def resume(config: NodeConfig, *, config_dir: Path) -> int:
+def resume(config: NodeConfig, *, config_dir: Path, may_start: bool = True) -> int:
     """Goes on with the run in the output folder, as `run` would have; begins it when there is none, and does nothing when it has ended."""
     started = time.monotonic()
     inputs = read_inputs(config)
@@ -54,7 +61,7 @@ def resume(config: NodeConfig, *, config_dir: Path) -> int:
         key = "num_steps" if earlier.steps[-1].step >= inputs.train.num_steps else "stop_at_eval_score"
         sys.stdout.write(f"the run in {inputs.train.output_dir} has ended; to go on, raise train.{key}\n")
         return 0
-    return _run(config, inputs, look, config_dir=config_dir, started=started)
+    return _run(config, inputs, look, config_dir=config_dir, may_start=may_start, started=started)
 
 
 @contextmanager
@@ -68,7 +75,13 @@ def _sole_training(config: NodeConfig, output_dir: Path) -> Iterator[None]:
 
 
 def _run(
-    config: NodeConfig, inputs: TrainInputs, look: Callable[[], EarlierRun | None], *, config_dir: Path, started: float
+    config: NodeConfig,
+    inputs: TrainInputs,
+    look: Callable[[], EarlierRun | None],
+    *,
+    config_dir: Path,
+    may_start: bool,
+    started: float,
 ) -> int:
     """look: at the output folder, again: another `tasuki train` may have written there until it was this one's alone."""
     reward = inputs.train.reward
@@ -83,7 +96,7 @@ def _run(
         _sole_training(config, inputs.train.output_dir),
     ):
         earlier = look()
-        with running_node(config), explained(config):
+        with running_node(config, may_start=may_start), explained(config):
             _train(config, inputs, earlier, rewards, started=started)
     return 0
 
