@@ -22,19 +22,21 @@ def tied(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "tests.bench.processes", str(os.getpid()), *command]
 
 
-def run_to_its_end(command: Sequence[str], *, timeout_s: float) -> None:
-    """Returns when the program has ended, or after the time, with every process that it had started gone."""
+def run_to_its_end(command: Sequence[str], *, timeout_s: float) -> int:
+    """Returns its exit code, -9 when it was killed after the time; every process that it had started is gone then."""
     adopt_orphans()
     grace_s = 0.0
     try:
-        with suppress(subprocess.TimeoutExpired), subprocess.Popen(tied(command), cwd=REPOSITORY) as program:
+        with subprocess.Popen(tied(command), cwd=REPOSITORY) as program:
             try:
-                program.wait(timeout_s)
-                grace_s = _GRACE_S
+                with suppress(subprocess.TimeoutExpired):
+                    program.wait(timeout_s)
+                    grace_s = _GRACE_S
             finally:
                 program.kill()
     finally:
         end_descendants(grace_s=grace_s, kill_s=_KILL_S, watch=lambda _: None)
+    return program.returncode
 
 
 def main() -> None:

@@ -146,12 +146,10 @@ def run_cases(wanted: Sequence[Case], out: Path) -> int:
     for case in wanted:
         with tempfile.TemporaryDirectory(prefix="peers-") as folder:
             command = [sys.executable, "-m", "tests.bench.sync_peers", "--case", str(case), folder]
-            run_to_its_end(command, timeout_s=CASE_TIMEOUT_S)
-            result = Path(folder, RESULT)
-            # It is the last thing that a case writes.
-            written = result.read_text() if result.exists() else None
-        if written is not None:
-            cases.append(json.loads(written))
+            status = run_to_its_end(command, timeout_s=CASE_TIMEOUT_S)
+            if status == 0:
+                cases.append(json.loads(Path(folder, RESULT).read_text()))
+        if status == 0:
             print(write_report({"gpu": cases[0]["gpu"], "cases": cases}, out), flush=True)
         else:
             print(f"{case} did not finish", file=sys.stderr)

@@ -16,7 +16,7 @@ from tasuki.v1 import weights_pb2
 from tests.bench.processes import REPOSITORY, tied
 
 ANSWER_TIMEOUT_S = 300.0
-"""Of one line. The first round of the largest model takes a minute or two: engines start, kernels are compiled, memory is mapped."""
+"""Of all answers to one line. Long enough for the start of an engine, and for the first round of a 32B model."""
 
 
 def answer(**facts: Any) -> None:

@@ -30,15 +30,18 @@ def _ends(pid: int) -> bool:
     return has_ended(pid)
 
 
-@pytest.mark.parametrize("takes_s", ["0", "60"])
-def test_nothing_is_left_of_a_program_that_has_ended_or_had_its_time(tmp_path: Path, takes_s: str) -> None:
+@pytest.mark.parametrize(("takes_s", "status"), [("0", 0), ("60", -signal.SIGKILL)])
+def test_nothing_is_left_of_a_program_that_has_ended_or_had_its_time(tmp_path: Path, takes_s: str, status: int) -> None:
     (tmp_path / "program.py").write_text(GRANDCHILD)
     run = (
         "import sys, tests.bench.processes as processes; processes._GRACE_S = 0.1\n"
-        "processes.run_to_its_end(sys.argv[1:], timeout_s=1.5)\n"
+        "print(processes.run_to_its_end(sys.argv[1:], timeout_s=1.5))\n"
     )
     program = [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "pid"), takes_s]
-    subprocess.run([sys.executable, "-c", run, *program], cwd=REPOSITORY, check=True, timeout=30)
+    printed = subprocess.run(
+        [sys.executable, "-c", run, *program], cwd=REPOSITORY, check=True, stdout=subprocess.PIPE, timeout=30
+    )
+    assert int(printed.stdout) == status
     assert has_ended(int((tmp_path / "pid").read_text()))
 
 
