@@ -78,8 +78,8 @@ bench-memory-gpu: setup  ## the same on a GPU, and SGLang with it, beside torch_
 	$(BIN)/python tests/bench/trainer_memory_gpu.py --out runs/bench
 
 bench-sync-gpu: setup  ## weights into running engines on GPUs: by RPC, and beside SGLang's own ways and checkpoint-engine; CASES="7b:4:4 7b:4:1x4" is model:trainers:TPxENGINES
-	$(BIN)/python -m tests.bench.sync_peers --cases $(or $(CASES),7b:1:1) --out runs/bench
-	$(BIN)/python -m tests.bench.sync_engine_gpu --cases $(or $(CASES),7b:1:1) --out runs/bench
+	@status=0; for bench in sync_peers sync_engine_gpu; do \
+	  $(BIN)/python -m tests.bench.$$bench --cases $(or $(CASES),7b:1:1) --out runs/bench || status=$$?; done; exit $$status
 
 grpcurl: $(if $(shell command -v go),.tools/grpcurl-$(GRPCURL_VERSION))  ## build grpcurl, where go is there
 

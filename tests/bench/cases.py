@@ -42,6 +42,11 @@ class Case:
         case = cls.of(text)
         if case.num_ranks != case.tp_size * case.num_engines:
             raise ArgumentTypeError(f"{text!r}: here the engines have as many ranks as the trainer, as in 7b:2:2 and 7b:4:1x4")
+        names = (name for name, (rows, *_) in QWEN[case.model].checkpoint().items() if rows % case.num_ranks)
+        if name := next(names, None):
+            raise ArgumentTypeError(
+                f"{text!r}: NCCL gathers as many rows from each trainer rank, and {name}'s cannot be shared out so"
+            )
         return case
 
     @property

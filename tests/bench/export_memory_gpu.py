@@ -104,12 +104,12 @@ def main() -> None:
     parser.add_argument("--case", choices=list(CASES), help="only this one, in this process, as a line of JSON")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     arguments = parser.parse_args()
+    require_gpus()
     if arguments.case is not None:
         in_place, leaves = CASES[arguments.case]
         with tempfile.TemporaryDirectory() as folder:
             print(json.dumps(run_case(arguments.model, Path(folder), in_place=in_place, leaves=leaves)))
         return
-    require_gpus()
     results: dict[str, dict[str, float]] = {}
     for case in CASES:
         command = [sys.executable, "-m", "tests.bench.export_memory_gpu", "--model", arguments.model, "--case", case]

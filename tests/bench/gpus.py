@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentTypeError
 from pathlib import Path
 
 import torch
+
+
+def at_least_one(text: str) -> int:
+    """Of a command line. Raises ArgumentTypeError."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is not a number from 1")
+    return int(text)
 
 
 def require_gpus(num_gpus: int = 1) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from tasuki.memory.allocator import NativeAllocator
@@ -79,6 +80,12 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--out", type=Path, default=Path())
     arguments = parser.parse_args()
+    # A host copy is as large as what it is of.
+    most = psutil.virtual_memory().available / 2 / (1 << 30)
+    if not 1 / 1024 <= arguments.gib <= most:
+        parser.error(
+            f"--gib {arguments.gib:g}: here it is from 1/1024, which is a MiB, to {most:.1f}, half of the memory that is free"
+        )
     num_bytes = int(arguments.gib * 1024) * MIB
     results = {
         "arena, drop": arena_cycles(num_bytes, Keep.NOTHING),

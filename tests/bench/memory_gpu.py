@@ -270,14 +270,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="how often ours and the peer's take turns")
     parser.add_argument("--limit-s", type=float, default=900, help="parts that do not fit any more are skipped")
     arguments = parser.parse_args()
-    if arguments.part is not None:
-        sys.path[:0] = [str(REPOSITORY / "protos"), str(REPOSITORY / "services")]
-        print("RESULT " + json.dumps(PARTS[arguments.part]()), flush=True)
-        os._exit(0)  # without freeing _peer_tensors
-    sys.path.insert(0, str(REPOSITORY))
+    sys.path[:0] = [str(REPOSITORY / "protos"), str(REPOSITORY / "services"), str(REPOSITORY)]
     from tests.bench.gpus import require_gpus
 
     require_gpus()
+    if arguments.part is not None:
+        print("RESULT " + json.dumps(PARTS[arguments.part]()), flush=True)
+        os._exit(0)  # without freeing _peer_tensors
     arguments.out.mkdir(parents=True, exist_ok=True)
     start, results = time.monotonic(), dict[str, dict[str, Any]]()
     machine = {

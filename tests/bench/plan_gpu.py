@@ -26,7 +26,7 @@ sys.path[:0] = [str(REPOSITORY / "protos"), str(REPOSITORY / "services"), str(RE
 from tasuki.planner.layout import GB, Checkpointing, Layout, Part  # noqa: E402
 from tasuki.planner.plan import TRAINER_TAGS, PlanStage, plan  # noqa: E402
 from tasuki.planner.presets import MODELS  # noqa: E402
-from tests.bench.gpus import require_gpus  # noqa: E402
+from tests.bench.gpus import at_least_one, require_gpus  # noqa: E402
 
 SIZES = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b")
 NUM_TOKENS, NUM_STEPS = 8192, 3
@@ -213,13 +213,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES)
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--micro-batches", type=int, default=1, help="of each call")
+    parser.add_argument("--ranks", type=at_least_one, default=1)
+    parser.add_argument("--micro-batches", type=at_least_one, default=1, help="of each call")
     parser.add_argument("--tiny", action="store_true", help="tiny models on a CPU")
     parser.add_argument("--part", choices=SIZES)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--make", action="store_true")
     arguments = parser.parse_args()
+    if arguments.part is not None and arguments.folder is None:
+        parser.error("--part needs --folder")
     device = "cpu" if arguments.tiny else "cuda"
     if not arguments.tiny:
         require_gpus(arguments.ranks)

@@ -34,7 +34,7 @@ from tasuki.planner.plan import PlanStage
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.types_pb2 import Stage
-from tests.bench.gpus import require_gpus
+from tests.bench.gpus import at_least_one, require_gpus
 from tests.bench.plan_gpu import SIZES, make_model
 from tests.bench.plan_gpu import layout_of as trainer_layout
 from tests.models import char_tokenizer
@@ -169,7 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES)
-    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--gpus", type=at_least_one, default=1)
     arguments = parser.parse_args()
     require_gpus(arguments.gpus)
     arguments.out.mkdir(parents=True, exist_ok=True)

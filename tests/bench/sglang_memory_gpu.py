@@ -237,12 +237,12 @@ def main() -> None:
     parser.add_argument("--turn", choices=("tasuki", "torch_memory_saver"))
     parser.add_argument("--model", default="")
     arguments = parser.parse_args()
-    if arguments.turn is not None:
-        asyncio.set_event_loop(asyncio.new_event_loop())
-        turn(arguments.turn, {"model_path": arguments.model, **SETTINGS})
     from tests.bench.gpus import require_gpus
 
     require_gpus()
+    if arguments.turn is not None:
+        asyncio.set_event_loop(asyncio.new_event_loop())
+        turn(arguments.turn, {"model_path": arguments.model, **SETTINGS})
     arguments.out.mkdir(parents=True, exist_ok=True)
     model = Path(tempfile.mkdtemp())
     (model / "config.json").write_text(json.dumps(MODEL))

@@ -64,28 +64,36 @@ def rows(steps: list[dict[str, Any]]) -> str:
     return text + row("**step**", totals, whole_s=whole_s)
 
 
+def page(run: Path) -> str:
+    """Raises OSError, ValueError, KeyError or TypeError unless the folder is of a run with two steps after its first."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [step for step in lines[1:] if "optim_step" in step["seconds"]]
+    if len(steps) < 2:
+        raise ValueError(f"quartiles need two steps after the first, and metrics.jsonl has {len(steps)}")
+    train = tomllib.loads((run / "config.toml").read_text())["train"]
+    cpu_models = [
+        line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
+    return PAGE.format(
+        cpus=len(os.sched_getaffinity(0)),
+        cpu_model=cpu_models[0] if cpu_models else "unknown",
+        num_steps=len(steps),
+        prompts=train["prompts_per_step"],
+        samples=train["group_size"],
+        tokens=train["max_new_tokens"],
+        rows=rows(steps),
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path, help="output folder of a training run")
     args = parser.parse_args()
-    lines = [json.loads(line) for line in (args.run / "metrics.jsonl").read_text().splitlines()]
-    steps = [step for step in lines[1:] if "optim_step" in step["seconds"]]
-    train = tomllib.loads((args.run / "config.toml").read_text())["train"]
-    cpu_models = [
-        line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
-    print(
-        PAGE.format(
-            cpus=len(os.sched_getaffinity(0)),
-            cpu_model=cpu_models[0] if cpu_models else "unknown",
-            num_steps=len(steps),
-            prompts=train["prompts_per_step"],
-            samples=train["group_size"],
-            tokens=train["max_new_tokens"],
-            rows=rows(steps),
-        ),
-        end="",
-    )
+    try:
+        text = page(args.run)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        parser.error(f"{args.run} is not the folder of a training run with its metrics.jsonl and config.toml: {error!r}")
+    print(text, end="")
 
 
 if __name__ == "__main__":

@@ -33,8 +33,9 @@ from tests.bench.cases import METAVAR, Case
 from tests.bench.floors import floor_ms
 from tests.bench.gpus import require_gpus
 from tests.bench.peak_memory import PeakMemory
+from tests.bench.processes import REPOSITORY
 from tests.bench.sync_gpu import MODULE, NUM_ROUNDS
-from tests.bench.sync_ranks import REPOSITORY, Ranks, published_weights
+from tests.bench.sync_ranks import Ranks, published_weights
 from tests.bench.sync_shapes import write_config
 from tests.integration.conftest import RolloutClient, RolloutProcess, connected, start_rollout, stop_rollout, wait_until_serving
 

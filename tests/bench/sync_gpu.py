@@ -33,7 +33,8 @@ from tasuki.v1 import weights_pb2
 from tests.bench.cases import METAVAR, Case
 from tests.bench.floors import Floors, floor_ms
 from tests.bench.gpus import require_gpus
-from tests.bench.sync_ranks import REPOSITORY, Ranks, answer, published_weights
+from tests.bench.processes import REPOSITORY
+from tests.bench.sync_ranks import Ranks, answer, published_weights
 from tests.bench.sync_shapes import QWEN, QwenModel, random_shards
 from tests.received import ReceivedPiece, check_received
 

@@ -20,13 +20,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,12 +37,13 @@ from tests.bench.contest import Contest, Way
 from tests.bench.floors import floor_ms
 from tests.bench.gpus import require_gpus
 from tests.bench.peak_memory import PeakMemory
+from tests.bench.processes import REPOSITORY, run_to_its_end
 from tests.bench.sync_gpu import NUM_ROUNDS
-from tests.bench.sync_ranks import REPOSITORY
 from tests.bench.sync_report import write_report
 
 NUM_MEMORY_ROUNDS = 2
 CASE_TIMEOUT_S = 900
+RESULT = "result.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +130,12 @@ def main() -> int:
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.case:
-        text, file = args.case
-        result = run_case(Case.beside_each_other(text), Path(tempfile.mkdtemp(prefix="peers-")))
-        Path(file).write_text(json.dumps(result))
+        text, folder = args.case
+        result = run_case(Case.beside_each_other(text), Path(folder))
+        Path(folder, RESULT).write_text(json.dumps(result))
         os._exit(0)  # an engine of this process ends with it
     require_gpus(max(case.num_gpus for case in args.cases))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the case's processes and folder go first
     args.out.mkdir(parents=True, exist_ok=True)
     return run_cases(args.cases, args.out)
 
@@ -143,13 +144,12 @@ def run_cases(wanted: Sequence[Case], out: Path) -> int:
     """One process for each case, since an engine's GPUs are free only when it has ended. Returns how many failed."""
     cases: list[dict[str, Any]] = []
     for case in wanted:
-        with tempfile.NamedTemporaryFile() as file:
-            command = [sys.executable, "-m", "tests.bench.sync_peers", "--case", str(case), file.name]
-            with suppress(subprocess.TimeoutExpired):  # then nothing is written, either
-                subprocess.run(command, cwd=REPOSITORY, check=False, timeout=CASE_TIMEOUT_S)
-            written = Path(file.name).read_text()
-        if written:
-            cases.append(json.loads(written))
+        with tempfile.TemporaryDirectory(prefix="peers-") as folder:
+            command = [sys.executable, "-m", "tests.bench.sync_peers", "--case", str(case), folder]
+            status = run_to_its_end(command, timeout_s=CASE_TIMEOUT_S)
+            if status == 0:
+                cases.append(json.loads(Path(folder, RESULT).read_text()))
+        if status == 0:
             print(write_report({"gpu": cases[0]["gpu"], "cases": cases}, out), flush=True)
         else:
             print(f"{case} did not finish", file=sys.stderr)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import selectors
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tasuki.v1 import weights_pb2
+from tests.bench.processes import REPOSITORY, tied
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+ANSWER_TIMEOUT_S = 300.0
+"""Of all answers to one line. Long enough for the start of an engine, and for the first round of a 32B model."""
 
 
 def answer(**facts: Any) -> None:
@@ -23,13 +26,16 @@ def answer(**facts: Any) -> None:
 
 
 class Ranks:
-    """Processes that answer each line they get with one. When one of them ends before its time, so does the program, naming it."""
+    """Processes that answer each line they get with one, and end with this one.
+
+    When one of them ends before its time, or does not answer in time, so does the program, naming it.
+    """
 
     def __init__(self, module: str, commands: Sequence[Sequence[str]]) -> None:
         start = [sys.executable, "-m", module]
         self._names = [" ".join([module, *command]) for command in commands]
         self._ranks = [
-            subprocess.Popen([*start, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+            subprocess.Popen(tied([*start, *command]), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
             for command in commands
         ]
 
@@ -46,29 +52,37 @@ class Ranks:
                 rank.stdin.flush()
 
     def hear(self) -> list[dict[str, Any]]:
-        lines: dict[int, str] = {}
+        lines = [b""] * len(self._ranks)
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
         # Whichever comes first: a rank may wait for another one that has ended.
         with selectors.DefaultSelector() as pending:
             for index, rank in enumerate(self._ranks):
                 assert rank.stdout is not None
                 pending.register(rank.stdout, selectors.EVENT_READ, index)
-            while pending.get_map():
-                for key, _ in pending.select():
-                    lines[key.data] = self._line_of(key.data)
-                    pending.unregister(key.fileobj)
-        return [json.loads(lines[index]) for index in range(len(self._ranks))]
+            while waiting := sorted(key.data for key in pending.get_map().values()):
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    names = ", ".join(self._names[index] for index in waiting)
+                    self._end(f"no answer in {ANSWER_TIMEOUT_S:g} s from {names}")
+                for key, _ in pending.select(left_s):
+                    lines[key.data] += self._read(key.data)
+                    if lines[key.data].endswith(b"\n"):
+                        pending.unregister(key.fileobj)
+        return [json.loads(line) for line in lines]
 
-    def _line_of(self, index: int) -> str:
+    def _read(self, index: int) -> bytes:
         rank = self._ranks[index]
         assert rank.stdout is not None
-        line = rank.stdout.readline()
-        if line:
-            return line
-        status = rank.wait()
-        for other in self._ranks:
-            other.kill()
-            other.wait()
-        raise SystemExit(f"{self._names[index]} ended with exit code {status}")
+        part = os.read(rank.stdout.fileno(), 1 << 20)
+        if not part:
+            self._end(f"{self._names[index]} ended with exit code {rank.wait()}")
+        return part
+
+    def _end(self, reason: str) -> NoReturn:
+        for rank in self._ranks:
+            rank.kill()
+            rank.wait()
+        raise SystemExit(reason)
 
     def close(self) -> None:
         """Ends all input before it waits for any: ranks may wait for each other at their end."""

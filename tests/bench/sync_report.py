@@ -7,13 +7,78 @@ import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 OURS = "tasuki"
 HEADINGS = ("", "median ms", "of ours", "p99 ms", "first ms", "GB/s", "% of floor", "RPCs", "handles", "CPU s", "extra GPU MiB")
+Cost = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class Round(BaseModel, strict=True):
+    """Of sync_peers.json, as all below: what the report reads of it."""
+
+    total_ms: Cost
+    cpu_ms: Cost
+    num_rpcs: Count
+    num_handles: Count
+    host_ms: Cost
+
+    @model_validator(mode="after")
+    def takes_time_beside_the_host(self) -> Round:
+        if self.total_ms <= self.host_ms:
+            raise ValueError("total_ms is not more than host_ms")
+        return self
+
+
+class WayRounds(BaseModel, strict=True):
+    first: Round
+    rounds: Annotated[list[Round], Field(min_length=1)]
+    extra_bytes: Count
+
+
+class CaseRounds(BaseModel, strict=True):
+    model: str
+    num_ranks: Count
+    tp_size: Count
+    num_engines: Count
+    publish_ms: Cost
+    copied_bytes: Count
+    floor_ms: Cost
+    ways: dict[str, WayRounds]
+
+    @model_validator(mode="after")
+    def has_ours(self) -> CaseRounds:
+        if OURS not in self.ways:
+            raise ValueError(f"ways without {OURS}, which the others are compared with")
+        return self
+
+
+class Result(BaseModel, strict=True):
+    gpu: str
+    cases: Annotated[list[CaseRounds], Field(min_length=1)]
+
+
+def read_result(file: Path) -> dict[str, Any]:
+    """Of a sync_peers.json. Raises ValueError with one line."""
+    try:
+        content = file.read_bytes()
+        Result.model_validate_json(content)
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(
+            f"{file} is not a sync_peers.json of sync_peers: {f'{where}: ' * bool(where)}{first['msg']}"
+        ) from error
+    result: dict[str, Any] = json.loads(content)
+    return result
 
 
 def write_report(result: dict[str, Any], out: Path) -> str:
@@ -127,10 +192,16 @@ def main() -> None:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    if missing := [str(file) for file in args.files if not file.is_file()]:
-        parser.error(f"no such file: {', '.join(missing)}")
-    results = [json.loads(file.read_text()) for file in args.files]
-    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        results = [read_result(file) for file in args.files]
+    except ValueError as error:
+        parser.error(str(error))
+    if len(gpus := {result["gpu"] for result in results}) > 1:
+        parser.error(f"one report is of one kind of GPU, and the files are of {' and '.join(sorted(gpus))}")
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {args.out} cannot be a folder: {error.strerror}")
     print(write_report({"gpu": results[0]["gpu"], "cases": [case for result in results for case in result["cases"]]}, args.out))
 
 

@@ -159,9 +159,15 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU")
     parser.add_argument("--part", choices=("model", "awake", "sleeper"))
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     arguments = parser.parse_args()
+    if arguments.part is not None and arguments.model is None:
+        parser.error("--part needs --model FOLDER")
     sys.path[:0] = [str(REPOSITORY / "protos"), str(REPOSITORY / "services"), str(REPOSITORY)]
+    if arguments.device == "cuda" and not arguments.tiny:
+        from tests.bench.gpus import require_gpus
+
+        require_gpus()
     if arguments.part == "model":
         make_model(arguments.model, is_tiny=arguments.device == "cpu")
         print("RESULT {}", flush=True)
@@ -170,10 +176,6 @@ def main() -> None:
         print("RESULT " + json.dumps(result), flush=True)
         os._exit(0)
     else:
-        if arguments.device == "cuda" and not arguments.tiny:
-            from tests.bench.gpus import require_gpus
-
-            require_gpus()
         compare(arguments.out, device="cpu" if arguments.tiny else arguments.device)
 
 

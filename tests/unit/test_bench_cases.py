@@ -12,7 +12,8 @@ import torch
 
 from tests.bench import gpus
 from tests.bench.cases import Case
-from tests.bench.sync_ranks import REPOSITORY, Ranks
+from tests.bench.processes import REPOSITORY
+from tests.bench.sync_ranks import Ranks
 
 
 def test_a_case_is_what_it_says() -> None:
@@ -34,6 +35,14 @@ def test_a_case_that_cannot_be_run_is_refused(text: str) -> None:
 def test_peers_have_a_trainer_rank_beside_every_engine_rank(text: str) -> None:
     assert [Case.beside_each_other(one).num_gpus for one in ("7b:2:2", "7b:4:2x2")] == [2, 4]
     with pytest.raises(ArgumentTypeError, match=repr(text)):
+        Case.beside_each_other(text)
+
+
+@pytest.mark.parametrize("text", ["7b:3:1x3", "tiny:5:1x5", "32b:7:1x7"])
+def test_peers_gather_as_many_rows_from_every_trainer_rank(text: str) -> None:
+    cases = ["7b:1:1", "7b:4:4", "7b:4:1x4", "32b:4:4", "32b:8:8", "tiny:2:1x2"]
+    assert [str(Case.beside_each_other(one)) for one in cases] == cases
+    with pytest.raises(ArgumentTypeError, match=f"{text!r}.*cannot be shared out"):
         Case.beside_each_other(text)
 
 

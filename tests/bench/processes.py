@@ -1,0 +1,49 @@
+"""Programs that the benchmarks start, of which nothing is left running when they are done with, or are themselves killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from tasuki.cli.processes import adopt_orphans, die_with_parent, end_descendants
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+# An engine's ranks end by themselves when its front has; the GPUs are free after that.
+_GRACE_S, _KILL_S = 10.0, 10.0
+
+
+def tied(command: Sequence[str]) -> list[str]:
+    """The command of a program that is killed when this process ends, however that ends. To be started in REPOSITORY."""
+    return [sys.executable, "-m", "tests.bench.processes", str(os.getpid()), *command]
+
+
+def run_to_its_end(command: Sequence[str], *, timeout_s: float) -> int:
+    """Returns its exit code, -9 when it was killed after the time; every process that it had started is gone then."""
+    adopt_orphans()
+    grace_s = 0.0
+    try:
+        with subprocess.Popen(tied(command), cwd=REPOSITORY) as program:
+            try:
+                with suppress(subprocess.TimeoutExpired):
+                    program.wait(timeout_s)
+                    grace_s = _GRACE_S
+            finally:
+                program.kill()
+    finally:
+        end_descendants(grace_s=grace_s, kill_s=_KILL_S, watch=lambda _: None)
+    return program.returncode
+
+
+def main() -> None:
+    parent_pid, *command = sys.argv[1:]
+    die_with_parent(int(parent_pid), signal.SIGKILL)
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    main()

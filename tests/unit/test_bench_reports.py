@@ -1,0 +1,154 @@
+"""What the benchmarks' reports, and those that need no GPU, say to files and numbers that they cannot use."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.bench import sync_report
+
+ROUND = {"total_ms": 5.0, "cpu_ms": 9.0, "num_rpcs": 1, "num_handles": 0, "host_ms": 0.0}
+CASE = {
+    "model": "7b",
+    "num_ranks": 1,
+    "tp_size": 1,
+    "num_engines": 1,
+    "publish_ms": 4.0,
+    "copied_bytes": 15_000_000_000,
+    "floors": {"within": [{"gb_s": 4000.0}]},
+    "floor_ms": 4.0,
+    "ways": {"tasuki": {"first": ROUND, "rounds": [ROUND, ROUND], "extra_bytes": 0}},
+}
+RESULT = {"gpu": "NVIDIA H200", "cases": [CASE]}
+
+
+def _refused(monkeypatch: pytest.MonkeyPatch, main: Callable[[], object], *arguments: str | Path) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+
+
+def _changed(change: Callable[[Any], object]) -> str:
+    result = deepcopy(RESULT)
+    change(result)
+    return json.dumps(result)
+
+
+def test_a_report_is_made_of_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [tmp_path / "one.json", tmp_path / "two.json"]
+    for file in files:
+        file.write_text(json.dumps(RESULT))
+    monkeypatch.setattr(sys, "argv", ["bench", *map(str, files), "--out", str(tmp_path / "out")])
+    sync_report.main()
+    assert json.loads((tmp_path / "out/sync_peers.json").read_text()) == {"gpu": "NVIDIA H200", "cases": [CASE, CASE]}
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"sync_peers.json", "sync_peers.md", "sync_peers.png"}
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("rubbish", "Invalid JSON"),
+        ("", "Invalid JSON"),
+        ("\0\udcff\udcfe", "Invalid JSON"),
+        ("[]", "object"),
+        (json.dumps([CASE]), "object"),
+        ("{}", "gpu: Field required"),
+        (_changed(lambda result: result["cases"].clear()), "cases: List should have at least 1 item"),
+        (_changed(lambda result: result["cases"][0].pop("ways")), "cases.0.ways: Field required"),
+        (_changed(lambda result: result["cases"][0]["ways"].clear()), "ways without tasuki"),
+        (_changed(lambda result: result["cases"][0]["ways"]["tasuki"]["rounds"].clear()), "tasuki.rounds: List should have"),
+        (
+            _changed(lambda result: result["cases"][0]["ways"]["tasuki"]["first"].pop("host_ms")),
+            "cases.0.ways.tasuki.first.host_ms: Field required",
+        ),
+        (_changed(lambda result: result["cases"][0]["ways"]["tasuki"]["first"].update(total_ms=0)), "not more than host_ms"),
+        (_changed(lambda result: result["cases"][0].update(floor_ms=float("nan"))), "cases.0.floor_ms"),
+    ],
+)
+def test_a_file_that_is_no_result_is_named_with_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], content: str, reason: str
+) -> None:
+    file = tmp_path / "wrong.json"
+    file.write_bytes(content.encode(errors="surrogateescape"))
+    _refused(monkeypatch, sync_report.main, file, "--out", tmp_path / "out")
+    *_, line = capsys.readouterr().err.splitlines()
+    assert f"{file} is not a sync_peers.json of sync_peers: " in line and reason in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_report_goes_to_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps(RESULT))
+    _refused(monkeypatch, sync_report.main, file, "--out", file)
+    assert f"--out {file} cannot be a folder: File exists" in capsys.readouterr().err
+    _refused(monkeypatch, sync_report.main, tmp_path, "--out", tmp_path / "out")
+    assert f"{tmp_path}: Is a directory" in capsys.readouterr().err
+    assert json.loads(file.read_text()) == RESULT and list(tmp_path.iterdir()) == [file]
+
+
+def test_a_report_is_of_one_kind_of_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [tmp_path / "one.json", tmp_path / "two.json"]
+    files[0].write_text(json.dumps(RESULT))
+    files[1].write_text(_changed(lambda result: result.update(gpu="NVIDIA H100")))
+    _refused(monkeypatch, sync_report.main, *files, "--out", tmp_path / "out")
+    assert "NVIDIA H100 and NVIDIA H200" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("bench", "arguments"),
+    [
+        ("export_memory_gpu", ["--case", "copy stays"]),
+        ("sglang_memory_gpu", ["--turn", "tasuki"]),
+        ("memory_gpu", ["--part", "pinned rate"]),
+        ("trainer_memory_gpu", ["--part", "model", "--model", "model"]),
+        ("plan_node_gpu", []),
+        ("plan_gpu", ["--part", "qwen2.5-0.5b", "--folder", "model"]),
+    ],
+)
+def test_no_part_of_a_bench_begins_without_its_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], bench: str, arguments: list[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    _refused(monkeypatch, importlib.import_module(f"tests.bench.{bench}").main, *arguments)
+    assert capsys.readouterr().err == "bench: needs 1 GPU, and CUDA shows 0 here\n"
+
+
+@pytest.mark.parametrize(
+    ("bench", "arguments", "reason"),
+    [
+        ("memory_cpu", ["--gib", "0"], "--gib 0: here it is from 1/1024"),
+        ("memory_cpu", ["--gib", "-1"], "--gib -1: here it is from 1/1024"),
+        ("memory_cpu", ["--gib", "nan"], "--gib nan: here it is from 1/1024"),
+        ("memory_cpu", ["--gib", "1e9"], "--gib 1e+09: here it is from 1/1024"),
+        ("step_time", ["/nonexistent"], "/nonexistent is not the folder of a training run"),
+        ("plan_node_gpu", ["--gpus", "0"], "'0' is not a number from 1"),
+        ("plan_gpu", ["--ranks", "0"], "'0' is not a number from 1"),
+        ("trainer_memory_gpu", ["--part", "model"], "--part needs --model"),
+    ],
+)
+def test_a_number_or_folder_of_no_use_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], bench: str, arguments: list[str], reason: str
+) -> None:
+    _refused(monkeypatch, importlib.import_module(f"tests.bench.{bench}").main, *arguments)
+    assert reason in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("metrics", ["", "rubbish", "[]\n[]\n", '{"seconds": {"optim_step": 1}}\n' * 2])
+def test_a_run_without_steps_has_no_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], metrics: str
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text(metrics)
+    _refused(monkeypatch, importlib.import_module("tests.bench.step_time").main, tmp_path)
+    assert f"{tmp_path} is not the folder of a training run" in capsys.readouterr().err.splitlines()[-1]
