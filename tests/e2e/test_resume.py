@@ -61,6 +61,17 @@ def test_a_killed_client_is_resumed_without_a_step_lost_or_told_twice(train: Tra
     assert summary["policy_version"] == steps[-1]["policy_version"]
 
 
+def test_a_run_whose_groups_all_agree_saves_what_is_due_and_once(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "odd_reward.py").write_text("def odd(prompt, completion, **fields):\n    return 1.0\n")
+    with train() as done:
+        text, _ = done.communicate(timeout=LIMIT_S)
+    assert done.returncode == 0, text
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert checkpoint.name == f"version-{steps[0]['policy_version']:06d}"
+    assert json.loads((checkpoint / "loop.json").read_text())["step"]["step"] == 1
+
+
 def _kill_at(line: str, start: str, process: subprocess.Popen[str]) -> bool:
     if line.startswith(start):
         process.kill()

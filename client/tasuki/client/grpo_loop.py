@@ -80,7 +80,7 @@ class Grpo:
         return float(self.rewards.score(self.eval_rows, completions).rewards.mean())
 
     def learn(self, step: Step) -> None:
-        """One step: groups of completions, their rewards, one gradient over all of them, one optimizer step."""
+        """One step: groups of completions, their rewards, one gradient over all of them, one optimizer step; and what is due is saved."""
         settings = self.settings
         rows = self.dataset.next_rows(settings.prompts_per_step)
         prompts = [self.tokenizer.encode_prompt(row["prompt"]) for row in rows]
@@ -97,8 +97,13 @@ class Grpo:
         rewards_PG = scores.rewards.reshape(len(rows), settings.group_size)
         batch = self.training_samples(prompts, samples, rewards_PG)
         step.num_skipped_groups = int((~has_signal(rewards_PG)).sum())
-        if not batch:
-            return  # every group agrees: nothing to learn from
+        if batch:  # else every group agrees, and there is nothing to learn from
+            self.update(step, batch)
+        if settings.save_every and (step.step + 1) % settings.save_every == 0:
+            self.save(step)
+
+    def update(self, step: Step, batch: list[TrainingSample]) -> None:
+        settings = self.settings
         step.acquire(self.client, Phase.TRAIN)
         if settings.loss.kl_coef:
             with step.timed("ref_log_probs"):
@@ -111,10 +116,16 @@ class Grpo:
         step.max_log_prob_gap, step.mean_log_prob_gap = done.max_log_prob_gap, done.mean_log_prob_gap
         step.clip_fraction, step.entropy, step.ref_kl = done.clip_fraction, done.entropy, done.ref_kl
         step.grad_norm, step.learning_rate = stepped.grad_norm, stepped.learning_rate
-        if settings.save_every and (step.step + 1) % settings.save_every == 0:
-            with step.timed("save"):
-                saved = self.client.save(settings.output_dir / "checkpoints" / f"version-{stepped.policy_version:06d}")
-            write_loop_state(saved.path, LoopState(step, self.dataset.position()))
+
+    def save(self, step: Step) -> None:
+        """A checkpoint of what the step left, unless nothing was learned since the last one."""
+        path = self.settings.output_dir / "checkpoints" / f"version-{step.next_version():06d}"
+        if step.grad_norm is None and path.exists():
+            return
+        step.acquire(self.client, Phase.TRAIN)
+        with step.timed("save"):
+            saved = self.client.save(path)
+        write_loop_state(saved.path, LoopState(step, self.dataset.position()))
 
     def training_samples(
         self, prompts: Sequence[list[int]], samples: Sequence[Sample], rewards_PG: NDArray[np.float32]
