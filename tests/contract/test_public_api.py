@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 
 import pytest
 
-import tasuki.client
+import tasuki.client.grpo_loop
 from tasuki.client import AsyncClient, Client
 
+ROOT = Path(__file__).parents[2]
 NAMES = {
     "AsyncClient", "Client", "Dataset", "FinishReason", "LossConfig", "Phase", "PolicyKind", "RewardPool", "Sample", "SamplingParams",
     "Stage", "TrainingSample", "group_advantages", "has_signal", "read_jsonl",
@@ -17,6 +19,10 @@ VERBS = {
     "acquire", "changeovers", "close", "compute_log_probs", "discard_gradients", "export_model", "forward_backward", "generate",
     "generate_stream", "load", "optim_step", "rollout_state", "save", "state", "trainer_state", "watch",
 }  # fmt: skip
+
+
+def test_the_loop_that_users_copy_is_the_one_that_runs() -> None:
+    assert Path(tasuki.client.grpo_loop.__file__).resolve() == ROOT / "client/examples/grpo_loop.py"
 
 
 def test_client_exports_these_names() -> None:
