@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +14,7 @@ from tests.bench.cases import Case
 from tests.bench.sync_ranks import Ranks, published_weights
 from tests.bench.sync_report import OURS
 from tests.bench.sync_shapes import write_config
+from tests.ports import free_port
 
 IN_PLACE = "NCCL all-gather in place, no engine"
 MIB = 1 << 20
@@ -41,7 +41,7 @@ class Contest:
         self._engines = _fronts(case, model_path, folder)
         # Before the trainer takes memory, which they measure.
         self._engines.ask("ready")
-        common = [str(case.num_ranks), case.model, str(folder), str(_free_port())]
+        common = [str(case.num_ranks), case.model, str(folder), str(free_port())]
         self._trainers = Ranks("tests.bench.peer_trainer", [[str(rank), *common] for rank in range(case.num_ranks)])
         self._handles: Sequence[weights_pb2.WeightHandle] = ()
         self.copied_bytes = 0
@@ -178,10 +178,3 @@ def _fronts(case: Case, model_path: str, folder: Path) -> Fronts:
     """Several engines have a process each, which costs a fraction of a millisecond a message for whatever way."""
     commands = [[str(index), str(case.tp_size), model_path, str(folder)] for index in range(case.num_engines)]
     return Ranks("tests.bench.peer_front", commands) if len(commands) > 1 else FrontHere(*commands[0])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -7,7 +7,6 @@ import dataclasses
 import gc
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from tasuki.memory.tags import MemoryTag
 from tasuki.transport.plan import Slice
 from tasuki.v1 import weights_pb2
 from tests.integration.adapter_rank import Adapter, receive_adapter
+from tests.ports import free_port
 from tests.received import ReceivedPiece
 
 
@@ -59,7 +59,7 @@ class EngineRanks:
 
         adapter: is poisoned, received and compared in the place of the model.
         """
-        address = f"tcp://127.0.0.1:{_free_port()}"
+        address = f"tcp://127.0.0.1:{free_port()}"
         for tp_rank, pipe in enumerate(self._pipes[:tp_size]):
             pipe.send(_Job(tp_rank, tp_size, address, str(folder), published.SerializeToString(), adapter))
         return [self._answer(pipe) for pipe in self._pipes[:tp_size]]
@@ -121,12 +121,6 @@ def engine_ranks(num_ranks: int = 2, *, device: str = "cpu") -> Iterator[EngineR
         for process in processes:
             process.kill()
             process.join()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _run_rank(pipe: Connection, device: str) -> None:
