@@ -80,7 +80,7 @@ class Grpo:
         return float(self.rewards.score(self.eval_rows, completions).rewards.mean())
 
     def learn(self, step: Step) -> None:
-        """One step: groups of completions, their rewards, one gradient over all of them, one optimizer step; and what is due is saved."""
+        """One step: groups of completions, their rewards, an update of the policy where they differ, and a checkpoint when one is due."""
         settings = self.settings
         rows = self.dataset.next_rows(settings.prompts_per_step)
         prompts = [self.tokenizer.encode_prompt(row["prompt"]) for row in rows]
@@ -103,6 +103,7 @@ class Grpo:
             self.save(step)
 
     def update(self, step: Step, batch: list[TrainingSample]) -> None:
+        """One gradient over all samples, one optimizer step; the step then has what they measured."""
         settings = self.settings
         step.acquire(self.client, Phase.TRAIN)
         if settings.loss.kl_coef:
