@@ -31,16 +31,16 @@ from tasuki.rpc.gpu_wait import wait_for_rollout_to_leave
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.server import RpcServer
-from tasuki.trainer.memory_servicer import MemoryServicer
-from tasuki.trainer.mesh import start_mesh
+from tasuki.trainer.backends.fsdp.mesh import start_mesh
+from tasuki.trainer.durable.restore import restore
+from tasuki.trainer.durable.training_log import TrainingLog
 from tasuki.trainer.rank_commands import RankCommands
 from tasuki.trainer.rank_loop import Handlers, RankLoop
 from tasuki.trainer.ranks import Ranks, ranks_address
-from tasuki.trainer.restore import restore
-from tasuki.trainer.servicer import TrainerServicer
-from tasuki.trainer.state import TrainerState
-from tasuki.trainer.training import Training
-from tasuki.trainer.training_log import TrainingLog
+from tasuki.trainer.service.memory_servicer import MemoryServicer
+from tasuki.trainer.service.servicer import TrainerServicer
+from tasuki.trainer.service.state import TrainerState
+from tasuki.trainer.service.training import Training
 from tasuki.trainer.worker import Worker
 from tasuki.v1.memory_pb2_grpc import add_MemoryServiceServicer_to_server
 from tasuki.v1.ranks_pb2 import RankReady

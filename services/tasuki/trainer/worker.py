@@ -19,14 +19,14 @@ from tasuki.config.places import socket_dir
 from tasuki.config.schema import LoraConfig, NodeConfig
 from tasuki.memory.arena import set_host_budget
 from tasuki.memory.tags import MemoryTag
-from tasuki.trainer import checkpoint, export
-from tasuki.trainer.lora import adapters_off, merged_rows, trained_parameters
+from tasuki.trainer.backends.fsdp import checkpoint, export
+from tasuki.trainer.backends.fsdp.lora import adapters_off, merged_rows, trained_parameters
+from tasuki.trainer.backends.fsdp.memory import ExportChoice, TrainerMemory
+from tasuki.trainer.backends.fsdp.mesh import mesh_device
+from tasuki.trainer.backends.fsdp.model import Policy, load_policy, read_model_config
+from tasuki.trainer.backends.fsdp.shards import adapter_shards, local_shards
+from tasuki.trainer.data.micro_batch import LossBatch, TokenBatch
 from tasuki.trainer.lr_schedule import learning_rate_at
-from tasuki.trainer.memory import ExportChoice, TrainerMemory
-from tasuki.trainer.mesh import mesh_device
-from tasuki.trainer.micro_batch import LossBatch, TokenBatch
-from tasuki.trainer.model import Policy, load_policy, read_model_config
-from tasuki.trainer.shards import adapter_shards, local_shards
 from tasuki.transport.export import ExportMemory, WeightExport
 from tasuki.v1.weights_pb2 import WeightHandle
 from tasuki.wire.errors import GradientsNotFinite

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tasuki.trainer.lora import adapter_parameters, base_parameters
+from tasuki.trainer.backends.fsdp.lora import adapter_parameters, base_parameters
 from tasuki.transport.shards import Shard, checkpoint_shards
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 

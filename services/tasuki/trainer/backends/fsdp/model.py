@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from tasuki.algorithms.log_probs import token_log_probs
 from tasuki.config.schema import LoraConfig
-from tasuki.trainer.lora import add_adapters, initialize_adapters
-from tasuki.trainer.mesh import mesh_device
-from tasuki.trainer.shards import load_shards, local_shards
+from tasuki.trainer.backends.fsdp.lora import add_adapters, initialize_adapters
+from tasuki.trainer.backends.fsdp.mesh import mesh_device
+from tasuki.trainer.backends.fsdp.shards import load_shards, local_shards
 from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
 
 # Each was trained and published by the tests. All have `model`, a stack of `model.layers`, and `lm_head`.

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.optim import Optimizer
 
-from tasuki.trainer.atomic_folder import cannot_write, drop_aside, folder_bytes, rename_into_place, start_aside
-from tasuki.trainer.checkpoint_files import TensorReader, TensorWriter, damaged
-from tasuki.trainer.lora import trained_parameters
+from tasuki.trainer.backends.fsdp.checkpoint_files import TensorReader, TensorWriter, damaged
+from tasuki.trainer.backends.fsdp.lora import trained_parameters
+from tasuki.trainer.durable.atomic_folder import cannot_write, drop_aside, folder_bytes, rename_into_place, start_aside
 from tasuki.wire.errors import InvalidArgument, PathNotFound, VersionOrder
 
 _FACTS_FILE = "checkpoint.json"

@@ -8,11 +8,12 @@ from typing import Any
 
 from tasuki.config.schema import NodeConfig
 from tasuki.rpc.commands import Commanded, digest
-from tasuki.trainer import requests, stages
-from tasuki.trainer.memory_servicer import TAGS
-from tasuki.trainer.restore import recipe
-from tasuki.trainer.training import Training
-from tasuki.trainer.training_log import TrainingLog
+from tasuki.trainer import stages
+from tasuki.trainer.durable.restore import recipe
+from tasuki.trainer.durable.training_log import TrainingLog
+from tasuki.trainer.service import requests
+from tasuki.trainer.service.memory_servicer import TAGS
+from tasuki.trainer.service.training import Training
 from tasuki.v1 import ranks_pb2, trainer_pb2, weights_pb2
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceServicer
 from tasuki.v1.types_pb2 import STAGE_LOAD_WEIGHTS

@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 
 from tasuki.config.schema import NodeConfig
-from tasuki.trainer import batch
+from tasuki.trainer.data import checks as batch
 from tasuki.trainer.ranks import Ranks
-from tasuki.trainer.state import TrainerState
+from tasuki.trainer.service.state import TrainerState
 from tasuki.v1 import ranks_pb2, trainer_pb2
 from tasuki.v1.trainer_pb2 import TrainingSamples
 from tasuki.v1.types_pb2 import TrainingSample

@@ -21,7 +21,7 @@ from tasuki.memory.device_usage import device_usage
 from tasuki.memory.tags import DeviceUsage, MemoryTag, TagUsage
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node_plan import node_layout
-from tasuki.trainer.mesh import mesh_device
+from tasuki.trainer.backends.fsdp.mesh import mesh_device
 from tasuki.transport.export import ExportMemory, WeightExport
 from tasuki.wire.errors import OutOfGpuMemory, TasukiError
 

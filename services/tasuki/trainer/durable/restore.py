@@ -9,8 +9,8 @@ from google.protobuf.message import Message
 
 from tasuki.config.neutral import NEUTRAL_TRAINER_KEYS
 from tasuki.config.schema import NodeConfig
-from tasuki.trainer.training import Training
-from tasuki.trainer.training_log import TrainingLog
+from tasuki.trainer.durable.training_log import TrainingLog
+from tasuki.trainer.service.training import Training
 from tasuki.v1.ranks_pb2 import TrainingRecord
 from tasuki.wire.errors import InvalidArgument, PathNotFound, TasukiError
 

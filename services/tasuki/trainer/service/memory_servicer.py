@@ -9,7 +9,7 @@ from typing import Any
 from tasuki.rpc.usage import USAGE_TIMEOUT_S, joined, watch_usage
 from tasuki.trainer import stages
 from tasuki.trainer.ranks import Ranks
-from tasuki.trainer.state import TrainerState
+from tasuki.trainer.service.state import TrainerState
 from tasuki.v1 import memory_pb2
 from tasuki.v1.memory_pb2_grpc import MemoryServiceServicer
 from tasuki.v1.ranks_pb2 import TrainerRankCommand
