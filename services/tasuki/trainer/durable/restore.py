@@ -66,7 +66,11 @@ async def _carry_out(training: Training, record: TrainingRecord) -> Message:
             loaded = await training.load_checkpoint(record.checkpoint)
             return record.save_answer if record.HasField("save_answer") else loaded
         case "forward_backward":
-            return await training.forward_backward(record.forward_backward.loss, record.forward_backward.samples)
+            logged = record.forward_backward
+            role, config, samples = training.decode_forward_backward(logged.role, logged.loss, logged.samples)
+            return await training.forward_backward(role, logged.loss, config, samples)
+        case "begin_run":
+            return await training.begin_run(record.begin_run)
         case "optim_step":
             return await training.optim_step(record.optim_step)
         case "discard_gradients":

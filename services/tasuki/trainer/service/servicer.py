@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tasuki.config.schema import NodeConfig
 from tasuki.rpc.commands import Commanded, digest
 from tasuki.trainer import stages
 from tasuki.trainer.durable.restore import recipe
 from tasuki.trainer.durable.training_log import TrainingLog
+from tasuki.trainer.roles import Role
 from tasuki.trainer.service import requests
 from tasuki.trainer.service.memory_servicer import TAGS
 from tasuki.trainer.service.training import Training
 from tasuki.v1 import ranks_pb2, trainer_pb2, weights_pb2
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceServicer
-from tasuki.v1.types_pb2 import STAGE_LOAD_WEIGHTS
+from tasuki.v1.types_pb2 import ROLE_CRITIC, STAGE_LOAD_WEIGHTS, TrainingSample
+from tasuki.v1.types_pb2 import Role as RoleMessage
 from tasuki.wire.channel import MAX_CHUNK_BYTES
 from tasuki.wire.errors import GradientsPending
 
@@ -29,6 +34,13 @@ class TrainerServicer(TrainerServiceServicer):
         self._ranks, self._state = training.ranks, training.state
         self._ready, self._config = ready, config
 
+    async def BeginRun(self, request: trainer_pb2.BeginRunRequest, context: Any) -> trainer_pb2.BeginRunResponse:
+        async def begin() -> trainer_pb2.BeginRunResponse:
+            async with self._state.training(), self._log.command(self._record(request, begin_run=request)):
+                return await self._training.begin_run(request)
+
+        return await self._state.gate.once(request, begin)
+
     async def ForwardBackward(
         self, request_iterator: AsyncIterator[trainer_pb2.ForwardBackwardRequest], context: Any
     ) -> trainer_pb2.ForwardBackwardResponse:
@@ -36,11 +48,10 @@ class TrainerServicer(TrainerServiceServicer):
 
         async def forward_backward() -> trainer_pb2.ForwardBackwardResponse:
             async with self._state.training():
-                loss = requests.loss_with_defaults(header.loss)
-                self._training.check_loss_samples(samples, kl_coef=loss.kl_coef)
-                logged = ranks_pb2.LoggedForwardBackward(loss=loss, samples=samples)
+                role, config, decoded = self._training.decode_forward_backward(header.role, header.loss, samples)
+                logged = ranks_pb2.LoggedForwardBackward(role=header.role, loss=header.loss, samples=samples)
                 async with self._log.command(self._record(header, forward_backward=logged)):
-                    return await self._training.forward_backward(loss, samples)
+                    return await self._training.forward_backward(role, header.loss, config, decoded)
 
         return await self._state.gate.once(header, forward_backward)
 
@@ -66,12 +77,20 @@ class TrainerServicer(TrainerServiceServicer):
         self, request_iterator: AsyncIterator[trainer_pb2.ComputeLogProbsRequest], context: Any
     ) -> AsyncIterator[trainer_pb2.ComputeLogProbsResponse]:
         header, samples = await requests.read_compute_log_probs(request_iterator)
-        policy, temperature = requests.checked_log_probs_header(header)
-        async with self._state.training():
-            self._training.check_sequences(samples)
-            scored = await self._training.compute_log_probs(samples, policy=policy, temperature=temperature)
-        for chunk in _chunks(scored):
+        requests.decode_role(header.role, allowed=(Role.POLICY, Role.REFERENCE), field="header.role")
+        for chunk in _chunks([trainer_pb2.TokenLogProbs(log_probs=row) for row in await self._score(header.role, samples)]):
             yield trainer_pb2.ComputeLogProbsResponse(samples=chunk)
+
+    async def ComputeValues(
+        self, request_iterator: AsyncIterator[trainer_pb2.ComputeValuesRequest], context: Any
+    ) -> AsyncIterator[trainer_pb2.ComputeValuesResponse]:
+        samples = await requests.read_compute_values(request_iterator)
+        for chunk in _chunks([trainer_pb2.TokenValues(values=row) for row in await self._score(ROLE_CRITIC, samples)]):
+            yield trainer_pb2.ComputeValuesResponse(samples=chunk)
+
+    async def _score(self, role: RoleMessage.ValueType, samples: Sequence[TrainingSample]) -> list[NDArray[np.float32]]:
+        async with self._state.training():
+            return await self._training.score(*self._training.decode_scored(role, samples))
 
     async def PublishWeights(
         self, request: trainer_pb2.PublishWeightsRequest, context: Any
@@ -161,11 +180,12 @@ class TrainerServicer(TrainerServiceServicer):
             published_version=state.published_version,
             has_gradients=state.has_gradients,
             num_ranks=self._ranks.num_ranks,
-            num_parameters=self._ready.num_parameters,
+            num_parameters=state.roles[Role.POLICY].num_parameters,
             vocab_size=self._ready.vocab_size,
             context_length=self._ready.context_length,
             model_path=str(self._config.model.path),
             is_in_stage=state.gate.is_in_stage,
+            roles=state.roles.values(),
         )
 
     def _record(self, request: Commanded, **content: Any) -> ranks_pb2.TrainingRecord:
@@ -175,9 +195,12 @@ class TrainerServicer(TrainerServiceServicer):
         )
 
 
-def _chunks(scored: Sequence[trainer_pb2.TokenLogProbs]) -> Iterator[list[trainer_pb2.TokenLogProbs]]:
+_Scored = TypeVar("_Scored", trainer_pb2.TokenLogProbs, trainer_pb2.TokenValues)
+
+
+def _chunks(scored: Sequence[_Scored]) -> Iterator[list[_Scored]]:
     """Runs of samples that fit into a message; a single one always does, since so did the request."""
-    chunk: list[trainer_pb2.TokenLogProbs] = []
+    chunk: list[_Scored] = []
     chunk_bytes = 0
     for sample in scored:
         sample_bytes = sample.ByteSize()

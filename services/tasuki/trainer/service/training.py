@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from tasuki.algorithms.aggregation import denominator
+from tasuki.algorithms.loss_types import LossConfig
 
 from tasuki.config.schema import NodeConfig
-from tasuki.trainer.data import checks as batch
+from tasuki.trainer.data import checks
+from tasuki.trainer.data.plan import MicroBatchPlan, plan_micro_batches
+from tasuki.trainer.data.samples import Samples
+from tasuki.trainer.loss_wire import decode_loss
+from tasuki.trainer.rank_wire import ROLE_MESSAGES, decode_scores, encode_samples
 from tasuki.trainer.ranks import Ranks
-from tasuki.trainer.service.state import TrainerState
-from tasuki.v1 import ranks_pb2, trainer_pb2
-from tasuki.v1.trainer_pb2 import TrainingSamples
+from tasuki.trainer.roles import Role
+from tasuki.trainer.service.requests import decode_role, decode_samples
+from tasuki.trainer.service.state import TrainerState, roles_by_name
+from tasuki.v1 import loss_pb2, ranks_pb2, trainer_pb2
+from tasuki.v1.types_pb2 import Role as RoleMessage
 from tasuki.v1.types_pb2 import TrainingSample
-from tasuki.wire.errors import GradientsNotFinite, NoGradients
+from tasuki.wire.errors import GradientsNotFinite, GradientsPending, InvalidArgument, NoGradients
 
 
 class Training:
@@ -20,101 +31,145 @@ class Training:
 
     def __init__(self, ranks: Ranks, *, state: TrainerState, ready: ranks_pb2.RankReady, config: NodeConfig) -> None:
         self.ranks, self.state = ranks, state
-        self._limits = batch.BatchLimits(
+        self._limits = checks.BatchLimits(
             vocab_size=ready.vocab_size,
             context_length=ready.context_length,
             micro_batch_tokens=config.trainer.micro_batch_tokens,
         )
 
-    def check_loss_samples(self, samples: Sequence[TrainingSample], *, kl_coef: float) -> None:
-        """Raises InvalidArgument naming sample and field, VersionOrder for a sample of a version that is not there yet."""
-        batch.check_sequences(samples, limits=self._limits)
-        batch.check_loss_fields(samples, kl_coef=kl_coef)
-        batch.check_versions(samples, policy_version=self.state.policy_version)
+    async def begin_run(self, request: trainer_pb2.BeginRunRequest) -> trainer_pb2.BeginRunResponse:
+        """Raises GradientsPending."""
+        if self.state.has_gradients:
+            raise GradientsPending("gradients are pending: call OptimStep or DiscardGradients before a run begins")
+        answers = await self.ranks.call(ranks_pb2.TrainerRankCommand(begin_run=request))
+        for state in self.state.roles.values():
+            state.schedule_start = state.version
+        return answers[0].begin_run
 
-    def check_sequences(self, samples: Sequence[TrainingSample]) -> None:
-        """Raises InvalidArgument naming sample and field."""
-        batch.check_sequences(samples, limits=self._limits)
+    def decode_forward_backward(
+        self, role: RoleMessage.ValueType, loss: loss_pb2.LossConfig, samples: Sequence[TrainingSample]
+    ) -> tuple[Role, LossConfig, Samples]:
+        """What forward_backward takes. Raises InvalidArgument naming sample and field, VersionOrder for a version that is not there yet."""
+        trained = self._trained(role, field="header.role")
+        config, decoded = decode_loss(loss), decode_samples(samples)
+        checks.check_sequences(decoded, limits=self._limits)
+        checks.check_loss(decoded, config=config, role=trained)
+        checks.check_versions(decoded, policy_version=self.state.policy_version)
+        return trained, config, decoded
+
+    def decode_scored(self, role: RoleMessage.ValueType, samples: Sequence[TrainingSample]) -> tuple[Role, Samples]:
+        """What score takes: of the policy, the reference or the critic. Raises InvalidArgument."""
+        is_reference = role == ROLE_MESSAGES[Role.REFERENCE]
+        scored = Role.REFERENCE if is_reference else self._trained(role, field="header.role")
+        decoded = decode_samples([_tokens_only(sample) for sample in samples])
+        checks.check_sequences(decoded, limits=self._limits)
+        return scored, decoded
 
     async def forward_backward(
-        self, loss: trainer_pb2.LossConfig, samples: Sequence[TrainingSample]
+        self, role: Role, loss: loss_pb2.LossConfig, config: LossConfig, samples: Samples
     ) -> trainer_pb2.ForwardBackwardResponse:
-        """loss: every field set. samples: checked."""
+        """What decode_forward_backward gave, and its loss as it came."""
         started = time.perf_counter()
-        num_loss_tokens = batch.count_loss_tokens(samples)
-        num_gap_tokens = batch.count_gap_tokens(samples, policy_version=self.state.policy_version)
+        mask_N = samples.columns["loss_mask"]
+        divisor = config.denominator or denominator(mask_N, samples.num_completion_S, config=config)
+        named = loss_pb2.LossConfig()
+        named.CopyFrom(loss)
+        named.denominator = divisor
         plan = self._plan(samples)
-        commands = [
-            ranks_pb2.RankForwardBackward(
-                loss=loss,
-                micro_batches=_pick(samples, micro_batches),
-                num_loss_tokens=num_loss_tokens,
-                num_gap_tokens=num_gap_tokens,
-            )
-            for micro_batches in plan
-        ]
-        answers = await self.ranks.call_each([ranks_pb2.TrainerRankCommand(forward_backward=command) for command in commands])
-        self.state.has_gradients = True
+        answers = await self.ranks.call_each(
+            [
+                ranks_pb2.TrainerRankCommand(
+                    forward_backward=ranks_pb2.RankForwardBackward(
+                        role=ROLE_MESSAGES[role],
+                        loss=named,
+                        micro_batches=[encode_samples(samples.select(part)) for part in parts],
+                    )
+                )
+                for parts in plan
+            ]
+        )
+        self.state.roles[role].has_gradients = True
         parts = [answer.forward_backward for answer in answers]
         return trainer_pb2.ForwardBackwardResponse(
             loss=sum(part.loss for part in parts),
             num_samples=len(samples),
-            num_tokens=num_loss_tokens,
-            clip_fraction=sum(part.clip_fraction for part in parts),
-            ref_kl=sum(part.ref_kl for part in parts),
-            max_log_prob_gap=max(part.max_log_prob_gap for part in parts),
-            mean_log_prob_gap=sum(part.mean_log_prob_gap for part in parts),
-            num_gap_tokens=num_gap_tokens,
-            entropy=sum(part.entropy for part in parts),
+            num_tokens=int(mask_N.sum()),
+            denominator=divisor,
+            metrics=_joined([part.metrics for part in parts]),
             num_micro_batches=sum(bool(micro_batch) for micro_batches in plan for micro_batch in micro_batches),
             seconds=time.perf_counter() - started,
         )
 
     async def optim_step(self, request: trainer_pb2.OptimStepRequest) -> trainer_pb2.OptimStepResponse:
         """Raises NoGradients, or GradientsNotFinite with the gradients cleared."""
-        if not self.state.has_gradients:
+        state = self.state.roles[self._trained(request.role, field="role")]
+        if not state.has_gradients:
             raise NoGradients("there are no gradients: call ForwardBackward first")
         try:
             answers = await self.ranks.call(ranks_pb2.TrainerRankCommand(optim_step=request))
         except GradientsNotFinite:
-            self.state.has_gradients = False
+            state.has_gradients = False
             raise
-        self.state.has_gradients = False
-        self.state.policy_version = answers[0].optim_step.policy_version
+        state.has_gradients, state.version = False, answers[0].optim_step.version
         return answers[0].optim_step
 
     async def discard_gradients(self, request: trainer_pb2.DiscardGradientsRequest) -> trainer_pb2.DiscardGradientsResponse:
+        state = self.state.roles[self._trained(request.role, field="role")]
         await self.ranks.call(ranks_pb2.TrainerRankCommand(discard_gradients=request))
-        self.state.has_gradients = False
+        state.has_gradients = False
         return trainer_pb2.DiscardGradientsResponse()
 
     async def load_checkpoint(self, request: trainer_pb2.LoadCheckpointRequest) -> trainer_pb2.LoadCheckpointResponse:
         """Clears the gradients. Raises what checkpoint.load_checkpoint raises."""
         answers = await self.ranks.call(ranks_pb2.TrainerRankCommand(load_checkpoint=request))
-        self.state.has_gradients = False
-        self.state.policy_version = answers[0].load_checkpoint.policy_version
-        return answers[0].load_checkpoint
+        loaded = answers[0].load_checkpoint
+        self.state.roles = roles_by_name(loaded.roles)
+        return loaded
 
-    async def compute_log_probs(
-        self, samples: Sequence[TrainingSample], *, policy: trainer_pb2.PolicyKind.ValueType, temperature: float
-    ) -> list[trainer_pb2.TokenLogProbs]:
-        """One for each sample, in their order. samples: checked."""
+    async def score(self, role: Role, samples: Samples) -> list[NDArray[np.float32]]:
+        """Log-probs or values, [its completion's tokens] for each sample, in their order."""
         plan = self._plan(samples)
         commands = [
-            ranks_pb2.RankComputeLogProbs(policy=policy, temperature=temperature, micro_batches=_pick(samples, micro_batches))
-            for micro_batches in plan
+            ranks_pb2.RankScore(
+                role=ROLE_MESSAGES[role], micro_batches=[encode_samples(samples.select(part)) for part in parts]
+            )
+            for parts in plan
         ]
-        answers = await self.ranks.call_each([ranks_pb2.TrainerRankCommand(compute_log_probs=command) for command in commands])
-        scored: dict[int, trainer_pb2.TokenLogProbs] = {}
+        answers = await self.ranks.call_each([ranks_pb2.TrainerRankCommand(score=command) for command in commands])
+        scored: dict[int, NDArray[np.float32]] = {}
         for micro_batches, answer in zip(plan, answers, strict=True):
-            indices = [index for micro_batch in micro_batches for index in micro_batch]
-            scored.update(zip(indices, answer.compute_log_probs.samples, strict=True))
+            for indices, content in zip(micro_batches, answer.score.micro_batches, strict=True):
+                rows = decode_scores(content, num_tokens_S=samples.num_completion_S[indices])
+                scored.update(zip(indices, rows, strict=True))
         return [scored[index] for index in range(len(samples))]
 
-    def _plan(self, samples: Sequence[TrainingSample]) -> batch.MicroBatchPlan:
-        lengths = [batch.sample_length(sample) for sample in samples]
-        return batch.plan_micro_batches(lengths, num_ranks=self.ranks.num_ranks, max_tokens=self._limits.micro_batch_tokens)
+    def _trained(self, role: RoleMessage.ValueType, *, field: str) -> Role:
+        """Raises InvalidArgument unless the role is one that this node trains."""
+        if role == ROLE_MESSAGES[Role.CRITIC] and Role.CRITIC not in self.state.roles:
+            raise InvalidArgument(field, "this node has no critic; add a table [trainer.critic]")
+        return decode_role(role, allowed=list(self.state.roles), field=field)
+
+    def _plan(self, samples: Samples) -> MicroBatchPlan:
+        lengths = samples.num_tokens_S.tolist()
+        return plan_micro_batches(lengths, num_ranks=self.ranks.num_ranks, max_tokens=self._limits.micro_batch_tokens)
 
 
-def _pick(samples: Sequence[TrainingSample], micro_batches: Sequence[Sequence[int]]) -> list[TrainingSamples]:
-    return [TrainingSamples(samples=[samples[index] for index in indices]) for indices in micro_batches]
+def _tokens_only(sample: TrainingSample) -> TrainingSample:
+    """Scoring ignores what losses need."""
+    scored = TrainingSample(prompt_token_ids=sample.prompt_token_ids, completion_token_ids=sample.completion_token_ids)
+    if sample.HasField("temperature"):
+        scored.temperature = sample.temperature
+    return scored
+
+
+def _joined(parts: Sequence[Mapping[str, ranks_pb2.RankMetric]]) -> dict[str, float]:
+    """Metrics of the call from those of its ranks; means of nothing are left out."""
+    joined: dict[str, float] = {}
+    for name in sorted({name for part in parts for name in part}):
+        metrics = [part[name] for part in parts if name in part]
+        weight = sum(metric.weight for metric in metrics)
+        if metrics[0].is_maximum:
+            joined[name] = max(metric.total for metric in metrics)
+        elif weight:
+            joined[name] = sum(metric.total for metric in metrics) / weight
+    return joined

@@ -74,17 +74,15 @@ class TrainerMemory:
         """Tensors made inside belong to `tag`."""
         return self._allocator.region(tag)
 
-    def make_gradients(self, parameters: Iterable[Parameter]) -> None:
-        """Gives every parameter a gradient of zeros, into which FSDP2 adds from then on, in the same place."""
+    def make_gradients(self, parameters: Iterable[Parameter]) -> list[Tensor]:
+        """Gives every parameter a gradient of zeros, into which FSDP2 adds from then on, in the same place. Returns this rank's shards."""
+        made: list[Tensor] = []
         with self.region(MemoryTag.GRADIENTS):
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
-                self._gradients.append(cast(DTensor, parameter.grad).to_local())
-
-    @property
-    def gradients(self) -> list[Tensor]:
-        """This rank's shards."""
-        return self._gradients
+                made.append(cast(DTensor, parameter.grad).to_local())
+        self._gradients += made
+        return made
 
     def make_adamw_state(self, optimizer: torch.optim.AdamW) -> None:
         """What AdamW would make at its first step."""
@@ -143,7 +141,9 @@ class TrainerMemory:
             error = raised
         self._raise_if_any(error, slept)
         if MemoryTag.GRADIENTS in slept:
-            self.clear_gradients()
+            # Nothing of them was kept.
+            with torch.no_grad():
+                torch._foreach_zero_(self._gradients)
         return mapped
 
     def wait_for_optimizer(self) -> None:
@@ -151,10 +151,6 @@ class TrainerMemory:
         transfer, self._optimizer_transfer = self._optimizer_transfer, None
         if transfer is not None:
             transfer.wait()
-
-    @torch.no_grad()
-    def clear_gradients(self) -> None:
-        torch._foreach_zero_(self._gradients)
 
     def usage(self) -> list[TagUsage]:
         return self._allocator.usage()

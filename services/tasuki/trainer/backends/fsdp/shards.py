@@ -31,6 +31,11 @@ def adapter_shards(causal_lm: nn.Module) -> list[Shard]:
     return _shards_of(adapter_parameters(causal_lm))
 
 
+def head_shards(value_head: nn.Linear) -> list[Shard]:
+    """The same of a critic's head, as `value_head.weight`."""
+    return _shards_of((f"value_head.{name}", param) for name, param in value_head.named_parameters())
+
+
 def _shards_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[Shard]:
     shards: list[Shard] = []
     for name, param in parameters:
