@@ -38,7 +38,7 @@ class Policy(nn.Module):
     def forward(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Log-probs [N] with gradient, and entropies [N]; float32."""
         logits_NV = self.causal_lm.lm_head(_hidden_states(self.causal_lm, batch))
-        return token_log_probs(logits_NV, batch.token_ids_N, batch.temperature_N)
+        return token_log_probs(logits_NV, batch.token_ids_N, temperature_N=batch.temperature_N)
 
 
 class Critic(nn.Module):
