@@ -264,6 +264,7 @@ def test_workers_are_started_once_and_gone_at_the_end(folder: Path):
         ("my_rewards:missing", "has no attribute 'missing'"),
         ("my_rewards:constant", "not a function"),
         ("my_rewards", "module:function"),
+        ("builtins:max", "no signature found"),
         ("broken:reward", "ZeroDivisionError"),
     ],
 )

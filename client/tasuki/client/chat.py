@@ -38,7 +38,7 @@ def chat_tokens(messages: Sequence[Message], *, render: Render, render_prompt: R
         if message["role"] != ASSISTANT:
             continue
         prompt = render_prompt(messages[:index])
-        turn = render(messages[: index + 1])
+        turn = token_ids if index == len(messages) - 1 else render(messages[: index + 1])
         for shorter, longer in pairwise((prompt, turn, token_ids)):
             if longer[: len(shorter)] != shorter:
                 raise InvalidArgument("messages", _no_prefix(index, is_prompt=shorter is prompt))

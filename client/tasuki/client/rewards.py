@@ -93,9 +93,9 @@ class RewardPool:
         timeout_s: float = 10.0,
         on_error: Literal["fail", "zero", "skip"] = "fail",
     ) -> None:
-        """function: "module:function", or several with names and weights. Each returns a number and is called by keywords with those
-        of these that it takes: prompt and the other fields of the row, completion, and of a Completion also finish_reason ("stop",
-        "length", "cut"), num_tokens, prompt_token_ids and completion_token_ids.
+        """function: "module:function", or several with names and weights. A function returns a number. It is called by keyword with what
+        its signature takes: `prompt` and the other fields of the row, `completion`, and of a Completion also `finish_reason` ("stop",
+        "length" or "cut"), `num_tokens`, `prompt_token_ids` and `completion_token_ids`.
 
         folders: searched for the module before the installed packages. timeout_s: for one call.
         Raises InvalidArgument when a function cannot be imported.
