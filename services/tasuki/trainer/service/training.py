@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+
 from tasuki.algorithms.aggregation import denominator
 from tasuki.algorithms.loss_types import LossConfig
-
 from tasuki.config.schema import NodeConfig
 from tasuki.trainer.data import checks
 from tasuki.trainer.data.plan import MicroBatchPlan, plan_micro_batches
