@@ -8,7 +8,7 @@ from typing import Any
 
 from tasuki.rpc.usage import USAGE_TIMEOUT_S, joined, watch_usage
 from tasuki.trainer import stages
-from tasuki.trainer.ranks import Ranks
+from tasuki.trainer.ranks.front import TrainerRanks
 from tasuki.trainer.state import TrainerState
 from tasuki.v1 import memory_pb2
 from tasuki.v1.memory_pb2_grpc import MemoryServiceServicer
@@ -31,7 +31,7 @@ TAGS = (MEMORY_TAG_WEIGHTS, MEMORY_TAG_GRADIENTS, MEMORY_TAG_OPTIMIZER)
 class MemoryServicer(MemoryServiceServicer):
     """Pauses and resumes the tags in every rank."""
 
-    def __init__(self, ranks: Ranks, *, state: TrainerState) -> None:
+    def __init__(self, ranks: TrainerRanks, *, state: TrainerState) -> None:
         self._ranks, self._state = ranks, state
 
     async def Pause(self, request: memory_pb2.PauseRequest, context: Any) -> memory_pb2.PauseResponse:

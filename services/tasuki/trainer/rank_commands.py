@@ -7,9 +7,9 @@ from pathlib import Path
 
 from tasuki.config.failpoints import PUBLISHED
 from tasuki.rpc.failpoints import Failpoints
+from tasuki.rpc.rank_server import Handlers
 from tasuki.rpc.usage import TAGS, usage_response
 from tasuki.trainer.micro_batch import loss_batch, token_batch
-from tasuki.trainer.rank_loop import Handlers
 from tasuki.trainer.worker import PolicyLossConfig, Worker
 from tasuki.v1 import memory_pb2, ranks_pb2, trainer_pb2
 

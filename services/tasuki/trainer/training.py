@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tasuki.config.schema import NodeConfig
 from tasuki.trainer import batch
-from tasuki.trainer.ranks import Ranks
+from tasuki.trainer.ranks.front import TrainerRanks
 from tasuki.trainer.state import TrainerState
 from tasuki.v1 import ranks_pb2, trainer_pb2
 from tasuki.v1.trainer_pb2 import TrainingSamples
@@ -18,7 +18,7 @@ from tasuki.wire.errors import GradientsNotFinite, NoGradients
 class Training:
     """The ranks as one trainer."""
 
-    def __init__(self, ranks: Ranks, *, state: TrainerState, ready: ranks_pb2.RankReady, config: NodeConfig) -> None:
+    def __init__(self, ranks: TrainerRanks, *, state: TrainerState, ready: ranks_pb2.RankReady, config: NodeConfig) -> None:
         self.ranks, self.state = ranks, state
         self._limits = batch.BatchLimits(
             vocab_size=ready.vocab_size,
