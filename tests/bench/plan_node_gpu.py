@@ -27,7 +27,7 @@ import numpy as np
 from tasuki.client import Client, Phase, SamplingParams, TrainingSample
 from tasuki.config.load import load_config
 from tasuki.config.places import node_targets
-from tasuki.coordinator.phases import RING
+from tasuki.memory.stages import RING
 from tasuki.planner.layout import GB
 from tasuki.planner.node_plan import plan_node
 from tasuki.planner.plan import PlanStage

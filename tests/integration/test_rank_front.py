@@ -21,7 +21,8 @@ from tasuki.rollout.rank_line import RankLine
 from tasuki.rpc.failpoints import NO_FAILPOINTS
 from tasuki.rpc.rank_front import RankFront
 from tasuki.rpc.rank_server import RankServer, answer_command
-from tasuki.v1.ranks_pb2 import RankReady, TrainerRankCommand, TrainerRankResult
+from tasuki.v1.memory_pb2 import PauseResponse
+from tasuki.v1.ranks_pb2 import EngineRankCommand, EngineRankResult, RankReady, TrainerRankCommand, TrainerRankResult
 from tasuki.v1.trainer_pb2 import SaveCheckpointRequest, SaveCheckpointResponse
 from tasuki.wire.errors import Busy, InternalError, OutOfGpuMemory, PeerUnavailable
 
@@ -51,7 +52,7 @@ def work(request: SaveCheckpointRequest) -> SaveCheckpointResponse:
 
 def run_rank(address: str, rank: int) -> None:
     """Returns when the front is gone."""
-    server = RankServer(address, rank=rank, linger_ms=1000)
+    server = RankServer(address, rank=rank)
     front_gone = server.front_gone()
     server.send(TrainerRankResult(rank=rank, ready=RankReady(pid=os.getpid())))
 
@@ -73,13 +74,9 @@ async def call_each(front: Front, *paths: str) -> list[int]:
 
 
 def make_front(folder: Path, *, num_ranks: int) -> Front:
-    return RankFront(
-        folder / "ranks.sock",
-        service="test",
-        num_ranks=num_ranks,
-        decode=TrainerRankResult.FromString,
-        straggler_timeout_s=STRAGGLER_S,
-    )
+    front: Front = RankFront(folder / "ranks.sock", TrainerRankResult, service="test", num_ranks=num_ranks)
+    front.straggler_timeout_s = STRAGGLER_S
+    return front
 
 
 async def until(is_so: Callable[[], bool]) -> None:
@@ -203,21 +200,34 @@ async def test_a_rank_that_never_connected_cannot_be_reached(tmp_path: Path) -> 
         front.close()
 
 
-async def test_a_line_sends_what_another_thread_says_and_answers_commands_in_its_thread(tmp_path: Path) -> None:
+class OtherWay(RankFront[EngineRankCommand, EngineRankResult]):
+    """Once it has `lines`, ranks get commands as through SGLang: in the thread that made the line."""
+
+    lines: Sequence[RankLine] = ()
+
+    async def _deliver(self, commands: Sequence[EngineRankCommand]) -> None:
+        if not self.lines:
+            await super()._deliver(commands)
+        for rank, (line, one) in enumerate(zip(self.lines, commands, strict=False)):
+            line.send(EngineRankResult(call=one.call, rank=rank, pause=PauseResponse(released_bytes=rank + 3)))
+
+
+async def test_a_line_takes_commands_in_its_thread_and_sends_what_another_says(tmp_path: Path) -> None:
     threads: set[str] = set()
 
-    def run(rank: int, payload: bytes) -> TrainerRankResult:
+    def run(rank: int, payload: bytes) -> EngineRankResult:
         threads.add(threading.current_thread().name)
-        return TrainerRankResult(call=TrainerRankCommand.FromString(payload).call, rank=rank)
+        return EngineRankResult(call=EngineRankCommand.FromString(payload).call, rank=rank)
 
-    front = make_front(tmp_path, num_ranks=2)
+    front = OtherWay(tmp_path / "ranks.sock", EngineRankResult, service="test", num_ranks=2)
     lines = [RankLine(front.address, rank=rank, run=lambda payload, rank=rank: run(rank, payload)) for rank in range(2)]
     try:
-        for rank, line in enumerate(lines):
-            line.send(TrainerRankResult(rank=rank))
         await until(lambda: front.is_connected)
-        assert [result.rank for result in await front.call(command("answer 1"))] == [0, 1]
+        assert [result.rank for result in await front.call(EngineRankCommand())] == [0, 1]
         assert threads == {"front-line"}
+        front.lines = lines
+        results = await asyncio.wait_for(front.gather(EngineRankCommand()), 10)
+        assert [result.pause.released_bytes for result in results] == [3, 4]
     finally:
         for line in lines:
             line.close()

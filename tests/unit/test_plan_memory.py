@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from tasuki.config.schema import NodeConfig
-from tasuki.coordinator.phases import RING
+from tasuki.memory.stages import RING
 from tasuki.planner.advice import advise, largest_kv_ratio, smallest_sleeping
 from tasuki.planner.layout import GB, MIB, TAGS, Checkpointing, Layout, Part, Strategy
 from tasuki.planner.node_plan import plan_node

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tasuki.memory.stages import Stage
 from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.generate import Completion, EngineRequest, GenerationRequest
 from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.rollout import Rollout
-from tasuki.rollout.stages import Stage, check_stage
+from tasuki.rollout.stages import check_stage
 from tasuki.rollout.sync import SyncReport
 from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import (
@@ -105,14 +106,14 @@ async def samples(rollout: Rollout) -> list[int]:
 
 
 def test_the_ring_closes() -> None:
-    after = Stage.START
+    after = None
     for stage in RING * 2:
         check_stage(stage, after=after, poison_reason=None)
         after = stage
 
 
-@pytest.mark.parametrize("after", list(Stage))
-def test_a_poisoned_engine_only_gives_memory_back(after: Stage) -> None:
+@pytest.mark.parametrize("after", [None, *RING])
+def test_a_poisoned_engine_only_gives_memory_back(after: Stage | None) -> None:
     for stage in RING:
         if stage in (Stage.PAUSE_KV, Stage.PAUSE_WEIGHTS):
             check_stage(stage, after=after, poison_reason="x")
@@ -149,7 +150,7 @@ async def test_a_failed_sync_poisons_and_its_version_is_never_served() -> None:
     await move(rollout, Stage.RESUME_WEIGHTS)
     with pytest.raises(WeightsCorrupt):
         await move(rollout, Stage.SYNC)
-    with pytest.raises(EnginePoisoned, match="sync failed: WeightsCorrupt: flipped"):
+    with pytest.raises(EnginePoisoned, match="SYNC failed: WeightsCorrupt: flipped"):
         await move(rollout, Stage.RESUME_KV)
     with pytest.raises(EnginePoisoned):
         await samples(rollout)
@@ -160,7 +161,7 @@ async def test_what_one_rank_refuses_while_others_write_is_told_as_a_failure() -
     rollout = service()
     rollout._sync.failure = BadHandle("engine rank 1: trainer rank 0 is gone", rank=1)
     await move(rollout, Stage.RESUME_WEIGHTS)
-    with pytest.raises(InternalError, match="sync failed half-way, and the engine is started anew: engine rank 1: ") as caught:
+    with pytest.raises(InternalError, match="SYNC failed half-way, and the engine is started anew: engine rank 1: ") as caught:
         await move(rollout, Stage.SYNC)
     assert caught.value.metadata == {"rank": "1"}
     assert rollout.poison_reason is not None
@@ -188,7 +189,7 @@ async def test_a_drain_of_a_stuck_engine_ends_and_poisons() -> None:
     await asyncio.sleep(0.01)
     with pytest.raises(DeadlineExceeded, match="did not let go of 1 requests"):
         await move(rollout, Stage.DRAIN)
-    with pytest.raises(EnginePoisoned, match="drain failed"):
+    with pytest.raises(EnginePoisoned, match="DRAIN failed"):
         await samples(rollout)
     stuck.cancel()
 

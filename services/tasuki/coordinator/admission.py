@@ -16,7 +16,6 @@ from typing import Protocol
 
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.headroom import (
-    EXPORT,
     TAKES,
     Bytes,
     Shortage,
@@ -32,10 +31,10 @@ from tasuki.coordinator.headroom import (
     taken_by,
     woken_by,
 )
-from tasuki.coordinator.phases import RULES, Service, Stage
 from tasuki.coordinator.records import Outcome
 from tasuki.memory.host import host_memory
-from tasuki.memory.tags import ServiceUsage
+from tasuki.memory.stages import RULES, Service, Stage
+from tasuki.memory.tags import MemoryTag, ServiceUsage
 from tasuki.planner.layout import Part
 from tasuki.planner.node_plan import plan_node
 from tasuki.planner.plan import PlanStage, needed_bytes
@@ -95,7 +94,7 @@ class Admission:
             return
         needed = await self._first_export() if is_first else self._taken(stage)
         if needed and (shortages := self._shortages(stage, needed)):
-            tags = woken_by(stage, self._usages[RULES[stage].service]) or [EXPORT]
+            tags = woken_by(stage, self._usages[RULES[stage].service]) or [MemoryTag.EXPORT]
             raise refusal(stage, shortages, tags=tags, config=self._config)
 
     @asynccontextmanager

@@ -13,9 +13,6 @@ from tasuki.rpc.usage import TAG_VALUES
 from tasuki.v1 import memory_pb2, ranks_pb2
 from tasuki.wire.errors import DeadlineExceeded, InternalError, OutOfGpuMemory, TasukiError, from_reason
 
-Results = Sequence[ranks_pb2.EngineRankResult]
-"""One for each rank, in the order of ranks."""
-
 
 class CommandedEngine(Protocol):
     """What carries commands to the ranks."""
@@ -38,12 +35,8 @@ class RankCalls(RankFront[ranks_pb2.EngineRankCommand, ranks_pb2.EngineRankResul
     def __init__(self, engine: CommandedEngine, *, socket_dir: Path) -> None:
         self._engine = engine
         self._running: asyncio.Future[None] | None = None
-        super().__init__(
-            socket_dir / "rollout-ranks.sock",
-            service="engine",
-            num_ranks=engine.num_ranks,
-            decode=ranks_pb2.EngineRankResult.FromString,
-        )
+        path = socket_dir / "rollout-ranks.sock"
+        super().__init__(path, ranks_pb2.EngineRankResult, service="engine", num_ranks=engine.num_ranks)
 
     async def receive(self, receive: ranks_pb2.ReceiveCommand, *, timeout_s: float) -> list[ranks_pb2.ReceiveResult]:
         """Every rank copies what was published. After any error the engine's weights are unknown.
@@ -70,7 +63,9 @@ class RankCalls(RankFront[ranks_pb2.EngineRankCommand, ranks_pb2.EngineRankResul
         command = ranks_pb2.EngineRankCommand(get_usage=memory_pb2.GetUsageRequest())
         return [result.get_usage for result in await self._run(command, name="usage", timeout_s=timeout_s)]
 
-    async def _run(self, command: ranks_pb2.EngineRankCommand, *, name: str, timeout_s: float) -> Results:
+    async def _run(
+        self, command: ranks_pb2.EngineRankCommand, *, name: str, timeout_s: float
+    ) -> Sequence[ranks_pb2.EngineRankResult]:
         command.reply_address = self.address
         try:
             async with asyncio.timeout(timeout_s):
@@ -95,7 +90,7 @@ class RankCalls(RankFront[ranks_pb2.EngineRankCommand, ranks_pb2.EngineRankResul
         super().close()
 
 
-def _checked(results: Results) -> Results:
+def _checked(results: Sequence[ranks_pb2.EngineRankResult]) -> Sequence[ranks_pb2.EngineRankResult]:
     """Raises what a rank reported; a mere lack of memory, which has changed nothing, only when no rank has worse to say."""
     errors = [_error_of(result) for result in results if result.HasField("error")]
     for error in sorted(errors, key=lambda error: isinstance(error, OutOfGpuMemory)):

@@ -5,49 +5,38 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from queue import SimpleQueue
-
-from google.protobuf.message import Message
 
 from tasuki.rpc.rank_server import RankServer
+from tasuki.v1.ranks_pb2 import EngineRankResult
 
 # The front has gone when nobody takes a result; then this process is about to go, too.
 _LINGER_MS = 5000
 
 
 class RankLine:
-    """Owns the rank's socket and the thread that reads it, until `close`.
+    """Owns the rank's sockets and the thread that reads commands, until `close`. A socket belongs to one thread, so there are two.
 
-    run: carries out a command from the front, in that thread.
+    run: carries out a command from the front, in the line's thread.
     """
 
-    def __init__(self, address: str, *, rank: int, run: Callable[[bytes], Message]) -> None:
+    def __init__(self, address: str, *, rank: int, run: Callable[[bytes], EngineRankResult]) -> None:
         self.address = address
-        self._run = run
-        self._server = RankServer(address, rank=rank, linger_ms=_LINGER_MS)
-        # A socket belongs to one thread: what the scheduler's has to say goes through a queue.
-        self._results: SimpleQueue[Message | None] = SimpleQueue()
-        self._has_results = os.eventfd(0)
-        self._thread = threading.Thread(target=self._serve, name="front-line", daemon=True)
+        self._results = RankServer(address, linger_ms=_LINGER_MS)
+        self._commands = RankServer(address, rank=rank, linger_ms=_LINGER_MS)
+        self._commands.send(EngineRankResult(rank=rank))  # from here on the front can send
+        self._closed = os.eventfd(0)
+        self._thread = threading.Thread(
+            target=lambda: self._commands.serve(run, until=[self._closed]), name="front-line", daemon=True
+        )
         self._thread.start()
 
-    def send(self, result: Message | None) -> None:
-        """From any thread. None ends the line."""
-        self._results.put(result)
-        os.eventfd_write(self._has_results, 1)
+    def send(self, result: EngineRankResult) -> None:
+        """From the thread that made this line."""
+        self._results.send(result)
 
     def close(self) -> None:
-        self.send(None)
+        os.eventfd_write(self._closed, 1)
         self._thread.join()
-        os.close(self._has_results)
-
-    def _serve(self) -> None:
-        try:
-            while True:
-                self._server.serve(self._run, until=[self._has_results])
-                for _ in range(os.eventfd_read(self._has_results)):
-                    if (result := self._results.get()) is None:
-                        return
-                    self._server.send(result)
-        finally:
-            self._server.close()
+        self._commands.close()
+        self._results.close()
+        os.close(self._closed)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import zmq
 import zmq.asyncio
 
-from tasuki.v1.ranks_pb2 import RankError
+from tasuki.v1.ranks_pb2 import EngineRankCommand, EngineRankResult, TrainerRankCommand, TrainerRankResult
 from tasuki.wire.errors import InternalError, PeerUnavailable, TasukiError, from_reason
 
 _log = logging.getLogger("tasuki.rpc")
@@ -20,28 +20,8 @@ _LINGER_MS = 1000
 _DEATH_NOTICE_S = 0.5
 
 
-class RankCommand(Protocol):
-    """A message with a `oneof command`, such as TrainerRankCommand."""
-
-    call: int
-
-    def SerializeToString(self) -> bytes: ...
-
-
-class RankResult(Protocol):
-    """A message with a `oneof result`, such as TrainerRankResult."""
-
-    call: int
-    rank: int
-
-    @property
-    def error(self) -> RankError: ...
-
-    def HasField(self, field_name: Literal["error"]) -> bool: ...
-
-
-CommandT = TypeVar("CommandT", bound=RankCommand)
-ResultT = TypeVar("ResultT", bound=RankResult)
+CommandT = TypeVar("CommandT", TrainerRankCommand, EngineRankCommand)
+ResultT = TypeVar("ResultT", TrainerRankResult, EngineRankResult)
 
 
 def rank_identity(rank: int) -> bytes:
@@ -56,30 +36,20 @@ class RankFront(Generic[CommandT, ResultT]):
     all later ones raise, and `broken` is set for whoever runs the service to end it.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        service: str,
-        num_ranks: int,
-        decode: Callable[[bytes], ResultT],
-        straggler_timeout_s: float | None = None,
-    ) -> None:
-        """path: of the socket, in a private folder. service: names the ranks in errors. decode: `FromString` of the result's type.
+    straggler_timeout_s: float | None = None
+    """How long the others may take once a rank has failed; None: as long as the caller waits."""
 
-        straggler_timeout_s: how long the others may take once a rank has failed; None: as long as the caller waits.
-        """
-        self.num_ranks = num_ranks
-        self.address = f"ipc://{path}"
+    def __init__(self, path: Path, result: type[ResultT], *, service: str, num_ranks: int) -> None:
+        """path: of the socket, in a private folder. service: names the ranks in errors."""
+        self.address, self.num_ranks = f"ipc://{path}", num_ranks
         self.broken = asyncio.Event()
-        self._path, self._service, self._decode = path, service, decode
-        self._straggler_timeout_s = straggler_timeout_s
+        self._path, self._result, self._service = path, result, service
         self._cause: TasukiError | None = None
         self._turn = asyncio.Lock()
         self._call = 0
         self._results: dict[int, ResultT] = {}
         self._arrived = asyncio.Event()
-        self._connected: set[int] = set()
+        self._connected: set[bytes] = set()
         self._pid_fds: list[int] = []
         path.unlink(missing_ok=True)
         self._context = zmq.asyncio.Context()
@@ -92,7 +62,7 @@ class RankFront(Generic[CommandT, ResultT]):
     @property
     def is_connected(self) -> bool:
         """Whether every rank has been heard, and so can be sent to."""
-        return len(self._connected) == self.num_ranks
+        return all(rank_identity(rank) in self._connected for rank in range(self.num_ranks))
 
     async def call(self, command: CommandT) -> list[ResultT]:
         """Runs one command in every rank, as call_each does."""
@@ -159,8 +129,8 @@ class RankFront(Generic[CommandT, ResultT]):
         while len(self._results) < self.num_ranks and self._cause is None:
             self._arrived.clear()
             failed = [result for result in self._results.values() if result.HasField("error")]
-            if deadline is None and failed and self._straggler_timeout_s is not None:
-                deadline = loop.time() + self._straggler_timeout_s
+            if deadline is None and failed and self.straggler_timeout_s is not None:
+                deadline = loop.time() + self.straggler_timeout_s
             try:
                 async with asyncio.timeout_at(deadline):
                     await self._arrived.wait()
@@ -191,9 +161,9 @@ class RankFront(Generic[CommandT, ResultT]):
 
     async def _receive(self) -> None:
         while True:
-            _, payload = await self._socket.recv_multipart()
-            result = self._decode(payload)
-            self._connected.add(result.rank)
+            identity, payload = await self._socket.recv_multipart()
+            result = self._result.FromString(payload)
+            self._connected.add(identity)
             # A result of a call that was given up may still arrive.
             if result.call == self._call:
                 self._results[result.rank] = result

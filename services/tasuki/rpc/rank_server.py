@@ -10,7 +10,7 @@ import zmq
 from google.protobuf.message import Message
 
 from tasuki.rpc.failpoints import Failpoints
-from tasuki.rpc.rank_front import ResultT, rank_identity
+from tasuki.rpc.rank_front import CommandT, ResultT, rank_identity
 from tasuki.v1.ranks_pb2 import RankError
 from tasuki.wire.errors import TasukiError
 
@@ -23,12 +23,12 @@ Handlers = Mapping[str, Callable[[Any], Message]]
 class RankServer:
     """A rank's socket, of the thread that uses it."""
 
-    def __init__(self, address: str, *, rank: int, linger_ms: int) -> None:
-        """linger_ms: how long the last result may take to leave after `close`."""
-        self._context = zmq.Context()
-        self._linger_ms = linger_ms
+    def __init__(self, address: str, *, rank: int | None = None, linger_ms: int = 1000) -> None:
+        """rank: None for a socket that only sends. linger_ms: how long the last result may take to leave after `close`."""
+        self._context, self._linger_ms = zmq.Context(), linger_ms
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, rank_identity(rank))
+        if rank is not None:
+            self._socket.setsockopt(zmq.IDENTITY, rank_identity(rank))
         self._socket.connect(address)
 
     def front_gone(self) -> zmq.Socket[bytes]:
@@ -56,7 +56,7 @@ class RankServer:
         self._context.destroy(linger=self._linger_ms)
 
 
-def answer_command(command: Message, result: ResultT, *, handlers: Handlers, failpoints: Failpoints) -> ResultT:
+def answer_command(command: CommandT, result: ResultT, *, handlers: Handlers, failpoints: Failpoints) -> ResultT:
     """Runs what `handlers` has for the command and puts its answer, or its error, into `result`.
 
     failpoints: the command comes to one with its own name before it is carried out, and ".done" after.

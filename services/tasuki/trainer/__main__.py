@@ -36,7 +36,7 @@ from tasuki.trainer.memory_servicer import MemoryServicer
 from tasuki.trainer.mesh import start_mesh
 from tasuki.trainer.rank_commands import RankCommands
 from tasuki.trainer.ranks.front import TrainerRanks
-from tasuki.trainer.ranks.loop import RankLoop
+from tasuki.trainer.ranks.loop import run_rank
 from tasuki.trainer.restore import restore
 from tasuki.trainer.servicer import TrainerServicer
 from tasuki.trainer.state import TrainerState
@@ -132,14 +132,14 @@ def _run_rank(config: NodeConfig, *, launch: Launch) -> bool:
         heartbeat = Heartbeat(config.state_dir, f"trainer{launch.rank}")
         cleanup.callback(heartbeat.close)
         failpoints = Failpoints.of(config, f"trainer{launch.rank}")
-        loop = RankLoop(
+        return run_rank(
+            start,
             rank=launch.rank,
             socket_dir=socket_dir(config.state_dir),
             launcher_fd=launch.launcher_fd,
             heartbeat=heartbeat,
             failpoints=failpoints,
         )
-        return loop.run(start)
 
 
 async def _serve(config: NodeConfig, *, launch: Launch) -> int:

@@ -7,7 +7,9 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from tasuki.config.schema import NodeConfig
+from tasuki.memory.stages import Stage
 from tasuki.rpc.commands import Commanded, digest
+from tasuki.rpc.stages import stage_to_proto
 from tasuki.trainer import requests, stages
 from tasuki.trainer.memory_servicer import TAGS
 from tasuki.trainer.restore import recipe
@@ -15,7 +17,6 @@ from tasuki.trainer.training import Training
 from tasuki.trainer.training_log import TrainingLog
 from tasuki.v1 import ranks_pb2, trainer_pb2, weights_pb2
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceServicer
-from tasuki.v1.types_pb2 import STAGE_LOAD_WEIGHTS
 from tasuki.wire.channel import MAX_CHUNK_BYTES
 from tasuki.wire.errors import GradientsPending
 
@@ -81,11 +82,11 @@ class TrainerServicer(TrainerServiceServicer):
         started = time.perf_counter()
         state = self._state
         async with state.turn:
-            stages.raise_unless_next(STAGE_LOAD_WEIGHTS, after=state.stage)
+            stages.raise_unless_next(Stage.LOAD_WEIGHTS, after=state.stage)
             if state.has_gradients:
                 raise GradientsPending("gradients are pending: call OptimStep or DiscardGradients before weights are published")
             answers = await self._ranks.call(ranks_pb2.TrainerRankCommand(publish_weights=request))
-            state.stage, state.published_version = STAGE_LOAD_WEIGHTS, state.policy_version
+            state.stage, state.published_version = Stage.LOAD_WEIGHTS, state.policy_version
             published = [answer.publish_weights for answer in answers]
             return trainer_pb2.PublishWeightsResponse(
                 weights=weights_pb2.PublishedWeights(
@@ -154,7 +155,7 @@ class TrainerServicer(TrainerServiceServicer):
             boot_id=state.boot_id,
             epoch=state.gate.epoch,
             sequence=state.gate.sequence,
-            stage=state.stage,
+            stage=stage_to_proto(state.stage),
             resident_tags=[tag for tag in TAGS if tag not in state.paused_tags],
             policy_version=state.policy_version,
             published_version=state.published_version,

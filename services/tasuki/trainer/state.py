@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from tasuki.memory.stages import Stage
 from tasuki.rpc.commands import CommandGate
 from tasuki.trainer.stages import raise_unless_loaded
-from tasuki.v1.types_pb2 import STAGE_UNSPECIFIED, Stage
 
 
 @dataclass(slots=True)
@@ -18,8 +18,8 @@ class TrainerState:
     """Written only by who holds `turn`."""
 
     policy_version: int
-    stage: Stage.ValueType = STAGE_UNSPECIFIED
-    """The last stage that was completed."""
+    stage: Stage | None = None
+    """The last stage that was completed; None after a start."""
     published_version: int | None = None
     has_gradients: bool = False
     paused_tags: set[int] = field(default_factory=set)

@@ -21,13 +21,8 @@ class TrainerRanks(RankFront[TrainerRankCommand, TrainerRankResult]):
     """Calls the trainer ranks, which connect by themselves."""
 
     def __init__(self, *, socket_dir: Path, num_ranks: int, collective_timeout_s: float) -> None:
-        super().__init__(
-            ranks_path(socket_dir),
-            service="trainer",
-            num_ranks=num_ranks,
-            decode=TrainerRankResult.FromString,
-            straggler_timeout_s=collective_timeout_s + _ANSWER_MARGIN_S,
-        )
+        super().__init__(ranks_path(socket_dir), TrainerRankResult, service="trainer", num_ranks=num_ranks)
+        self.straggler_timeout_s = collective_timeout_s + _ANSWER_MARGIN_S
 
     async def ready(self) -> RankReady:
         """Returns when every rank has loaded the model. Raises the error of the rank that could not."""
