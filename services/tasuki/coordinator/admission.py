@@ -37,7 +37,7 @@ from tasuki.memory.stages import RULES, Service, Stage
 from tasuki.memory.tags import MemoryTag, ServiceUsage
 from tasuki.planner.layout import Part
 from tasuki.planner.node_plan import plan_node
-from tasuki.planner.plan import PlanStage, needed_bytes
+from tasuki.planner.plan import needed_bytes
 from tasuki.wire.errors import TasukiError
 
 _log = logging.getLogger("tasuki.coordinator")
@@ -231,7 +231,7 @@ class Admission:
         except TasukiError as error:
             _log.warning("event=admission_skipped stage=%s reason=%s", Stage.LOAD_WEIGHTS, error.message)
             return {}
-        need = needed_bytes(planned, PlanStage.LOAD_WEIGHTS, has_published=False)
+        need = needed_bytes(planned, Stage.LOAD_WEIGHTS, has_published=False)
         sizes = [parts.get(Part.EXPORT, 0) for parts in need.gpus]
         return {"cpu": sum(sizes)} if self._config.device == "cpu" else {f"cuda:{i}": size for i, size in enumerate(sizes)}
 
