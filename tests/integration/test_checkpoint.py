@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tasuki.trainer.checkpoint import CheckpointFacts, load_checkpoint, save_checkpoint
+from tasuki.trainer.backends.fsdp.checkpoint import CheckpointFacts, load_checkpoint, save_checkpoint
 from tasuki.wire.errors import InvalidArgument
 
 FACTS = CheckpointFacts(policy_version=3, num_ranks=1, architecture="Linear")

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from tasuki.config.places import node_targets, pulse_dir, socket_dir
 from tasuki.config.save import save_config
 from tasuki.config.schema import ModelConfig, NodeConfig
-from tasuki.trainer.checkpoint import CheckpointFacts, load_checkpoint, save_checkpoint
-from tasuki.trainer.export import export_model
+from tasuki.trainer.backends.fsdp.checkpoint import CheckpointFacts, load_checkpoint, save_checkpoint
+from tasuki.trainer.backends.fsdp.export import export_model
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.types_pb2 import PHASE_ROLLOUT, PHASE_TRAIN, PHASE_UNSPECIFIED
 from tasuki.wire.channel import open_channel

@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor
 
 from tasuki.config.schema import NodeConfig
 from tasuki.memory import arena as native
-from tasuki.trainer.batch import count_loss_tokens, plan_micro_batches, sample_length
-from tasuki.trainer.memory import TAGS
-from tasuki.trainer.mesh import start_mesh
-from tasuki.trainer.micro_batch import loss_batch, token_batch
-from tasuki.trainer.shards import whole_tensors
+from tasuki.trainer.backends.fsdp.memory import TAGS
+from tasuki.trainer.backends.fsdp.mesh import start_mesh
+from tasuki.trainer.backends.fsdp.shards import whole_tensors
+from tasuki.trainer.data.checks import count_loss_tokens, plan_micro_batches, sample_length
+from tasuki.trainer.data.micro_batch import loss_batch, token_batch
 from tasuki.trainer.worker import PolicyLossConfig, Worker
 from tasuki.transport.imported_weights import ImportedWeights, import_weights
 from tasuki.v1.weights_pb2 import PublishedWeights, WeightHandle

@@ -16,7 +16,7 @@ from tasuki.coordinator.audit.history import read_history
 from tasuki.coordinator.journal import Journal
 from tasuki.memory.stages import Phase, Stage
 from tasuki.rpc.failpoints import NO_FAILPOINTS
-from tasuki.trainer.training_log import TrainingLog
+from tasuki.trainer.durable.training_log import TrainingLog
 from tasuki.v1 import trainer_pb2
 from tasuki.v1.ranks_pb2 import LoggedForwardBackward, TrainingRecord
 from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory, PathNotFound

@@ -15,7 +15,7 @@ import pytest
 from tasuki.cli.__main__ import main
 from tasuki.memory.stages import Phase, Service
 from tasuki.rpc.failpoints import NO_FAILPOINTS
-from tasuki.trainer.training_log import TrainingLog
+from tasuki.trainer.durable.training_log import TrainingLog
 from tasuki.v1.ranks_pb2 import LoggedForwardBackward, TrainingRecord
 from tests.unit.simulated_node import SimulatedNode
 from tests.unit.virtual_time import VirtualTimeLoop

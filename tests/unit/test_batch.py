@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasuki.trainer.batch import (
+from tasuki.trainer.data.checks import (
     BatchLimits,
     check_loss_fields,
     check_sequences,
@@ -18,7 +18,7 @@ from tasuki.trainer.batch import (
     count_loss_tokens,
     plan_micro_batches,
 )
-from tasuki.trainer.micro_batch import loss_batch, token_batch
+from tasuki.trainer.data.micro_batch import loss_batch, token_batch
 from tasuki.v1.types_pb2 import TrainingSample
 from tasuki.wire.errors import InvalidArgument, VersionOrder
 

@@ -8,7 +8,7 @@ import pytest
 
 from tasuki.config.failpoints import Action
 from tasuki.rpc.failpoints import Failpoints, plant
-from tasuki.trainer.training_log import TrainingLog, read_training_log
+from tasuki.trainer.durable.training_log import TrainingLog, read_training_log
 from tasuki.v1 import trainer_pb2
 from tasuki.v1.ranks_pb2 import TrainingRecord
 from tasuki.wire.errors import DiskFull

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from tasuki.planner.layout import GB, Checkpointing, Layout, Part
 from tasuki.planner.model_shape import shape_of
 from tasuki.planner.trainer_bytes import step_moments
-from tasuki.trainer.model import Policy
+from tasuki.trainer.backends.fsdp.model import Policy
 
 NUM_TOKENS = 2003  # a size that no parameter has
 

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tasuki.config.schema import LoraConfig
-from tasuki.trainer.checkpoint import CheckpointFacts, load_checkpoint
-from tasuki.trainer.lora import add_adapters, base_parameters, trained_parameters
+from tasuki.trainer.backends.fsdp.checkpoint import CheckpointFacts, load_checkpoint
+from tasuki.trainer.backends.fsdp.lora import add_adapters, base_parameters, trained_parameters
 from tasuki.wire.errors import InvalidArgument
 from tests.models import CONFIGS
 

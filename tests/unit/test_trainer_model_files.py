@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tasuki.trainer.model import ARCHITECTURES, read_model_config
-from tasuki.trainer.shards import load_shards
+from tasuki.trainer.backends.fsdp.model import ARCHITECTURES, read_model_config
+from tasuki.trainer.backends.fsdp.shards import load_shards
 from tasuki.transport.shards import Shard
 from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
 from tests.models import CONFIGS

@@ -13,9 +13,9 @@ from google.protobuf.message import Message
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.rpc.commands import CommandGate, digest
 from tasuki.rpc.failpoints import NO_FAILPOINTS
-from tasuki.trainer.restore import recipe, restore
-from tasuki.trainer.state import TrainerState
-from tasuki.trainer.training_log import TrainingLog, read_training_log
+from tasuki.trainer.durable.restore import recipe, restore
+from tasuki.trainer.durable.training_log import TrainingLog, read_training_log
+from tasuki.trainer.service.state import TrainerState
 from tasuki.v1 import trainer_pb2
 from tasuki.v1.ranks_pb2 import LoggedForwardBackward, TrainingRecord
 from tasuki.v1.types_pb2 import CommandId, TrainingSample

@@ -1,26 +1,47 @@
 """Python SDK of tasuki: drive a node from a training loop. Needs grpcio, protobuf and numpy; no torch."""
 
-from tasuki.client.advantages import group_advantages, has_signal
+from tasuki.algorithms.loss_types import (
+    Aggregation,
+    CispoLoss,
+    Correction,
+    GspoLoss,
+    KlEstimator,
+    LossConfig,
+    OldPolicy,
+    PolicyGradientLoss,
+    PpoLoss,
+    SftLoss,
+    ValueLoss,
+)
+
 from tasuki.client.async_client import AsyncClient
 from tasuki.client.dataset import Dataset, read_jsonl
 from tasuki.client.rewards import RewardPool
 from tasuki.client.sync_client import Client
-from tasuki.client.types import FinishReason, LossConfig, Phase, PolicyKind, Sample, SamplingParams, Stage, TrainingSample
+from tasuki.client.types import FinishReason, Phase, Role, Sample, SamplingParams, Stage, TrainingSample
 
 __all__ = [
+    "Aggregation",
     "AsyncClient",
+    "CispoLoss",
     "Client",
+    "Correction",
     "Dataset",
     "FinishReason",
+    "GspoLoss",
+    "KlEstimator",
     "LossConfig",
+    "OldPolicy",
     "Phase",
-    "PolicyKind",
+    "PolicyGradientLoss",
+    "PpoLoss",
     "RewardPool",
+    "Role",
     "Sample",
     "SamplingParams",
+    "SftLoss",
     "Stage",
     "TrainingSample",
-    "group_advantages",
-    "has_signal",
+    "ValueLoss",
     "read_jsonl",
 ]

@@ -11,6 +11,7 @@ from typing import TypeVar
 import grpc.aio
 import numpy as np
 from numpy.typing import NDArray
+from tasuki.algorithms.loss_types import LossConfig
 
 from tasuki.client import encode, generation
 from tasuki.client.connection import READ_TIMEOUT_S, Connection, resolve_target
@@ -18,11 +19,10 @@ from tasuki.client.encode import TokenIds
 from tasuki.client.types import (
     Changeover,
     ForwardBackwardResult,
-    LossConfig,
     NodeState,
     OptimStepResult,
     Phase,
-    PolicyKind,
+    Role,
     RolloutState,
     Sample,
     SamplingParams,
@@ -84,7 +84,7 @@ class AsyncClient:
     ) -> list[Sample]:
         """`num_samples` completions of each prompt: those of the first prompt first, in the order of sample_index.
 
-        All of them are made anew when rollout is lost in the middle.
+        All of them are generated again if rollout restarts.
         """
         for number in range(_MAX_LOSSES + 1):
             try:
@@ -119,16 +119,25 @@ class AsyncClient:
         if num_received != len(prompts) * num_samples:
             raise InternalError(f"rollout ended the stream after {num_received} of {len(prompts) * num_samples} samples")
 
+    async def begin_run(self, *, keep_optimizer: bool = False) -> int:
+        """Starts the schedules of all roles at step 0, with fresh optimizer state unless it is kept. Returns the policy version."""
+
+        async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.BeginRunResponse:
+            request = trainer_pb2.BeginRunRequest(command=command, keep_optimizer=keep_optimizer)
+            return await (await self._connection.trainer()).BeginRun(request, timeout=timeout_s)
+
+        return (await self._train(give)).policy_version
+
     async def forward_backward(
-        self, samples: Sequence[TrainingSample], loss: LossConfig | None = None
+        self, samples: Sequence[TrainingSample], loss: LossConfig | None = None, *, role: Role = Role.POLICY
     ) -> ForwardBackwardResult:
-        """Adds gradients of the loss over all samples; the loss is a mean over their counted tokens."""
+        """Adds gradients of the loss over all samples to those of `role`. By default the loss is PPO's, as a mean over counted tokens."""
         chunks = encode.training_chunks(samples)
         loss_config = encode.loss_to_proto(loss or LossConfig())
 
         async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.ForwardBackwardResponse:
             def messages() -> Iterator[trainer_pb2.ForwardBackwardRequest]:
-                header = trainer_pb2.ForwardBackwardHeader(command=command, loss=loss_config)
+                header = trainer_pb2.ForwardBackwardHeader(command=command, role=encode.role_to_proto(role), loss=loss_config)
                 yield trainer_pb2.ForwardBackwardRequest(header=header)
                 for chunk in chunks:
                     yield trainer_pb2.ForwardBackwardRequest(samples=chunk)
@@ -137,31 +146,38 @@ class AsyncClient:
 
         return encode.forward_backward_from_proto(await self._train(give))
 
-    async def optim_step(self, *, learning_rate: float | None = None) -> OptimStepResult:
-        """Clips the gradients and makes one AdamW step; `learning_rate` replaces the schedule's rate for this step."""
+    async def optim_step(
+        self, *, role: Role = Role.POLICY, learning_rate: float | None = None, schedule_step: int | None = None
+    ) -> OptimStepResult:
+        """Clips the gradients of `role` and makes one AdamW step.
+
+        learning_rate: replaces the schedule's for this step. schedule_step: place in the schedule; by default steps since begin_run.
+        """
 
         async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.OptimStepResponse:
-            request = trainer_pb2.OptimStepRequest(command=command, learning_rate=learning_rate)
+            request = trainer_pb2.OptimStepRequest(
+                command=command, role=encode.role_to_proto(role), learning_rate=learning_rate, schedule_step=schedule_step
+            )
             return await (await self._connection.trainer()).OptimStep(request, timeout=timeout_s)
 
         done = await self._train(give)
-        return OptimStepResult(done.policy_version, done.grad_norm, done.learning_rate, done.seconds)
+        return OptimStepResult(done.version, done.grad_norm, done.learning_rate, done.seconds, done.is_skipped)
 
-    async def discard_gradients(self) -> None:
+    async def discard_gradients(self, *, role: Role = Role.POLICY) -> None:
         """Clears accumulated gradients without a step."""
 
         async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.DiscardGradientsResponse:
-            request = trainer_pb2.DiscardGradientsRequest(command=command)
+            request = trainer_pb2.DiscardGradientsRequest(command=command, role=encode.role_to_proto(role))
             return await (await self._connection.trainer()).DiscardGradients(request, timeout=timeout_s)
 
         await self._train(give)
 
     async def compute_log_probs(
-        self, samples: Sequence[TrainingSample], *, policy: PolicyKind = PolicyKind.POLICY, temperature: float | None = None
+        self, samples: Sequence[TrainingSample], *, role: Role = Role.POLICY
     ) -> list[NDArray[np.float32]]:
-        """Log-probability of each completion token, one array for each sample, in their order."""
+        """Log-probability of each completion token at its sample's temperature: [T] for each sample, in their order."""
         chunks = encode.training_chunks(samples)
-        header = trainer_pb2.ComputeLogProbsHeader(policy=encode.policy_to_proto(policy), temperature=temperature)
+        header = trainer_pb2.ComputeLogProbsHeader(role=encode.role_to_proto(role))
 
         async def give(command: types_pb2.CommandId, timeout_s: float) -> list[NDArray[np.float32]]:
             def messages() -> Iterator[trainer_pb2.ComputeLogProbsRequest]:
@@ -172,10 +188,18 @@ class AsyncClient:
             call = (await self._connection.trainer()).ComputeLogProbs(messages(), timeout=timeout_s)
             return [np.array(one.log_probs, dtype=np.float32) async for response in call for one in response.samples]
 
-        log_probs = await self._train(give)
-        if len(log_probs) != len(samples):
-            raise InternalError(f"trainer answered for {len(log_probs)} of {len(samples)} samples")
-        return log_probs
+        return _complete(await self._train(give), num_samples=len(samples))
+
+    async def compute_values(self, samples: Sequence[TrainingSample]) -> list[NDArray[np.float32]]:
+        """The critic's value of each completion token, from the tokens before it: [T] for each sample, in their order."""
+        chunks = encode.training_chunks(samples)
+
+        async def give(command: types_pb2.CommandId, timeout_s: float) -> list[NDArray[np.float32]]:
+            messages = (trainer_pb2.ComputeValuesRequest(samples=chunk) for chunk in chunks)
+            call = (await self._connection.trainer()).ComputeValues(messages, timeout=timeout_s)
+            return [np.array(one.values, dtype=np.float32) async for response in call for one in response.samples]
+
+        return _complete(await self._train(give), num_samples=len(samples))
 
     async def save(self, path: Path | str) -> SaveResult:
         """Writes model, optimizer, random state and version into a folder that does not exist yet, for `load`."""
@@ -291,6 +315,12 @@ class AsyncClient:
         except WrongPhase:
             await self.acquire(Phase.TRAIN)
             return await self._connection.command(give, timeout_s=self._timeout_s)
+
+
+def _complete(scores: list[NDArray[np.float32]], *, num_samples: int) -> list[NDArray[np.float32]]:
+    if len(scores) != num_samples:
+        raise InternalError(f"trainer answered for {len(scores)} of {num_samples} samples")
+    return scores
 
 
 def _absolute(path: Path | str) -> str:

@@ -9,15 +9,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from tasuki.algorithms.loss_types import Loss, LossConfig
 
 from tasuki.client.types import (
     Changeover,
     FinishReason,
     ForwardBackwardResult,
-    LossConfig,
     NodeState,
     Phase,
-    PolicyKind,
+    Role,
     RolloutState,
     Sample,
     SamplingParams,
@@ -27,12 +27,17 @@ from tasuki.client.types import (
     TrainerState,
     TrainingSample,
 )
-from tasuki.v1 import coordinator_pb2, rollout_pb2, trainer_pb2, types_pb2
+from tasuki.v1 import coordinator_pb2, loss_pb2, rollout_pb2, trainer_pb2, types_pb2
 from tasuki.wire.channel import MAX_CHUNK_BYTES
 from tasuki.wire.errors import InvalidArgument
 
 TokenIds = Sequence[int] | NDArray[np.int32]
 _Part = TypeVar("_Part", rollout_pb2.Prompt, types_pb2.TrainingSample)
+_LOSS_FIELDS = {
+    field.message_type.name: field.name
+    for field in loss_pb2.LossConfig.DESCRIPTOR.oneofs_by_name["loss"].fields
+    if field.message_type is not None
+}
 # Tag and length of one entry of a repeated field.
 _ENTRY_OVERHEAD_BYTES = 8
 
@@ -41,8 +46,33 @@ def sampling_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
     return types_pb2.SamplingParams(**_set_fields(params))
 
 
-def loss_to_proto(loss: LossConfig) -> trainer_pb2.LossConfig:
-    return trainer_pb2.LossConfig(**_set_fields(loss))
+def loss_to_proto(loss: LossConfig) -> loss_pb2.LossConfig:
+    """A loss's message has the name and the fields of its dataclass."""
+    message = loss_pb2.LossConfig(
+        aggregation=loss_pb2.Aggregation.Value(f"AGGREGATION_{loss.aggregation.upper()}"),
+        aggregation_length=loss.aggregation_length,
+        kl_coef=loss.kl_coef,
+        kl_estimator=loss_pb2.KlEstimator.Value(f"KL_ESTIMATOR_{loss.kl_estimator.upper()}"),
+        entropy_coef=loss.entropy_coef,
+        old_policy=loss_pb2.OldPolicy.Value(f"OLD_POLICY_{loss.old_policy.upper()}"),
+        correction=loss_pb2.Correction(
+            token_truncation=loss.correction.token_truncation,
+            sequence_truncation=loss.correction.sequence_truncation,
+            token_mask=_bounds(loss.correction.token_mask),
+            geometric_mask=_bounds(loss.correction.geometric_mask),
+        ),
+        denominator=loss.denominator,
+    )
+    # Also where nothing is set: then nothing is corrected.
+    message.correction.SetInParent()
+    kind = _LOSS_FIELDS[type(loss.loss).__name__]
+    getattr(message, kind).SetInParent()
+    getattr(message, kind).MergeFrom(type(getattr(message, kind))(**_set_fields(loss.loss)))
+    return message
+
+
+def _bounds(bounds: tuple[float, float] | None) -> loss_pb2.RatioBounds | None:
+    return None if bounds is None else loss_pb2.RatioBounds(low=bounds[0], high=bounds[1])
 
 
 def prompt_to_proto(token_ids: TokenIds, *, index: int) -> rollout_pb2.Prompt:
@@ -62,6 +92,10 @@ def training_sample_to_proto(sample: TrainingSample, *, index: int) -> types_pb2
             ref_log_probs=sample.ref_log_probs,
             loss_mask=sample.loss_mask,
             policy_version=sample.policy_version,
+            temperature=sample.temperature,
+            old_log_probs=sample.old_log_probs,
+            values=sample.values,
+            returns=sample.returns,
         )
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"samples[{index}]", f"cannot be sent: {error}") from error
@@ -82,8 +116,8 @@ def phase_to_proto(phase: Phase) -> types_pb2.Phase.ValueType:
     return types_pb2.Phase.Value(f"PHASE_{phase}")
 
 
-def policy_to_proto(policy: PolicyKind) -> trainer_pb2.PolicyKind.ValueType:
-    return trainer_pb2.PolicyKind.Value(f"POLICY_KIND_{policy}")
+def role_to_proto(role: Role) -> types_pb2.Role.ValueType:
+    return types_pb2.Role.Value(f"ROLE_{role}")
 
 
 def state_from_proto(state: coordinator_pb2.NodeState) -> NodeState:
@@ -148,7 +182,7 @@ def cut(parts: Sequence[_Part], *, field: str, max_parts: int = sys.maxsize) -> 
         yield start, parts[start:]
 
 
-def _set_fields(value: SamplingParams | LossConfig) -> dict[str, Any]:
+def _set_fields(value: SamplingParams | Loss) -> dict[str, Any]:
     """Fields by name, without those that are None."""
     pairs = ((field.name, getattr(value, field.name)) for field in fields(value))
     return {name: given for name, given in pairs if given is not None}
@@ -167,7 +201,8 @@ def _status_from_proto(status: coordinator_pb2.StageStatus.ValueType) -> StageSt
 
 
 def forward_backward_from_proto(done: trainer_pb2.ForwardBackwardResponse) -> ForwardBackwardResult:
-    return ForwardBackwardResult(**{field.name: getattr(done, field.name) for field in fields(ForwardBackwardResult)})
+    values: dict[str, Any] = {field.name: getattr(done, field.name) for field in fields(ForwardBackwardResult)}
+    return ForwardBackwardResult(**values | {"metrics": dict(done.metrics)})
 
 
 def trainer_state_from_proto(state: trainer_pb2.GetTrainerStateResponse) -> TrainerState:

@@ -11,17 +11,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from tasuki.algorithms.loss_types import LossConfig
 
 from tasuki.client.async_client import AsyncClient
 from tasuki.client.encode import TokenIds
 from tasuki.client.types import (
     Changeover,
     ForwardBackwardResult,
-    LossConfig,
     NodeState,
     OptimStepResult,
     Phase,
-    PolicyKind,
+    Role,
     RolloutState,
     Sample,
     SamplingParams,
@@ -75,19 +75,27 @@ class Client:
     ) -> Generator[Sample, None, None]:
         return self._iterate(self._client.generate_stream(prompts, sampling_params, num_samples=num_samples))
 
-    def forward_backward(self, samples: Sequence[TrainingSample], loss: LossConfig | None = None) -> ForwardBackwardResult:
-        return self._run(self._client.forward_backward(samples, loss))
+    def begin_run(self, *, keep_optimizer: bool = False) -> int:
+        return self._run(self._client.begin_run(keep_optimizer=keep_optimizer))
 
-    def optim_step(self, *, learning_rate: float | None = None) -> OptimStepResult:
-        return self._run(self._client.optim_step(learning_rate=learning_rate))
+    def forward_backward(
+        self, samples: Sequence[TrainingSample], loss: LossConfig | None = None, *, role: Role = Role.POLICY
+    ) -> ForwardBackwardResult:
+        return self._run(self._client.forward_backward(samples, loss, role=role))
 
-    def discard_gradients(self) -> None:
-        self._run(self._client.discard_gradients())
+    def optim_step(
+        self, *, role: Role = Role.POLICY, learning_rate: float | None = None, schedule_step: int | None = None
+    ) -> OptimStepResult:
+        return self._run(self._client.optim_step(role=role, learning_rate=learning_rate, schedule_step=schedule_step))
 
-    def compute_log_probs(
-        self, samples: Sequence[TrainingSample], *, policy: PolicyKind = PolicyKind.POLICY, temperature: float | None = None
-    ) -> list[NDArray[np.float32]]:
-        return self._run(self._client.compute_log_probs(samples, policy=policy, temperature=temperature))
+    def discard_gradients(self, *, role: Role = Role.POLICY) -> None:
+        self._run(self._client.discard_gradients(role=role))
+
+    def compute_log_probs(self, samples: Sequence[TrainingSample], *, role: Role = Role.POLICY) -> list[NDArray[np.float32]]:
+        return self._run(self._client.compute_log_probs(samples, role=role))
+
+    def compute_values(self, samples: Sequence[TrainingSample]) -> list[NDArray[np.float32]]:
+        return self._run(self._client.compute_values(samples))
 
     def save(self, path: Path | str) -> SaveResult:
         return self._run(self._client.save(path))

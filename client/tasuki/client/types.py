@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -51,11 +51,14 @@ class FinishReason(StrEnum):
     """Cut by a drain; the tokens so far are valid for the sample's policy version."""
 
 
-class PolicyKind(StrEnum):
-    """Whose log-probabilities."""
+class Role(StrEnum):
+    """What a network of the trainer is for."""
 
     POLICY = "POLICY"
     REFERENCE = "REFERENCE"
+    """Frozen weights that training started from."""
+    CRITIC = "CRITIC"
+    """Gives values to tokens; only where the node has a table [trainer.critic]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,59 +97,57 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingSample:
-    """One sequence to learn from or to score. Per-token fields have T entries, one for each completion token."""
+    """One sequence to learn from or to score. Per-token fields have T entries, one for each completion token, or none."""
 
     prompt_token_ids: Sequence[int] | NDArray[np.int32]
     completion_token_ids: Sequence[int] | NDArray[np.int32]
     """[T], at least one."""
     rollout_log_probs: Sequence[float] | NDArray[np.float32] = ()
-    """[T]. forward_backward needs them, compute_log_probs ignores them."""
+    """Needed by every policy loss but SftLoss."""
     advantages: float | Sequence[float] | NDArray[np.float32] = ()
-    """[T], or one number for the whole completion."""
+    """[T], or one number for the whole completion. Needed by every policy loss but SftLoss."""
     ref_log_probs: Sequence[float] | NDArray[np.float32] = ()
-    """[T] when kl_coef is not 0, else empty."""
+    """Needed when kl_coef is not 0."""
     loss_mask: Sequence[float] | NDArray[np.float32] = ()
-    """[T] of 0 and 1; empty counts every token."""
+    """0 and 1; empty counts every token."""
     policy_version: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossConfig:
-    """Loss of one forward_backward; None takes the trainer's default."""
-
-    clip_low: float | None = None
-    clip_high: float | None = None
-    kl_coef: float | None = None
+    """Version of the weights that made the sample."""
     temperature: float | None = None
-    """That the samples were drawn with."""
+    """That the sample was drawn with; None is 1."""
+    old_log_probs: Sequence[float] | NDArray[np.float32] = ()
+    """The policy's before the first of several steps on the batch. Needed with OldPolicy.GIVEN."""
+    values: Sequence[float] | NDArray[np.float32] = ()
+    """The critic's before the first step on the batch. Needed by a clipped ValueLoss."""
+    returns: Sequence[float] | NDArray[np.float32] = ()
+    """What the values should be. Needed by ValueLoss."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackwardResult:
-    """Token means over one forward_backward."""
+    """One forward_backward, over all its samples."""
 
     loss: float
     num_samples: int
     num_tokens: int
-    clip_fraction: float
-    ref_kl: float
-    max_log_prob_gap: float
-    """|trainer - rollout| over tokens that the present policy version made; 0 with num_gap_tokens 0."""
-    mean_log_prob_gap: float
-    num_gap_tokens: int
-    entropy: float
+    """That counted in the loss."""
+    denominator: float
+    """What the sum over tokens was divided by."""
+    metrics: Mapping[str, float]
+    """By name, see docs/algorithms.md; a mean over nothing is left out."""
     num_micro_batches: int
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class OptimStepResult:
-    policy_version: int
-    """After the step."""
+    version: int
+    """Of the role, after the step."""
     grad_norm: float
     """Before clipping."""
     learning_rate: float
     seconds: float
+    is_skipped: bool
+    """Whether the gradients were not finite, and were dropped without a step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,13 +22,14 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from tasuki.v1 import loss_pb2 as tasuki_dot_v1_dot_loss__pb2
 from tasuki.v1 import memory_pb2 as tasuki_dot_v1_dot_memory__pb2
 from tasuki.v1 import trainer_pb2 as tasuki_dot_v1_dot_trainer__pb2
 from tasuki.v1 import types_pb2 as tasuki_dot_v1_dot_types__pb2
 from tasuki.v1 import weights_pb2 as tasuki_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tasuki/v1/ranks.proto\x12\ttasuki.v1\x1a\x16tasuki/v1/memory.proto\x1a\x17tasuki/v1/trainer.proto\x1a\x15tasuki/v1/types.proto\x1a\x17tasuki/v1/weights.proto\"\xf3\x05\n\x12TrainerRankCommand\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12:\n\x10\x66orward_backward\x18\x02 \x01(\x0b\x32\x1e.tasuki.v1.RankForwardBackwardH\x00\x12\x31\n\noptim_step\x18\x03 \x01(\x0b\x32\x1b.tasuki.v1.OptimStepRequestH\x00\x12?\n\x11\x64iscard_gradients\x18\x04 \x01(\x0b\x32\".tasuki.v1.DiscardGradientsRequestH\x00\x12;\n\x11\x63ompute_log_probs\x18\x05 \x01(\x0b\x32\x1e.tasuki.v1.RankComputeLogProbsH\x00\x12;\n\x0fpublish_weights\x18\x06 \x01(\x0b\x32 .tasuki.v1.PublishWeightsRequestH\x00\x12=\n\x10withdraw_weights\x18\x07 \x01(\x0b\x32!.tasuki.v1.WithdrawWeightsRequestH\x00\x12;\n\x0fsave_checkpoint\x18\x08 \x01(\x0b\x32 .tasuki.v1.SaveCheckpointRequestH\x00\x12;\n\x0fload_checkpoint\x18\t \x01(\x0b\x32 .tasuki.v1.LoadCheckpointRequestH\x00\x12\x35\n\x0c\x65xport_model\x18\n \x01(\x0b\x32\x1d.tasuki.v1.ExportModelRequestH\x00\x12(\n\x05pause\x18\x0b \x01(\x0b\x32\x17.tasuki.v1.PauseRequestH\x00\x12*\n\x06resume\x18\x0c \x01(\x0b\x32\x18.tasuki.v1.ResumeRequestH\x00\x12/\n\tget_usage\x18\r \x01(\x0b\x32\x1a.tasuki.v1.GetUsageRequestH\x00\x12#\n\x04stop\x18\x0e \x01(\x0b\x32\x13.tasuki.v1.RankStopH\x00\x42\t\n\x07\x63ommand\"\xa4\x06\n\x11TrainerRankResult\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12#\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x14.tasuki.v1.RankError\x12>\n\x10\x66orward_backward\x18\x04 \x01(\x0b\x32\".tasuki.v1.ForwardBackwardResponseH\x00\x12\x32\n\noptim_step\x18\x05 \x01(\x0b\x32\x1c.tasuki.v1.OptimStepResponseH\x00\x12@\n\x11\x64iscard_gradients\x18\x06 \x01(\x0b\x32#.tasuki.v1.DiscardGradientsResponseH\x00\x12\x34\n\x11\x63ompute_log_probs\x18\x07 \x01(\x0b\x32\x17.tasuki.v1.RankLogProbsH\x00\x12\x33\n\x0fpublish_weights\x18\x08 \x01(\x0b\x32\x18.tasuki.v1.RankPublishedH\x00\x12>\n\x10withdraw_weights\x18\t \x01(\x0b\x32\".tasuki.v1.WithdrawWeightsResponseH\x00\x12<\n\x0fsave_checkpoint\x18\n \x01(\x0b\x32!.tasuki.v1.SaveCheckpointResponseH\x00\x12<\n\x0fload_checkpoint\x18\x0b \x01(\x0b\x32!.tasuki.v1.LoadCheckpointResponseH\x00\x12\x36\n\x0c\x65xport_model\x18\x0c \x01(\x0b\x32\x1e.tasuki.v1.ExportModelResponseH\x00\x12)\n\x05pause\x18\r \x01(\x0b\x32\x18.tasuki.v1.PauseResponseH\x00\x12+\n\x06resume\x18\x0e \x01(\x0b\x32\x19.tasuki.v1.ResumeResponseH\x00\x12\x30\n\tget_usage\x18\x0f \x01(\x0b\x32\x1b.tasuki.v1.GetUsageResponseH\x00\x12%\n\x05ready\x18\x10 \x01(\x0b\x32\x14.tasuki.v1.RankReadyH\x00\x42\x08\n\x06result\"\x93\x01\n\tRankError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x34\n\x08metadata\x18\x03 \x03(\x0b\x32\".tasuki.v1.RankError.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"t\n\tRankReady\x12\x16\n\x0enum_parameters\x18\x01 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x04 \x01(\r\x12\x0b\n\x03pid\x18\x05 \x01(\r\"\n\n\x08RankStop\"\x9e\x01\n\x13RankForwardBackward\x12#\n\x04loss\x18\x01 \x01(\x0b\x32\x15.tasuki.v1.LossConfig\x12\x31\n\rmicro_batches\x18\x02 \x03(\x0b\x32\x1a.tasuki.v1.TrainingSamples\x12\x17\n\x0fnum_loss_tokens\x18\x03 \x01(\x01\x12\x16\n\x0enum_gap_tokens\x18\x04 \x01(\x04\"\x84\x01\n\x13RankComputeLogProbs\x12%\n\x06policy\x18\x01 \x01(\x0e\x32\x15.tasuki.v1.PolicyKind\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\x31\n\rmicro_batches\x18\x03 \x03(\x0b\x32\x1a.tasuki.v1.TrainingSamples\"9\n\x0cRankLogProbs\x12)\n\x07samples\x18\x01 \x03(\x0b\x32\x18.tasuki.v1.TokenLogProbs\"Q\n\rRankPublished\x12\'\n\x06handle\x18\x01 \x01(\x0b\x32\x17.tasuki.v1.WeightHandle\x12\x17\n\x0fpublished_bytes\x18\x02 \x01(\x04\"\xf8\x01\n\x11\x45ngineRankCommand\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12\x15\n\rreply_address\x18\x02 \x01(\t\x12,\n\x07receive\x18\x03 \x01(\x0b\x32\x19.tasuki.v1.ReceiveCommandH\x00\x12(\n\x05pause\x18\x04 \x01(\x0b\x32\x17.tasuki.v1.PauseRequestH\x00\x12*\n\x06resume\x18\x05 \x01(\x0b\x32\x18.tasuki.v1.ResumeRequestH\x00\x12/\n\tget_usage\x18\x06 \x01(\x0b\x32\x1a.tasuki.v1.GetUsageRequestH\x00\x42\t\n\x07\x63ommand\"\x88\x01\n\x0eReceiveCommand\x12,\n\x07weights\x18\x01 \x01(\x0b\x32\x1b.tasuki.v1.PublishedWeights\x12\x19\n\x11import_timeout_ms\x18\x02 \x01(\r\x12\x15\n\rknown_layouts\x18\x03 \x03(\x0c\x12\x16\n\x0e\x66ull_read_back\x18\x04 \x01(\x08\"\x94\x02\n\x10\x45ngineRankResult\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12#\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x14.tasuki.v1.RankError\x12+\n\x07receive\x18\x04 \x01(\x0b\x32\x18.tasuki.v1.ReceiveResultH\x00\x12)\n\x05pause\x18\x05 \x01(\x0b\x32\x18.tasuki.v1.PauseResponseH\x00\x12+\n\x06resume\x18\x06 \x01(\x0b\x32\x19.tasuki.v1.ResumeResponseH\x00\x12\x30\n\tget_usage\x18\x07 \x01(\x0b\x32\x1b.tasuki.v1.GetUsageResponseH\x00\x42\x08\n\x06result\"\xcb\x01\n\rReceiveResult\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x14\n\x0c\x63opied_bytes\x18\x02 \x01(\x04\x12\x16\n\x0e\x66\x61llback_names\x18\x03 \x03(\t\x12\"\n\x07timings\x18\x04 \x03(\x0b\x32\x11.tasuki.v1.Timing\x12+\n\tchecksums\x18\x05 \x03(\x0b\x32\x18.tasuki.v1.PieceChecksum\x12\x15\n\rlayout_digest\x18\x06 \x01(\x0c\x12\x0c\n\x04sums\x18\x07 \x01(\x0c\"_\n\rPieceChecksum\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0f\n\x07strides\x18\x04 \x03(\x04\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x06\"\xf1\x02\n\x0eTrainingRecord\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x0e\n\x06recipe\x18\x03 \x01(\t\x12\x36\n\ncheckpoint\x18\x04 \x01(\x0b\x32 .tasuki.v1.LoadCheckpointRequestH\x00\x12<\n\x10\x66orward_backward\x18\x05 \x01(\x0b\x32 .tasuki.v1.LoggedForwardBackwardH\x00\x12\x31\n\noptim_step\x18\x06 \x01(\x0b\x32\x1b.tasuki.v1.OptimStepRequestH\x00\x12?\n\x11\x64iscard_gradients\x18\x07 \x01(\x0b\x32\".tasuki.v1.DiscardGradientsRequestH\x00\x12\x36\n\x0bsave_answer\x18\x08 \x01(\x0b\x32!.tasuki.v1.SaveCheckpointResponseB\t\n\x07\x63ommand\"h\n\x15LoggedForwardBackward\x12#\n\x04loss\x18\x01 \x01(\x0b\x32\x15.tasuki.v1.LossConfig\x12*\n\x07samples\x18\x02 \x03(\x0b\x32\x19.tasuki.v1.TrainingSampleb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tasuki/v1/ranks.proto\x12\ttasuki.v1\x1a\x14tasuki/v1/loss.proto\x1a\x16tasuki/v1/memory.proto\x1a\x17tasuki/v1/trainer.proto\x1a\x15tasuki/v1/types.proto\x1a\x17tasuki/v1/weights.proto\"\x8e\x06\n\x12TrainerRankCommand\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12:\n\x10\x66orward_backward\x18\x02 \x01(\x0b\x32\x1e.tasuki.v1.RankForwardBackwardH\x00\x12\x31\n\noptim_step\x18\x03 \x01(\x0b\x32\x1b.tasuki.v1.OptimStepRequestH\x00\x12?\n\x11\x64iscard_gradients\x18\x04 \x01(\x0b\x32\".tasuki.v1.DiscardGradientsRequestH\x00\x12%\n\x05score\x18\x05 \x01(\x0b\x32\x14.tasuki.v1.RankScoreH\x00\x12;\n\x0fpublish_weights\x18\x06 \x01(\x0b\x32 .tasuki.v1.PublishWeightsRequestH\x00\x12=\n\x10withdraw_weights\x18\x07 \x01(\x0b\x32!.tasuki.v1.WithdrawWeightsRequestH\x00\x12;\n\x0fsave_checkpoint\x18\x08 \x01(\x0b\x32 .tasuki.v1.SaveCheckpointRequestH\x00\x12;\n\x0fload_checkpoint\x18\t \x01(\x0b\x32 .tasuki.v1.LoadCheckpointRequestH\x00\x12\x35\n\x0c\x65xport_model\x18\n \x01(\x0b\x32\x1d.tasuki.v1.ExportModelRequestH\x00\x12(\n\x05pause\x18\x0b \x01(\x0b\x32\x17.tasuki.v1.PauseRequestH\x00\x12*\n\x06resume\x18\x0c \x01(\x0b\x32\x18.tasuki.v1.ResumeRequestH\x00\x12/\n\tget_usage\x18\r \x01(\x0b\x32\x1a.tasuki.v1.GetUsageRequestH\x00\x12#\n\x04stop\x18\x0e \x01(\x0b\x32\x13.tasuki.v1.RankStopH\x00\x12/\n\tbegin_run\x18\x0f \x01(\x0b\x32\x1a.tasuki.v1.BeginRunRequestH\x00\x42\t\n\x07\x63ommand\"\xbf\x06\n\x11TrainerRankResult\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12#\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x14.tasuki.v1.RankError\x12\x35\n\x10\x66orward_backward\x18\x04 \x01(\x0b\x32\x19.tasuki.v1.RankLossReportH\x00\x12\x32\n\noptim_step\x18\x05 \x01(\x0b\x32\x1c.tasuki.v1.OptimStepResponseH\x00\x12@\n\x11\x64iscard_gradients\x18\x06 \x01(\x0b\x32#.tasuki.v1.DiscardGradientsResponseH\x00\x12&\n\x05score\x18\x07 \x01(\x0b\x32\x15.tasuki.v1.RankScoresH\x00\x12\x33\n\x0fpublish_weights\x18\x08 \x01(\x0b\x32\x18.tasuki.v1.RankPublishedH\x00\x12>\n\x10withdraw_weights\x18\t \x01(\x0b\x32\".tasuki.v1.WithdrawWeightsResponseH\x00\x12<\n\x0fsave_checkpoint\x18\n \x01(\x0b\x32!.tasuki.v1.SaveCheckpointResponseH\x00\x12<\n\x0fload_checkpoint\x18\x0b \x01(\x0b\x32!.tasuki.v1.LoadCheckpointResponseH\x00\x12\x36\n\x0c\x65xport_model\x18\x0c \x01(\x0b\x32\x1e.tasuki.v1.ExportModelResponseH\x00\x12)\n\x05pause\x18\r \x01(\x0b\x32\x18.tasuki.v1.PauseResponseH\x00\x12+\n\x06resume\x18\x0e \x01(\x0b\x32\x19.tasuki.v1.ResumeResponseH\x00\x12\x30\n\tget_usage\x18\x0f \x01(\x0b\x32\x1b.tasuki.v1.GetUsageResponseH\x00\x12%\n\x05ready\x18\x10 \x01(\x0b\x32\x14.tasuki.v1.RankReadyH\x00\x12\x30\n\tbegin_run\x18\x11 \x01(\x0b\x32\x1b.tasuki.v1.BeginRunResponseH\x00\x42\x08\n\x06result\"\x93\x01\n\tRankError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x34\n\x08metadata\x18\x03 \x03(\x0b\x32\".tasuki.v1.RankError.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"i\n\tRankReady\x12#\n\x05roles\x18\x01 \x03(\x0b\x32\x14.tasuki.v1.RoleState\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x04 \x01(\r\x12\x0b\n\x03pid\x18\x05 \x01(\r\"\n\n\x08RankStop\"\x8a\x01\n\x13RankForwardBackward\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.tasuki.v1.Role\x12#\n\x04loss\x18\x02 \x01(\x0b\x32\x15.tasuki.v1.LossConfig\x12/\n\rmicro_batches\x18\x03 \x03(\x0b\x32\x18.tasuki.v1.SampleColumns\"\xf3\x01\n\rSampleColumns\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\x0c\x12\x1d\n\x15num_completion_tokens\x18\x02 \x01(\x0c\x12\x17\n\x0fpolicy_versions\x18\x03 \x01(\x0c\x12\x14\n\x0ctemperatures\x18\x04 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\x12\x36\n\x07\x63olumns\x18\x06 \x03(\x0b\x32%.tasuki.v1.SampleColumns.ColumnsEntry\x1a.\n\x0c\x43olumnsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"\x9e\x01\n\x0eRankLossReport\x12\x0c\n\x04loss\x18\x01 \x01(\x01\x12\x37\n\x07metrics\x18\x02 \x03(\x0b\x32&.tasuki.v1.RankLossReport.MetricsEntry\x1a\x45\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12$\n\x05value\x18\x02 \x01(\x0b\x32\x15.tasuki.v1.RankMetric:\x02\x38\x01\"?\n\nRankMetric\x12\r\n\x05total\x18\x01 \x01(\x01\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\x12\n\nis_maximum\x18\x03 \x01(\x08\"[\n\tRankScore\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.tasuki.v1.Role\x12/\n\rmicro_batches\x18\x02 \x03(\x0b\x32\x18.tasuki.v1.SampleColumns\"#\n\nRankScores\x12\x15\n\rmicro_batches\x18\x01 \x03(\x0c\"Q\n\rRankPublished\x12\'\n\x06handle\x18\x01 \x01(\x0b\x32\x17.tasuki.v1.WeightHandle\x12\x17\n\x0fpublished_bytes\x18\x02 \x01(\x04\"\xf8\x01\n\x11\x45ngineRankCommand\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12\x15\n\rreply_address\x18\x02 \x01(\t\x12,\n\x07receive\x18\x03 \x01(\x0b\x32\x19.tasuki.v1.ReceiveCommandH\x00\x12(\n\x05pause\x18\x04 \x01(\x0b\x32\x17.tasuki.v1.PauseRequestH\x00\x12*\n\x06resume\x18\x05 \x01(\x0b\x32\x18.tasuki.v1.ResumeRequestH\x00\x12/\n\tget_usage\x18\x06 \x01(\x0b\x32\x1a.tasuki.v1.GetUsageRequestH\x00\x42\t\n\x07\x63ommand\"\x88\x01\n\x0eReceiveCommand\x12,\n\x07weights\x18\x01 \x01(\x0b\x32\x1b.tasuki.v1.PublishedWeights\x12\x19\n\x11import_timeout_ms\x18\x02 \x01(\r\x12\x15\n\rknown_layouts\x18\x03 \x03(\x0c\x12\x16\n\x0e\x66ull_read_back\x18\x04 \x01(\x08\"\x94\x02\n\x10\x45ngineRankResult\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12#\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x14.tasuki.v1.RankError\x12+\n\x07receive\x18\x04 \x01(\x0b\x32\x18.tasuki.v1.ReceiveResultH\x00\x12)\n\x05pause\x18\x05 \x01(\x0b\x32\x18.tasuki.v1.PauseResponseH\x00\x12+\n\x06resume\x18\x06 \x01(\x0b\x32\x19.tasuki.v1.ResumeResponseH\x00\x12\x30\n\tget_usage\x18\x07 \x01(\x0b\x32\x1b.tasuki.v1.GetUsageResponseH\x00\x42\x08\n\x06result\"\xcb\x01\n\rReceiveResult\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x14\n\x0c\x63opied_bytes\x18\x02 \x01(\x04\x12\x16\n\x0e\x66\x61llback_names\x18\x03 \x03(\t\x12\"\n\x07timings\x18\x04 \x03(\x0b\x32\x11.tasuki.v1.Timing\x12+\n\tchecksums\x18\x05 \x03(\x0b\x32\x18.tasuki.v1.PieceChecksum\x12\x15\n\rlayout_digest\x18\x06 \x01(\x0c\x12\x0c\n\x04sums\x18\x07 \x01(\x0c\"_\n\rPieceChecksum\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0f\n\x07strides\x18\x04 \x03(\x04\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x06\"\xa2\x03\n\x0eTrainingRecord\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x0e\n\x06recipe\x18\x03 \x01(\t\x12\x36\n\ncheckpoint\x18\x04 \x01(\x0b\x32 .tasuki.v1.LoadCheckpointRequestH\x00\x12<\n\x10\x66orward_backward\x18\x05 \x01(\x0b\x32 .tasuki.v1.LoggedForwardBackwardH\x00\x12\x31\n\noptim_step\x18\x06 \x01(\x0b\x32\x1b.tasuki.v1.OptimStepRequestH\x00\x12?\n\x11\x64iscard_gradients\x18\x07 \x01(\x0b\x32\".tasuki.v1.DiscardGradientsRequestH\x00\x12/\n\tbegin_run\x18\t \x01(\x0b\x32\x1a.tasuki.v1.BeginRunRequestH\x00\x12\x36\n\x0bsave_answer\x18\x08 \x01(\x0b\x32!.tasuki.v1.SaveCheckpointResponseB\t\n\x07\x63ommand\"\x87\x01\n\x15LoggedForwardBackward\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.tasuki.v1.Role\x12#\n\x04loss\x18\x02 \x01(\x0b\x32\x15.tasuki.v1.LossConfig\x12*\n\x07samples\x18\x03 \x03(\x0b\x32\x19.tasuki.v1.TrainingSampleb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,38 +38,52 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RANKERROR_METADATAENTRY']._loaded_options = None
   _globals['_RANKERROR_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_TRAINERRANKCOMMAND']._serialized_start=134
-  _globals['_TRAINERRANKCOMMAND']._serialized_end=889
-  _globals['_TRAINERRANKRESULT']._serialized_start=892
-  _globals['_TRAINERRANKRESULT']._serialized_end=1696
-  _globals['_RANKERROR']._serialized_start=1699
-  _globals['_RANKERROR']._serialized_end=1846
-  _globals['_RANKERROR_METADATAENTRY']._serialized_start=1799
-  _globals['_RANKERROR_METADATAENTRY']._serialized_end=1846
-  _globals['_RANKREADY']._serialized_start=1848
-  _globals['_RANKREADY']._serialized_end=1964
-  _globals['_RANKSTOP']._serialized_start=1966
-  _globals['_RANKSTOP']._serialized_end=1976
-  _globals['_RANKFORWARDBACKWARD']._serialized_start=1979
-  _globals['_RANKFORWARDBACKWARD']._serialized_end=2137
-  _globals['_RANKCOMPUTELOGPROBS']._serialized_start=2140
-  _globals['_RANKCOMPUTELOGPROBS']._serialized_end=2272
-  _globals['_RANKLOGPROBS']._serialized_start=2274
-  _globals['_RANKLOGPROBS']._serialized_end=2331
-  _globals['_RANKPUBLISHED']._serialized_start=2333
-  _globals['_RANKPUBLISHED']._serialized_end=2414
-  _globals['_ENGINERANKCOMMAND']._serialized_start=2417
-  _globals['_ENGINERANKCOMMAND']._serialized_end=2665
-  _globals['_RECEIVECOMMAND']._serialized_start=2668
-  _globals['_RECEIVECOMMAND']._serialized_end=2804
-  _globals['_ENGINERANKRESULT']._serialized_start=2807
-  _globals['_ENGINERANKRESULT']._serialized_end=3083
-  _globals['_RECEIVERESULT']._serialized_start=3086
-  _globals['_RECEIVERESULT']._serialized_end=3289
-  _globals['_PIECECHECKSUM']._serialized_start=3291
-  _globals['_PIECECHECKSUM']._serialized_end=3386
-  _globals['_TRAININGRECORD']._serialized_start=3389
-  _globals['_TRAININGRECORD']._serialized_end=3758
-  _globals['_LOGGEDFORWARDBACKWARD']._serialized_start=3760
-  _globals['_LOGGEDFORWARDBACKWARD']._serialized_end=3864
+  _globals['_SAMPLECOLUMNS_COLUMNSENTRY']._loaded_options = None
+  _globals['_SAMPLECOLUMNS_COLUMNSENTRY']._serialized_options = b'8\001'
+  _globals['_RANKLOSSREPORT_METRICSENTRY']._loaded_options = None
+  _globals['_RANKLOSSREPORT_METRICSENTRY']._serialized_options = b'8\001'
+  _globals['_TRAINERRANKCOMMAND']._serialized_start=156
+  _globals['_TRAINERRANKCOMMAND']._serialized_end=938
+  _globals['_TRAINERRANKRESULT']._serialized_start=941
+  _globals['_TRAINERRANKRESULT']._serialized_end=1772
+  _globals['_RANKERROR']._serialized_start=1775
+  _globals['_RANKERROR']._serialized_end=1922
+  _globals['_RANKERROR_METADATAENTRY']._serialized_start=1875
+  _globals['_RANKERROR_METADATAENTRY']._serialized_end=1922
+  _globals['_RANKREADY']._serialized_start=1924
+  _globals['_RANKREADY']._serialized_end=2029
+  _globals['_RANKSTOP']._serialized_start=2031
+  _globals['_RANKSTOP']._serialized_end=2041
+  _globals['_RANKFORWARDBACKWARD']._serialized_start=2044
+  _globals['_RANKFORWARDBACKWARD']._serialized_end=2182
+  _globals['_SAMPLECOLUMNS']._serialized_start=2185
+  _globals['_SAMPLECOLUMNS']._serialized_end=2428
+  _globals['_SAMPLECOLUMNS_COLUMNSENTRY']._serialized_start=2382
+  _globals['_SAMPLECOLUMNS_COLUMNSENTRY']._serialized_end=2428
+  _globals['_RANKLOSSREPORT']._serialized_start=2431
+  _globals['_RANKLOSSREPORT']._serialized_end=2589
+  _globals['_RANKLOSSREPORT_METRICSENTRY']._serialized_start=2520
+  _globals['_RANKLOSSREPORT_METRICSENTRY']._serialized_end=2589
+  _globals['_RANKMETRIC']._serialized_start=2591
+  _globals['_RANKMETRIC']._serialized_end=2654
+  _globals['_RANKSCORE']._serialized_start=2656
+  _globals['_RANKSCORE']._serialized_end=2747
+  _globals['_RANKSCORES']._serialized_start=2749
+  _globals['_RANKSCORES']._serialized_end=2784
+  _globals['_RANKPUBLISHED']._serialized_start=2786
+  _globals['_RANKPUBLISHED']._serialized_end=2867
+  _globals['_ENGINERANKCOMMAND']._serialized_start=2870
+  _globals['_ENGINERANKCOMMAND']._serialized_end=3118
+  _globals['_RECEIVECOMMAND']._serialized_start=3121
+  _globals['_RECEIVECOMMAND']._serialized_end=3257
+  _globals['_ENGINERANKRESULT']._serialized_start=3260
+  _globals['_ENGINERANKRESULT']._serialized_end=3536
+  _globals['_RECEIVERESULT']._serialized_start=3539
+  _globals['_RECEIVERESULT']._serialized_end=3742
+  _globals['_PIECECHECKSUM']._serialized_start=3744
+  _globals['_PIECECHECKSUM']._serialized_end=3839
+  _globals['_TRAININGRECORD']._serialized_start=3842
+  _globals['_TRAININGRECORD']._serialized_end=4260
+  _globals['_LOGGEDFORWARDBACKWARD']._serialized_start=4263
+  _globals['_LOGGEDFORWARDBACKWARD']._serialized_end=4398
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from tasuki.v1 import loss_pb2 as _loss_pb2
 from tasuki.v1 import memory_pb2 as _memory_pb2
 from tasuki.v1 import trainer_pb2 as _trainer_pb2
 from tasuki.v1 import types_pb2 as _types_pb2
@@ -35,7 +36,7 @@ class TrainerRankCommand(_message.Message):
     FORWARD_BACKWARD_FIELD_NUMBER: _builtins.int
     OPTIM_STEP_FIELD_NUMBER: _builtins.int
     DISCARD_GRADIENTS_FIELD_NUMBER: _builtins.int
-    COMPUTE_LOG_PROBS_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
     PUBLISH_WEIGHTS_FIELD_NUMBER: _builtins.int
     WITHDRAW_WEIGHTS_FIELD_NUMBER: _builtins.int
     SAVE_CHECKPOINT_FIELD_NUMBER: _builtins.int
@@ -45,6 +46,7 @@ class TrainerRankCommand(_message.Message):
     RESUME_FIELD_NUMBER: _builtins.int
     GET_USAGE_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
+    BEGIN_RUN_FIELD_NUMBER: _builtins.int
     call: _builtins.int
     @_builtins.property
     def forward_backward(self) -> Global___RankForwardBackward: ...
@@ -53,7 +55,7 @@ class TrainerRankCommand(_message.Message):
     @_builtins.property
     def discard_gradients(self) -> _trainer_pb2.DiscardGradientsRequest: ...
     @_builtins.property
-    def compute_log_probs(self) -> Global___RankComputeLogProbs: ...
+    def score(self) -> Global___RankScore: ...
     @_builtins.property
     def publish_weights(self) -> _trainer_pb2.PublishWeightsRequest: ...
     @_builtins.property
@@ -72,6 +74,8 @@ class TrainerRankCommand(_message.Message):
     def get_usage(self) -> _memory_pb2.GetUsageRequest: ...
     @_builtins.property
     def stop(self) -> Global___RankStop: ...
+    @_builtins.property
+    def begin_run(self) -> _trainer_pb2.BeginRunRequest: ...
     def __init__(
         self,
         *,
@@ -79,7 +83,7 @@ class TrainerRankCommand(_message.Message):
         forward_backward: Global___RankForwardBackward | None = ...,
         optim_step: _trainer_pb2.OptimStepRequest | None = ...,
         discard_gradients: _trainer_pb2.DiscardGradientsRequest | None = ...,
-        compute_log_probs: Global___RankComputeLogProbs | None = ...,
+        score: Global___RankScore | None = ...,
         publish_weights: _trainer_pb2.PublishWeightsRequest | None = ...,
         withdraw_weights: _trainer_pb2.WithdrawWeightsRequest | None = ...,
         save_checkpoint: _trainer_pb2.SaveCheckpointRequest | None = ...,
@@ -89,12 +93,13 @@ class TrainerRankCommand(_message.Message):
         resume: _memory_pb2.ResumeRequest | None = ...,
         get_usage: _memory_pb2.GetUsageRequest | None = ...,
         stop: Global___RankStop | None = ...,
+        begin_run: _trainer_pb2.BeginRunRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "compute_log_probs", b"compute_log_probs", "discard_gradients", b"discard_gradients", "export_model", b"export_model", "forward_backward", b"forward_backward", "get_usage", b"get_usage", "load_checkpoint", b"load_checkpoint", "optim_step", b"optim_step", "pause", b"pause", "publish_weights", b"publish_weights", "resume", b"resume", "save_checkpoint", b"save_checkpoint", "stop", b"stop", "withdraw_weights", b"withdraw_weights"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin_run", b"begin_run", "command", b"command", "discard_gradients", b"discard_gradients", "export_model", b"export_model", "forward_backward", b"forward_backward", "get_usage", b"get_usage", "load_checkpoint", b"load_checkpoint", "optim_step", b"optim_step", "pause", b"pause", "publish_weights", b"publish_weights", "resume", b"resume", "save_checkpoint", b"save_checkpoint", "score", b"score", "stop", b"stop", "withdraw_weights", b"withdraw_weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "command", b"command", "compute_log_probs", b"compute_log_probs", "discard_gradients", b"discard_gradients", "export_model", b"export_model", "forward_backward", b"forward_backward", "get_usage", b"get_usage", "load_checkpoint", b"load_checkpoint", "optim_step", b"optim_step", "pause", b"pause", "publish_weights", b"publish_weights", "resume", b"resume", "save_checkpoint", b"save_checkpoint", "stop", b"stop", "withdraw_weights", b"withdraw_weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_run", b"begin_run", "call", b"call", "command", b"command", "discard_gradients", b"discard_gradients", "export_model", b"export_model", "forward_backward", b"forward_backward", "get_usage", b"get_usage", "load_checkpoint", b"load_checkpoint", "optim_step", b"optim_step", "pause", b"pause", "publish_weights", b"publish_weights", "resume", b"resume", "save_checkpoint", b"save_checkpoint", "score", b"score", "stop", b"stop", "withdraw_weights", b"withdraw_weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["forward_backward", "optim_step", "discard_gradients", "compute_log_probs", "publish_weights", "withdraw_weights", "save_checkpoint", "load_checkpoint", "export_model", "pause", "resume", "get_usage", "stop"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["forward_backward", "optim_step", "discard_gradients", "score", "publish_weights", "withdraw_weights", "save_checkpoint", "load_checkpoint", "export_model", "pause", "resume", "get_usage", "stop", "begin_run"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -112,7 +117,7 @@ class TrainerRankResult(_message.Message):
     FORWARD_BACKWARD_FIELD_NUMBER: _builtins.int
     OPTIM_STEP_FIELD_NUMBER: _builtins.int
     DISCARD_GRADIENTS_FIELD_NUMBER: _builtins.int
-    COMPUTE_LOG_PROBS_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
     PUBLISH_WEIGHTS_FIELD_NUMBER: _builtins.int
     WITHDRAW_WEIGHTS_FIELD_NUMBER: _builtins.int
     SAVE_CHECKPOINT_FIELD_NUMBER: _builtins.int
@@ -122,6 +127,7 @@ class TrainerRankResult(_message.Message):
     RESUME_FIELD_NUMBER: _builtins.int
     GET_USAGE_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
+    BEGIN_RUN_FIELD_NUMBER: _builtins.int
     call: _builtins.int
     rank: _builtins.int
     @_builtins.property
@@ -129,13 +135,13 @@ class TrainerRankResult(_message.Message):
         """Set when the call failed on this rank."""
 
     @_builtins.property
-    def forward_backward(self) -> _trainer_pb2.ForwardBackwardResponse: ...
+    def forward_backward(self) -> Global___RankLossReport: ...
     @_builtins.property
     def optim_step(self) -> _trainer_pb2.OptimStepResponse: ...
     @_builtins.property
     def discard_gradients(self) -> _trainer_pb2.DiscardGradientsResponse: ...
     @_builtins.property
-    def compute_log_probs(self) -> Global___RankLogProbs: ...
+    def score(self) -> Global___RankScores: ...
     @_builtins.property
     def publish_weights(self) -> Global___RankPublished: ...
     @_builtins.property
@@ -154,16 +160,18 @@ class TrainerRankResult(_message.Message):
     def get_usage(self) -> _memory_pb2.GetUsageResponse: ...
     @_builtins.property
     def ready(self) -> Global___RankReady: ...
+    @_builtins.property
+    def begin_run(self) -> _trainer_pb2.BeginRunResponse: ...
     def __init__(
         self,
         *,
         call: _builtins.int = ...,
         rank: _builtins.int = ...,
         error: Global___RankError | None = ...,
-        forward_backward: _trainer_pb2.ForwardBackwardResponse | None = ...,
+        forward_backward: Global___RankLossReport | None = ...,
         optim_step: _trainer_pb2.OptimStepResponse | None = ...,
         discard_gradients: _trainer_pb2.DiscardGradientsResponse | None = ...,
-        compute_log_probs: Global___RankLogProbs | None = ...,
+        score: Global___RankScores | None = ...,
         publish_weights: Global___RankPublished | None = ...,
         withdraw_weights: _trainer_pb2.WithdrawWeightsResponse | None = ...,
         save_checkpoint: _trainer_pb2.SaveCheckpointResponse | None = ...,
@@ -173,12 +181,13 @@ class TrainerRankResult(_message.Message):
         resume: _memory_pb2.ResumeResponse | None = ...,
         get_usage: _memory_pb2.GetUsageResponse | None = ...,
         ready: Global___RankReady | None = ...,
+        begin_run: _trainer_pb2.BeginRunResponse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["compute_log_probs", b"compute_log_probs", "discard_gradients", b"discard_gradients", "error", b"error", "export_model", b"export_model", "forward_backward", b"forward_backward", "get_usage", b"get_usage", "load_checkpoint", b"load_checkpoint", "optim_step", b"optim_step", "pause", b"pause", "publish_weights", b"publish_weights", "ready", b"ready", "result", b"result", "resume", b"resume", "save_checkpoint", b"save_checkpoint", "withdraw_weights", b"withdraw_weights"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin_run", b"begin_run", "discard_gradients", b"discard_gradients", "error", b"error", "export_model", b"export_model", "forward_backward", b"forward_backward", "get_usage", b"get_usage", "load_checkpoint", b"load_checkpoint", "optim_step", b"optim_step", "pause", b"pause", "publish_weights", b"publish_weights", "ready", b"ready", "result", b"result", "resume", b"resume", "save_checkpoint", b"save_checkpoint", "score", b"score", "withdraw_weights", b"withdraw_weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "compute_log_probs", b"compute_log_probs", "discard_gradients", b"discard_gradients", "error", b"error", "export_model", b"export_model", "forward_backward", b"forward_backward", "get_usage", b"get_usage", "load_checkpoint", b"load_checkpoint", "optim_step", b"optim_step", "pause", b"pause", "publish_weights", b"publish_weights", "rank", b"rank", "ready", b"ready", "result", b"result", "resume", b"resume", "save_checkpoint", b"save_checkpoint", "withdraw_weights", b"withdraw_weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_run", b"begin_run", "call", b"call", "discard_gradients", b"discard_gradients", "error", b"error", "export_model", b"export_model", "forward_backward", b"forward_backward", "get_usage", b"get_usage", "load_checkpoint", b"load_checkpoint", "optim_step", b"optim_step", "pause", b"pause", "publish_weights", b"publish_weights", "rank", b"rank", "ready", b"ready", "result", b"result", "resume", b"resume", "save_checkpoint", b"save_checkpoint", "score", b"score", "withdraw_weights", b"withdraw_weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["forward_backward", "optim_step", "discard_gradients", "compute_log_probs", "publish_weights", "withdraw_weights", "save_checkpoint", "load_checkpoint", "export_model", "pause", "resume", "get_usage", "ready"]  # noqa: Y015
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["forward_backward", "optim_step", "discard_gradients", "score", "publish_weights", "withdraw_weights", "save_checkpoint", "load_checkpoint", "export_model", "pause", "resume", "get_usage", "ready", "begin_run"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 
@@ -235,29 +244,29 @@ Global___RankError: _TypeAlias = RankError  # noqa: Y015
 class RankReady(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    NUM_PARAMETERS_FIELD_NUMBER: _builtins.int
-    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    ROLES_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
-    num_parameters: _builtins.int
-    policy_version: _builtins.int
     vocab_size: _builtins.int
     context_length: _builtins.int
     pid: _builtins.int
     """Process id, by which the front notices that the rank is gone."""
+    @_builtins.property
+    def roles(self) -> _containers.RepeatedCompositeFieldContainer[_trainer_pb2.RoleState]:
+        """Of the policy, and of the critic if there is one."""
+
     def __init__(
         self,
         *,
-        num_parameters: _builtins.int = ...,
-        policy_version: _builtins.int = ...,
+        roles: _abc.Iterable[_trainer_pb2.RoleState] | None = ...,
         vocab_size: _builtins.int = ...,
         context_length: _builtins.int = ...,
         pid: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "num_parameters", b"num_parameters", "pid", b"pid", "policy_version", b"policy_version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "pid", b"pid", "roles", b"roles", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -282,82 +291,213 @@ Global___RankStop: _TypeAlias = RankStop  # noqa: Y015
 class RankForwardBackward(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    ROLE_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
     MICRO_BATCHES_FIELD_NUMBER: _builtins.int
-    NUM_LOSS_TOKENS_FIELD_NUMBER: _builtins.int
-    NUM_GAP_TOKENS_FIELD_NUMBER: _builtins.int
-    num_loss_tokens: _builtins.float
-    """Counted tokens of the whole call, over all ranks."""
-    num_gap_tokens: _builtins.int
+    role: _types_pb2.Role.ValueType
     @_builtins.property
-    def loss(self) -> _trainer_pb2.LossConfig: ...
+    def loss(self) -> _loss_pb2.LossConfig:
+        """With its denominator."""
+
     @_builtins.property
-    def micro_batches(self) -> _containers.RepeatedCompositeFieldContainer[_trainer_pb2.TrainingSamples]:
+    def micro_batches(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleColumns]:
         """This rank's micro-batches, in order; every rank gets as many, the last of them may be empty."""
 
     def __init__(
         self,
         *,
-        loss: _trainer_pb2.LossConfig | None = ...,
-        micro_batches: _abc.Iterable[_trainer_pb2.TrainingSamples] | None = ...,
-        num_loss_tokens: _builtins.float = ...,
-        num_gap_tokens: _builtins.int = ...,
+        role: _types_pb2.Role.ValueType = ...,
+        loss: _loss_pb2.LossConfig | None = ...,
+        micro_batches: _abc.Iterable[Global___SampleColumns] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss", "micro_batches", b"micro_batches", "num_gap_tokens", b"num_gap_tokens", "num_loss_tokens", b"num_loss_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss", "micro_batches", b"micro_batches", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RankForwardBackward: _TypeAlias = RankForwardBackward  # noqa: Y015
 
 @_typing.final
-class RankComputeLogProbs(_message.Message):
+class SampleColumns(_message.Message):
+    """Samples as columns of little-endian numbers, see services/tasuki/trainer/data/samples.py."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
-    POLICY_FIELD_NUMBER: _builtins.int
-    TEMPERATURE_FIELD_NUMBER: _builtins.int
-    MICRO_BATCHES_FIELD_NUMBER: _builtins.int
-    policy: _trainer_pb2.PolicyKind.ValueType
-    temperature: _builtins.float
+    @_typing.final
+    class ColumnsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.bytes
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.bytes = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    POLICY_VERSIONS_FIELD_NUMBER: _builtins.int
+    TEMPERATURES_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
+    num_prompt_tokens: _builtins.bytes
+    """int64, one for each sample."""
+    num_completion_tokens: _builtins.bytes
+    policy_versions: _builtins.bytes
+    """uint64 and float32, one for each sample."""
+    temperatures: _builtins.bytes
+    token_ids: _builtins.bytes
+    """int32, prompt and completion of each sample in turn."""
     @_builtins.property
-    def micro_batches(self) -> _containers.RepeatedCompositeFieldContainer[_trainer_pb2.TrainingSamples]: ...
+    def columns(self) -> _containers.ScalarMap[_builtins.str, _builtins.bytes]:
+        """float32, one for each completion token, by name."""
+
     def __init__(
         self,
         *,
-        policy: _trainer_pb2.PolicyKind.ValueType = ...,
-        temperature: _builtins.float = ...,
-        micro_batches: _abc.Iterable[_trainer_pb2.TrainingSamples] | None = ...,
+        num_prompt_tokens: _builtins.bytes = ...,
+        num_completion_tokens: _builtins.bytes = ...,
+        policy_versions: _builtins.bytes = ...,
+        temperatures: _builtins.bytes = ...,
+        token_ids: _builtins.bytes = ...,
+        columns: _abc.Mapping[_builtins.str, _builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["micro_batches", b"micro_batches", "policy", b"policy", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "num_completion_tokens", b"num_completion_tokens", "num_prompt_tokens", b"num_prompt_tokens", "policy_versions", b"policy_versions", "temperatures", b"temperatures", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RankComputeLogProbs: _TypeAlias = RankComputeLogProbs  # noqa: Y015
+Global___SampleColumns: _TypeAlias = SampleColumns  # noqa: Y015
 
 @_typing.final
-class RankLogProbs(_message.Message):
+class RankLossReport(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    SAMPLES_FIELD_NUMBER: _builtins.int
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___RankMetric: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___RankMetric | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    LOSS_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
+    loss: _builtins.float
+    """This rank's part of the loss."""
     @_builtins.property
-    def samples(self) -> _containers.RepeatedCompositeFieldContainer[_trainer_pb2.TokenLogProbs]:
-        """One for each sample of this rank, in the order of its micro-batches."""
+    def metrics(self) -> _containers.MessageMap[_builtins.str, Global___RankMetric]: ...
+    def __init__(
+        self,
+        *,
+        loss: _builtins.float = ...,
+        metrics: _abc.Mapping[_builtins.str, Global___RankMetric] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss", "metrics", b"metrics"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankLossReport: _TypeAlias = RankLossReport  # noqa: Y015
+
+@_typing.final
+class RankMetric(_message.Message):
+    """A rank's part of a metric: parts of a mean add up, of a maximum the greatest counts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOTAL_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    IS_MAXIMUM_FIELD_NUMBER: _builtins.int
+    total: _builtins.float
+    weight: _builtins.float
+    is_maximum: _builtins.bool
+    def __init__(
+        self,
+        *,
+        total: _builtins.float = ...,
+        weight: _builtins.float = ...,
+        is_maximum: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_maximum", b"is_maximum", "total", b"total", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankMetric: _TypeAlias = RankMetric  # noqa: Y015
+
+@_typing.final
+class RankScore(_message.Message):
+    """Log-probs of the policy or the reference, values of the critic."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    MICRO_BATCHES_FIELD_NUMBER: _builtins.int
+    role: _types_pb2.Role.ValueType
+    @_builtins.property
+    def micro_batches(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleColumns]: ...
+    def __init__(
+        self,
+        *,
+        role: _types_pb2.Role.ValueType = ...,
+        micro_batches: _abc.Iterable[Global___SampleColumns] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["micro_batches", b"micro_batches", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankScore: _TypeAlias = RankScore  # noqa: Y015
+
+@_typing.final
+class RankScores(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MICRO_BATCHES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def micro_batches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """float32, one for each completion token, for each micro-batch."""
 
     def __init__(
         self,
         *,
-        samples: _abc.Iterable[_trainer_pb2.TokenLogProbs] | None = ...,
+        micro_batches: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["micro_batches", b"micro_batches"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RankLogProbs: _TypeAlias = RankLogProbs  # noqa: Y015
+Global___RankScores: _TypeAlias = RankScores  # noqa: Y015
 
 @_typing.final
 class RankPublished(_message.Message):
@@ -590,7 +730,7 @@ Global___PieceChecksum: _TypeAlias = PieceChecksum  # noqa: Y015
 
 @_typing.final
 class TrainingRecord(_message.Message):
-    """One command in the trainer's log, see services/tasuki/trainer/training_log.py. Not sent anywhere."""
+    """One command in the trainer's log, see services/tasuki/trainer/durable/training_log.py. Not sent anywhere."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -601,6 +741,7 @@ class TrainingRecord(_message.Message):
     FORWARD_BACKWARD_FIELD_NUMBER: _builtins.int
     OPTIM_STEP_FIELD_NUMBER: _builtins.int
     DISCARD_GRADIENTS_FIELD_NUMBER: _builtins.int
+    BEGIN_RUN_FIELD_NUMBER: _builtins.int
     SAVE_ANSWER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Identity and content digest of the command, by which a caller that asks again gets the first answer."""
@@ -618,6 +759,8 @@ class TrainingRecord(_message.Message):
     @_builtins.property
     def discard_gradients(self) -> _trainer_pb2.DiscardGradientsRequest: ...
     @_builtins.property
+    def begin_run(self) -> _trainer_pb2.BeginRunRequest: ...
+    @_builtins.property
     def save_answer(self) -> _trainer_pb2.SaveCheckpointResponse:
         """With `checkpoint`: set when it was saved, not loaded, by the command."""
 
@@ -631,13 +774,14 @@ class TrainingRecord(_message.Message):
         forward_backward: Global___LoggedForwardBackward | None = ...,
         optim_step: _trainer_pb2.OptimStepRequest | None = ...,
         discard_gradients: _trainer_pb2.DiscardGradientsRequest | None = ...,
+        begin_run: _trainer_pb2.BeginRunRequest | None = ...,
         save_answer: _trainer_pb2.SaveCheckpointResponse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "command", b"command", "discard_gradients", b"discard_gradients", "forward_backward", b"forward_backward", "optim_step", b"optim_step", "save_answer", b"save_answer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin_run", b"begin_run", "checkpoint", b"checkpoint", "command", b"command", "discard_gradients", b"discard_gradients", "forward_backward", b"forward_backward", "optim_step", b"optim_step", "save_answer", b"save_answer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "command", b"command", "digest", b"digest", "discard_gradients", b"discard_gradients", "forward_backward", b"forward_backward", "optim_step", b"optim_step", "recipe", b"recipe", "request_id", b"request_id", "save_answer", b"save_answer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_run", b"begin_run", "checkpoint", b"checkpoint", "command", b"command", "digest", b"digest", "discard_gradients", b"discard_gradients", "forward_backward", b"forward_backward", "optim_step", b"optim_step", "recipe", b"recipe", "request_id", b"request_id", "save_answer", b"save_answer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["checkpoint", "forward_backward", "optim_step", "discard_gradients"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["checkpoint", "forward_backward", "optim_step", "discard_gradients", "begin_run"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -647,23 +791,26 @@ Global___TrainingRecord: _TypeAlias = TrainingRecord  # noqa: Y015
 class LoggedForwardBackward(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    ROLE_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    role: _types_pb2.Role.ValueType
     @_builtins.property
-    def loss(self) -> _trainer_pb2.LossConfig:
-        """Every field set."""
+    def loss(self) -> _loss_pb2.LossConfig:
+        """As the caller gave it."""
 
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TrainingSample]: ...
     def __init__(
         self,
         *,
-        loss: _trainer_pb2.LossConfig | None = ...,
+        role: _types_pb2.Role.ValueType = ...,
+        loss: _loss_pb2.LossConfig | None = ...,
         samples: _abc.Iterable[_types_pb2.TrainingSample] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss", "samples", b"samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss", "role", b"role", "samples", b"samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,7 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from tasuki.v1 import loss_pb2 as _loss_pb2
 from tasuki.v1 import types_pb2 as _types_pb2
 from tasuki.v1 import weights_pb2 as _weights_pb2
 import builtins as _builtins
@@ -21,76 +21,49 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class _PolicyKind:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _PolicyKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PolicyKind.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    POLICY_KIND_UNSPECIFIED: _PolicyKind.ValueType  # 0
-    POLICY_KIND_POLICY: _PolicyKind.ValueType  # 1
-    """The policy that is being trained."""
-    POLICY_KIND_REFERENCE: _PolicyKind.ValueType  # 2
-    """The frozen weights that training started from."""
-
-class PolicyKind(_PolicyKind, metaclass=_PolicyKindEnumTypeWrapper):
-    """Whose log-probabilities."""
-
-POLICY_KIND_UNSPECIFIED: PolicyKind.ValueType  # 0
-POLICY_KIND_POLICY: PolicyKind.ValueType  # 1
-"""The policy that is being trained."""
-POLICY_KIND_REFERENCE: PolicyKind.ValueType  # 2
-"""The frozen weights that training started from."""
-Global___PolicyKind: _TypeAlias = PolicyKind  # noqa: Y015
-
 @_typing.final
-class LossConfig(_message.Message):
-    """Loss of one ForwardBackward."""
-
+class BeginRunRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    CLIP_LOW_FIELD_NUMBER: _builtins.int
-    CLIP_HIGH_FIELD_NUMBER: _builtins.int
-    KL_COEF_FIELD_NUMBER: _builtins.int
-    TEMPERATURE_FIELD_NUMBER: _builtins.int
-    clip_low: _builtins.float
-    """Lower clip of the probability ratio is 1 - clip_low; default 0.2."""
-    clip_high: _builtins.float
-    """Upper clip is 1 + clip_high; default 0.2. DAPO's clip-higher uses 0.28."""
-    kl_coef: _builtins.float
-    """Weight of the k3 estimate of the KL divergence to the reference policy; default 0."""
-    temperature: _builtins.float
-    """Temperature that the samples were drawn with; default 1."""
+    COMMAND_FIELD_NUMBER: _builtins.int
+    KEEP_OPTIMIZER_FIELD_NUMBER: _builtins.int
+    keep_optimizer: _builtins.bool
+    """Whether optimizer state goes on from where it is."""
+    @_builtins.property
+    def command(self) -> _types_pb2.CommandId: ...
     def __init__(
         self,
         *,
-        clip_low: _builtins.float | None = ...,
-        clip_high: _builtins.float | None = ...,
-        kl_coef: _builtins.float | None = ...,
-        temperature: _builtins.float | None = ...,
+        command: _types_pb2.CommandId | None = ...,
+        keep_optimizer: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_kl_coef", b"_kl_coef", "_temperature", b"_temperature", "clip_high", b"clip_high", "clip_low", b"clip_low", "kl_coef", b"kl_coef", "temperature", b"temperature"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high", "_clip_low", b"_clip_low", "_kl_coef", b"_kl_coef", "_temperature", b"_temperature", "clip_high", b"clip_high", "clip_low", b"clip_low", "kl_coef", b"kl_coef", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "keep_optimizer", b"keep_optimizer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__clip_high: _TypeAlias = _typing.Literal["clip_high"]  # noqa: Y015
-    _WhichOneofArgType__clip_high: _TypeAlias = _typing.Literal["_clip_high", b"_clip_high"]  # noqa: Y015
-    _WhichOneofReturnType__clip_low: _TypeAlias = _typing.Literal["clip_low"]  # noqa: Y015
-    _WhichOneofArgType__clip_low: _TypeAlias = _typing.Literal["_clip_low", b"_clip_low"]  # noqa: Y015
-    _WhichOneofReturnType__kl_coef: _TypeAlias = _typing.Literal["kl_coef"]  # noqa: Y015
-    _WhichOneofArgType__kl_coef: _TypeAlias = _typing.Literal["_kl_coef", b"_kl_coef"]  # noqa: Y015
-    _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
-    _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_high) -> _WhichOneofReturnType__clip_high | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_low) -> _WhichOneofReturnType__clip_low | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__kl_coef) -> _WhichOneofReturnType__kl_coef | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LossConfig: _TypeAlias = LossConfig  # noqa: Y015
+Global___BeginRunRequest: _TypeAlias = BeginRunRequest  # noqa: Y015
+
+@_typing.final
+class BeginRunResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    policy_version: _builtins.int
+    """Version at which the policy's schedule begins."""
+    def __init__(
+        self,
+        *,
+        policy_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BeginRunResponse: _TypeAlias = BeginRunResponse  # noqa: Y015
 
 @_typing.final
 class ForwardBackwardRequest(_message.Message):
@@ -123,20 +96,24 @@ class ForwardBackwardHeader(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     COMMAND_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
+    role: _types_pb2.Role.ValueType
+    """POLICY or CRITIC."""
     @_builtins.property
     def command(self) -> _types_pb2.CommandId: ...
     @_builtins.property
-    def loss(self) -> Global___LossConfig: ...
+    def loss(self) -> _loss_pb2.LossConfig: ...
     def __init__(
         self,
         *,
         command: _types_pb2.CommandId | None = ...,
-        loss: Global___LossConfig | None = ...,
+        role: _types_pb2.Role.ValueType = ...,
+        loss: _loss_pb2.LossConfig | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "loss", b"loss"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "loss", b"loss", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -166,53 +143,60 @@ Global___TrainingSamples: _TypeAlias = TrainingSamples  # noqa: Y015
 class ForwardBackwardResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     LOSS_FIELD_NUMBER: _builtins.int
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
-    CLIP_FRACTION_FIELD_NUMBER: _builtins.int
-    REF_KL_FIELD_NUMBER: _builtins.int
-    MAX_LOG_PROB_GAP_FIELD_NUMBER: _builtins.int
-    MEAN_LOG_PROB_GAP_FIELD_NUMBER: _builtins.int
-    NUM_GAP_TOKENS_FIELD_NUMBER: _builtins.int
-    ENTROPY_FIELD_NUMBER: _builtins.int
+    DENOMINATOR_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
     NUM_MICRO_BATCHES_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
-    """Token mean of the loss over the call."""
+    """Over the call, divided by the denominator."""
     num_samples: _builtins.int
     num_tokens: _builtins.int
     """Tokens that counted in the loss."""
-    clip_fraction: _builtins.float
-    """Share of counted tokens whose ratio was clipped."""
-    ref_kl: _builtins.float
-    """Token mean of the k3 estimate of KL(policy || reference); 0 without ref_log_probs."""
-    max_log_prob_gap: _builtins.float
-    """|trainer log-prob - rollout log-prob| over counted tokens of samples made with the present policy version."""
-    mean_log_prob_gap: _builtins.float
-    num_gap_tokens: _builtins.int
-    """Tokens behind the two gaps; 0 when every sample is of an older version."""
-    entropy: _builtins.float
-    """Token mean of the policy's entropy, in nats."""
+    denominator: _builtins.float
+    """What the sum over tokens was divided by."""
     num_micro_batches: _builtins.int
     seconds: _builtins.float
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """By name, see docs/algorithms.md: means over what each counts, and maxima."""
+
     def __init__(
         self,
         *,
         loss: _builtins.float = ...,
         num_samples: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
-        clip_fraction: _builtins.float = ...,
-        ref_kl: _builtins.float = ...,
-        max_log_prob_gap: _builtins.float = ...,
-        mean_log_prob_gap: _builtins.float = ...,
-        num_gap_tokens: _builtins.int = ...,
-        entropy: _builtins.float = ...,
+        denominator: _builtins.float = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         num_micro_batches: _builtins.int = ...,
         seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clip_fraction", b"clip_fraction", "entropy", b"entropy", "loss", b"loss", "max_log_prob_gap", b"max_log_prob_gap", "mean_log_prob_gap", b"mean_log_prob_gap", "num_gap_tokens", b"num_gap_tokens", "num_micro_batches", b"num_micro_batches", "num_samples", b"num_samples", "num_tokens", b"num_tokens", "ref_kl", b"ref_kl", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["denominator", b"denominator", "loss", b"loss", "metrics", b"metrics", "num_micro_batches", b"num_micro_batches", "num_samples", b"num_samples", "num_tokens", b"num_tokens", "seconds", b"seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -223,24 +207,37 @@ class OptimStepRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     COMMAND_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     LEARNING_RATE_FIELD_NUMBER: _builtins.int
+    SCHEDULE_STEP_FIELD_NUMBER: _builtins.int
+    role: _types_pb2.Role.ValueType
+    """POLICY or CRITIC."""
     learning_rate: _builtins.float
     """Replaces the configured schedule's rate for this step."""
+    schedule_step: _builtins.int
+    """Position in the schedule; by default the role's optimizer steps since BeginRun."""
     @_builtins.property
     def command(self) -> _types_pb2.CommandId: ...
     def __init__(
         self,
         *,
         command: _types_pb2.CommandId | None = ...,
+        role: _types_pb2.Role.ValueType = ...,
         learning_rate: _builtins.float | None = ...,
+        schedule_step: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "command", b"command", "learning_rate", b"learning_rate"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "_schedule_step", b"_schedule_step", "command", b"command", "learning_rate", b"learning_rate", "schedule_step", b"schedule_step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "command", b"command", "learning_rate", b"learning_rate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "_schedule_step", b"_schedule_step", "command", b"command", "learning_rate", b"learning_rate", "role", b"role", "schedule_step", b"schedule_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__learning_rate: _TypeAlias = _typing.Literal["learning_rate"]  # noqa: Y015
     _WhichOneofArgType__learning_rate: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate"]  # noqa: Y015
+    _WhichOneofReturnType__schedule_step: _TypeAlias = _typing.Literal["schedule_step"]  # noqa: Y015
+    _WhichOneofArgType__schedule_step: _TypeAlias = _typing.Literal["_schedule_step", b"_schedule_step"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__learning_rate) -> _WhichOneofReturnType__learning_rate | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__schedule_step) -> _WhichOneofReturnType__schedule_step | None: ...
 
 Global___OptimStepRequest: _TypeAlias = OptimStepRequest  # noqa: Y015
 
@@ -248,27 +245,31 @@ Global___OptimStepRequest: _TypeAlias = OptimStepRequest  # noqa: Y015
 class OptimStepResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     GRAD_NORM_FIELD_NUMBER: _builtins.int
     LEARNING_RATE_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
-    policy_version: _builtins.int
-    """Version after the step."""
+    IS_SKIPPED_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """Version of the role after the step."""
     grad_norm: _builtins.float
     """L2 norm over all ranks before clipping."""
     learning_rate: _builtins.float
     seconds: _builtins.float
+    is_skipped: _builtins.bool
+    """Whether the gradients were not finite, and were dropped without a step."""
     def __init__(
         self,
         *,
-        policy_version: _builtins.int = ...,
+        version: _builtins.int = ...,
         grad_norm: _builtins.float = ...,
         learning_rate: _builtins.float = ...,
         seconds: _builtins.float = ...,
+        is_skipped: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grad_norm", b"grad_norm", "learning_rate", b"learning_rate", "policy_version", b"policy_version", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grad_norm", b"grad_norm", "is_skipped", b"is_skipped", "learning_rate", b"learning_rate", "seconds", b"seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -279,16 +280,19 @@ class DiscardGradientsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     COMMAND_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    role: _types_pb2.Role.ValueType
     @_builtins.property
     def command(self) -> _types_pb2.CommandId: ...
     def __init__(
         self,
         *,
         command: _types_pb2.CommandId | None = ...,
+        role: _types_pb2.Role.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -339,24 +343,19 @@ Global___ComputeLogProbsRequest: _TypeAlias = ComputeLogProbsRequest  # noqa: Y0
 class ComputeLogProbsHeader(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    POLICY_FIELD_NUMBER: _builtins.int
-    TEMPERATURE_FIELD_NUMBER: _builtins.int
-    policy: Global___PolicyKind.ValueType
-    temperature: _builtins.float
-    """Default 1."""
+    ROLE_FIELD_NUMBER: _builtins.int
+    role: _types_pb2.Role.ValueType
+    """POLICY or REFERENCE."""
     def __init__(
         self,
         *,
-        policy: Global___PolicyKind.ValueType = ...,
-        temperature: _builtins.float | None = ...,
+        role: _types_pb2.Role.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_temperature", b"_temperature", "temperature", b"temperature"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_temperature", b"_temperature", "policy", b"policy", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
-    _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ComputeLogProbsHeader: _TypeAlias = ComputeLogProbsHeader  # noqa: Y015
 
@@ -401,6 +400,68 @@ class TokenLogProbs(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenLogProbs: _TypeAlias = TokenLogProbs  # noqa: Y015
+
+@_typing.final
+class ComputeValuesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def samples(self) -> Global___TrainingSamples: ...
+    def __init__(
+        self,
+        *,
+        samples: Global___TrainingSamples | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ComputeValuesRequest: _TypeAlias = ComputeValuesRequest  # noqa: Y015
+
+@_typing.final
+class ComputeValuesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenValues]: ...
+    def __init__(
+        self,
+        *,
+        samples: _abc.Iterable[Global___TokenValues] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ComputeValuesResponse: _TypeAlias = ComputeValuesResponse  # noqa: Y015
+
+@_typing.final
+class TokenValues(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """One for each completion token."""
+
+    def __init__(
+        self,
+        *,
+        values: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenValues: _TypeAlias = TokenValues  # noqa: Y015
 
 @_typing.final
 class PublishWeightsRequest(_message.Message):
@@ -560,15 +621,21 @@ class LoadCheckpointResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    ROLES_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
+    @_builtins.property
+    def roles(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoleState]:
+        """The policy, and the critic if there is one."""
+
     def __init__(
         self,
         *,
         policy_version: _builtins.int = ...,
+        roles: _abc.Iterable[Global___RoleState] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version", "roles", b"roles"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -665,6 +732,7 @@ class GetTrainerStateResponse(_message.Message):
     CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
     MODEL_PATH_FIELD_NUMBER: _builtins.int
     IS_IN_STAGE_FIELD_NUMBER: _builtins.int
+    ROLES_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.str
     """Changes with every start of the service."""
     epoch: _builtins.int
@@ -685,6 +753,10 @@ class GetTrainerStateResponse(_message.Message):
     """Whether a stage command is being carried out, or waits for its turn: `stage` is not the last word then."""
     @_builtins.property
     def resident_tags(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.MemoryTag.ValueType]: ...
+    @_builtins.property
+    def roles(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoleState]:
+        """The policy, and the critic if there is one."""
+
     def __init__(
         self,
         *,
@@ -702,13 +774,47 @@ class GetTrainerStateResponse(_message.Message):
         context_length: _builtins.int = ...,
         model_path: _builtins.str = ...,
         is_in_stage: _builtins.bool = ...,
+        roles: _abc.Iterable[Global___RoleState] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_published_version", b"_published_version", "published_version", b"published_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_published_version", b"_published_version", "boot_id", b"boot_id", "context_length", b"context_length", "epoch", b"epoch", "has_gradients", b"has_gradients", "is_in_stage", b"is_in_stage", "model_path", b"model_path", "num_parameters", b"num_parameters", "num_ranks", b"num_ranks", "policy_version", b"policy_version", "published_version", b"published_version", "resident_tags", b"resident_tags", "sequence", b"sequence", "stage", b"stage", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_published_version", b"_published_version", "boot_id", b"boot_id", "context_length", b"context_length", "epoch", b"epoch", "has_gradients", b"has_gradients", "is_in_stage", b"is_in_stage", "model_path", b"model_path", "num_parameters", b"num_parameters", "num_ranks", b"num_ranks", "policy_version", b"policy_version", "published_version", b"published_version", "resident_tags", b"resident_tags", "roles", b"roles", "sequence", b"sequence", "stage", b"stage", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__published_version: _TypeAlias = _typing.Literal["published_version"]  # noqa: Y015
     _WhichOneofArgType__published_version: _TypeAlias = _typing.Literal["_published_version", b"_published_version"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__published_version) -> _WhichOneofReturnType__published_version | None: ...
 
 Global___GetTrainerStateResponse: _TypeAlias = GetTrainerStateResponse  # noqa: Y015
+
+@_typing.final
+class RoleState(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    SCHEDULE_START_FIELD_NUMBER: _builtins.int
+    HAS_GRADIENTS_FIELD_NUMBER: _builtins.int
+    NUM_PARAMETERS_FIELD_NUMBER: _builtins.int
+    role: _types_pb2.Role.ValueType
+    version: _builtins.int
+    """Optimizer steps behind its weights."""
+    schedule_start: _builtins.int
+    """Version at which its schedule begins."""
+    has_gradients: _builtins.bool
+    num_parameters: _builtins.int
+    def __init__(
+        self,
+        *,
+        role: _types_pb2.Role.ValueType = ...,
+        version: _builtins.int = ...,
+        schedule_start: _builtins.int = ...,
+        has_gradients: _builtins.bool = ...,
+        num_parameters: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_gradients", b"has_gradients", "num_parameters", b"num_parameters", "role", b"role", "schedule_start", b"schedule_start", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoleState: _TypeAlias = RoleState  # noqa: Y015

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TrainerServiceStub(object):
-    """Learns with FSDP2 over N ranks; rank 0 serves.
+    """Learns over N ranks; rank 0 serves. A node has a policy, a reference (the policy's start weights) and, where configured, a critic.
     """
 
     def __init__(self, channel):
@@ -35,6 +35,11 @@ class TrainerServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
+        self.BeginRun = channel.unary_unary(
+                '/tasuki.v1.TrainerService/BeginRun',
+                request_serializer=tasuki_dot_v1_dot_trainer__pb2.BeginRunRequest.SerializeToString,
+                response_deserializer=tasuki_dot_v1_dot_trainer__pb2.BeginRunResponse.FromString,
+                _registered_method=True)
         self.ForwardBackward = channel.stream_unary(
                 '/tasuki.v1.TrainerService/ForwardBackward',
                 request_serializer=tasuki_dot_v1_dot_trainer__pb2.ForwardBackwardRequest.SerializeToString,
@@ -54,6 +59,11 @@ class TrainerServiceStub(object):
                 '/tasuki.v1.TrainerService/ComputeLogProbs',
                 request_serializer=tasuki_dot_v1_dot_trainer__pb2.ComputeLogProbsRequest.SerializeToString,
                 response_deserializer=tasuki_dot_v1_dot_trainer__pb2.ComputeLogProbsResponse.FromString,
+                _registered_method=True)
+        self.ComputeValues = channel.stream_stream(
+                '/tasuki.v1.TrainerService/ComputeValues',
+                request_serializer=tasuki_dot_v1_dot_trainer__pb2.ComputeValuesRequest.SerializeToString,
+                response_deserializer=tasuki_dot_v1_dot_trainer__pb2.ComputeValuesResponse.FromString,
                 _registered_method=True)
         self.PublishWeights = channel.unary_unary(
                 '/tasuki.v1.TrainerService/PublishWeights',
@@ -88,13 +98,23 @@ class TrainerServiceStub(object):
 
 
 class TrainerServiceServicer(object):
-    """Learns with FSDP2 over N ranks; rank 0 serves.
+    """Learns over N ranks; rank 0 serves. A node has a policy, a reference (the policy's start weights) and, where configured, a critic.
     """
+
+    def BeginRun(self, request, context):
+        """Starts a run: schedules of all roles begin at step 0, and optimizer state is cleared unless it is kept. Weights stay.
+
+        Phase: TRAIN, with no gradients pending. Repeat: the same request_id gets the first answer.
+        Errors: FAILED_PRECONDITION/WRONG_PHASE, FAILED_PRECONDITION/GRADIENTS_PENDING, ABORTED/STALE_EPOCH.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def ForwardBackward(self, request_iterator, context):
         """Adds gradients of the loss over all streamed samples. The first message carries `header`, the others `samples`.
 
-        The loss is the sum over counted tokens divided by their number over the whole call, so it does not depend on how the samples
+        The loss is a weighted sum over counted tokens with one denominator for the whole call, so it does not depend on how the samples
         were cut into chunks, micro-batches or ranks. Nothing is added when the call fails.
         Phase: TRAIN. Repeat: the same request_id gets the first answer and adds nothing.
         Errors: FAILED_PRECONDITION/WRONG_PHASE; INVALID_ARGUMENT/INVALID_ARGUMENT naming sample and field; ABORTED/STALE_EPOCH;
@@ -105,18 +125,18 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def OptimStep(self, request, context):
-        """Clips the gradients, makes one AdamW step, clears the gradients, and adds 1 to the policy version.
+        """Clips a role's gradients, makes one AdamW step, clears the gradients, and adds 1 to the role's version.
 
-        Phase: TRAIN, after at least one ForwardBackward. Repeat: the same request_id gets the first answer.
+        Phase: TRAIN, after at least one ForwardBackward of the role. Repeat: the same request_id gets the first answer.
         Errors: FAILED_PRECONDITION/WRONG_PHASE, FAILED_PRECONDITION/NO_GRADIENTS, DATA_LOSS/GRADIENTS_NOT_FINITE (nothing is
-        changed but the gradients, which are cleared).
+        changed but the gradients, which are cleared) unless trainer.on_non_finite is "skip".
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DiscardGradients(self, request, context):
-        """Clears accumulated gradients without a step.
+        """Clears a role's accumulated gradients without a step.
 
         Phase: TRAIN. Repeat: harmless. Errors: FAILED_PRECONDITION/WRONG_PHASE, ABORTED/STALE_EPOCH.
         """
@@ -129,6 +149,15 @@ class TrainerServiceServicer(object):
         others `samples`; the answers come in the order of the samples.
 
         Phase: TRAIN. Repeat: harmless. Errors: as ForwardBackward.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ComputeValues(self, request_iterator, context):
+        """Value that the critic gives to each completion token, from the tokens before it; otherwise as ComputeLogProbs.
+
+        Phase: TRAIN. Repeat: harmless. Errors: as ForwardBackward; INVALID_ARGUMENT/INVALID_ARGUMENT without a critic.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -198,6 +227,11 @@ class TrainerServiceServicer(object):
 
 def add_TrainerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'BeginRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.BeginRun,
+                    request_deserializer=tasuki_dot_v1_dot_trainer__pb2.BeginRunRequest.FromString,
+                    response_serializer=tasuki_dot_v1_dot_trainer__pb2.BeginRunResponse.SerializeToString,
+            ),
             'ForwardBackward': grpc.stream_unary_rpc_method_handler(
                     servicer.ForwardBackward,
                     request_deserializer=tasuki_dot_v1_dot_trainer__pb2.ForwardBackwardRequest.FromString,
@@ -217,6 +251,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.ComputeLogProbs,
                     request_deserializer=tasuki_dot_v1_dot_trainer__pb2.ComputeLogProbsRequest.FromString,
                     response_serializer=tasuki_dot_v1_dot_trainer__pb2.ComputeLogProbsResponse.SerializeToString,
+            ),
+            'ComputeValues': grpc.stream_stream_rpc_method_handler(
+                    servicer.ComputeValues,
+                    request_deserializer=tasuki_dot_v1_dot_trainer__pb2.ComputeValuesRequest.FromString,
+                    response_serializer=tasuki_dot_v1_dot_trainer__pb2.ComputeValuesResponse.SerializeToString,
             ),
             'PublishWeights': grpc.unary_unary_rpc_method_handler(
                     servicer.PublishWeights,
@@ -257,8 +296,35 @@ def add_TrainerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TrainerService(object):
-    """Learns with FSDP2 over N ranks; rank 0 serves.
+    """Learns over N ranks; rank 0 serves. A node has a policy, a reference (the policy's start weights) and, where configured, a critic.
     """
+
+    @staticmethod
+    def BeginRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tasuki.v1.TrainerService/BeginRun',
+            tasuki_dot_v1_dot_trainer__pb2.BeginRunRequest.SerializeToString,
+            tasuki_dot_v1_dot_trainer__pb2.BeginRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def ForwardBackward(request_iterator,
@@ -358,6 +424,33 @@ class TrainerService(object):
             '/tasuki.v1.TrainerService/ComputeLogProbs',
             tasuki_dot_v1_dot_trainer__pb2.ComputeLogProbsRequest.SerializeToString,
             tasuki_dot_v1_dot_trainer__pb2.ComputeLogProbsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ComputeValues(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/tasuki.v1.TrainerService/ComputeValues',
+            tasuki_dot_v1_dot_trainer__pb2.ComputeValuesRequest.SerializeToString,
+            tasuki_dot_v1_dot_trainer__pb2.ComputeValuesResponse.FromString,
             options,
             channel_credentials,
             insecure,

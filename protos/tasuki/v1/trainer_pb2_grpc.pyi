@@ -27,30 +27,36 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TrainerServiceStub:
-    """Learns with FSDP2 over N ranks; rank 0 serves."""
+    """Learns over N ranks; rank 0 serves. A node has a policy, a reference (the policy's start weights) and, where configured, a critic."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TrainerServiceAsyncStub: ...
+    BeginRun: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.BeginRunRequest, _trainer_pb2.BeginRunResponse]
+    """Starts a run: schedules of all roles begin at step 0, and optimizer state is cleared unless it is kept. Weights stay.
+
+    Phase: TRAIN, with no gradients pending. Repeat: the same request_id gets the first answer.
+    Errors: FAILED_PRECONDITION/WRONG_PHASE, FAILED_PRECONDITION/GRADIENTS_PENDING, ABORTED/STALE_EPOCH.
+    """
     ForwardBackward: _grpc.StreamUnaryMultiCallable[_trainer_pb2.ForwardBackwardRequest, _trainer_pb2.ForwardBackwardResponse]
     """Adds gradients of the loss over all streamed samples. The first message carries `header`, the others `samples`.
 
-    The loss is the sum over counted tokens divided by their number over the whole call, so it does not depend on how the samples
+    The loss is a weighted sum over counted tokens with one denominator for the whole call, so it does not depend on how the samples
     were cut into chunks, micro-batches or ranks. Nothing is added when the call fails.
     Phase: TRAIN. Repeat: the same request_id gets the first answer and adds nothing.
     Errors: FAILED_PRECONDITION/WRONG_PHASE; INVALID_ARGUMENT/INVALID_ARGUMENT naming sample and field; ABORTED/STALE_EPOCH;
     FAILED_PRECONDITION/VERSION_ORDER for a sample of a version above the trainer's own: its weights are none that this trainer had.
     """
     OptimStep: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.OptimStepRequest, _trainer_pb2.OptimStepResponse]
-    """Clips the gradients, makes one AdamW step, clears the gradients, and adds 1 to the policy version.
+    """Clips a role's gradients, makes one AdamW step, clears the gradients, and adds 1 to the role's version.
 
-    Phase: TRAIN, after at least one ForwardBackward. Repeat: the same request_id gets the first answer.
+    Phase: TRAIN, after at least one ForwardBackward of the role. Repeat: the same request_id gets the first answer.
     Errors: FAILED_PRECONDITION/WRONG_PHASE, FAILED_PRECONDITION/NO_GRADIENTS, DATA_LOSS/GRADIENTS_NOT_FINITE (nothing is
-    changed but the gradients, which are cleared).
+    changed but the gradients, which are cleared) unless trainer.on_non_finite is "skip".
     """
     DiscardGradients: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.DiscardGradientsRequest, _trainer_pb2.DiscardGradientsResponse]
-    """Clears accumulated gradients without a step.
+    """Clears a role's accumulated gradients without a step.
 
     Phase: TRAIN. Repeat: harmless. Errors: FAILED_PRECONDITION/WRONG_PHASE, ABORTED/STALE_EPOCH.
     """
@@ -59,6 +65,11 @@ class TrainerServiceStub:
     others `samples`; the answers come in the order of the samples.
 
     Phase: TRAIN. Repeat: harmless. Errors: as ForwardBackward.
+    """
+    ComputeValues: _grpc.StreamStreamMultiCallable[_trainer_pb2.ComputeValuesRequest, _trainer_pb2.ComputeValuesResponse]
+    """Value that the critic gives to each completion token, from the tokens before it; otherwise as ComputeLogProbs.
+
+    Phase: TRAIN. Repeat: harmless. Errors: as ForwardBackward; INVALID_ARGUMENT/INVALID_ARGUMENT without a critic.
     """
     PublishWeights: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.PublishWeightsRequest, _trainer_pb2.PublishWeightsResponse]
     """Stage LOAD_WEIGHTS: training weights resident and published as a manifest of the current version.
@@ -99,27 +110,33 @@ class TrainerServiceStub:
 
 @_typing.type_check_only
 class TrainerServiceAsyncStub(TrainerServiceStub):
-    """Learns with FSDP2 over N ranks; rank 0 serves."""
+    """Learns over N ranks; rank 0 serves. A node has a policy, a reference (the policy's start weights) and, where configured, a critic."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
+    BeginRun: _aio.UnaryUnaryMultiCallable[_trainer_pb2.BeginRunRequest, _trainer_pb2.BeginRunResponse]  # type: ignore[assignment]
+    """Starts a run: schedules of all roles begin at step 0, and optimizer state is cleared unless it is kept. Weights stay.
+
+    Phase: TRAIN, with no gradients pending. Repeat: the same request_id gets the first answer.
+    Errors: FAILED_PRECONDITION/WRONG_PHASE, FAILED_PRECONDITION/GRADIENTS_PENDING, ABORTED/STALE_EPOCH.
+    """
     ForwardBackward: _aio.StreamUnaryMultiCallable[_trainer_pb2.ForwardBackwardRequest, _trainer_pb2.ForwardBackwardResponse]  # type: ignore[assignment]
     """Adds gradients of the loss over all streamed samples. The first message carries `header`, the others `samples`.
 
-    The loss is the sum over counted tokens divided by their number over the whole call, so it does not depend on how the samples
+    The loss is a weighted sum over counted tokens with one denominator for the whole call, so it does not depend on how the samples
     were cut into chunks, micro-batches or ranks. Nothing is added when the call fails.
     Phase: TRAIN. Repeat: the same request_id gets the first answer and adds nothing.
     Errors: FAILED_PRECONDITION/WRONG_PHASE; INVALID_ARGUMENT/INVALID_ARGUMENT naming sample and field; ABORTED/STALE_EPOCH;
     FAILED_PRECONDITION/VERSION_ORDER for a sample of a version above the trainer's own: its weights are none that this trainer had.
     """
     OptimStep: _aio.UnaryUnaryMultiCallable[_trainer_pb2.OptimStepRequest, _trainer_pb2.OptimStepResponse]  # type: ignore[assignment]
-    """Clips the gradients, makes one AdamW step, clears the gradients, and adds 1 to the policy version.
+    """Clips a role's gradients, makes one AdamW step, clears the gradients, and adds 1 to the role's version.
 
-    Phase: TRAIN, after at least one ForwardBackward. Repeat: the same request_id gets the first answer.
+    Phase: TRAIN, after at least one ForwardBackward of the role. Repeat: the same request_id gets the first answer.
     Errors: FAILED_PRECONDITION/WRONG_PHASE, FAILED_PRECONDITION/NO_GRADIENTS, DATA_LOSS/GRADIENTS_NOT_FINITE (nothing is
-    changed but the gradients, which are cleared).
+    changed but the gradients, which are cleared) unless trainer.on_non_finite is "skip".
     """
     DiscardGradients: _aio.UnaryUnaryMultiCallable[_trainer_pb2.DiscardGradientsRequest, _trainer_pb2.DiscardGradientsResponse]  # type: ignore[assignment]
-    """Clears accumulated gradients without a step.
+    """Clears a role's accumulated gradients without a step.
 
     Phase: TRAIN. Repeat: harmless. Errors: FAILED_PRECONDITION/WRONG_PHASE, ABORTED/STALE_EPOCH.
     """
@@ -128,6 +145,11 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     others `samples`; the answers come in the order of the samples.
 
     Phase: TRAIN. Repeat: harmless. Errors: as ForwardBackward.
+    """
+    ComputeValues: _aio.StreamStreamMultiCallable[_trainer_pb2.ComputeValuesRequest, _trainer_pb2.ComputeValuesResponse]  # type: ignore[assignment]
+    """Value that the critic gives to each completion token, from the tokens before it; otherwise as ComputeLogProbs.
+
+    Phase: TRAIN. Repeat: harmless. Errors: as ForwardBackward; INVALID_ARGUMENT/INVALID_ARGUMENT without a critic.
     """
     PublishWeights: _aio.UnaryUnaryMultiCallable[_trainer_pb2.PublishWeightsRequest, _trainer_pb2.PublishWeightsResponse]  # type: ignore[assignment]
     """Stage LOAD_WEIGHTS: training weights resident and published as a manifest of the current version.
@@ -167,7 +189,19 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """What the service is and does now. Any phase, harmless to repeat."""
 
 class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Learns with FSDP2 over N ranks; rank 0 serves."""
+    """Learns over N ranks; rank 0 serves. A node has a policy, a reference (the policy's start weights) and, where configured, a critic."""
+
+    @_abc_1.abstractmethod
+    def BeginRun(
+        self,
+        request: _trainer_pb2.BeginRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.BeginRunResponse, _abc.Awaitable[_trainer_pb2.BeginRunResponse]]:
+        """Starts a run: schedules of all roles begin at step 0, and optimizer state is cleared unless it is kept. Weights stay.
+
+        Phase: TRAIN, with no gradients pending. Repeat: the same request_id gets the first answer.
+        Errors: FAILED_PRECONDITION/WRONG_PHASE, FAILED_PRECONDITION/GRADIENTS_PENDING, ABORTED/STALE_EPOCH.
+        """
 
     @_abc_1.abstractmethod
     def ForwardBackward(
@@ -177,7 +211,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_trainer_pb2.ForwardBackwardResponse, _abc.Awaitable[_trainer_pb2.ForwardBackwardResponse]]:
         """Adds gradients of the loss over all streamed samples. The first message carries `header`, the others `samples`.
 
-        The loss is the sum over counted tokens divided by their number over the whole call, so it does not depend on how the samples
+        The loss is a weighted sum over counted tokens with one denominator for the whole call, so it does not depend on how the samples
         were cut into chunks, micro-batches or ranks. Nothing is added when the call fails.
         Phase: TRAIN. Repeat: the same request_id gets the first answer and adds nothing.
         Errors: FAILED_PRECONDITION/WRONG_PHASE; INVALID_ARGUMENT/INVALID_ARGUMENT naming sample and field; ABORTED/STALE_EPOCH;
@@ -190,11 +224,11 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.OptimStepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.OptimStepResponse, _abc.Awaitable[_trainer_pb2.OptimStepResponse]]:
-        """Clips the gradients, makes one AdamW step, clears the gradients, and adds 1 to the policy version.
+        """Clips a role's gradients, makes one AdamW step, clears the gradients, and adds 1 to the role's version.
 
-        Phase: TRAIN, after at least one ForwardBackward. Repeat: the same request_id gets the first answer.
+        Phase: TRAIN, after at least one ForwardBackward of the role. Repeat: the same request_id gets the first answer.
         Errors: FAILED_PRECONDITION/WRONG_PHASE, FAILED_PRECONDITION/NO_GRADIENTS, DATA_LOSS/GRADIENTS_NOT_FINITE (nothing is
-        changed but the gradients, which are cleared).
+        changed but the gradients, which are cleared) unless trainer.on_non_finite is "skip".
         """
 
     @_abc_1.abstractmethod
@@ -203,7 +237,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.DiscardGradientsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.DiscardGradientsResponse, _abc.Awaitable[_trainer_pb2.DiscardGradientsResponse]]:
-        """Clears accumulated gradients without a step.
+        """Clears a role's accumulated gradients without a step.
 
         Phase: TRAIN. Repeat: harmless. Errors: FAILED_PRECONDITION/WRONG_PHASE, ABORTED/STALE_EPOCH.
         """
@@ -218,6 +252,17 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         others `samples`; the answers come in the order of the samples.
 
         Phase: TRAIN. Repeat: harmless. Errors: as ForwardBackward.
+        """
+
+    @_abc_1.abstractmethod
+    def ComputeValues(
+        self,
+        request_iterator: _MaybeAsyncIterator[_trainer_pb2.ComputeValuesRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_trainer_pb2.ComputeValuesResponse], _abc.AsyncIterator[_trainer_pb2.ComputeValuesResponse]]:
+        """Value that the critic gives to each completion token, from the tokens before it; otherwise as ComputeLogProbs.
+
+        Phase: TRAIN. Repeat: harmless. Errors: as ForwardBackward; INVALID_ARGUMENT/INVALID_ARGUMENT without a critic.
         """
 
     @_abc_1.abstractmethod

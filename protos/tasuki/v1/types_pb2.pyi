@@ -133,6 +133,32 @@ STAGE_LOAD_TRAINER: Stage.ValueType  # 9
 """Trainer: takes back the tags that training needs."""
 Global___Stage: _TypeAlias = Stage  # noqa: Y015
 
+class _Role:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ROLE_UNSPECIFIED: _Role.ValueType  # 0
+    ROLE_POLICY: _Role.ValueType  # 1
+    """Is trained and served."""
+    ROLE_REFERENCE: _Role.ValueType  # 2
+    """Frozen weights that training started from."""
+    ROLE_CRITIC: _Role.ValueType  # 3
+    """Is trained and gives values to tokens."""
+
+class Role(_Role, metaclass=_RoleEnumTypeWrapper):
+    """What a network of the trainer is for."""
+
+ROLE_UNSPECIFIED: Role.ValueType  # 0
+ROLE_POLICY: Role.ValueType  # 1
+"""Is trained and served."""
+ROLE_REFERENCE: Role.ValueType  # 2
+"""Frozen weights that training started from."""
+ROLE_CRITIC: Role.ValueType  # 3
+"""Is trained and gives values to tokens."""
+Global___Role: _TypeAlias = Role  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -343,7 +369,7 @@ Global___Sample: _TypeAlias = Sample  # noqa: Y015
 @_typing.final
 class TrainingSample(_message.Message):
     """One sequence to learn from or to score: a prompt and a completion. The per-token fields have one entry for each completion token,
-    or none where a comment says so.
+    or none where the loss does not need them; all samples of a call give the same fields.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -355,8 +381,14 @@ class TrainingSample(_message.Message):
     REF_LOG_PROBS_FIELD_NUMBER: _builtins.int
     LOSS_MASK_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    TEMPERATURE_FIELD_NUMBER: _builtins.int
+    OLD_LOG_PROBS_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    RETURNS_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """Version of the weights that made the sample."""
+    temperature: _builtins.float
+    """Temperature that the sample was drawn with, above 0; default 1. Logits are divided by it."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -365,19 +397,31 @@ class TrainingSample(_message.Message):
 
     @_builtins.property
     def rollout_log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Log-probabilities at sampling time. Required by the loss; ignored by ComputeLogProbs."""
+        """Log-probabilities at sampling time. Needed by every policy loss but SFT."""
 
     @_builtins.property
     def advantages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """One for each completion token, or a single one for all of them. Finite."""
+        """One for each completion token, or a single one for all of them. Finite. Needed by every policy loss but SFT."""
 
     @_builtins.property
     def ref_log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Reference policy's log-probabilities; needed when kl_coef is not 0, else empty."""
+        """Reference policy's log-probabilities; needed when kl_coef is not 0."""
 
     @_builtins.property
     def loss_mask(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """1 where the token counts in the loss, else 0; empty means all ones."""
+
+    @_builtins.property
+    def old_log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The trainer's log-probabilities before the first step on this batch; needed with OLD_POLICY_GIVEN."""
+
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The critic's values before the first step on this batch; needed by the value loss unless its clip is 0."""
+
+    @_builtins.property
+    def returns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """What the values should be; needed by the value loss."""
 
     def __init__(
         self,
@@ -389,12 +433,18 @@ class TrainingSample(_message.Message):
         ref_log_probs: _abc.Iterable[_builtins.float] | None = ...,
         loss_mask: _abc.Iterable[_builtins.float] | None = ...,
         policy_version: _builtins.int = ...,
+        temperature: _builtins.float | None = ...,
+        old_log_probs: _abc.Iterable[_builtins.float] | None = ...,
+        values: _abc.Iterable[_builtins.float] | None = ...,
+        returns: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_temperature", b"_temperature", "temperature", b"temperature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "completion_token_ids", b"completion_token_ids", "loss_mask", b"loss_mask", "policy_version", b"policy_version", "prompt_token_ids", b"prompt_token_ids", "ref_log_probs", b"ref_log_probs", "rollout_log_probs", b"rollout_log_probs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_temperature", b"_temperature", "advantages", b"advantages", "completion_token_ids", b"completion_token_ids", "loss_mask", b"loss_mask", "old_log_probs", b"old_log_probs", "policy_version", b"policy_version", "prompt_token_ids", b"prompt_token_ids", "ref_log_probs", b"ref_log_probs", "returns", b"returns", "rollout_log_probs", b"rollout_log_probs", "temperature", b"temperature", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
+    _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
 
 Global___TrainingSample: _TypeAlias = TrainingSample  # noqa: Y015
 

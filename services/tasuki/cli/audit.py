@@ -17,8 +17,8 @@ from tasuki.coordinator.audit.invariants import Invariant, Violation
 from tasuki.coordinator.audit.replay import Audit, audit
 from tasuki.memory.stages import Service
 from tasuki.rpc.command_log import LoggedLife, read_command_log
-from tasuki.trainer.training_audit import first_repetition
-from tasuki.trainer.training_log import read_training_log
+from tasuki.trainer.durable.training_audit import first_repetition
+from tasuki.trainer.durable.training_log import read_training_log
 from tasuki.v1.ranks_pb2 import TrainingRecord
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 

@@ -70,7 +70,37 @@ class LoraConfig(Schema):
         return self
 
 
-class TrainerConfig(Schema):
+class OptimizerConfig(Schema):
+    """AdamW and the schedule of one role."""
+
+    learning_rate: float = Field(default=1e-6, ge=0)
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up; linear and cosine fall to 0 at `total_steps`."""
+    warmup_steps: int = Field(default=0, ge=0)
+    total_steps: PositiveInt | None = None
+    """Length of the schedule; needed unless it is constant."""
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+    weight_decay: float = Field(default=0.0, ge=0)
+    max_grad_norm: PositiveFloat = 1.0
+
+    @model_validator(mode="after")
+    def _schedule_has_length(self) -> OptimizerConfig:
+        if self.lr_schedule != "constant" and self.total_steps is None:
+            raise ValueError("total_steps is needed with lr_schedule = linear or cosine")
+        return self
+
+
+class CriticConfig(OptimizerConfig):
+    """A second model, which gives values to tokens; for PPO."""
+
+    path: Path | None = None
+    """Model folder of its start weights; by default the policy's. A `value_head.weight` there is its head, which else starts at 0."""
+    lora: LoraConfig | None = None
+    """Trains adapters and the head beside a frozen model."""
+
+
+class TrainerConfig(OptimizerConfig):
     listen: Listen = "unix"
     """As `coordinator.listen`."""
     metrics_port: Port | None = None
@@ -83,16 +113,9 @@ class TrainerConfig(Schema):
     rank i is on GPU i."""
     num_threads: PositiveInt = 1
     """Torch threads for each rank on a CPU."""
-    learning_rate: float = Field(default=1e-6, ge=0)
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up; linear and cosine fall to 0 at `total_steps`."""
-    warmup_steps: int = Field(default=0, ge=0)
-    total_steps: PositiveInt | None = None
-    """Length of the schedule; needed unless it is constant."""
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    eps: PositiveFloat = 1e-8
-    weight_decay: float = Field(default=0.0, ge=0)
-    max_grad_norm: PositiveFloat = 1.0
+    on_non_finite: Literal["stop", "skip"] = "stop"
+    """What gradients that are not finite do: fail the step, or drop them and count the step as skipped."""
+    critic: CriticConfig | None = None
     micro_batch_tokens: PositiveInt = 8192
     """Upper bound of padded tokens in one micro-batch; a longer single sample is refused."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -115,12 +138,6 @@ class TrainerConfig(Schema):
     collective_timeout_s: PositiveFloat = 600.0
     """Time-out of every process group; a rank that is lost is noticed after this."""
     seed: int = 0
-
-    @model_validator(mode="after")
-    def _schedule_has_length(self) -> TrainerConfig:
-        if self.lr_schedule != "constant" and self.total_steps is None:
-            raise ValueError("total_steps is needed with lr_schedule = linear or cosine")
-        return self
 
     @model_validator(mode="after")
     def _ipc_handles_are_for_copies_that_stay(self) -> TrainerConfig:

@@ -32,17 +32,18 @@ from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.rank_server import Handlers
 from tasuki.rpc.server import RpcServer
-from tasuki.trainer.memory_servicer import MemoryServicer
-from tasuki.trainer.mesh import start_mesh
+from tasuki.trainer.backends.fsdp.backend import FsdpBackend
+from tasuki.trainer.backends.fsdp.mesh import start_mesh
+from tasuki.trainer.durable.restore import restore
+from tasuki.trainer.durable.training_log import TrainingLog
+from tasuki.trainer.learner import Learner, trained_roles
 from tasuki.trainer.rank_commands import RankCommands
 from tasuki.trainer.ranks.front import TrainerRanks
 from tasuki.trainer.ranks.loop import run_rank
-from tasuki.trainer.restore import restore
-from tasuki.trainer.servicer import TrainerServicer
-from tasuki.trainer.state import TrainerState
-from tasuki.trainer.training import Training
-from tasuki.trainer.training_log import TrainingLog
-from tasuki.trainer.worker import Worker
+from tasuki.trainer.service.memory_servicer import MemoryServicer
+from tasuki.trainer.service.servicer import TrainerServicer
+from tasuki.trainer.service.state import TrainerState, roles_by_name
+from tasuki.trainer.service.training import Training
 from tasuki.v1.memory_pb2_grpc import add_MemoryServiceServicer_to_server
 from tasuki.v1.ranks_pb2 import RankReady
 from tasuki.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
@@ -118,14 +119,20 @@ def _run_rank(config: NodeConfig, *, launch: Launch) -> bool:
             timeout_s=trainer.collective_timeout_s,
         )
         cleanup.callback(dist.destroy_process_group)
-        worker = Worker(config, mesh=mesh, progressed=heartbeat.progressed)
-        cleanup.callback(worker.close)
+        backend = FsdpBackend(config, mesh=mesh)
+        cleanup.callback(backend.close)
+        learner = Learner(
+            backend,
+            optimizers=trained_roles(trainer),
+            skips_non_finite=trainer.on_non_finite == "skip",
+            progressed=heartbeat.progressed,
+        )
         if launch.rank != 0:
             # From here on the front says when to stop, after the call that runs; a signal to all ranks at once is for the front.
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)
         heartbeat.beat_in_thread()
-        commands = RankCommands(worker, failpoints=failpoints)
+        commands = RankCommands(learner, failpoints=failpoints)
         return commands.ready(), commands.handlers()
 
     with ExitStack() as cleanup:
@@ -163,7 +170,7 @@ async def _serve(config: NodeConfig, *, launch: Launch) -> int:
             return 1
         failpoints = Failpoints.of(config, "trainer")
         boot_id = uuid.uuid4().hex
-        state = TrainerState(ready.policy_version, gate=CommandGate(failpoints, boot_id=boot_id), boot_id=boot_id)
+        state = TrainerState(roles_by_name(ready.roles), gate=CommandGate(failpoints, boot_id=boot_id), boot_id=boot_id)
         training = Training(ranks, state=state, ready=ready, config=config)
         log = TrainingLog(training_log_path(config.state_dir), failpoints=failpoints)
         cleanup.callback(log.close)

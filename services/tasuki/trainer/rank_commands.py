@@ -1,4 +1,4 @@
-"""Decodes a command for a rank, calls the worker, encodes its answer."""
+"""Decodes a command for a rank, calls the learner, encodes its answer."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from tasuki.config.failpoints import PUBLISHED
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.rank_server import Handlers
 from tasuki.rpc.usage import TAGS, usage_response
-from tasuki.trainer.micro_batch import loss_batch, token_batch
-from tasuki.trainer.worker import PolicyLossConfig, Worker
+from tasuki.trainer.data.micro_batch import micro_batch, token_batch
+from tasuki.trainer.learner import Learner
+from tasuki.trainer.loss_wire import decode_loss
+from tasuki.trainer.rank_wire import ROLES, decode_columns, encode_roles
 from tasuki.v1 import memory_pb2, ranks_pb2, trainer_pb2
 
 
 class RankCommands:
     """One method for each field of TrainerRankCommand."""
 
-    def __init__(self, worker: Worker, *, failpoints: Failpoints) -> None:
-        self._worker, self._failpoints = worker, failpoints
+    def __init__(self, learner: Learner, *, failpoints: Failpoints) -> None:
+        self._learner, self._backend, self._failpoints = learner, learner.backend, failpoints
 
     def handlers(self) -> Handlers:
         return {
+            "begin_run": self.begin_run,
             "forward_backward": self.forward_backward,
             "optim_step": self.optim_step,
             "discard_gradients": self.discard_gradients,
-            "compute_log_probs": self.compute_log_probs,
+            "score": self.score,
             "publish_weights": self.publish_weights,
             "withdraw_weights": self.withdraw_weights,
             "save_checkpoint": self.save_checkpoint,
@@ -37,91 +40,87 @@ class RankCommands:
         }
 
     def ready(self) -> ranks_pb2.RankReady:
-        config = self._worker.model_config
         return ranks_pb2.RankReady(
-            num_parameters=sum(param.numel() for param in self._worker.policy.parameters()),
-            policy_version=self._worker.policy_version,
-            vocab_size=config.vocab_size,
-            context_length=config.max_position_embeddings,
+            roles=encode_roles(self._learner),
+            vocab_size=self._backend.vocab_size,
+            context_length=self._backend.context_length,
         )
 
-    def forward_backward(self, command: ranks_pb2.RankForwardBackward) -> trainer_pb2.ForwardBackwardResponse:
-        worker, loss = self._worker, command.loss
+    def begin_run(self, request: trainer_pb2.BeginRunRequest) -> trainer_pb2.BeginRunResponse:
+        self._learner.begin_run(keep_optimizer=request.keep_optimizer)
+        return trainer_pb2.BeginRunResponse(policy_version=self._learner.policy_version)
+
+    def forward_backward(self, command: ranks_pb2.RankForwardBackward) -> ranks_pb2.RankLossReport:
+        learner, config = self._learner, decode_loss(command.loss)
         batches = [
-            loss_batch(part.samples, policy_version=worker.policy_version, device=worker.device)
+            micro_batch(decode_columns(part), config=config, policy_version=learner.policy_version, device=self._backend.device)
             for part in command.micro_batches
         ]
-        report = worker.forward_backward(
-            batches,
-            loss=PolicyLossConfig(
-                clip_low=loss.clip_low, clip_high=loss.clip_high, kl_coef=loss.kl_coef, temperature=loss.temperature
-            ),
-            num_loss_tokens=command.num_loss_tokens,
-            num_gap_tokens=command.num_gap_tokens,
-        )
-        return trainer_pb2.ForwardBackwardResponse(
-            loss=report.loss,
-            clip_fraction=report.clip_fraction,
-            ref_kl=report.ref_kl,
-            max_log_prob_gap=report.max_log_prob_gap,
-            mean_log_prob_gap=report.mean_log_prob_gap,
-            entropy=report.entropy,
-        )
+        report = learner.forward_backward(ROLES[command.role], batches, config=config)
+        metrics = {
+            name: ranks_pb2.RankMetric(total=part.total, weight=part.weight, is_maximum=part.is_maximum)
+            for name, part in report.metrics.items()
+        }
+        return ranks_pb2.RankLossReport(loss=report.loss, metrics=metrics)
 
     def optim_step(self, request: trainer_pb2.OptimStepRequest) -> trainer_pb2.OptimStepResponse:
         started = time.perf_counter()
-        report = self._worker.optim_step(learning_rate=request.learning_rate if request.HasField("learning_rate") else None)
+        report = self._learner.optim_step(
+            ROLES[request.role],
+            learning_rate=request.learning_rate if request.HasField("learning_rate") else None,
+            schedule_step=request.schedule_step if request.HasField("schedule_step") else None,
+        )
         return trainer_pb2.OptimStepResponse(
-            policy_version=report.policy_version,
+            version=report.version,
             grad_norm=report.grad_norm,
             learning_rate=report.learning_rate,
             seconds=time.perf_counter() - started,
+            is_skipped=report.is_skipped,
         )
 
-    def discard_gradients(self, _: trainer_pb2.DiscardGradientsRequest) -> trainer_pb2.DiscardGradientsResponse:
-        self._worker.discard_gradients()
+    def discard_gradients(self, request: trainer_pb2.DiscardGradientsRequest) -> trainer_pb2.DiscardGradientsResponse:
+        self._learner.discard_gradients(ROLES[request.role])
         return trainer_pb2.DiscardGradientsResponse()
 
-    def compute_log_probs(self, command: ranks_pb2.RankComputeLogProbs) -> ranks_pb2.RankLogProbs:
-        batches = [token_batch(part.samples, device=self._worker.device) for part in command.micro_batches]
-        is_reference = command.policy == trainer_pb2.POLICY_KIND_REFERENCE
-        score = self._worker.reference_log_probs if is_reference else self._worker.policy_log_probs
-        scored = score(batches, temperature=command.temperature)
-        return ranks_pb2.RankLogProbs(samples=[trainer_pb2.TokenLogProbs(log_probs=log_probs) for log_probs in scored])
+    def score(self, command: ranks_pb2.RankScore) -> ranks_pb2.RankScores:
+        batches = [token_batch(decode_columns(part), device=self._backend.device) for part in command.micro_batches]
+        scores = self._learner.score(ROLES[command.role], batches)
+        return ranks_pb2.RankScores(micro_batches=[score_N.numpy().tobytes() for score_N in scores])
 
     def publish_weights(self, _: trainer_pb2.PublishWeightsRequest) -> ranks_pb2.RankPublished:
-        export = self._worker.publish_weights()
+        published = self._learner.publish()
         if self._failpoints.corrupts(PUBLISHED):
-            self._worker.damage_published()
-        return ranks_pb2.RankPublished(handle=export.handle, published_bytes=export.num_bytes)
+            self._backend.damage_published()
+        return ranks_pb2.RankPublished(handle=published.export.handle(), published_bytes=published.num_bytes)
 
     def withdraw_weights(self, _: trainer_pb2.WithdrawWeightsRequest) -> trainer_pb2.WithdrawWeightsResponse:
-        self._worker.withdraw_weights()
+        self._backend.withdraw()
         return trainer_pb2.WithdrawWeightsResponse()
 
     def save_checkpoint(self, request: trainer_pb2.SaveCheckpointRequest) -> trainer_pb2.SaveCheckpointResponse:
         started = time.perf_counter()
-        num_bytes = self._worker.save_checkpoint(Path(request.path))
+        num_bytes = self._learner.save_checkpoint(Path(request.path))
         return trainer_pb2.SaveCheckpointResponse(
-            policy_version=self._worker.policy_version, bytes=num_bytes, seconds=time.perf_counter() - started
+            policy_version=self._learner.policy_version, bytes=num_bytes, seconds=time.perf_counter() - started
         )
 
     def load_checkpoint(self, request: trainer_pb2.LoadCheckpointRequest) -> trainer_pb2.LoadCheckpointResponse:
-        self._worker.load_checkpoint(Path(request.path))
-        return trainer_pb2.LoadCheckpointResponse(policy_version=self._worker.policy_version)
+        self._learner.load_checkpoint(Path(request.path))
+        roles = encode_roles(self._learner)
+        return trainer_pb2.LoadCheckpointResponse(policy_version=self._learner.policy_version, roles=roles)
 
     def export_model(self, request: trainer_pb2.ExportModelRequest) -> trainer_pb2.ExportModelResponse:
         started = time.perf_counter()
-        num_bytes = self._worker.export_model(Path(request.path))
+        num_bytes = self._backend.export_model(Path(request.path))
         return trainer_pb2.ExportModelResponse(
-            policy_version=self._worker.policy_version, bytes=num_bytes, seconds=time.perf_counter() - started
+            policy_version=self._learner.policy_version, bytes=num_bytes, seconds=time.perf_counter() - started
         )
 
     def pause(self, request: memory_pb2.PauseRequest) -> memory_pb2.PauseResponse:
-        return memory_pb2.PauseResponse(released_bytes=self._worker.memory.pause([TAGS[tag] for tag in request.tags]))
+        return memory_pb2.PauseResponse(released_bytes=self._backend.pause([TAGS[tag] for tag in request.tags]))
 
     def resume(self, request: memory_pb2.ResumeRequest) -> memory_pb2.ResumeResponse:
-        return memory_pb2.ResumeResponse(mapped_bytes=self._worker.memory.resume([TAGS[tag] for tag in request.tags]))
+        return memory_pb2.ResumeResponse(mapped_bytes=self._backend.resume([TAGS[tag] for tag in request.tags]))
 
     def get_usage(self, _: memory_pb2.GetUsageRequest) -> memory_pb2.GetUsageResponse:
-        return usage_response(self._worker.memory.usage(), self._worker.memory.device_usage())
+        return usage_response(self._backend.usage(), self._backend.device_usage())

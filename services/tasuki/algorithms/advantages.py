@@ -1,0 +1,222 @@
+"""Advantages from rewards: with a baseline of rewards, or with a critic's values.
+
+Shape suffixes: P prompts, G completions of each; S samples; N completion tokens, one sample after the other. Arithmetic is in float64.
+A reward that is not finite marks a failed one: its sample leaves every mean and deviation, and gets advantage 0.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasuki.algorithms.samples import Floats, Integers, from_rows, sample_ids, to_rows
+
+Std = Literal["none", "sample", "population"]
+
+# Keeps a group whose rewards differ by rounding only from getting large advantages.
+_STD_FLOOR = 1e-6
+_VARIANCE_FLOOR = 1e-8
+
+
+def group_mean(rewards_PG: Floats, *, std: Std = "none") -> NDArray[np.float32]:
+    """[P, G]: reward minus its group's mean, over the group's standard deviation plus 1e-6 unless `std` is "none".
+
+    rewards_PG: [P, G]. "sample" divides by the number of rewards less one, "population" by their number. Exactly 0 in a group with
+    equal rewards or a single one.
+    Source: GRPO, DeepSeekMath (arXiv:2402.03300) sec. 4.1.2; "none" is Dr. GRPO's (arXiv:2503.20783) sec. 3.2.
+    """
+    centered_PG = _group_centered(rewards_PG)
+    if std != "none":
+        degrees_P1 = np.maximum(np.isfinite(rewards_PG).sum(axis=1, keepdims=True) - (std == "sample"), 1)
+        centered_PG /= np.sqrt(np.square(centered_PG).sum(axis=1, keepdims=True) / degrees_P1) + _STD_FLOOR
+    return centered_PG.astype(np.float32)
+
+
+def leave_one_out(rewards_PG: Floats) -> NDArray[np.float32]:
+    """[P, G]: reward minus the mean of the other rewards of its group. Exactly 0 in a group with equal rewards or a single one.
+
+    rewards_PG: [P, G].
+    Source: RLOO (arXiv:2402.14740) eq. 8.
+    """
+    num_valid_P1 = np.isfinite(rewards_PG).sum(axis=1, keepdims=True)
+    return (_group_centered(rewards_PG) * (num_valid_P1 / np.maximum(num_valid_P1 - 1, 1))).astype(np.float32)
+
+
+def group_baseline_whitened(rewards_PG: Floats, *, num_counted_PG: Integers | None = None) -> NDArray[np.float32]:
+    """[P, G]: reward minus its group's mean, then whitened over the whole batch.
+
+    rewards_PG: [P, G]. num_counted_PG: [P, G] counted tokens of each sample, by which the batch's mean and variance weigh it; None
+    for samples of equal weight.
+    Source: REINFORCE++-baseline (arXiv:2501.03262) sec. 3.2.
+    """
+    centered_PG = _group_centered(rewards_PG)
+    weights_PG = np.ones(centered_PG.shape) if num_counted_PG is None else np.asarray(num_counted_PG, dtype=np.float64)
+    weights_PG = np.where(np.isfinite(rewards_PG), weights_PG, 0.0)
+    return _whitened(centered_PG, weights_PG).astype(np.float32)
+
+
+def globally_whitened(
+    rewards_N: Floats, num_completion_S: Integers, *, loss_mask_N: Floats | None = None, discount: float = 1.0
+) -> NDArray[np.float32]:
+    """[N]: the discounted sum of rewards from each token on, whitened over the counted tokens of the batch; 0 elsewhere.
+
+    rewards_N: [N], for example of `reward_kl.token_rewards`; num_completion_S: [S]. Tokens outside the mask take no step: they
+    discount nothing. A sample with a NaN reward is left out whole.
+    Source: REINFORCE++ (arXiv:2501.03262) sec. 3.1.
+    """
+    mask_N = np.ones(len(rewards_N)) if loss_mask_N is None else np.asarray(loss_mask_N, dtype=np.float64)
+    rewards_N, mask_N = _leave_out_failed(rewards_N, mask_N, num_completion_S)
+    rewards_ST, mask_ST = to_rows(rewards_N, num_completion_S), to_rows(mask_N, num_completion_S)
+    returns_ST = np.zeros_like(rewards_ST)
+    running_S = np.zeros(len(num_completion_S))
+    for t in reversed(range(rewards_ST.shape[1])):
+        running_S = rewards_ST[:, t] + np.where(mask_ST[:, t] > 0.0, discount, 1.0) * running_S
+        returns_ST[:, t] = running_S
+    return whitened(from_rows(returns_ST, num_completion_S), loss_mask_N=mask_N)
+
+
+def greedy_baseline(rewards_PG: Floats, greedy_rewards_P: Floats) -> NDArray[np.float32]:
+    """[P, G]: reward minus the reward of the prompt's greedy completion; 0 in a group whose greedy reward failed.
+
+    rewards_PG: [P, G]; greedy_rewards_P: [P].
+    Source: ReMax (arXiv:2310.10505) eq. 6.
+    """
+    return np.nan_to_num(np.asarray(rewards_PG, dtype=np.float64) - np.asarray(greedy_rewards_P)[:, None]).astype(np.float32)
+
+
+def batch_baseline(rewards_S: Floats, *, std: Std = "none") -> NDArray[np.float32]:
+    """[S]: `group_mean` with the whole batch as one group, for one completion of each prompt.
+
+    Source: REINFORCE with a baseline, Williams (1992); batch statistics as in REINFORCE++ (arXiv:2501.03262) sec. 3.1.
+    """
+    return group_mean(np.asarray(rewards_S)[None], std=std)[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningBaseline:
+    """Mean reward of past batches with exponential decay: the baseline for one completion of each prompt. Save and restore its fields.
+
+    Source: REINFORCE with a reinforcement-comparison baseline, Williams (1992); the decay as in SPIRAL (arXiv:2506.24119) sec. 3.3.
+    """
+
+    decay: float = 0.95
+    """Share that a batch keeps when the next one comes."""
+    total: float = 0.0
+    weight: float = 0.0
+    """0 before the first batch."""
+
+    def advantages(self, rewards_S: Floats) -> NDArray[np.float32]:
+        """[S]: reward minus the mean of past batches; of this batch if there is none."""
+        if self.weight == 0.0:
+            return batch_baseline(rewards_S)
+        return np.nan_to_num(np.asarray(rewards_S, dtype=np.float64) - self.total / self.weight).astype(np.float32)
+
+    def updated(self, rewards_S: Floats) -> RunningBaseline:
+        """The baseline for the next batch, after this one."""
+        valid = np.asarray(rewards_S, dtype=np.float64)[np.isfinite(rewards_S)]
+        if len(valid) == 0:
+            return self
+        total = self.decay * self.total + (1.0 - self.decay) * float(valid.mean())
+        return RunningBaseline(decay=self.decay, total=total, weight=self.decay * self.weight + 1.0 - self.decay)
+
+
+def gae(
+    rewards_N: Floats,
+    values_N: Floats,
+    num_completion_S: Integers,
+    *,
+    discount: float,
+    lam: float,
+    loss_mask_N: Floats | None = None,
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Generalized advantages [N], not whitened (see `whitened`), and returns [N]: advantage plus value.
+
+    rewards_N: [N], the reward for each token, such as `reward_kl.token_rewards` gives; values_N: [N], the critic's value of the state
+    in which the token was chosen; the state after the last token has value 0. num_completion_S: [S].
+    Tokens outside the mask take no step: advantages pass over them, and their own are 0. A sample with a NaN reward gets advantages 0
+    and its values as returns.
+    Source: GAE (arXiv:1506.02438) eq. 16.
+    """
+    mask_N = np.ones(len(rewards_N)) if loss_mask_N is None else np.asarray(loss_mask_N, dtype=np.float64)
+    values_N = np.asarray(values_N, dtype=np.float64)
+    rewards_N, mask_N = _leave_out_failed(rewards_N, mask_N, num_completion_S)
+    rewards_ST, values_ST, mask_ST = (to_rows(x_N, num_completion_S) for x_N in (rewards_N, values_N, mask_N))
+    advantages_ST = np.zeros_like(rewards_ST)
+    # Rewards of tokens outside the mask wait in `passed_S` for the counted token before them.
+    advantage_S, next_value_S, passed_S = (np.zeros(len(num_completion_S)) for _ in range(3))
+    for t in reversed(range(rewards_ST.shape[1])):
+        is_counted_S = mask_ST[:, t] > 0.0
+        passed_S = passed_S + rewards_ST[:, t]
+        delta_S = passed_S + discount * next_value_S - values_ST[:, t]
+        advantage_S = np.where(is_counted_S, delta_S + discount * lam * advantage_S, advantage_S)
+        next_value_S = np.where(is_counted_S, values_ST[:, t], next_value_S)
+        passed_S = np.where(is_counted_S, 0.0, passed_S)
+        advantages_ST[:, t] = np.where(is_counted_S, advantage_S, 0.0)
+    advantages_N = from_rows(advantages_ST, num_completion_S)
+    return advantages_N.astype(np.float32), (advantages_N + values_N).astype(np.float32)
+
+
+def explained_variance(values_N: Floats, returns_N: Floats, *, loss_mask_N: Floats | None = None) -> float:
+    """1 - Var(returns - values) / Var(returns) over counted tokens: 1 for a perfect critic, 0 for a constant one.
+
+    NaN if the returns do not vary. Values and returns: [N].
+    """
+    is_counted_N = np.ones(len(values_N), dtype=bool) if loss_mask_N is None else np.asarray(loss_mask_N) > 0.0
+    returns_N = np.asarray(returns_N, dtype=np.float64)[is_counted_N]
+    errors_N = returns_N - np.asarray(values_N, dtype=np.float64)[is_counted_N]
+    if len(returns_N) == 0 or np.ptp(returns_N) == 0.0:
+        return math.nan
+    return float(1.0 - errors_N.var() / returns_N.var())
+
+
+def whitened(advantages_N: Floats, *, loss_mask_N: Floats) -> NDArray[np.float32]:
+    """[N]: shifted and scaled to mean 0 and variance 1 over counted tokens; 0 elsewhere.
+
+    The variance divides by the number of counted tokens less one.
+    Source: PPO's normalization of advantages, "Implementation matters" (arXiv:2005.12729) sec. 3.
+    """
+    return _whitened(np.asarray(advantages_N, dtype=np.float64), np.asarray(loss_mask_N, dtype=np.float64)).astype(np.float32)
+
+
+def has_signal(rewards_PG: Floats) -> NDArray[np.bool_]:
+    """[P]: False for a group whose valid rewards are equal: it teaches nothing and may be left out.
+
+    Source: the filter of DAPO's dynamic sampling (arXiv:2503.14476) sec. 3.2.
+    """
+    is_valid_PG = np.isfinite(rewards_PG)
+    lowest_P = np.where(is_valid_PG, rewards_PG, np.inf).min(axis=1, initial=np.inf)
+    return np.where(is_valid_PG, rewards_PG, -np.inf).max(axis=1, initial=-np.inf) > lowest_P
+
+
+def _leave_out_failed(
+    rewards_N: Floats, loss_mask_N: Floats, num_completion_S: Integers
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Rewards [N] and mask [N], both 0 throughout a sample that has a NaN reward."""
+    ids_N = sample_ids(num_completion_S)
+    has_failed_S = np.bincount(ids_N, weights=~np.isfinite(rewards_N), minlength=len(num_completion_S)) > 0
+    return np.where(has_failed_S[ids_N], 0.0, rewards_N), np.where(has_failed_S[ids_N], 0.0, loss_mask_N)
+
+
+def _group_centered(rewards_PG: Floats) -> NDArray[np.float64]:
+    """[P, G]: reward minus its group's mean; exactly 0 for a failed reward and in a group without signal.
+
+    The mean of equal values need not be exactly that value, so has_signal decides.
+    """
+    rewards_PG = np.asarray(rewards_PG, dtype=np.float64)
+    is_valid_PG = np.isfinite(rewards_PG)
+    num_valid_P1 = np.maximum(is_valid_PG.sum(axis=1, keepdims=True), 1)
+    centered_PG = rewards_PG - np.where(is_valid_PG, rewards_PG, 0.0).sum(axis=1, keepdims=True) / num_valid_P1
+    return np.where(is_valid_PG & has_signal(rewards_PG)[:, None], centered_PG, 0.0)
+
+
+def _whitened(x: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    total = weights.sum()
+    if total == 0.0:
+        return np.zeros_like(x)
+    centered = np.where(weights > 0.0, x - (x * weights).sum() / total, 0.0)
+    variance = (np.square(centered) * weights).sum() / max(total - 1.0, 1.0)
+    return centered / np.sqrt(variance + _VARIANCE_FLOOR)

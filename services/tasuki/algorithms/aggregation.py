@@ -1,0 +1,47 @@
+"""Weights of tokens in a loss, so that sums over any cut of a batch into calls, ranks and micro-batches add up to the same loss.
+
+Shape suffixes: N completion tokens, one sample after the other; S samples.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasuki.algorithms.loss_types import Aggregation, LossConfig
+from tasuki.algorithms.samples import counted_tokens
+
+
+def denominator(loss_mask_N: NDArray[np.floating], num_completion_S: NDArray[np.integer], *, config: LossConfig) -> float:
+    """What every token weight of the call is divided by: `config.denominator`, or else the call's own count.
+
+    Counted tokens for the token mean; sequences with a counted token for the sequence means; all sequences times
+    `aggregation_length` for the constant.
+    Source: DAPO (arXiv:2503.14476) eq. 8, GRPO (arXiv:2402.03300) eq. 3, Dr. GRPO (arXiv:2503.20783) sec. 3.2.
+    """
+    if config.denominator is not None:
+        return config.denominator
+    match config.aggregation:
+        case Aggregation.TOKEN_MEAN:
+            return float(np.asarray(loss_mask_N).sum(dtype=np.float64))
+        case Aggregation.SEQUENCE_MEAN_TOKEN_SUM | Aggregation.SEQUENCE_MEAN_TOKEN_MEAN:
+            return float(np.count_nonzero(counted_tokens(loss_mask_N, num_completion_S)))
+        case Aggregation.CONSTANT:
+            assert config.aggregation_length is not None
+            return float(len(num_completion_S) * config.aggregation_length)
+
+
+def token_weights(
+    loss_mask_N: NDArray[np.floating], num_completion_S: NDArray[np.integer], *, config: LossConfig, denominator: float
+) -> NDArray[np.float32]:
+    """[N]: the weight of each token's loss, whatever other samples share the micro-batch.
+
+    loss_mask_N: [N], 0 and 1; num_completion_S: [S] tokens of each sample, their sum is N; `denominator` as the function of that name
+    gives it for the whole call. All zero if nothing in the call counts.
+    """
+    mask_N = np.asarray(loss_mask_N, dtype=np.float64)
+    if denominator == 0.0:
+        return np.zeros(len(mask_N), dtype=np.float32)
+    if config.aggregation is Aggregation.SEQUENCE_MEAN_TOKEN_MEAN:
+        mask_N = mask_N / np.repeat(np.maximum(counted_tokens(mask_N, num_completion_S), 1.0), num_completion_S)
+    return (mask_N / denominator).astype(np.float32)

@@ -1,0 +1,226 @@
+"""Settings of losses, with their defaults and ranges. Standard library only: the client and the configuration import it too."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class SettingError(ValueError):
+    """A setting outside its range. `field` names it, `problem` says what is wrong and what is allowed."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+        self.problem = problem
+
+
+class Aggregation(StrEnum):
+    """How the losses of tokens become one number. `algorithms.aggregation` computes the weights."""
+
+    TOKEN_MEAN = "token_mean"  # noqa: S105  no password
+    SEQUENCE_MEAN_TOKEN_SUM = "sequence_mean_token_sum"  # noqa: S105
+    SEQUENCE_MEAN_TOKEN_MEAN = "sequence_mean_token_mean"  # noqa: S105
+    CONSTANT = "constant"
+    """The sum over tokens, divided by the number of sequences times `LossConfig.aggregation_length`."""
+
+
+class KlEstimator(StrEnum):
+    """Estimators of KL(policy || reference) from one token's log-probabilities. `algorithms.kl` computes them."""
+
+    K1 = "k1"
+    K2 = "k2"
+    K3 = "k3"
+    K3_STRAIGHT_THROUGH = "k3_straight_through"
+    """The value of k3 with the gradient of k2."""
+
+
+class OldPolicy(StrEnum):
+    """The policy whose probabilities stand in the denominator of the ratio."""
+
+    CURRENT = "current"
+    """The policy as it is: the ratio is 1. For the only step on a batch."""
+    GIVEN = "given"
+    """Samples carry `old_log_probs`, which the trainer computed before the first step on the batch."""
+    ROLLOUT = "rollout"
+    """The rollout's own log-probabilities."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PpoLoss:
+    """PPO's clipped surrogate (arXiv:1707.06347 eq. 7), with separate bounds 1 - clip_low and 1 + clip_high (arXiv:2503.14476 eq. 10)."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    """Greater than 1; bounds the loss at -dual_clip * advantage where the advantage is negative (arXiv:1912.09729 eq. 5)."""
+
+    def __post_init__(self) -> None:
+        _check_clip(self.clip_low, self.clip_high)
+        _check(self.dual_clip is None or 1.0 < self.dual_clip < math.inf, "dual_clip", self.dual_clip, "greater than 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GspoLoss:
+    """GSPO: one length-normalized ratio for each sequence (arXiv:2507.18071 eq. 5). Clip bounds of its section 5.1."""
+
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+
+    def __post_init__(self) -> None:
+        _check_clip(self.clip_low, self.clip_high)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CispoLoss:
+    """CISPO: the clipped ratio weighs the policy gradient, so no token loses its gradient (arXiv:2506.13585 eq. 4).
+
+    The paper leaves the lower side open (clip_low 1). An upper bound of 5 is within ScaleRL's range (arXiv:2510.13786) and TRL's advice.
+    """
+
+    clip_low: float = 1.0
+    clip_high: float = 4.0
+
+    def __post_init__(self) -> None:
+        _check_clip(self.clip_low, self.clip_high)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyGradientLoss:
+    """REINFORCE: -advantage * log-probability. It has no ratio and no clip."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueLoss:
+    """PPO's clipped value loss (arXiv:2005.12729 sec. 3)."""
+
+    clip: float | None = 0.2
+    """How far a value may move from its old value before its loss stops falling; None for the plain squared error."""
+
+    def __post_init__(self) -> None:
+        _check(self.clip is None or 0.0 < self.clip < math.inf, "clip", self.clip, "greater than 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftLoss:
+    """Supervised fine-tuning: the negative log-probability of each counted token."""
+
+
+Loss = PpoLoss | GspoLoss | CispoLoss | PolicyGradientLoss | ValueLoss | SftLoss
+_LOSSES_WITH_RATIO = (PpoLoss, GspoLoss, CispoLoss)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """Correction of the gap between the rollout's probabilities and the trainer's. `algorithms.correction` computes it.
+
+    The ratio r of a token is the trainer's probability over the rollout's. Losses without a policy gradient ignore all of this.
+    """
+
+    token_truncation: float | None = 2.0
+    """Weigh each token by min(r, this); at least 1 (arXiv:2505.24298 and https://fengyao.notion.site/off-policy-rl)."""
+    sequence_truncation: float | None = None
+    """Weigh each token of a sequence by min(product of its r, this); at least 1."""
+    token_mask: tuple[float, float] | None = None
+    """Leave out tokens whose r lies outside these bounds (IcePop, arXiv:2510.18855 eq. 3)."""
+    geometric_mask: tuple[float, float] | None = None
+    """Leave out sequences whose geometric mean of r lies outside these bounds."""
+
+    def __post_init__(self) -> None:
+        for name in ("token_truncation", "sequence_truncation"):
+            bound = getattr(self, name)
+            _check(bound is None or 1.0 <= bound < math.inf, name, bound, "at least 1")
+        for name in ("token_mask", "geometric_mask"):
+            bounds = getattr(self, name)
+            allowed = bounds is None or (len(bounds) == 2 and 0.0 <= bounds[0] <= 1.0 <= bounds[1] < math.inf)
+            _check(allowed, name, bounds, "two bounds, low <= 1 <= high")
+        if self.token_truncation is not None and self.sequence_truncation is not None:
+            raise SettingError("sequence_truncation", "excludes token_truncation; set one of them to None")
+
+    @property
+    def truncates(self) -> bool:
+        return self.token_truncation is not None or self.sequence_truncation is not None
+
+    @property
+    def masks(self) -> bool:
+        return self.token_mask is not None or self.geometric_mask is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossConfig:
+    """Everything that turns a model's outputs for a batch into a loss."""
+
+    loss: Loss = field(default_factory=PpoLoss)
+    aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    aggregation_length: int | None = None
+    """Tokens; for CONSTANT only, such as the longest completion that the rollout allows (arXiv:2503.20783 sec. 3.2)."""
+    kl_coef: float = 0.0
+    """Weight of the KL divergence to the reference policy in the loss."""
+    kl_estimator: KlEstimator = KlEstimator.K3
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    old_policy: OldPolicy = OldPolicy.CURRENT
+    correction: Correction = field(default_factory=Correction)
+    denominator: float | None = None
+    """What weights are divided by, where one optimizer step takes several calls; None for the count of the call itself."""
+
+    def __post_init__(self) -> None:
+        _check(0.0 <= self.kl_coef < math.inf, "kl_coef", self.kl_coef, "0 or greater")
+        _check(math.isfinite(self.entropy_coef), "entropy_coef", self.entropy_coef, "finite")
+        _check(self.denominator is None or 0.0 < self.denominator < math.inf, "denominator", self.denominator, "greater than 0")
+        self._check_aggregation_length()
+        if isinstance(self.loss, ValueLoss):
+            for name in ("kl_coef", "entropy_coef"):
+                _check(getattr(self, name) == 0.0, name, getattr(self, name), "0 with ValueLoss, which has no policy")
+        if self.old_policy is not OldPolicy.CURRENT and not self.has_ratio:
+            raise SettingError("old_policy", f"{self.old_policy}, but {type(self.loss).__name__} has no ratio; use current")
+
+    def _check_aggregation_length(self) -> None:
+        if self.aggregation is not Aggregation.CONSTANT:
+            problem = f"is {self.aggregation_length}, but aggregation is {self.aggregation}; it belongs to constant"
+            if self.aggregation_length is not None:
+                raise SettingError("aggregation_length", problem)
+        elif self.aggregation_length is None or self.aggregation_length < 1:
+            raise SettingError(
+                "aggregation_length", f"is {self.aggregation_length}; aggregation constant needs 1 or more tokens"
+            )
+
+    @property
+    def has_ratio(self) -> bool:
+        """Whether the loss compares the policy with an old one."""
+        return isinstance(self.loss, _LOSSES_WITH_RATIO)
+
+    @property
+    def has_advantages(self) -> bool:
+        """Whether the loss follows a policy gradient, and so takes advantages and the correction."""
+        return self.has_ratio or isinstance(self.loss, PolicyGradientLoss)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether importance weights apply. The ratio to the rollout is one already, so ROLLOUT takes none."""
+        return self.has_advantages and self.old_policy is not OldPolicy.ROLLOUT and self.correction.truncates
+
+    @property
+    def required_fields(self) -> frozenset[str]:
+        """Names of the fields of a sample that this loss cannot do without."""
+        masks = self.has_advantages and self.correction.masks
+        needed = {
+            "advantages": self.has_advantages,
+            "old_log_probs": self.old_policy is OldPolicy.GIVEN,
+            "rollout_log_probs": self.old_policy is OldPolicy.ROLLOUT or self.truncates or masks,
+            "ref_log_probs": self.kl_coef != 0.0,
+            "returns": isinstance(self.loss, ValueLoss),
+            "values": isinstance(self.loss, ValueLoss) and self.loss.clip is not None,
+        }
+        return frozenset(name for name, is_needed in needed.items() if is_needed)
+
+
+def _check(is_allowed: bool, field: str, value: object, allowed: str) -> None:
+    if not is_allowed:
+        raise SettingError(field, f"is {value}; must be {allowed}")
+
+
+def _check_clip(clip_low: float, clip_high: float) -> None:
+    _check(0.0 <= clip_low <= 1.0, "clip_low", clip_low, "from 0 to 1")
+    _check(0.0 <= clip_high < math.inf, "clip_high", clip_high, "0 or greater")

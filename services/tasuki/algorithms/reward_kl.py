@@ -1,0 +1,85 @@
+"""The KL divergence to the reference as a part of the reward.
+
+Shape suffixes: N completion tokens, one sample after the other; S samples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasuki.algorithms.loss_types import KlEstimator, SettingError
+from tasuki.algorithms.samples import Floats, Integers, sample_ids
+
+# As in the loss: beyond it an exponential says nothing.
+_MAX_LOG_RATIO = 20.0
+_MAX_ERROR = 0.2
+
+
+def kl_penalties(
+    log_probs_N: Floats, ref_log_probs_N: Floats, *, estimator: KlEstimator = KlEstimator.K1
+) -> NDArray[np.float64]:
+    """[N]: an estimate of KL(policy || reference) for each token. In a reward K3_STRAIGHT_THROUGH is K3: only values matter.
+
+    Source: Schulman (http://joschu.net/blog/kl-approx.html); k1 is the penalty of InstructGPT (arXiv:2203.02155) eq. 2.
+    """
+    log_ratio_N = np.asarray(ref_log_probs_N, dtype=np.float64) - np.asarray(log_probs_N, dtype=np.float64)
+    log_ratio_N = np.clip(log_ratio_N, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    match estimator:
+        case KlEstimator.K1:
+            return -log_ratio_N
+        case KlEstimator.K2:
+            return 0.5 * np.square(log_ratio_N)
+        case KlEstimator.K3 | KlEstimator.K3_STRAIGHT_THROUGH:
+            return np.expm1(log_ratio_N) - log_ratio_N
+
+
+def token_rewards(
+    rewards_S: Floats,
+    penalties_N: Floats,
+    num_completion_S: Integers,
+    *,
+    coef: float,
+    loss_mask_N: Floats | None = None,
+) -> NDArray[np.float32]:
+    """[N]: minus `coef` times the penalty of each counted token, plus the sample's reward on its last counted token.
+
+    rewards_S: [S], NaN for a failed one, which makes its last token's reward NaN; penalties_N: [N] of `kl_penalties`;
+    num_completion_S: [S]. A sample without a counted token has no reward.
+    Source: Ziegler et al. (arXiv:1909.08593) eq. 2.
+    """
+    is_counted_N = np.ones(len(penalties_N), dtype=bool) if loss_mask_N is None else np.asarray(loss_mask_N) > 0.0
+    rewards_N = np.where(is_counted_N, -coef * np.asarray(penalties_N, dtype=np.float64), 0.0)
+    ids_N = sample_ids(num_completion_S)
+    places = np.flatnonzero(is_counted_N)
+    last_places = places[np.append(ids_N[places][1:] != ids_N[places][:-1], True)] if len(places) else places
+    rewards_N[last_places] += np.asarray(rewards_S, dtype=np.float64)[ids_N[last_places]]
+    return rewards_N.astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptiveKlCoef:
+    """A coefficient that steers the KL divergence to a target. A fixed one is a float. Save and restore its fields.
+
+    Source: Ziegler et al. (arXiv:1909.08593) sec. 2.2; the horizon as in their code.
+    """
+
+    coef: float
+    target: float
+    """Nats a sequence, or a token if `updated` is told nats a token."""
+    horizon: float = 10_000.0
+    """Samples over which an error of 20 % changes the coefficient by 20 %."""
+
+    def __post_init__(self) -> None:
+        for name in ("coef", "target", "horizon"):
+            if not 0.0 < getattr(self, name) < math.inf:
+                raise SettingError(name, f"is {getattr(self, name)}; must be greater than 0")
+
+    def updated(self, kl: float, *, num_samples: int) -> AdaptiveKlCoef:
+        """The coefficient after a batch of `num_samples` with this mean KL divergence, in the target's units."""
+        error = min(max(kl / self.target - 1.0, -_MAX_ERROR), _MAX_ERROR)
+        return dataclasses.replace(self, coef=self.coef * (1.0 + error * num_samples / self.horizon))

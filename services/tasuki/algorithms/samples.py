@@ -1,0 +1,35 @@
+"""Tokens of samples as rows of a table. Shape suffixes: N completion tokens, one sample after the other; S samples; T longest sample."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.floating]
+Integers = NDArray[np.integer]
+
+
+def sample_ids(num_completion_S: Integers) -> NDArray[np.int64]:
+    """[N]: the sample of each token."""
+    return np.repeat(np.arange(len(num_completion_S)), num_completion_S)
+
+
+def counted_tokens(loss_mask_N: Floats, num_completion_S: Integers) -> NDArray[np.float64]:
+    """[S]: counted tokens of each sample."""
+    return np.bincount(sample_ids(num_completion_S), weights=loss_mask_N, minlength=len(num_completion_S))
+
+
+def to_rows(x_N: Floats, num_completion_S: Integers) -> NDArray[np.float64]:
+    """[S, T] float64: a row for each sample, with zeros after its last token."""
+    x_ST = np.zeros((len(num_completion_S), max(num_completion_S, default=0)))
+    x_ST[_is_token(num_completion_S)] = x_N
+    return x_ST
+
+
+def from_rows(x_ST: Floats, num_completion_S: Integers) -> Floats:
+    """[N]: the inverse of `to_rows`."""
+    return x_ST[_is_token(num_completion_S)]
+
+
+def _is_token(num_completion_S: Integers) -> NDArray[np.bool_]:
+    return np.arange(max(num_completion_S, default=0)) < np.asarray(num_completion_S)[:, None]

@@ -1,0 +1,111 @@
+"""Policy losses of tokens, before aggregation. Shape suffixes: N tokens, S samples.
+
+`log_ratio_N` is log(policy / old policy) of each token, with its gradient; all tensors [N] are float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tasuki.algorithms.batch import LossBatch, Metric, max_metric, mean_metric, sample_sums, to_tokens
+from tasuki.algorithms.kl import MAX_LOG_RATIO
+from tasuki.algorithms.loss_types import CispoLoss, GspoLoss, PpoLoss
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Surrogate:
+    """A ratio-based loss of each token, to be minimized, and what its clip did."""
+
+    loss_N: Tensor
+    ratio_N: Tensor
+    """The ratio before it was clipped."""
+    clipped_low_N: Tensor
+    """bool: the lower bound of the ratio decided the loss."""
+    clipped_high_N: Tensor
+    """bool: the upper bound of the ratio decided the loss."""
+    dual_clipped_N: Tensor | None = None
+    """bool: the dual clip decided the loss; None without one."""
+
+    def metrics(self, loss_mask_N: Tensor) -> dict[str, Metric]:
+        metrics = {
+            "ratio": mean_metric(self.ratio_N, loss_mask_N),
+            "ratio_max": max_metric(self.ratio_N, loss_mask_N),
+            "clip_fraction": mean_metric(self.clipped_low_N | self.clipped_high_N, loss_mask_N),
+            "clip_fraction_low": mean_metric(self.clipped_low_N, loss_mask_N),
+            "clip_fraction_high": mean_metric(self.clipped_high_N, loss_mask_N),
+        }
+        if self.dual_clipped_N is not None:
+            metrics["dual_clip_fraction"] = mean_metric(self.dual_clipped_N, loss_mask_N)
+        return metrics
+
+
+def ppo(loss: PpoLoss, *, log_ratio_N: Tensor, advantages_N: Tensor) -> Surrogate:
+    """PPO's pessimistic bound: the larger of the clipped and the unclipped loss of each token.
+
+    Source: PPO (arXiv:1707.06347) eq. 7; two bounds: DAPO (arXiv:2503.14476) eq. 10; dual clip: arXiv:1912.09729 eq. 5.
+    """
+    surrogate = _clipped(log_ratio_N.exp(), advantages_N, clip_low=loss.clip_low, clip_high=loss.clip_high)
+    if loss.dual_clip is None:
+        return surrogate
+    bound_N = -advantages_N * loss.dual_clip
+    dual_clipped_N = (advantages_N < 0.0) & (surrogate.loss_N > bound_N)
+    return Surrogate(
+        loss_N=torch.where(dual_clipped_N, bound_N, surrogate.loss_N),
+        ratio_N=surrogate.ratio_N,
+        clipped_low_N=surrogate.clipped_low_N,
+        clipped_high_N=surrogate.clipped_high_N,
+        dual_clipped_N=dual_clipped_N,
+    )
+
+
+def gspo(loss: GspoLoss, *, log_probs_N: Tensor, log_ratio_N: Tensor, advantages_N: Tensor, batch: LossBatch) -> Surrogate:
+    """GSPO in its token form: every token of a sequence has the ratio s = exp(mean of log_ratio over the counted tokens).
+
+    Each token's own log-prob carries the gradient, s * grad(log_prob): with SEQUENCE_MEAN_TOKEN_MEAN, the paper's aggregation, the
+    gradient equals that of the sequence form.
+    Source: GSPO (arXiv:2507.18071) eq. 5 and 7 (sequence form), eq. 13 and 14 (token form).
+    """
+    counted_S = sample_sums(batch.loss_mask_N, batch.cu_seqlens_S).clamp(min=1.0)
+    counted_log_ratio_N = torch.where(batch.loss_mask_N != 0.0, log_ratio_N.detach() * batch.loss_mask_N, 0.0)
+    mean_S = (sample_sums(counted_log_ratio_N, batch.cu_seqlens_S) / counted_S).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    mean_N = to_tokens(mean_S, batch.cu_seqlens_S, num_tokens=len(log_ratio_N)).to(log_ratio_N.dtype)
+    ratio_N = (mean_N + (log_probs_N - log_probs_N.detach())).exp()
+    return _clipped(ratio_N, advantages_N, clip_low=loss.clip_low, clip_high=loss.clip_high)
+
+
+def cispo(loss: CispoLoss, *, log_probs_N: Tensor, log_ratio_N: Tensor, advantages_N: Tensor) -> Surrogate:
+    """CISPO: -clip(ratio) * advantage * log_prob, where the clipped ratio is a constant.
+
+    Source: CISPO, MiniMax-M1 (arXiv:2506.13585) eq. 4 and 5.
+    """
+    ratio_N = log_ratio_N.detach().exp()
+    weights_N = ratio_N.clamp(1.0 - loss.clip_low, 1.0 + loss.clip_high)
+    return Surrogate(
+        loss_N=-weights_N * advantages_N * log_probs_N,
+        ratio_N=ratio_N,
+        clipped_low_N=ratio_N < 1.0 - loss.clip_low,
+        clipped_high_N=ratio_N > 1.0 + loss.clip_high,
+    )
+
+
+def policy_gradient(*, log_probs_N: Tensor, advantages_N: Tensor) -> Tensor:
+    """[N]: REINFORCE's loss of each token, whose gradient is the policy gradient.
+
+    Source: Williams (1992), "Simple statistical gradient-following algorithms", eq. 11.
+    """
+    return -advantages_N * log_probs_N
+
+
+def _clipped(ratio_N: Tensor, advantages_N: Tensor, *, clip_low: float, clip_high: float) -> Surrogate:
+    unclipped_N = -advantages_N * ratio_N
+    clipped_N = -advantages_N * ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high)
+    is_clipped_N = clipped_N > unclipped_N
+    return Surrogate(
+        loss_N=torch.maximum(unclipped_N, clipped_N),
+        ratio_N=ratio_N,
+        clipped_low_N=is_clipped_N & (advantages_N < 0.0),
+        clipped_high_N=is_clipped_N & (advantages_N > 0.0),
+    )

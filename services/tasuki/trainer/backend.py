@@ -1,0 +1,109 @@
+"""What a learner asks of a backend: networks over ranks, their memory, their optimizers and their files. FSDP2 is the one we ship.
+
+Every rank makes the same calls in the same order. A backend knows models, meshes and shards; roles, losses and versions are the learner's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tasuki.memory.tags import DeviceUsage, MemoryTag, TagUsage
+from tasuki.trainer.data.micro_batch import TokenBatch
+from tasuki.trainer.roles import Role
+from tasuki.transport.export import WeightExport
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerFacts:
+    """What a checkpoint keeps of a learner beside tensors."""
+
+    versions: Mapping[Role, int]
+    """Optimizer steps behind each role's weights."""
+    schedule_starts: Mapping[Role, int] = field(default_factory=dict)
+    """Version at which each role's schedule begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """Weights that rollout can map."""
+
+    export: WeightExport
+    num_bytes: int
+    """Of this rank."""
+
+
+class Backend(Protocol):
+    """One rank of every network of a node."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def num_ranks(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def context_length(self) -> int: ...
+
+    def num_parameters(self, role: Role) -> int:
+        """Of the whole network, over all ranks."""
+        ...
+
+    def score_tokens(self, role: Role, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        """Log-probs [N] with gradient and entropies [N], float32, of the policy or the reference."""
+        ...
+
+    def score_values(self, batch: TokenBatch) -> Tensor:
+        """The critic's values [N], float32, with gradient."""
+        ...
+
+    def backward(self, role: Role, loss: Tensor, *, is_last: bool) -> None:
+        """Adds the gradients of `loss`, summed over ranks. is_last: no other micro-batch follows before the gradients are used."""
+        ...
+
+    def end_scoring(self, role: Role) -> None:
+        """Gives back what forward passes without backward have gathered."""
+        ...
+
+    def clip_gradients(self, role: Role) -> float:
+        """Scales the gradients down to the role's max_grad_norm. Returns their L2 norm over all ranks before."""
+        ...
+
+    def step_optimizer(self, role: Role, *, learning_rate: float) -> None: ...
+    def clear_gradients(self, role: Role) -> None: ...
+    def reset_optimizer(self, role: Role) -> None:
+        """Optimizer state as before the first step."""
+        ...
+
+    def publish(self, *, policy_version: int) -> Publication:
+        """Has the policy's weights where rollout can map them. Raises OutOfGpuMemory."""
+        ...
+
+    def withdraw(self) -> None: ...
+    def damage_published(self) -> None:
+        """A fault that a test of recovery asked for."""
+        ...
+
+    def pause(self, tags: Sequence[MemoryTag]) -> int: ...
+    def resume(self, tags: Sequence[MemoryTag]) -> int: ...
+    def usage(self) -> list[TagUsage]: ...
+    def device_usage(self) -> DeviceUsage: ...
+
+    def save_checkpoint(self, path: Path, *, facts: LearnerFacts) -> int:
+        """Writes everything that training needs. Returns the bytes. Raises PathExists, DiskFull, InvalidArgument."""
+        ...
+
+    def load_checkpoint(self, path: Path, *, have: LearnerFacts) -> LearnerFacts:
+        """All or nothing. Raises PathNotFound, InvalidArgument, VersionOrder."""
+        ...
+
+    def export_model(self, path: Path) -> int:
+        """Writes the policy as a Hugging Face folder. Returns the bytes. Raises PathExists, DiskFull, InvalidArgument."""
+        ...
+
+    def close(self) -> None: ...

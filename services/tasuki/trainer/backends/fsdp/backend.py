@@ -1,0 +1,221 @@
+"""FSDP2 as the learner's backend: one rank's networks, their memory, optimizers and files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from tasuki.config.places import socket_dir
+from tasuki.config.schema import LoraConfig, NodeConfig, OptimizerConfig
+from tasuki.memory.arena import set_host_budget
+from tasuki.memory.tags import DeviceUsage, MemoryTag, TagUsage
+from tasuki.trainer.backend import LearnerFacts, Publication
+from tasuki.trainer.backends.fsdp import export
+from tasuki.trainer.backends.fsdp.checkpoint import (
+    CheckpointFacts,
+    RoleFacts,
+    load_checkpoint,
+    save_checkpoint,
+    training_tensors,
+)
+from tasuki.trainer.backends.fsdp.lora import adapters_off, merged_rows, trained_parameters
+from tasuki.trainer.backends.fsdp.memory import ExportChoice, TrainerMemory
+from tasuki.trainer.backends.fsdp.mesh import mesh_device
+from tasuki.trainer.backends.fsdp.model import Critic, NetworkSource, Policy, load_critic, load_policy, read_model_config
+from tasuki.trainer.backends.fsdp.optimizer import ShardedAdamW
+from tasuki.trainer.backends.fsdp.shards import adapter_shards, local_shards
+from tasuki.trainer.data.micro_batch import TokenBatch
+from tasuki.trainer.roles import Role
+from tasuki.transport.export import ExportMemory, WeightExport
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A network with its optimizer."""
+
+    network: Policy | Critic
+    optimizer: ShardedAdamW
+
+
+class FsdpBackend:
+    """See tasuki.trainer.backend.Backend for what each method promises."""
+
+    def __init__(self, node: NodeConfig, *, mesh: DeviceMesh) -> None:
+        """Loads the start weights. Raises what model.read_model_config and shards.load_shards raise."""
+        config = node.trainer
+        self._node, self._mesh = node, mesh
+        self.device, self.num_ranks = mesh_device(mesh), mesh.size()
+        self._model_config = read_model_config(node.model.path)
+        torch.manual_seed(config.seed)
+        if node.memory.host_budget_bytes is not None:
+            set_host_budget(node.memory.host_budget_bytes // mesh.size())
+        self.memory = TrainerMemory(mesh, ExportChoice.of(node, mesh))
+        self._export: WeightExport | None = None
+        self._reference: Policy | None = None
+        self._policy = load_policy(self._source(node.model.path, lora=config.lora), region=self._weights())
+        self._trained = {Role.POLICY: self._train(self._policy, config)}
+        if config.critic is not None:
+            path = config.critic.path or node.model.path
+            critic = load_critic(self._source(path, lora=config.critic.lora), region=self._weights())
+            self._trained[Role.CRITIC] = self._train(critic, config.critic)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model_config.vocab_size
+
+    @property
+    def context_length(self) -> int:
+        return self._model_config.max_position_embeddings
+
+    def num_parameters(self, role: Role) -> int:
+        return sum(param.numel() for param in self._network(role).parameters())
+
+    def score_tokens(self, role: Role, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        if role is Role.REFERENCE and self._node.trainer.lora is not None:
+            with adapters_off(self._policy.causal_lm):
+                return self._policy(batch)
+        return self._network(role)(batch)
+
+    def score_values(self, batch: TokenBatch) -> Tensor:
+        return self._network(Role.CRITIC)(batch)
+
+    def backward(self, role: Role, loss: Tensor, *, is_last: bool) -> None:
+        # Gradients stay whole on each rank until the last micro-batch sums them over the ranks.
+        cast(FSDPModule, self._trained[role].network).set_requires_gradient_sync(is_last)
+        loss.backward()
+
+    def end_scoring(self, role: Role) -> None:
+        # Without a backward pass FSDP2 leaves the root's parameters gathered, in place of their shards.
+        cast(FSDPModule, self._network(role)).reshard()
+
+    def clip_gradients(self, role: Role) -> float:
+        return self._trained[role].optimizer.clip()
+
+    def step_optimizer(self, role: Role, *, learning_rate: float) -> None:
+        self._trained[role].optimizer.step(learning_rate=learning_rate)
+
+    def clear_gradients(self, role: Role) -> None:
+        self._trained[role].optimizer.clear_gradients()
+
+    def reset_optimizer(self, role: Role) -> None:
+        self._trained[role].optimizer.reset()
+
+    def publish(self, *, policy_version: int) -> Publication:
+        """The shards in the engine's dtype: the adapters alone, or weights with them added."""
+        self._export = self.memory.export(self._make_export)
+        replaced = () if self._node.served_adapter is not None else merged_rows(self._policy.causal_lm)
+        return Publication(self._export, self._export.publish(policy_version, replaced=replaced))
+
+    def withdraw(self) -> None:
+        if self._export is not None:
+            self._export.withdraw()
+
+    def damage_published(self) -> None:
+        assert self._export is not None
+        self._export.damage()
+
+    def pause(self, tags: Sequence[MemoryTag]) -> int:
+        return self.memory.pause(tags)
+
+    def resume(self, tags: Sequence[MemoryTag]) -> int:
+        return self.memory.resume(tags)
+
+    def usage(self) -> list[TagUsage]:
+        return self.memory.usage()
+
+    def device_usage(self) -> DeviceUsage:
+        return self.memory.device_usage()
+
+    def save_checkpoint(self, path: Path, *, facts: LearnerFacts) -> int:
+        self.memory.wait_for_optimizer()
+        return save_checkpoint(path, tensors=self._training_tensors(), facts=self._checkpoint_facts(facts))
+
+    def load_checkpoint(self, path: Path, *, have: LearnerFacts) -> LearnerFacts:
+        self.memory.wait_for_optimizer()
+        facts = load_checkpoint(path, tensors=self._training_tensors(), have=self._checkpoint_facts(have))
+        return LearnerFacts(
+            versions={role: each.version for role, each in facts.roles.items()},
+            schedule_starts={role: each.schedule_start for role, each in facts.roles.items()},
+        )
+
+    def export_model(self, path: Path) -> int:
+        return export.export_model(path, causal_lm=self._policy.causal_lm, source=self._node.model.path)
+
+    def close(self) -> None:
+        """Ends the export: nobody new gets the weights."""
+        if self._export is not None:
+            self._export.close()
+
+    def _network(self, role: Role) -> Policy | Critic:
+        """The reference is the policy below its adapters, or loaded at its first use."""
+        if role is Role.REFERENCE:
+            if self._node.trainer.lora is not None:
+                return self._policy
+            if self._reference is None:
+                source = self._source(self._node.model.path, lora=None, is_frozen=True)
+                self._reference = load_policy(source, region=self._weights()).requires_grad_(False).eval()
+            return self._reference
+        return self._trained[role].network
+
+    def _train(self, network: Policy | Critic, config: OptimizerConfig) -> Trained:
+        if self._node.trainer.gradient_checkpointing:
+            network.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+        network.train()
+        parameters = [param for _, param in trained_parameters(network)]
+        return Trained(network, ShardedAdamW(parameters, config=config, memory=self.memory, mesh=self._mesh))
+
+    def _source(self, path: Path, *, lora: LoraConfig | None, is_frozen: bool = False) -> NetworkSource:
+        """Frozen weights are only computed with."""
+        config = self._node.trainer
+        compute_dtype = getattr(torch, config.compute_dtype)
+        is_base = is_frozen or lora is not None
+        return NetworkSource(
+            path=path,
+            config=self._model_config if path == self._node.model.path else read_model_config(path),
+            mesh=self._mesh,
+            param_dtype=compute_dtype if is_base else getattr(torch, config.param_dtype),
+            compute_dtype=compute_dtype,
+            lora=lora,
+            seed=config.seed,
+        )
+
+    def _weights(self) -> AbstractContextManager[None]:
+        return self.memory.region(MemoryTag.WEIGHTS)
+
+    def _training_tensors(self) -> dict[str, Tensor]:
+        return {
+            f"{role}.{name}": tensor
+            for role, trained in self._trained.items()
+            for name, tensor in training_tensors(trained.network, trained.optimizer.optimizer).items()
+        }
+
+    def _checkpoint_facts(self, facts: LearnerFacts) -> CheckpointFacts:
+        configs = {Role.POLICY: self._node.trainer.lora}
+        if self._node.trainer.critic is not None:
+            configs[Role.CRITIC] = self._node.trainer.critic.lora
+        roles: dict[Role, RoleFacts] = {}
+        for role, lora in configs.items():
+            architectures = self._trained[role].network.causal_lm.config.architectures
+            assert architectures, "the model was loaded by its architecture"
+            rank = None if lora is None else lora.rank
+            roles[role] = RoleFacts(facts.versions[role], facts.schedule_starts[role], architectures[0], rank)
+        return CheckpointFacts(self._mesh.size(), roles)
+
+    def _make_export(self, memory: ExportMemory) -> WeightExport:
+        rank, causal_lm = self._mesh.get_local_rank(), self._policy.causal_lm
+        return WeightExport(
+            local_shards(causal_lm) if self._node.served_adapter is None else adapter_shards(causal_lm),
+            rank=rank,
+            num_ranks=self._mesh.size(),
+            dtype=getattr(torch, self._node.rollout.dtype),
+            socket_path=socket_dir(self._node.state_dir) / f"weights-{rank}.sock",
+            memory=memory,
+        )

@@ -1,0 +1,159 @@
+"""Saves and restores a rank's training state by torch.distributed.checkpoint. Every rank makes the same calls.
+
+A checkpoint is a folder: torch's files with model, optimizer and random state, their index, and checkpoint.json. Nothing in it is run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from pydantic import Field, TypeAdapter, ValidationError
+from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
+from torch.optim import Optimizer
+
+from tasuki.trainer.backends.fsdp.checkpoint_files import TensorReader, TensorWriter, damaged
+from tasuki.trainer.backends.fsdp.lora import trained_parameters
+from tasuki.trainer.durable.atomic_folder import cannot_write, drop_aside, folder_bytes, rename_into_place, start_aside
+from tasuki.trainer.roles import Role
+from tasuki.wire.errors import InvalidArgument, PathNotFound, VersionOrder
+
+_FACTS_FILE = "checkpoint.json"
+_FORMAT = 3
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_Version = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+@dataclass(frozen=True, slots=True)
+class RoleFacts:
+    """One network of a checkpoint."""
+
+    version: _Version
+    """Optimizer steps behind its weights."""
+    schedule_start: _Version
+    architecture: str
+    lora_rank: Annotated[int, Field(ge=1)] | None = None
+    """Of the adapters that are all of it that is saved; None for a whole one."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFacts:
+    """What is known of a checkpoint without reading its tensors."""
+
+    num_ranks: Annotated[int, Field(ge=1, lt=2**31)]
+    roles: dict[Role, RoleFacts]
+
+
+_Fields = TypeAdapter(dict[str, Any])
+_Facts = TypeAdapter(CheckpointFacts)
+
+
+def save_checkpoint(path: Path, *, tensors: Mapping[str, Tensor], facts: CheckpointFacts) -> int:
+    """Writes aside, fsyncs, renames. Returns the bytes written. tensors: of `training_tensors`, by role.
+
+    Raises PathExists when something is at `path`, DiskFull when there is no room, InvalidArgument when it cannot be written at all. Then
+    nothing is there, and what earlier saves wrote is as it was.
+    """
+    aside = start_aside(path)
+    try:
+        dcp.save({**tensors, _random_key(): torch.get_rng_state()}, storage_writer=TensorWriter(aside, sync_files=True))
+    except CheckpointException as error:
+        drop_aside(aside, path=path)
+        for failure, _ in error.failures.values():
+            if isinstance(failure, OSError):
+                raise cannot_write(path, failure) from error
+        raise InvalidArgument("path", f"{path} cannot be written: {_cause(error)}") from error
+    fields = {"format": _FORMAT, **_Facts.dump_python(facts, mode="json")}
+    rename_into_place(aside, path, last_files={_FACTS_FILE: json.dumps(fields, indent=2)})
+    return folder_bytes(path)
+
+
+def read_facts(path: Path) -> CheckpointFacts:
+    """Raises PathNotFound without a checkpoint at `path`, InvalidArgument when it is not one of ours."""
+    if not (path / _FACTS_FILE).is_file():
+        raise PathNotFound(f"{path} is no checkpoint: it has no {_FACTS_FILE}", path=path)
+    try:
+        content = (path / _FACTS_FILE).read_bytes()
+        if _Fields.validate_json(content).get("format") != _FORMAT:
+            raise InvalidArgument("path", f"{path} is of a format that this version does not read")
+        return _Facts.validate_json(content, strict=True)
+    except ValidationError as error:
+        raise damaged(path / _FACTS_FILE, error) from error
+
+
+@torch.no_grad()
+def load_checkpoint(path: Path, *, tensors: Mapping[str, Tensor], have: CheckpointFacts) -> CheckpointFacts:
+    """Fills `tensors`, and the random state if the number of ranks is the same. Returns what the checkpoint says of itself.
+
+    All or nothing: the tensors are read beside the present ones, which change only when all are there.
+    Raises VersionOrder when the checkpoint is older than `have`, and what read_facts raises.
+    """
+    facts = read_facts(path)
+    _check_fits(path, facts, have=have)
+    reader = TensorReader(path)
+    loaded: dict[str, Tensor] = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    if facts.num_ranks == have.num_ranks:
+        loaded[_random_key()] = torch.get_rng_state()
+    try:
+        dcp.load(loaded, storage_reader=reader)
+    except CheckpointException as error:
+        raise InvalidArgument("path", f"{path} cannot be restored: {_cause(error)}") from error
+    for name, tensor in tensors.items():
+        tensor.copy_(loaded[name])
+    if facts.num_ranks == have.num_ranks:
+        torch.set_rng_state(loaded[_random_key()])
+    return facts
+
+
+def _check_fits(path: Path, facts: CheckpointFacts, *, have: CheckpointFacts) -> None:
+    """Raises InvalidArgument for the networks of another configuration, VersionOrder for an older policy."""
+    if facts.roles.keys() != have.roles.keys():
+        kinds = [", ".join(sorted(each.roles)) for each in (facts, have)]
+        raise InvalidArgument("path", f"{path} holds {kinds[0]}, the trainer trains {kinds[1]}")
+    for role, saved in facts.roles.items():
+        mine = have.roles[role]
+        if saved.architecture != mine.architecture:
+            raise InvalidArgument(
+                "path", f"{path} holds a {saved.architecture} as {role}, the trainer runs a {mine.architecture}"
+            )
+        if saved.lora_rank != mine.lora_rank:
+            kinds = [f"adapters of rank {rank}" if rank else "a whole model" for rank in (saved.lora_rank, mine.lora_rank)]
+            raise InvalidArgument("path", f"{path} holds {kinds[0]} as {role}, the trainer trains {kinds[1]}")
+    saved, mine = facts.roles[Role.POLICY], have.roles[Role.POLICY]
+    if saved.version < mine.version:
+        raise VersionOrder(
+            f"{path} has policy version {saved.version}, the trainer is at {mine.version}; versions only grow: "
+            "restart the trainer to go back",
+            have=mine.version,
+            want=saved.version,
+        )
+
+
+def training_tensors(network: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """What is trained of a network, and AdamW's state of it, by name."""
+    tensors: dict[str, Tensor] = {}
+    for name, param in trained_parameters(network):
+        state = optimizer.state[param]
+        tensors[f"model.{name}"] = param.detach()
+        for moment in _MOMENTS:
+            tensors[f"optimizer.{moment}.{name}"] = state[moment]
+        # A tensor for each parameter; all have made as many steps.
+        tensors[f"optimizer.step.{name}"] = state["step"]
+    return tensors
+
+
+def _random_key() -> str:
+    return f"random_state.{dist.get_rank()}"
+
+
+def _cause(error: CheckpointException) -> str:
+    """The first rank's failure, without torch's traceback."""
+    failure = next(iter(error.failures.values()), (error, None))[0]
+    return f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"

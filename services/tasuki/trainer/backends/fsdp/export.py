@@ -1,0 +1,123 @@
+"""Writes the policy as a Hugging Face folder: the start model's files, with the trained weights in their names and dtypes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from tasuki.trainer.backends.fsdp.lora import adapted_weights, adapter_tensors, base_parameters, write_adapter
+from tasuki.trainer.backends.fsdp.shards import INDEX_FILE, SINGLE_FILE, tensor_files, whole_tensors
+from tasuki.trainer.durable.atomic_folder import drop_aside, folder_bytes, on_first_rank, rename_into_place, start_aside
+from tasuki.wire.errors import TasukiError
+
+_OS_CODE = re.compile(r"(?:code: |os error )(\d+)")
+_MAX_FILE_BYTES = 4 * 2**30
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}
+
+
+def export_model(path: Path, *, causal_lm: nn.Module, source: Path) -> int:
+    """Every rank calls it; tensors are gathered one by one and rank 0 writes them. Returns the bytes written.
+
+    Each tensor has the dtype that it has in `source`, so from_pretrained treats the result as it treats the start model; with bfloat16
+    weights they are, bit for bit, those that rollout serves. Adapters are in the weights, and apart in adapter/, where PEFT finds them.
+    Raises PathExists, DiskFull, and InvalidArgument for a folder that cannot be written.
+    """
+    aside = start_aside(path)
+    writer = _SafetensorsWriter(aside, source=source)
+    adapted = adapted_weights(causal_lm)
+    try:
+        for name, param in base_parameters(causal_lm):
+            tensor = adapted[name].merged() if name in adapted else param
+            tensors = {shard.name: shard.local for shard in whole_tensors(name, tensor)}
+            on_first_rank(lambda tensors=tensors: writer.add(tensors), path=path)
+        on_first_rank(writer.finish, path=path)
+        on_first_rank(lambda: _copy_other_files(source, aside), path=path)
+        if adapted:
+            adapter = adapter_tensors(causal_lm)
+            on_first_rank(lambda: write_adapter(aside / "adapter", adapter, causal_lm=causal_lm, source=source), path=path)
+    except TasukiError:
+        drop_aside(aside, path=path)
+        raise
+    rename_into_place(aside, path, last_files={})
+    return folder_bytes(path)
+
+
+class _SafetensorsWriter:
+    """Writes tensors in files of bounded size, as they come."""
+
+    def __init__(self, folder: Path, *, source: Path) -> None:
+        self._folder = folder
+        self._dtypes = _stored_dtypes(source)
+        self._pending: dict[str, Tensor] = {}
+        self._files: list[list[str]] = []
+        self._total_bytes = 0
+
+    def add(self, tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            # A copy: the parts of fused experts share memory, which safetensors refuses.
+            self._pending[name] = tensor.to("cpu", self._dtypes[name], copy=True).contiguous()
+        if sum(tensor.nbytes for tensor in self._pending.values()) >= _MAX_FILE_BYTES:
+            self._flush()
+
+    def finish(self) -> None:
+        """Writes the rest; several files get Hugging Face's names and index."""
+        self._flush()
+        if len(self._files) == 1:
+            self._file(0).rename(self._folder / SINGLE_FILE)
+            return
+        weight_map: dict[str, str] = {}
+        for index, names in enumerate(self._files):
+            file_name = f"model-{index + 1:05d}-of-{len(self._files):05d}.safetensors"
+            self._file(index).rename(self._folder / file_name)
+            weight_map |= dict.fromkeys(names, file_name)
+        table = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+        (self._folder / INDEX_FILE).write_text(json.dumps(table, indent=2))
+
+    def _flush(self) -> None:
+        if self._pending:
+            file = self._file(len(self._files))
+            _save(self._pending, file)
+            # safetensors makes its files for the owner alone; the rest of the folder follows the umask.
+            file.chmod(0o644)
+            self._total_bytes += sum(tensor.nbytes for tensor in self._pending.values())
+            self._files.append(list(self._pending))
+            self._pending = {}
+
+    def _file(self, index: int) -> Path:
+        return self._folder / f"part-{index}.safetensors"
+
+
+def _save(tensors: dict[str, Tensor], file: Path) -> None:
+    """Raises OSError, which safetensors has in its text only."""
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        code = _OS_CODE.search(str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
+
+
+def _stored_dtypes(source: Path) -> dict[str, torch.dtype]:
+    dtypes: dict[str, torch.dtype] = {}
+    files = tensor_files(source)
+    for file_name in sorted(set(files.values())):
+        with safe_open(source / file_name, framework="pt") as file:
+            dtypes |= {name: _DTYPES[file.get_slice(name).get_dtype()] for name in file.keys()}  # noqa: SIM118 - not a dict
+    return dtypes
+
+
+def _copy_other_files(source: Path, folder: Path) -> None:
+    """Configuration, generation configuration, tokenizer: all that are no weights."""
+    for file in source.iterdir():
+        if file.is_file() and file.suffix not in _WEIGHT_SUFFIXES and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, folder / file.name)

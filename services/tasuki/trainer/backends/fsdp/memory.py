@@ -1,0 +1,214 @@
+"""One trainer rank's memory: parameters, gradients and optimizer state, each in the arena of its tag."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+from tasuki.config.schema import NodeConfig
+from tasuki.memory.allocator import NativeAllocator
+from tasuki.memory.arena import Keep, Transfer
+from tasuki.memory.device_usage import device_usage
+from tasuki.memory.tags import DeviceUsage, MemoryTag, TagUsage
+from tasuki.planner.model_shape import read_model_shape
+from tasuki.planner.node_plan import node_layout
+from tasuki.trainer.backends.fsdp.mesh import mesh_device
+from tasuki.transport.export import ExportMemory, WeightExport
+from tasuki.wire.errors import OutOfGpuMemory, TasukiError
+
+TAGS = (MemoryTag.WEIGHTS, MemoryTag.GRADIENTS, MemoryTag.OPTIMIZER)
+"""What is told to leave. The copies that are published follow the weights."""
+# Nothing is offloaded while gradients are pending, so there is nothing to keep of them.
+_KEEP = {MemoryTag.WEIGHTS: Keep.CONTENT, MemoryTag.OPTIMIZER: Keep.CONTENT}
+
+
+@dataclass(frozen=True, slots=True)
+class ExportChoice:
+    """How weights are published: the parameters themselves or a copy, staying over OFFLOAD or not, and under which handles."""
+
+    of_parameters: bool
+    stays: bool
+    handles: Literal["vmm", "ipc"] = "vmm"
+
+    @classmethod
+    def of(cls, config: NodeConfig, mesh: DeviceMesh) -> ExportChoice:
+        """The configuration's, and the planner's where that leaves it open. The same on every rank, all of which must call it."""
+        device = mesh_device(mesh)
+        stays = config.trainer.export_stays
+        if stays is None:
+            rank = mesh.get_local_rank()
+            gpu_bytes, host_bytes = (device_usage(name, rank).total_bytes for name in (str(device), "cpu"))
+            shape = read_model_shape(config.model.path)
+            fits = node_layout(config, shape, gpu_bytes=gpu_bytes, host_bytes=host_bytes).export_stays
+            vote = torch.tensor(int(fits), device=device)
+            dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=mesh.get_group("dp"))
+            stays = bool(vote)
+        return cls(config.exports_parameters, stays or config.trainer.export_handles == "ipc", config.trainer.export_handles)
+
+
+class TrainerMemory:
+    """Pausable memory of one rank. Tensors keep their addresses from their making to the end of the process."""
+
+    def __init__(self, mesh: DeviceMesh, export: ExportChoice) -> None:
+        device = mesh_device(mesh)
+        self._mesh, self._device, self._choice = mesh, device, export
+        self._allocator = NativeAllocator(tags=TAGS, device=str(device), keep=_KEEP)
+        if export.of_parameters and export.stays:
+            # The very chunks that rollout has mapped.
+            self._allocator.arena(MemoryTag.WEIGHTS).set_policy(Keep.CHUNKS)
+        self._export: WeightExport | None = None
+        self._is_export_there = False
+        self._gradients: list[Tensor] = []
+        self._optimizer_transfer: Transfer | None = None
+
+    def region(self, tag: MemoryTag) -> AbstractContextManager[None]:
+        """Tensors made inside belong to `tag`."""
+        return self._allocator.region(tag)
+
+    def make_gradients(self, parameters: Iterable[Parameter]) -> list[Tensor]:
+        """Gives every parameter a gradient of zeros, into which FSDP2 adds from then on, in the same place. Returns this rank's shards."""
+        made: list[Tensor] = []
+        with self.region(MemoryTag.GRADIENTS):
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+                made.append(cast(DTensor, parameter.grad).to_local())
+        self._gradients += made
+        return made
+
+    def make_adamw_state(self, optimizer: torch.optim.AdamW) -> None:
+        """What AdamW would make at its first step."""
+        with self.region(MemoryTag.OPTIMIZER):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    optimizer.state[parameter] = {
+                        "step": torch.zeros(()),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
+
+    def export(self, make: Callable[[ExportMemory], WeightExport]) -> WeightExport:
+        """The export, with its memory: made at the first call, and taken anew after it has left. Every rank must call it.
+
+        Raises OutOfGpuMemory on all ranks when one of them has no room.
+        """
+        if not (self._is_export_there and self._choice.stays):
+            error: TasukiError | None = None
+            try:
+                if self._export is None:
+                    self._export = self._made(make)
+                self._allocator.resume(self._copies())
+            except TasukiError as raised:
+                error = raised
+            self._raise_if_any(error, self._copies(), of=[MemoryTag.EXPORT])
+            self._is_export_there = True
+        assert self._export is not None
+        return self._export
+
+    def pause(self, tags: Sequence[MemoryTag]) -> int:
+        """Gives the pages of `tags` back; parameters and optimizer state move to host memory. Returns the bytes released."""
+        self.wait_for_optimizer()
+        if MemoryTag.WEIGHTS in tags and not self._choice.stays:
+            tags = [*tags, *self._copies()]
+        is_shared = MemoryTag.EXPORT in tags or (MemoryTag.WEIGHTS in tags and not self._choice.stays)
+        with self._export.leaving() if self._export is not None and is_shared else nullcontext():
+            released = self._allocator.pause(tags)
+        if self._device.type == "cuda":
+            # What torch only caches nobody else could take.
+            torch.cuda.empty_cache()
+        return released
+
+    def resume(self, tags: Sequence[MemoryTag]) -> int:
+        """Takes pages for `tags` and brings their content back. Returns the bytes mapped.
+
+        The optimizer's content is still on its way on return, see `wait_for_optimizer`. Every rank must call it. Raises OutOfGpuMemory on
+        all ranks, with every tag asleep as before, when one of them has no room.
+        """
+        slept = [usage.tag for usage in self._allocator.usage() if usage.is_paused and usage.tag in tags]
+        error: TasukiError | None = None
+        mapped = 0
+        try:
+            mapped = self._take_pages(slept)
+        except TasukiError as raised:
+            error = raised
+        self._raise_if_any(error, slept)
+        if MemoryTag.GRADIENTS in slept:
+            # Nothing of them was kept.
+            with torch.no_grad():
+                torch._foreach_zero_(self._gradients)
+        return mapped
+
+    def wait_for_optimizer(self) -> None:
+        """Returns when the optimizer state has its content."""
+        transfer, self._optimizer_transfer = self._optimizer_transfer, None
+        if transfer is not None:
+            transfer.wait()
+
+    def usage(self) -> list[TagUsage]:
+        return self._allocator.usage()
+
+    def device_usage(self) -> DeviceUsage:
+        return device_usage(str(self._device), self._mesh.get_local_rank())
+
+    def _made(self, make: Callable[[ExportMemory], WeightExport]) -> WeightExport:
+        choice = self._choice
+        parameters = self._allocator.arena(MemoryTag.WEIGHTS) if choice.of_parameters else None
+        export = make(ExportMemory(parameters, leaves=not choice.stays, handles=choice.handles))
+        if export.copies is not None:
+            self._allocator.adopt(MemoryTag.EXPORT, export.copies)
+        return export
+
+    def _copies(self) -> list[MemoryTag]:
+        return [MemoryTag.EXPORT] if MemoryTag.EXPORT in self._allocator.tags else []
+
+    def _take_pages(self, tags: Sequence[MemoryTag]) -> int:
+        others = [tag for tag in tags if tag is not MemoryTag.OPTIMIZER]
+        before = self._mapped_bytes()
+        self._allocator.resume(others)
+        if MemoryTag.OPTIMIZER in tags:
+            try:
+                self._optimizer_transfer = self._allocator.resume_async([MemoryTag.OPTIMIZER])
+            except TasukiError:
+                self._allocator.pause(others)
+                raise
+        return self._mapped_bytes() - before
+
+    def _raise_if_any(
+        self, error: TasukiError | None, woken: Sequence[MemoryTag], *, of: Sequence[MemoryTag] | None = None
+    ) -> None:
+        """Raises on every rank what one of them met, and undoes on the others what they have done.
+
+        of: what there is no room for, where it may not be there yet to be woken.
+        """
+        lacking = isinstance(error, OutOfGpuMemory)
+        numbers = [int(error.metadata["needed_bytes"]), int(error.metadata["free_bytes"])] if lacking and error else [0, 0]
+        mine = torch.tensor([error is not None, *numbers], dtype=torch.int64, device=self._device)
+        everyone = [torch.empty_like(mine) for _ in range(self._mesh.size())]
+        dist.all_gather(everyone, mine, group=self._mesh.get_group("dp"))
+        failures = [(rank, *values) for rank, (failed, *values) in enumerate(one.tolist() for one in everyone) if failed]
+        if not failures:
+            return
+        if error is not None and not lacking:
+            raise error
+        if error is None:
+            self.pause(woken)
+        rank, needed, free = max(failures, key=lambda failure: failure[1] - failure[2])
+        tags = woken if of is None else of
+        raise OutOfGpuMemory(
+            f"trainer rank {rank} needs {needed} bytes for {', '.join(tags)}; {free} are free",
+            tag=",".join(tags),
+            needed_bytes=needed,
+            free_bytes=free,
+            rank=rank,
+        ) from error
+
+    def _mapped_bytes(self) -> int:
+        return sum(usage.mapped_bytes for usage in self._allocator.usage())

@@ -1,0 +1,186 @@
+"""The networks: a Hugging Face causal language model under FSDP2 that scores given tokens, as a policy or as a critic."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tasuki.algorithms.token_log_probs import token_log_probs
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from tasuki.config.schema import LoraConfig
+from tasuki.trainer.backends.fsdp.lora import add_adapters, initialize_adapters
+from tasuki.trainer.backends.fsdp.mesh import mesh_device
+from tasuki.trainer.backends.fsdp.shards import head_shards, load_shards, local_shards, tensor_files
+from tasuki.trainer.data.micro_batch import TokenBatch
+from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
+
+# Each was trained and published by the tests. All have `model`, a stack of `model.layers`, and `lm_head`.
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+
+
+# On a CPU torch's flash attention takes three times as long as plain matrix products to train bfloat16 sequences of tens of tokens.
+_ATTENTION = {"cpu": "eager", "cuda": "sdpa"}
+
+
+class Policy(nn.Module):
+    """Scores completion tokens. Only the places that predict one pass through the vocabulary projection."""
+
+    def __init__(self, causal_lm: PreTrainedModel) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+
+    def forward(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        """Log-probs [N] with gradient, and entropies [N]; float32."""
+        logits_NV = self.causal_lm.lm_head(_hidden_states(self.causal_lm, batch))
+        return token_log_probs(logits_NV, batch.token_ids_N, temperature_N=batch.temperature_N)
+
+
+class Critic(nn.Module):
+    """Gives each completion token a value, from the tokens before it: a linear head in place of the vocabulary projection."""
+
+    def __init__(self, causal_lm: PreTrainedModel) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        causal_lm.lm_head = nn.Identity()
+        self.value_head = nn.Linear(causal_lm.config.hidden_size, 1, bias=False, dtype=torch.float32)
+
+    def forward(self, batch: TokenBatch) -> Tensor:
+        """Values [N] with gradient, float32."""
+        return self.value_head(_hidden_states(self.causal_lm, batch)).squeeze(-1)
+
+
+def _hidden_states(causal_lm: PreTrainedModel, batch: TokenBatch) -> Tensor:
+    """[N, H]: the last hidden states at the places that predict a completion token.
+
+    Sequences are padded on the right here. That needs no mask, since no token looks ahead.
+    """
+    num_tokens, length = len(batch.input_ids_T), batch.max_seqlen
+    rows = torch.arange(batch.num_sequences, device=batch.input_ids_T.device)
+    rows_T = torch.repeat_interleave(rows, batch.cu_seqlens_S.diff(), output_size=num_tokens)
+    padded_T = rows_T * length + batch.position_ids_T
+    input_ids = batch.input_ids_T.new_zeros(batch.num_sequences * length)
+    input_ids_BL = input_ids.index_copy_(0, padded_T, batch.input_ids_T).view(batch.num_sequences, length)
+    hidden_BLH = causal_lm.model(input_ids=input_ids_BL, use_cache=False).last_hidden_state
+    return hidden_BLH.flatten(0, 1).index_select(0, padded_T.index_select(0, batch.places_N))
+
+
+def read_model_config(path: Path) -> PreTrainedConfig:
+    """config.json of a model folder.
+
+    Raises PathNotFound without the folder or the file, UnsupportedModel for an architecture that is not in ARCHITECTURES or weights
+    that are quantized, InvalidArgument for a file that transformers cannot read.
+    """
+    if not (path / "config.json").is_file():
+        raise PathNotFound(f"model.path: {path} is no Hugging Face model folder: config.json is missing", path=path)
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+    except (ValueError, KeyError, OSError) as error:
+        raise _unreadable(path, error) from error
+    architecture = next(iter(config.architectures or []), "none")
+    if architecture not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise UnsupportedModel(
+            f"the trainer does not know architecture {architecture}; it knows {known}", architecture=architecture
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModel(
+            f"{path} holds quantized weights; the trainer needs floating-point ones", architecture=architecture
+        )
+    return config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkSource:
+    """What a network is made from, and how."""
+
+    path: Path
+    """Model folder with the start weights."""
+    config: PreTrainedConfig
+    """Of that folder."""
+    mesh: DeviceMesh
+    param_dtype: torch.dtype
+    """Of the shards."""
+    compute_dtype: torch.dtype
+    """Of forward and backward."""
+    lora: LoraConfig | None = None
+    """Trains adapters alone."""
+    seed: int = 0
+    """Of adapters that have just been added."""
+
+
+def load_policy(source: NetworkSource, *, region: AbstractContextManager[None]) -> Policy:
+    """The model of `source`, sharded. Every rank reads its own rows only. The shards are made inside `region`.
+
+    Gradients are summed over ranks, not averaged, in float32. Raises as load_shards and add_adapters.
+    """
+    policy = Policy(_on_meta(source))
+    _materialize(policy, source, region=region)
+    load_shards(source.path, local_shards(policy.causal_lm))
+    return policy
+
+
+def load_critic(source: NetworkSource, *, region: AbstractContextManager[None]) -> Critic:
+    """As load_policy, with a value head: the folder's `value_head.weight`, or zeros, so that every value starts at 0."""
+    with torch.device("meta"):
+        critic = Critic(_on_meta(source))
+    # The head computes in float32: rounded values would be a noise in the advantages.
+    precision = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    fully_shard(critic.value_head, mesh=source.mesh, mp_policy=precision)
+    _materialize(critic, source, region=region)
+    load_shards(source.path, local_shards(critic.causal_lm))
+    head = head_shards(critic.value_head)
+    if all(shard.name in tensor_files(source.path) for shard in head):
+        load_shards(source.path, head)
+    else:
+        critic.value_head.weight.data.zero_()
+    return critic
+
+
+def _on_meta(source: NetworkSource) -> PreTrainedModel:
+    """The model without memory, with adapters where they are asked for."""
+    with torch.device("meta"):
+        causal_lm = AutoModelForCausalLM.from_config(
+            source.config, dtype=source.param_dtype, attn_implementation=_ATTENTION[source.mesh.device_type]
+        )
+        if source.lora is not None:
+            add_adapters(causal_lm, source.lora)
+    return causal_lm
+
+
+def _materialize(network: Policy | Critic, source: NetworkSource, *, region: AbstractContextManager[None]) -> None:
+    """Shards a network that is on meta and gives its shards memory; adapters get their start values."""
+    _shard(network, mesh=source.mesh, compute_dtype=source.compute_dtype)
+    device, model = mesh_device(source.mesh), network.causal_lm.model
+    with region:
+        # FSDP2 also pads the shards here, so that they stay where they are from now on.
+        network.to_empty(device=device)
+    # The one module with buffers; they follow from the configuration and are in no checkpoint.
+    model.rotary_emb = type(model.rotary_emb)(config=source.config, device=device)
+    initialize_adapters(network.causal_lm, seed=source.seed)
+
+
+def _shard(network: Policy | Critic, *, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    for layer in network.causal_lm.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(network, mesh=mesh, mp_policy=precision)
+    for module in network.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # Without it a factor other than the number of ranks takes an NCCL-only operation.
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _unreadable(path: Path, error: Exception) -> InvalidArgument | UnsupportedModel:
+    """transformers says ValueError both for a model type that it does not know and for a broken file."""
+    first_line = str(error).splitlines()[0]
+    if "model type" in first_line:
+        known = ", ".join(ARCHITECTURES)
+        return UnsupportedModel(f"{path}: {first_line} The trainer knows {known}", architecture="unknown")
+    return InvalidArgument("model.path", f"{path}/config.json cannot be read: {first_line}")

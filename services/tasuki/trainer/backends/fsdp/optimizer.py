@@ -1,0 +1,61 @@
+"""AdamW over this rank's shards: its state, clipping and steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Parameter
+
+from tasuki.config.schema import OptimizerConfig
+from tasuki.trainer.backends.fsdp.memory import TrainerMemory
+
+
+class ShardedAdamW:
+    """AdamW of one role. Gradients and state are made at once, each in the arena of its tag, and stay where they are."""
+
+    def __init__(
+        self, parameters: Sequence[Parameter], *, config: OptimizerConfig, memory: TrainerMemory, mesh: DeviceMesh
+    ) -> None:
+        self._memory, self._mesh, self._max_grad_norm = memory, mesh, config.max_grad_norm
+        self.optimizer = torch.optim.AdamW(
+            parameters, lr=config.learning_rate, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+        )
+        self._gradients = memory.make_gradients(parameters)
+        memory.make_adamw_state(self.optimizer)
+
+    @torch.no_grad()
+    def clip(self) -> float:
+        """Scales the gradients down to max_grad_norm. Returns their L2 norm over all ranks before."""
+        norm = self._norm()
+        if self._max_grad_norm < norm < math.inf:
+            torch._foreach_mul_(self._gradients, self._max_grad_norm / (norm + 1e-6))
+        return norm
+
+    def step(self, *, learning_rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._memory.wait_for_optimizer()
+        self.optimizer.step()
+
+    @torch.no_grad()
+    def clear_gradients(self) -> None:
+        torch._foreach_zero_(self._gradients)
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """State as before the first step."""
+        self._memory.wait_for_optimizer()
+        for state in self.optimizer.state.values():
+            for tensor in state.values():
+                tensor.zero_()
+
+    def _norm(self) -> float:
+        norms = torch.stack(torch._foreach_norm(self._gradients, dtype=torch.float32)).to(torch.float64)
+        square: Tensor = norms.square().sum()
+        dist.all_reduce(square, group=self._mesh.get_group("dp"))
+        return math.sqrt(float(square))

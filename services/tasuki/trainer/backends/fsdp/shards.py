@@ -1,0 +1,94 @@
+"""Local FSDP2 shards under the names of the Hugging Face checkpoint: loading, publishing and exporting go by them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tasuki.trainer.backends.fsdp.lora import adapter_parameters, base_parameters
+from tasuki.transport.shards import Shard, checkpoint_shards
+from tasuki.wire.errors import InvalidArgument, PathNotFound
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+
+def local_shards(causal_lm: nn.Module) -> list[Shard]:
+    """This rank's part of every checkpoint tensor, without adapters, as live views of the parameters. Tied tensors come once."""
+    return _shards_of(base_parameters(causal_lm))
+
+
+def adapter_shards(causal_lm: nn.Module) -> list[Shard]:
+    """The same of every adapter's A and B."""
+    return _shards_of(adapter_parameters(causal_lm))
+
+
+def head_shards(value_head: nn.Linear) -> list[Shard]:
+    """The same of a critic's head, as `value_head.weight`."""
+    return _shards_of((f"value_head.{name}", param) for name, param in value_head.named_parameters())
+
+
+def _shards_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[Shard]:
+    shards: list[Shard] = []
+    for name, param in parameters:
+        assert isinstance(param, DTensor), "fully_shard makes every parameter a DTensor"
+        # FSDP2 cuts dim 0 as torch.chunk does: every rank but the last ones has ceil(rows / ranks).
+        rows_per_rank = -(-param.shape[0] // param.device_mesh.size())
+        row_start = param.device_mesh.get_local_rank() * rows_per_rank
+        shards += checkpoint_shards(name, tuple(param.shape), row_start, cast(DTensor, param.detach()).to_local())
+    return shards
+
+
+def whole_tensors(name: str, param: Tensor) -> list[Shard]:
+    """The checkpoint tensors behind one parameter, gathered. Every rank must call it, for the same parameter."""
+    assert isinstance(param, DTensor), "fully_shard makes every parameter a DTensor"
+    return checkpoint_shards(name, tuple(param.shape), 0, cast(DTensor, param.detach()).full_tensor())
+
+
+@torch.no_grad()
+def load_shards(folder: Path, shards: Sequence[Shard]) -> None:
+    """Fills the shards from the safetensors of a Hugging Face folder, reading only their rows.
+
+    Raises PathNotFound without safetensors, InvalidArgument for a damaged file or a tensor that is missing or has another shape.
+    """
+    file_of = tensor_files(folder)
+    for shard in shards:
+        if shard.name not in file_of:
+            raise InvalidArgument("model.path", f"{folder} lacks tensor {shard.name}, which its config.json asks for")
+    with ExitStack() as stack:
+        names = sorted({file_of[shard.name] for shard in shards})
+        opened = {name: stack.enter_context(_opened(folder / name)) for name in names}
+        for shard in shards:
+            stored = opened[file_of[shard.name]].get_slice(shard.name)
+            if tuple(stored.get_shape()) != shard.global_shape:
+                problem = (
+                    f"{folder}: {shard.name} has shape {stored.get_shape()}, config.json asks for {list(shard.global_shape)}"
+                )
+                raise InvalidArgument("model.path", problem)
+            shard.local.copy_(stored[shard.row_start : shard.row_start + shard.local.shape[0]])
+
+
+def tensor_files(folder: Path) -> dict[str, str]:
+    """Name of the file that holds each tensor of a Hugging Face folder. Raises PathNotFound without safetensors."""
+    if (folder / INDEX_FILE).is_file():
+        weight_map: dict[str, str] = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
+        return weight_map
+    if not (folder / SINGLE_FILE).is_file():
+        raise PathNotFound(f"model.path: {folder} has no {SINGLE_FILE}; other weight formats are not read", path=folder)
+    with _opened(folder / SINGLE_FILE) as file:
+        return dict.fromkeys(file.keys(), SINGLE_FILE)
+
+
+def _opened(file: Path) -> safe_open:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise InvalidArgument("model.path", f"{file} is damaged or missing: {error}") from error

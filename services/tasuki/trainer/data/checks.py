@@ -1,0 +1,119 @@
+"""Checks of a call's samples, as pure functions. Each raises InvalidArgument naming the first sample and field that is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from tasuki.algorithms.loss_types import LossConfig, OldPolicy, SftLoss, ValueLoss
+
+from tasuki.trainer.data.samples import Samples, starts
+from tasuki.trainer.roles import Role
+from tasuki.wire.errors import InvalidArgument, VersionOrder
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """What a sample may not exceed."""
+
+    vocab_size: int
+    context_length: int
+    micro_batch_tokens: int
+    """Most tokens in a micro-batch, so also in a sample."""
+
+
+def check_sequences(samples: Samples, *, limits: BatchLimits) -> None:
+    """Raises InvalidArgument for a sample whose tokens cannot be scored."""
+    if not len(samples):
+        raise InvalidArgument("samples", "the call has no samples")
+    for field, lengths_S in (("prompt", samples.num_prompt_S), ("completion", samples.num_completion_S)):
+        empty = np.flatnonzero(lengths_S == 0)
+        if len(empty):
+            raise InvalidArgument(f"samples[{empty[0]}].{field}_token_ids", f"empty; a {field} has at least one token")
+    too_long = np.flatnonzero(samples.num_tokens_S > min(limits.context_length, limits.micro_batch_tokens))
+    if len(too_long):
+        raise _too_long(int(too_long[0]), num_tokens=int(samples.num_tokens_S[too_long[0]]), limits=limits)
+    unknown = np.flatnonzero((samples.token_ids_T < 0) | (samples.token_ids_T >= limits.vocab_size))
+    if len(unknown):
+        problem = f"is no token id of this model; give 0 to {limits.vocab_size - 1}"
+        raise InvalidArgument(_token_place(samples, int(unknown[0])), f"{samples.token_ids_T[unknown[0]]} {problem}")
+    cold = np.flatnonzero(~(np.isfinite(samples.temperature_S) & (samples.temperature_S > 0)))
+    if len(cold):
+        problem = "is not above 0; token log-probs of greedy sampling are those of temperature 1"
+        raise InvalidArgument(f"samples[{cold[0]}].temperature", f"{samples.temperature_S[cold[0]]:g} {problem}")
+
+
+def check_loss(samples: Samples, *, config: LossConfig, role: Role) -> None:
+    """Raises InvalidArgument for a loss that the role cannot have, or a field that the loss needs. Call check_sequences before."""
+    if (role is Role.CRITIC) is not isinstance(config.loss, ValueLoss):
+        raise InvalidArgument("header.loss", f"{type(config.loss).__name__} is no loss of the {role}")
+    for column, why in needed_columns(config).items():
+        if column not in samples.columns:
+            raise InvalidArgument(f"samples[0].{column}", f"empty, but {why} needs one for each completion token")
+    for name, column_N in samples.columns.items():
+        wrong = np.flatnonzero(~np.isfinite(column_N) if name != "loss_mask" else (column_N != 0) & (column_N != 1))
+        if len(wrong):
+            problem = "is neither 0 nor 1" if name == "loss_mask" else "is not finite"
+            raise InvalidArgument(_completion_place(samples, int(wrong[0]), field=name), f"{column_N[wrong[0]]:g} {problem}")
+    if not samples.columns["loss_mask"].any():
+        raise InvalidArgument("samples[].loss_mask", "masks every token of the call; at least one must count")
+
+
+def needed_columns(config: LossConfig) -> dict[str, str]:
+    """Column -> the setting that needs it."""
+    kind = type(config.loss).__name__
+    if isinstance(config.loss, SftLoss):
+        needed = {}
+    elif isinstance(config.loss, ValueLoss):
+        needed = {"returns": kind} | ({"values": "its clip"} if config.loss.clip is not None else {})
+    else:
+        needed = {"rollout_log_probs": kind, "advantages": kind}
+    if config.kl_coef:
+        needed["ref_log_probs"] = f"kl_coef = {config.kl_coef:g}"
+    if config.old_policy is OldPolicy.GIVEN:
+        needed["old_log_probs"] = "old_policy = given"
+    return needed
+
+
+def check_versions(samples: Samples, *, policy_version: int) -> None:
+    """Raises VersionOrder naming the first sample that a policy made which this trainer never had."""
+    later = np.flatnonzero(samples.policy_version_S > policy_version)
+    if len(later):
+        version = int(samples.policy_version_S[later[0]])
+        raise VersionOrder(
+            f"samples[{later[0]}].policy_version: {version} is above the trainer's {policy_version}, so other weights made "
+            "it; load the checkpoint that they belong to, or generate again",
+            have=policy_version,
+            want=version,
+        )
+
+
+def _too_long(index: int, *, num_tokens: int, limits: BatchLimits) -> InvalidArgument:
+    if num_tokens > limits.context_length:
+        limit, name = limits.context_length, "the model's context length"
+    else:
+        limit, name = limits.micro_batch_tokens, "trainer.micro_batch_tokens"
+    problem = f"prompt and completion have {num_tokens} tokens, above {name} of {limit}"
+    return InvalidArgument(f"samples[{index}]", problem, num_tokens=num_tokens, limit=limit)
+
+
+def _token_place(samples: Samples, token: int) -> str:
+    """Name of the field of token `token` of all."""
+    index, position = _place(samples.num_tokens_S, token)
+    num_prompt = int(samples.num_prompt_S[index])
+    if position < num_prompt:
+        return f"samples[{index}].prompt_token_ids[{position}]"
+    return f"samples[{index}].completion_token_ids[{position - num_prompt}]"
+
+
+def _completion_place(samples: Samples, token: int, *, field: str) -> str:
+    index, position = _place(samples.num_completion_S, token)
+    return f"samples[{index}].{field}[{position}]"
+
+
+def _place(lengths_S: NDArray[np.int64], token: int) -> tuple[int, int]:
+    """Sample and place in it of entry `token` of all."""
+    first_S = starts(lengths_S)
+    index = int(np.searchsorted(first_S, token, side="right")) - 1
+    return index, token - int(first_S[index])

@@ -1,0 +1,67 @@
+"""Samples of a call as columns: what is checked, planned, and cut into micro-batches.
+
+Shape suffixes: S samples, T their tokens, N their completion tokens, each sample's in a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+COLUMNS = ("loss_mask", "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "values", "returns")
+"""What a sample may have for each completion token."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Samples:
+    """Prompts and completions of any lengths, without padding."""
+
+    num_prompt_S: NDArray[np.int64]
+    num_completion_S: NDArray[np.int64]
+    policy_version_S: NDArray[np.uint64]
+    """Version of the weights that made the sample."""
+    temperature_S: NDArray[np.float32]
+    """That the sample was drawn with."""
+    token_ids_T: NDArray[np.int32]
+    """Prompt and completion of each sample in turn."""
+    columns: Mapping[str, NDArray[np.float32]]
+    """[N] each, by names of COLUMNS; `loss_mask` is always there."""
+
+    def __len__(self) -> int:
+        return len(self.num_prompt_S)
+
+    @property
+    def num_tokens_S(self) -> NDArray[np.int64]:
+        """Of prompt and completion."""
+        return self.num_prompt_S + self.num_completion_S
+
+    @property
+    def is_completion_T(self) -> NDArray[np.bool_]:
+        kinds = np.tile(np.array([False, True]), len(self))
+        return np.repeat(kinds, np.stack((self.num_prompt_S, self.num_completion_S), axis=1).reshape(-1))
+
+    def select(self, indices: Sequence[int]) -> Samples:
+        """The samples at `indices`, in that order."""
+        chosen = np.asarray(indices, dtype=np.int64)
+        rows_N = ranges(starts(self.num_completion_S)[chosen], self.num_completion_S[chosen])
+        return Samples(
+            num_prompt_S=self.num_prompt_S[chosen],
+            num_completion_S=self.num_completion_S[chosen],
+            policy_version_S=self.policy_version_S[chosen],
+            temperature_S=self.temperature_S[chosen],
+            token_ids_T=self.token_ids_T[ranges(starts(self.num_tokens_S)[chosen], self.num_tokens_S[chosen])],
+            columns={name: column[rows_N] for name, column in self.columns.items()},
+        )
+
+
+def starts(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where each run begins when they follow one another."""
+    return np.cumsum(lengths) - lengths
+
+
+def ranges(first: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """first, first + 1, ... for each of `lengths`, one run after the other."""
+    return np.repeat(first - starts(lengths), lengths) + np.arange(int(lengths.sum()))

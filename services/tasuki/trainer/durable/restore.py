@@ -1,0 +1,79 @@
+"""Brings a trainer that was started anew to where the one before it was: the last checkpoint, and what was trained since."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from google.protobuf.message import Message
+
+from tasuki.config.neutral import NEUTRAL_TRAINER_KEYS
+from tasuki.config.schema import NodeConfig
+from tasuki.trainer.durable.training_log import TrainingLog
+from tasuki.trainer.service.training import Training
+from tasuki.v1.ranks_pb2 import TrainingRecord
+from tasuki.wire.errors import InvalidArgument, PathNotFound, TasukiError
+
+_log = logging.getLogger("tasuki.trainer")
+
+
+def recipe(config: NodeConfig) -> str:
+    """What the numbers in a log depend on beside its commands."""
+    return f"{config.model.path.resolve()} {config.trainer.model_dump_json(exclude=NEUTRAL_TRAINER_KEYS)}"
+
+
+async def restore(training: Training, log: TrainingLog, *, config: NodeConfig) -> None:
+    """Carries the log's commands out again, and has their answers ready for callers that ask again.
+
+    Raises InvalidArgument when the log was made with another model or other settings, PathNotFound when the checkpoint that it builds on
+    is gone, and what loading it raises.
+    """
+    started = time.perf_counter()
+    num_commands = 0
+    for record in log.records():
+        num_commands += 1
+        if record.recipe != recipe(config):
+            raise InvalidArgument(
+                "state_dir",
+                "its training.log is of another model or other [trainer] settings; `tasuki up` without --resume sets it aside",
+            )
+        answer: Message | TasukiError
+        try:
+            async with training.state.training():
+                answer = await _carry_out(training, record)
+        except PathNotFound as error:
+            advice = "training.log builds on it: put it back, or `tasuki up` without --resume and then `tasuki train --resume`"
+            raise PathNotFound(f"{error.message}; {advice}", **error.metadata) from error
+        except TasukiError as error:
+            if record.WhichOneof("command") == "checkpoint":
+                raise
+            answer = error
+        if record.request_id:
+            training.state.gate.restore(record.request_id, content=record.digest, answer=answer)
+    if num_commands:
+        _log.info(
+            "event=restored num_commands=%d policy_version=%d has_gradients=%s seconds=%.2f",
+            num_commands,
+            training.state.policy_version,
+            training.state.has_gradients,
+            time.perf_counter() - started,
+        )
+
+
+async def _carry_out(training: Training, record: TrainingRecord) -> Message:
+    match record.WhichOneof("command"):
+        case "checkpoint":
+            loaded = await training.load_checkpoint(record.checkpoint)
+            return record.save_answer if record.HasField("save_answer") else loaded
+        case "forward_backward":
+            logged = record.forward_backward
+            role, config, samples = training.decode_forward_backward(logged.role, logged.loss, logged.samples)
+            return await training.forward_backward(role, logged.loss, config, samples)
+        case "begin_run":
+            return await training.begin_run(record.begin_run)
+        case "optim_step":
+            return await training.optim_step(record.optim_step)
+        case "discard_gradients":
+            return await training.discard_gradients(record.discard_gradients)
+        case other:
+            raise AssertionError(f"no command {other}")

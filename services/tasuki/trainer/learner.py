@@ -1,0 +1,199 @@
+"""What one trainer rank learns: roles, their versions and schedules, and the losses of their networks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tasuki.algorithms.batch import LossSum, Metric
+from tasuki.algorithms.loss_types import LossConfig
+from tasuki.algorithms.objective import policy_loss, value_loss
+from torch import Tensor
+
+from tasuki.config.schema import OptimizerConfig, TrainerConfig
+from tasuki.trainer.backend import Backend, LearnerFacts, Publication
+from tasuki.trainer.data.micro_batch import MicroBatch, TokenBatch
+from tasuki.trainer.lr_schedule import learning_rate_at
+from tasuki.trainer.roles import Role
+from tasuki.wire.errors import GradientsNotFinite
+
+
+@dataclass(slots=True)
+class RoleState:
+    """A trained role on every rank alike."""
+
+    optimizer: OptimizerConfig
+    version: int = 0
+    """Optimizer steps behind its weights."""
+    schedule_start: int = 0
+    """Version at which its schedule begins."""
+    has_gradients: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MetricPart:
+    """This rank's part of a metric: parts of a mean add up, of a maximum the greatest counts."""
+
+    total: float
+    weight: float
+    is_maximum: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LossReport:
+    """This rank's part of a call: losses add up over ranks."""
+
+    loss: float
+    metrics: Mapping[str, MetricPart]
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    version: int
+    grad_norm: float
+    """L2 norm over all ranks before clipping."""
+    learning_rate: float
+    is_skipped: bool = False
+    """Whether the gradients were not finite, and were dropped."""
+
+
+class Learner:
+    """Every rank makes the same calls in the same order."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        optimizers: Mapping[Role, OptimizerConfig],
+        skips_non_finite: bool = False,
+        progressed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """optimizers: of the roles that are trained. progressed: called after each micro-batch.
+
+        skips_non_finite: drops gradients that are not finite and counts the step as skipped; else optim_step raises.
+        """
+        self.backend = backend
+        self.roles = {role: RoleState(config) for role, config in optimizers.items()}
+        self._skips_non_finite, self._progressed = skips_non_finite, progressed
+
+    @property
+    def policy_version(self) -> int:
+        return self.roles[Role.POLICY].version
+
+    def begin_run(self, *, keep_optimizer: bool) -> None:
+        """Starts every schedule at step 0, with fresh optimizer state unless it is kept."""
+        for role, state in self.roles.items():
+            state.schedule_start = state.version
+            if not keep_optimizer:
+                self.backend.reset_optimizer(role)
+
+    def forward_backward(self, role: Role, micro_batches: Sequence[MicroBatch], *, config: LossConfig) -> LossReport:
+        """Adds the gradients of the loss over this rank's micro-batches. config: with the denominator of the whole call."""
+        total = torch.zeros((), dtype=torch.float64, device=self.backend.device)
+        metrics: dict[str, Metric] = {}
+        for index, batch in enumerate(micro_batches):
+            part = self._loss(role, batch, config=config)
+            self.backend.backward(role, part.loss, is_last=index == len(micro_batches) - 1)
+            total += part.loss.detach()
+            metrics = _merged(metrics, part.metrics)
+            self._progressed()
+        self.roles[role].has_gradients = True
+        return _report(total, metrics)
+
+    def optim_step(self, role: Role, *, learning_rate: float | None = None, schedule_step: int | None = None) -> StepReport:
+        """Clips the role's gradients, makes one optimizer step with them and clears them.
+
+        learning_rate: replaces the schedule's. schedule_step: place in the schedule; by default steps since begin_run.
+        Raises GradientsNotFinite, with the gradients cleared, unless such steps are skipped.
+        """
+        state = self.roles[role]
+        step = state.version - state.schedule_start if schedule_step is None else schedule_step
+        rate = scheduled_rate(state.optimizer, step) if learning_rate is None else learning_rate
+        grad_norm = self.backend.clip_gradients(role)
+        if not math.isfinite(grad_norm):
+            self.discard_gradients(role)
+            if not self._skips_non_finite:
+                raise GradientsNotFinite(
+                    f"the {role}'s gradient norm is {grad_norm}; the gradients are dropped, nothing was changed"
+                )
+            return StepReport(state.version, grad_norm, rate, is_skipped=True)
+        self.backend.step_optimizer(role, learning_rate=rate)
+        self.discard_gradients(role)
+        state.version += 1
+        return StepReport(state.version, grad_norm, rate)
+
+    def discard_gradients(self, role: Role) -> None:
+        self.backend.clear_gradients(role)
+        self.roles[role].has_gradients = False
+
+    @torch.no_grad()
+    def score(self, role: Role, batches: Sequence[TokenBatch]) -> list[Tensor]:
+        """Log-probs of the policy or the reference, or values of the critic: [N] float32 for each batch, in host memory."""
+        scores: list[Tensor] = []
+        for batch in batches:
+            score_N = self.backend.score_values(batch) if role is Role.CRITIC else self.backend.score_tokens(role, batch)[0]
+            scores.append(score_N.float().cpu())
+            self._progressed()
+        self.backend.end_scoring(role)
+        return scores
+
+    def publish(self) -> Publication:
+        """Has the policy's weights where rollout can map them. Raises OutOfGpuMemory."""
+        return self.backend.publish(policy_version=self.policy_version)
+
+    def save_checkpoint(self, path: Path) -> int:
+        """Returns the bytes written."""
+        return self.backend.save_checkpoint(path, facts=self._facts())
+
+    def load_checkpoint(self, path: Path) -> None:
+        """Raises with nothing changed. Clears the gradients."""
+        facts = self.backend.load_checkpoint(path, have=self._facts())
+        for role, state in self.roles.items():
+            state.version, state.schedule_start = facts.versions[role], facts.schedule_starts[role]
+            self.discard_gradients(role)
+
+    def _facts(self) -> LearnerFacts:
+        return LearnerFacts(
+            versions={role: state.version for role, state in self.roles.items()},
+            schedule_starts={role: state.schedule_start for role, state in self.roles.items()},
+        )
+
+    def _loss(self, role: Role, batch: MicroBatch, *, config: LossConfig) -> LossSum:
+        if role is Role.CRITIC:
+            return value_loss(config, values_N=self.backend.score_values(batch.tokens), batch=batch.loss)
+        log_probs_N, entropy_N = self.backend.score_tokens(role, batch.tokens)
+        return policy_loss(config, log_probs_N=log_probs_N, entropy_N=entropy_N, batch=batch.loss)
+
+
+def trained_roles(config: TrainerConfig) -> Mapping[Role, OptimizerConfig]:
+    """The policy, and the critic if there is one."""
+    return {Role.POLICY: config} | ({} if config.critic is None else {Role.CRITIC: config.critic})
+
+
+def scheduled_rate(config: OptimizerConfig, step: int) -> float:
+    """Learning rate of the step after `step` finished ones."""
+    return learning_rate_at(
+        step,
+        peak=config.learning_rate,
+        schedule=config.lr_schedule,
+        warmup_steps=config.warmup_steps,
+        total_steps=config.total_steps,
+    )
+
+
+def _merged(one: Mapping[str, Metric], other: Mapping[str, Metric]) -> dict[str, Metric]:
+    return {**one, **{name: one[name].merge(metric) if name in one else metric for name, metric in other.items()}}
+
+
+def _report(loss: Tensor, metrics: Mapping[str, Metric]) -> LossReport:
+    """One copy to the host for everything."""
+    values = [loss, *(part for metric in metrics.values() for part in (metric.total, metric.weight))]
+    numbers = torch.stack([value.detach().to(torch.float64) for value in values]).tolist()
+    parts = zip(numbers[1::2], numbers[2::2], metrics.items(), strict=True)
+    return LossReport(
+        loss=numbers[0],
+        metrics={name: MetricPart(total, weight, metric.kind == "max") for total, weight, (name, metric) in parts},
+    )

@@ -1,0 +1,60 @@
+"""Roles, samples and scores as messages between the front and its ranks; samples go as columns of little-endian numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasuki.trainer.data.samples import Samples
+from tasuki.trainer.learner import Learner
+from tasuki.trainer.roles import Role
+from tasuki.v1.ranks_pb2 import SampleColumns
+from tasuki.v1.trainer_pb2 import RoleState
+from tasuki.v1.types_pb2 import ROLE_CRITIC, ROLE_POLICY, ROLE_REFERENCE
+
+ROLES = {ROLE_POLICY: Role.POLICY, ROLE_REFERENCE: Role.REFERENCE, ROLE_CRITIC: Role.CRITIC}
+ROLE_MESSAGES = {role: message for message, role in ROLES.items()}
+
+
+def encode_roles(learner: Learner) -> list[RoleState]:
+    """Every role that is trained."""
+    return [
+        RoleState(
+            role=ROLE_MESSAGES[role],
+            version=state.version,
+            schedule_start=state.schedule_start,
+            has_gradients=state.has_gradients,
+            num_parameters=learner.backend.num_parameters(role),
+        )
+        for role, state in learner.roles.items()
+    ]
+
+
+def encode_samples(samples: Samples) -> SampleColumns:
+    return SampleColumns(
+        num_prompt_tokens=samples.num_prompt_S.tobytes(),
+        num_completion_tokens=samples.num_completion_S.tobytes(),
+        policy_versions=samples.policy_version_S.tobytes(),
+        temperatures=samples.temperature_S.tobytes(),
+        token_ids=samples.token_ids_T.tobytes(),
+        columns={name: column_N.tobytes() for name, column_N in samples.columns.items()},
+    )
+
+
+def decode_columns(message: SampleColumns) -> Samples:
+    """What encode_samples encoded."""
+    return Samples(
+        num_prompt_S=np.frombuffer(message.num_prompt_tokens, dtype=np.int64),
+        num_completion_S=np.frombuffer(message.num_completion_tokens, dtype=np.int64),
+        policy_version_S=np.frombuffer(message.policy_versions, dtype=np.uint64),
+        temperature_S=np.frombuffer(message.temperatures, dtype=np.float32),
+        token_ids_T=np.frombuffer(message.token_ids, dtype=np.int32),
+        columns={name: np.frombuffer(content, dtype=np.float32) for name, content in message.columns.items()},
+    )
+
+
+def decode_scores(content: bytes, *, num_tokens_S: NDArray[np.int64]) -> Sequence[NDArray[np.float32]]:
+    """A micro-batch's scores, cut by sample."""
+    return np.split(np.frombuffer(content, dtype=np.float32), np.cumsum(num_tokens_S)[:-1]) if len(num_tokens_S) else []

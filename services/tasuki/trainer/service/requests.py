@@ -1,0 +1,139 @@
+"""Reads and checks what callers send: streams of samples, roles, loss settings, paths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasuki.trainer.data.samples import COLUMNS, Samples
+from tasuki.trainer.rank_wire import ROLES
+from tasuki.trainer.roles import Role
+from tasuki.v1.trainer_pb2 import (
+    ComputeLogProbsHeader,
+    ComputeLogProbsRequest,
+    ComputeValuesRequest,
+    ForwardBackwardHeader,
+    ForwardBackwardRequest,
+    OptimStepRequest,
+)
+from tasuki.v1.types_pb2 import Role as RoleMessage
+from tasuki.v1.types_pb2 import TrainingSample
+from tasuki.wire.errors import InvalidArgument
+
+_Header = TypeVar("_Header", ForwardBackwardHeader, ComputeLogProbsHeader)
+# A single number counts for every token.
+_BROADCAST = "advantages"
+
+
+async def read_forward_backward(
+    requests: AsyncIterator[ForwardBackwardRequest],
+) -> tuple[ForwardBackwardHeader, list[TrainingSample]]:
+    """The whole stream. Raises InvalidArgument unless a header comes first, and only there."""
+    return await _read_stream(requests, ForwardBackwardHeader())
+
+
+async def read_compute_log_probs(
+    requests: AsyncIterator[ComputeLogProbsRequest],
+) -> tuple[ComputeLogProbsHeader, list[TrainingSample]]:
+    """The whole stream, as read_forward_backward does."""
+    return await _read_stream(requests, ComputeLogProbsHeader())
+
+
+async def read_compute_values(requests: AsyncIterator[ComputeValuesRequest]) -> list[TrainingSample]:
+    """The samples of the whole stream."""
+    return [sample async for request in requests for sample in request.samples.samples]
+
+
+async def _read_stream(requests: AsyncIterator, header: _Header) -> tuple[_Header, list[TrainingSample]]:
+    samples: list[TrainingSample] = []
+    has_header = False
+    async for request in requests:
+        part = request.WhichOneof("part")
+        if part == "header" and not has_header:
+            header.CopyFrom(request.header)
+            has_header = True
+        elif part == "samples" and has_header:
+            samples.extend(request.samples.samples)
+        else:
+            raise InvalidArgument("part", "the first message carries `header`, all others `samples`")
+    if not has_header:
+        raise InvalidArgument("header", "missing; the first message carries it")
+    return header, samples
+
+
+def decode_samples(messages: Sequence[TrainingSample]) -> Samples:
+    """Raises InvalidArgument naming the first sample and field that has another length than its completion."""
+    num_completion_S = _integers([len(message.completion_token_ids) for message in messages])
+    token_ids = chain.from_iterable((*message.prompt_token_ids, *message.completion_token_ids) for message in messages)
+    columns = {name: _column(messages, name, num_completion_S=num_completion_S) for name in COLUMNS}
+    mask_N = columns.pop("loss_mask")
+    return Samples(
+        num_prompt_S=_integers([len(message.prompt_token_ids) for message in messages]),
+        num_completion_S=num_completion_S,
+        policy_version_S=np.array([message.policy_version for message in messages], dtype=np.uint64),
+        temperature_S=np.array(
+            [message.temperature if message.HasField("temperature") else 1.0 for message in messages], dtype=np.float32
+        ),
+        token_ids_T=np.fromiter(token_ids, dtype=np.int32),
+        columns={
+            "loss_mask": np.ones(int(num_completion_S.sum()), dtype=np.float32) if mask_N is None else mask_N,
+            **{name: column_N for name, column_N in columns.items() if column_N is not None},
+        },
+    )
+
+
+def decode_role(role: RoleMessage.ValueType, *, allowed: Sequence[Role], field: str) -> Role:
+    """Raises InvalidArgument unless it is one of `allowed`."""
+    decoded = ROLES.get(role)
+    if decoded is None or decoded not in allowed:
+        names = " or ".join(f"ROLE_{each.name}" for each in allowed)
+        raise InvalidArgument(field, f"give {names}")
+    return decoded
+
+
+def check_learning_rate(request: OptimStepRequest) -> None:
+    if not (math.isfinite(request.learning_rate) and request.learning_rate >= 0):
+        raise InvalidArgument("learning_rate", f"{request.learning_rate:g} is out of range; give a number from 0")
+
+
+def check_path(text: str) -> None:
+    if not Path(text).is_absolute():
+        raise InvalidArgument("path", f"{text!r} is not absolute; the trainer's working folder is its own")
+
+
+def _column(
+    messages: Sequence[TrainingSample], name: str, *, num_completion_S: NDArray[np.int64]
+) -> NDArray[np.float32] | None:
+    """A per-token field of all samples, or None where no sample has it."""
+    rows = [getattr(message, name) for message in messages]
+    num_given_S = _integers([len(row) for row in rows])
+    if not num_given_S.any():
+        return None
+    is_wrong_S = num_given_S != num_completion_S
+    is_single_S = (num_given_S == 1) & (name == _BROADCAST)
+    if name == "loss_mask":
+        is_wrong_S &= num_given_S != 0
+    wrong = np.flatnonzero(is_wrong_S & ~is_single_S)
+    if len(wrong):
+        allowed = f"{num_completion_S[wrong[0]]}" + {_BROADCAST: " or 1", "loss_mask": " or 0"}.get(name, "")
+        problem = (
+            f"has {num_given_S[wrong[0]]} entries; give {allowed}, for the completion's tokens, in every sample or in none"
+        )
+        raise InvalidArgument(f"samples[{wrong[0]}].{name}", problem)
+    given = np.fromiter(chain.from_iterable(rows), dtype=np.float32, count=int(num_given_S.sum()))
+    if (num_given_S == num_completion_S).all():
+        return given
+    if name == "loss_mask":
+        rows = [row or [1.0] * int(length) for row, length in zip(rows, num_completion_S, strict=True)]
+        return np.fromiter(chain.from_iterable(rows), dtype=np.float32, count=int(num_completion_S.sum()))
+    return np.repeat(given, np.where(is_single_S, num_completion_S, 1)[np.repeat(np.arange(len(rows)), num_given_S)])
+
+
+def _integers(values: Sequence[int]) -> NDArray[Any]:
+    return np.array(values, dtype=np.int64)

@@ -1,0 +1,214 @@
+"""tasuki.v1.TrainerService: decodes, has the ranks work, encodes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasuki.config.schema import NodeConfig
+from tasuki.memory.stages import Stage
+from tasuki.rpc.commands import Commanded, digest
+from tasuki.rpc.stages import stage_to_proto
+from tasuki.trainer import stages
+from tasuki.trainer.durable.restore import recipe
+from tasuki.trainer.durable.training_log import TrainingLog
+from tasuki.trainer.roles import Role
+from tasuki.trainer.service import requests
+from tasuki.trainer.service.memory_servicer import TAGS
+from tasuki.trainer.service.training import Training
+from tasuki.v1 import ranks_pb2, trainer_pb2, weights_pb2
+from tasuki.v1.trainer_pb2_grpc import TrainerServiceServicer
+from tasuki.v1.types_pb2 import ROLE_CRITIC, TrainingSample
+from tasuki.v1.types_pb2 import Role as RoleMessage
+from tasuki.wire.channel import MAX_CHUNK_BYTES
+from tasuki.wire.errors import GradientsPending
+
+
+class TrainerServicer(TrainerServiceServicer):
+    """One coroutine for each RPC."""
+
+    def __init__(self, training: Training, *, log: TrainingLog, ready: ranks_pb2.RankReady, config: NodeConfig) -> None:
+        self._training, self._log = training, log
+        self._ranks, self._state = training.ranks, training.state
+        self._ready, self._config = ready, config
+
+    async def BeginRun(self, request: trainer_pb2.BeginRunRequest, context: Any) -> trainer_pb2.BeginRunResponse:
+        async def begin() -> trainer_pb2.BeginRunResponse:
+            async with self._state.training(), self._log.command(self._record(request, begin_run=request)):
+                return await self._training.begin_run(request)
+
+        return await self._state.gate.once(request, begin)
+
+    async def ForwardBackward(
+        self, request_iterator: AsyncIterator[trainer_pb2.ForwardBackwardRequest], context: Any
+    ) -> trainer_pb2.ForwardBackwardResponse:
+        header, samples = await requests.read_forward_backward(request_iterator)
+
+        async def forward_backward() -> trainer_pb2.ForwardBackwardResponse:
+            async with self._state.training():
+                role, config, decoded = self._training.decode_forward_backward(header.role, header.loss, samples)
+                logged = ranks_pb2.LoggedForwardBackward(role=header.role, loss=header.loss, samples=samples)
+                async with self._log.command(self._record(header, forward_backward=logged)):
+                    return await self._training.forward_backward(role, header.loss, config, decoded)
+
+        return await self._state.gate.once(header, forward_backward)
+
+    async def OptimStep(self, request: trainer_pb2.OptimStepRequest, context: Any) -> trainer_pb2.OptimStepResponse:
+        async def step() -> trainer_pb2.OptimStepResponse:
+            async with self._state.training():
+                requests.check_learning_rate(request)
+                async with self._log.command(self._record(request, optim_step=request)):
+                    return await self._training.optim_step(request)
+
+        return await self._state.gate.once(request, step)
+
+    async def DiscardGradients(
+        self, request: trainer_pb2.DiscardGradientsRequest, context: Any
+    ) -> trainer_pb2.DiscardGradientsResponse:
+        async def discard() -> trainer_pb2.DiscardGradientsResponse:
+            async with self._state.training(), self._log.command(self._record(request, discard_gradients=request)):
+                return await self._training.discard_gradients(request)
+
+        return await self._state.gate.once(request, discard)
+
+    async def ComputeLogProbs(
+        self, request_iterator: AsyncIterator[trainer_pb2.ComputeLogProbsRequest], context: Any
+    ) -> AsyncIterator[trainer_pb2.ComputeLogProbsResponse]:
+        header, samples = await requests.read_compute_log_probs(request_iterator)
+        requests.decode_role(header.role, allowed=(Role.POLICY, Role.REFERENCE), field="header.role")
+        for chunk in _chunks([trainer_pb2.TokenLogProbs(log_probs=row) for row in await self._score(header.role, samples)]):
+            yield trainer_pb2.ComputeLogProbsResponse(samples=chunk)
+
+    async def ComputeValues(
+        self, request_iterator: AsyncIterator[trainer_pb2.ComputeValuesRequest], context: Any
+    ) -> AsyncIterator[trainer_pb2.ComputeValuesResponse]:
+        samples = await requests.read_compute_values(request_iterator)
+        for chunk in _chunks([trainer_pb2.TokenValues(values=row) for row in await self._score(ROLE_CRITIC, samples)]):
+            yield trainer_pb2.ComputeValuesResponse(samples=chunk)
+
+    async def _score(self, role: RoleMessage.ValueType, samples: Sequence[TrainingSample]) -> list[NDArray[np.float32]]:
+        async with self._state.training():
+            return await self._training.score(*self._training.decode_scored(role, samples))
+
+    async def PublishWeights(
+        self, request: trainer_pb2.PublishWeightsRequest, context: Any
+    ) -> trainer_pb2.PublishWeightsResponse:
+        return await self._state.gate.stage(request, lambda: self._publish(request))
+
+    async def _publish(self, request: trainer_pb2.PublishWeightsRequest) -> trainer_pb2.PublishWeightsResponse:
+        started = time.perf_counter()
+        state = self._state
+        async with state.turn:
+            stages.raise_unless_next(Stage.LOAD_WEIGHTS, after=state.stage)
+            if state.has_gradients:
+                raise GradientsPending("gradients are pending: call OptimStep or DiscardGradients before weights are published")
+            answers = await self._ranks.call(ranks_pb2.TrainerRankCommand(publish_weights=request))
+            state.stage, state.published_version = Stage.LOAD_WEIGHTS, state.policy_version
+            published = [answer.publish_weights for answer in answers]
+            return trainer_pb2.PublishWeightsResponse(
+                weights=weights_pb2.PublishedWeights(
+                    policy_version=state.policy_version, handles=[part.handle for part in published], boot_id=state.boot_id
+                ),
+                published_bytes=sum(part.published_bytes for part in published),
+                seconds=time.perf_counter() - started,
+            )
+
+    async def WithdrawWeights(
+        self, request: trainer_pb2.WithdrawWeightsRequest, context: Any
+    ) -> trainer_pb2.WithdrawWeightsResponse:
+        async def withdraw() -> trainer_pb2.WithdrawWeightsResponse:
+            async with self._state.turn:
+                stage = stages.stage_after_withdrawal(self._state.stage)
+                await self._ranks.call(ranks_pb2.TrainerRankCommand(withdraw_weights=request))
+                self._state.stage, self._state.published_version = stage, None
+                return trainer_pb2.WithdrawWeightsResponse()
+
+        # The coordinator's undo has a place in its sequence; anyone else's withdrawal has none.
+        run = self._state.gate.stage if request.command.sequence else self._state.gate.once
+        return await run(request, withdraw)
+
+    async def SaveCheckpoint(
+        self, request: trainer_pb2.SaveCheckpointRequest, context: Any
+    ) -> trainer_pb2.SaveCheckpointResponse:
+        async def save() -> trainer_pb2.SaveCheckpointResponse:
+            requests.check_path(request.path)
+            async with self._state.training():
+                self._log.check_not_behind()
+                answers = await self._ranks.call(ranks_pb2.TrainerRankCommand(save_checkpoint=request))
+                saved = answers[0].save_checkpoint
+                checkpoint = trainer_pb2.LoadCheckpointRequest(path=request.path)
+                await self._log.saved(self._record(request, checkpoint=checkpoint, save_answer=saved))
+                return saved
+
+        return await self._state.gate.once(request, save)
+
+    async def LoadCheckpoint(
+        self, request: trainer_pb2.LoadCheckpointRequest, context: Any
+    ) -> trainer_pb2.LoadCheckpointResponse:
+        async def load() -> trainer_pb2.LoadCheckpointResponse:
+            requests.check_path(request.path)
+            async with self._state.training():
+                loaded = await self._training.load_checkpoint(request)
+                await self._log.loaded(self._record(request, checkpoint=request))
+                return loaded
+
+        return await self._state.gate.once(request, load)
+
+    async def ExportModel(self, request: trainer_pb2.ExportModelRequest, context: Any) -> trainer_pb2.ExportModelResponse:
+        async def export() -> trainer_pb2.ExportModelResponse:
+            requests.check_path(request.path)
+            async with self._state.training():
+                answers = await self._ranks.call(ranks_pb2.TrainerRankCommand(export_model=request))
+                return answers[0].export_model
+
+        return await self._state.gate.once(request, export)
+
+    async def GetTrainerState(
+        self, request: trainer_pb2.GetTrainerStateRequest, context: Any
+    ) -> trainer_pb2.GetTrainerStateResponse:
+        state = self._state
+        state.gate.look(request.epoch)
+        return trainer_pb2.GetTrainerStateResponse(
+            boot_id=state.boot_id,
+            epoch=state.gate.epoch,
+            sequence=state.gate.sequence,
+            stage=stage_to_proto(state.stage),
+            resident_tags=[tag for tag in TAGS if tag not in state.paused_tags],
+            policy_version=state.policy_version,
+            published_version=state.published_version,
+            has_gradients=state.has_gradients,
+            num_ranks=self._ranks.num_ranks,
+            num_parameters=state.roles[Role.POLICY].num_parameters,
+            vocab_size=self._ready.vocab_size,
+            context_length=self._ready.context_length,
+            model_path=str(self._config.model.path),
+            is_in_stage=state.gate.is_in_stage,
+            roles=state.roles.values(),
+        )
+
+    def _record(self, request: Commanded, **content: Any) -> ranks_pb2.TrainingRecord:
+        """A command as the log has it."""
+        return ranks_pb2.TrainingRecord(
+            request_id=request.command.request_id, digest=digest(request), recipe=recipe(self._config), **content
+        )
+
+
+_Scored = TypeVar("_Scored", trainer_pb2.TokenLogProbs, trainer_pb2.TokenValues)
+
+
+def _chunks(scored: Sequence[_Scored]) -> Iterator[list[_Scored]]:
+    """Runs of samples that fit into a message; a single one always does, since so did the request."""
+    chunk: list[_Scored] = []
+    chunk_bytes = 0
+    for sample in scored:
+        sample_bytes = sample.ByteSize()
+        if chunk and chunk_bytes + sample_bytes > MAX_CHUNK_BYTES:
+            yield chunk
+            chunk, chunk_bytes = [], 0
+        chunk.append(sample)
+        chunk_bytes += sample_bytes
+    yield chunk

@@ -1,0 +1,52 @@
+"""What the trainer's front knows of itself; its two servicers share it."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from tasuki.memory.stages import Stage
+from tasuki.rpc.commands import CommandGate
+from tasuki.trainer.rank_wire import ROLES
+from tasuki.trainer.roles import Role
+from tasuki.trainer.stages import raise_unless_loaded
+from tasuki.v1.trainer_pb2 import RoleState
+
+
+@dataclass(slots=True)
+class TrainerState:
+    """Written only by who holds `turn`."""
+
+    roles: dict[Role, RoleState]
+    """Of every role that is trained."""
+    stage: Stage | None = None
+    """The last stage that was completed; None after a start."""
+    published_version: int | None = None
+    paused_tags: set[int] = field(default_factory=set)
+    gate: CommandGate = field(default_factory=CommandGate)
+    boot_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def policy_version(self) -> int:
+        return self.roles[Role.POLICY].version
+
+    @property
+    def has_gradients(self) -> bool:
+        """Of any role."""
+        return any(state.has_gradients for state in self.roles.values())
+
+    @asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        """A turn in which the trainer is loaded. Raises WrongPhase when it is not."""
+        async with self.turn:
+            raise_unless_loaded(self.stage)
+            yield
+
+
+def roles_by_name(states: Sequence[RoleState]) -> dict[Role, RoleState]:
+    """As the ranks report them."""
+    return {ROLES[state.role]: state for state in states}

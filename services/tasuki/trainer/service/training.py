@@ -1,0 +1,175 @@
+"""What the trainer's commands do to its ranks and to its state; each is called with the turn held and the trainer loaded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasuki.algorithms.aggregation import denominator
+from tasuki.algorithms.loss_types import LossConfig
+from tasuki.config.schema import NodeConfig
+from tasuki.trainer.data import checks
+from tasuki.trainer.data.plan import MicroBatchPlan, plan_micro_batches
+from tasuki.trainer.data.samples import Samples
+from tasuki.trainer.loss_wire import decode_loss
+from tasuki.trainer.rank_wire import ROLE_MESSAGES, decode_scores, encode_samples
+from tasuki.trainer.ranks.front import TrainerRanks
+from tasuki.trainer.roles import Role
+from tasuki.trainer.service.requests import decode_role, decode_samples
+from tasuki.trainer.service.state import TrainerState, roles_by_name
+from tasuki.v1 import loss_pb2, ranks_pb2, trainer_pb2
+from tasuki.v1.types_pb2 import Role as RoleMessage
+from tasuki.v1.types_pb2 import TrainingSample
+from tasuki.wire.errors import GradientsNotFinite, GradientsPending, InvalidArgument, NoGradients
+
+
+class Training:
+    """The ranks as one trainer."""
+
+    def __init__(self, ranks: TrainerRanks, *, state: TrainerState, ready: ranks_pb2.RankReady, config: NodeConfig) -> None:
+        self.ranks, self.state = ranks, state
+        self._limits = checks.BatchLimits(
+            vocab_size=ready.vocab_size,
+            context_length=ready.context_length,
+            micro_batch_tokens=config.trainer.micro_batch_tokens,
+        )
+
+    async def begin_run(self, request: trainer_pb2.BeginRunRequest) -> trainer_pb2.BeginRunResponse:
+        """Raises GradientsPending."""
+        if self.state.has_gradients:
+            raise GradientsPending("gradients are pending: call OptimStep or DiscardGradients before a run begins")
+        answers = await self.ranks.call(ranks_pb2.TrainerRankCommand(begin_run=request))
+        for state in self.state.roles.values():
+            state.schedule_start = state.version
+        return answers[0].begin_run
+
+    def decode_forward_backward(
+        self, role: RoleMessage.ValueType, loss: loss_pb2.LossConfig, samples: Sequence[TrainingSample]
+    ) -> tuple[Role, LossConfig, Samples]:
+        """What forward_backward takes. Raises InvalidArgument naming sample and field, VersionOrder for a version that is not there yet."""
+        trained = self._trained(role, field="header.role")
+        config, decoded = decode_loss(loss), decode_samples(samples)
+        checks.check_sequences(decoded, limits=self._limits)
+        checks.check_loss(decoded, config=config, role=trained)
+        checks.check_versions(decoded, policy_version=self.state.policy_version)
+        return trained, config, decoded
+
+    def decode_scored(self, role: RoleMessage.ValueType, samples: Sequence[TrainingSample]) -> tuple[Role, Samples]:
+        """What score takes: of the policy, the reference or the critic. Raises InvalidArgument."""
+        is_reference = role == ROLE_MESSAGES[Role.REFERENCE]
+        scored = Role.REFERENCE if is_reference else self._trained(role, field="header.role")
+        decoded = decode_samples([_tokens_only(sample) for sample in samples])
+        checks.check_sequences(decoded, limits=self._limits)
+        return scored, decoded
+
+    async def forward_backward(
+        self, role: Role, loss: loss_pb2.LossConfig, config: LossConfig, samples: Samples
+    ) -> trainer_pb2.ForwardBackwardResponse:
+        """What decode_forward_backward gave, and its loss as it came."""
+        started = time.perf_counter()
+        mask_N = samples.columns["loss_mask"]
+        divisor = config.denominator or denominator(mask_N, samples.num_completion_S, config=config)
+        named = loss_pb2.LossConfig()
+        named.CopyFrom(loss)
+        named.denominator = divisor
+        plan = self._plan(samples)
+        answers = await self.ranks.call_each(
+            [
+                ranks_pb2.TrainerRankCommand(
+                    forward_backward=ranks_pb2.RankForwardBackward(
+                        role=ROLE_MESSAGES[role],
+                        loss=named,
+                        micro_batches=[encode_samples(samples.select(part)) for part in parts],
+                    )
+                )
+                for parts in plan
+            ]
+        )
+        self.state.roles[role].has_gradients = True
+        parts = [answer.forward_backward for answer in answers]
+        return trainer_pb2.ForwardBackwardResponse(
+            loss=sum(part.loss for part in parts),
+            num_samples=len(samples),
+            num_tokens=int(mask_N.sum()),
+            denominator=divisor,
+            metrics=_joined([part.metrics for part in parts]),
+            num_micro_batches=sum(bool(micro_batch) for micro_batches in plan for micro_batch in micro_batches),
+            seconds=time.perf_counter() - started,
+        )
+
+    async def optim_step(self, request: trainer_pb2.OptimStepRequest) -> trainer_pb2.OptimStepResponse:
+        """Raises NoGradients, or GradientsNotFinite with the gradients cleared."""
+        state = self.state.roles[self._trained(request.role, field="role")]
+        if not state.has_gradients:
+            raise NoGradients("there are no gradients: call ForwardBackward first")
+        try:
+            answers = await self.ranks.call(ranks_pb2.TrainerRankCommand(optim_step=request))
+        except GradientsNotFinite:
+            state.has_gradients = False
+            raise
+        state.has_gradients, state.version = False, answers[0].optim_step.version
+        return answers[0].optim_step
+
+    async def discard_gradients(self, request: trainer_pb2.DiscardGradientsRequest) -> trainer_pb2.DiscardGradientsResponse:
+        state = self.state.roles[self._trained(request.role, field="role")]
+        await self.ranks.call(ranks_pb2.TrainerRankCommand(discard_gradients=request))
+        state.has_gradients = False
+        return trainer_pb2.DiscardGradientsResponse()
+
+    async def load_checkpoint(self, request: trainer_pb2.LoadCheckpointRequest) -> trainer_pb2.LoadCheckpointResponse:
+        """Clears the gradients. Raises what checkpoint.load_checkpoint raises."""
+        answers = await self.ranks.call(ranks_pb2.TrainerRankCommand(load_checkpoint=request))
+        loaded = answers[0].load_checkpoint
+        self.state.roles = roles_by_name(loaded.roles)
+        return loaded
+
+    async def score(self, role: Role, samples: Samples) -> list[NDArray[np.float32]]:
+        """Log-probs or values, [its completion's tokens] for each sample, in their order."""
+        plan = self._plan(samples)
+        commands = [
+            ranks_pb2.RankScore(
+                role=ROLE_MESSAGES[role], micro_batches=[encode_samples(samples.select(part)) for part in parts]
+            )
+            for parts in plan
+        ]
+        answers = await self.ranks.call_each([ranks_pb2.TrainerRankCommand(score=command) for command in commands])
+        scored: dict[int, NDArray[np.float32]] = {}
+        for micro_batches, answer in zip(plan, answers, strict=True):
+            for indices, content in zip(micro_batches, answer.score.micro_batches, strict=True):
+                rows = decode_scores(content, num_tokens_S=samples.num_completion_S[indices])
+                scored.update(zip(indices, rows, strict=True))
+        return [scored[index] for index in range(len(samples))]
+
+    def _trained(self, role: RoleMessage.ValueType, *, field: str) -> Role:
+        """Raises InvalidArgument unless the role is one that this node trains."""
+        if role == ROLE_MESSAGES[Role.CRITIC] and Role.CRITIC not in self.state.roles:
+            raise InvalidArgument(field, "this node has no critic; add a table [trainer.critic]")
+        return decode_role(role, allowed=list(self.state.roles), field=field)
+
+    def _plan(self, samples: Samples) -> MicroBatchPlan:
+        lengths = samples.num_tokens_S.tolist()
+        return plan_micro_batches(lengths, num_ranks=self.ranks.num_ranks, max_tokens=self._limits.micro_batch_tokens)
+
+
+def _tokens_only(sample: TrainingSample) -> TrainingSample:
+    """Scoring ignores what losses need."""
+    scored = TrainingSample(prompt_token_ids=sample.prompt_token_ids, completion_token_ids=sample.completion_token_ids)
+    if sample.HasField("temperature"):
+        scored.temperature = sample.temperature
+    return scored
+
+
+def _joined(parts: Sequence[Mapping[str, ranks_pb2.RankMetric]]) -> dict[str, float]:
+    """Metrics of the call from those of its ranks; means of nothing are left out."""
+    joined: dict[str, float] = {}
+    for name in sorted({name for part in parts for name in part}):
+        metrics = [part[name] for part in parts if name in part]
+        weight = sum(metric.weight for metric in metrics)
+        if metrics[0].is_maximum:
+            joined[name] = max(metric.total for metric in metrics)
+        elif weight:
+            joined[name] = sum(metric.total for metric in metrics) / weight
+    return joined
