@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasuki.memory.stages import Stage
+from tasuki.memory.stages import START, Stage
 from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.generate import Completion, EngineRequest, GenerationRequest
 from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.rollout import Rollout
-from tasuki.rollout.stages import check_stage
+from tasuki.rollout.stages import check_stage, check_tags
 from tasuki.rollout.sync import SyncReport
 from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import (
@@ -24,6 +24,7 @@ from tasuki.wire.errors import (
     Draining,
     EnginePoisoned,
     InternalError,
+    InvalidArgument,
     OutOfGpuMemory,
     StageOrder,
     TasukiError,
@@ -110,6 +111,37 @@ def test_the_ring_closes() -> None:
     for stage in RING * 2:
         check_stage(stage, after=after, poison_reason=None)
         after = stage
+
+
+ACCEPTED = {
+    None: {Stage.RESUME_WEIGHTS},
+    Stage.RESUME_WEIGHTS: {Stage.SYNC, Stage.PAUSE_WEIGHTS},
+    Stage.SYNC: {Stage.RESUME_KV, Stage.PAUSE_WEIGHTS},
+    Stage.RESUME_KV: {Stage.DRAIN, Stage.PAUSE_KV},
+    Stage.DRAIN: {Stage.PAUSE_KV, Stage.RESUME_KV},
+    Stage.PAUSE_KV: {Stage.PAUSE_WEIGHTS, Stage.RESUME_KV},
+    Stage.PAUSE_WEIGHTS: {Stage.RESUME_WEIGHTS},
+}
+
+
+@pytest.mark.parametrize("after", ACCEPTED)
+@pytest.mark.parametrize("stage", Stage)
+def test_only_the_next_stage_and_the_undo_are_accepted(after: Stage | None, stage: Stage) -> None:
+    if stage in ACCEPTED[after]:
+        check_stage(stage, after=after, poison_reason=None)
+        return
+    with pytest.raises(StageOrder) as refused:
+        check_stage(stage, after=after, poison_reason=None)
+    assert refused.value.metadata["stage"] == stage
+    assert refused.value.metadata["after"] == (after or START)
+    assert set(refused.value.metadata["allowed"].split(", ")) == ACCEPTED[after]
+
+
+@pytest.mark.parametrize("tags", [[MemoryTag.WEIGHTS], [MemoryTag.CUDA_GRAPH]])
+def test_a_stage_takes_only_the_tags_that_it_names(tags: list[MemoryTag]) -> None:
+    check_tags(Stage.PAUSE_KV, [MemoryTag.KV_CACHE])
+    with pytest.raises(InvalidArgument, match=r"tags\[0\]: stage PAUSE_KV moves kv_cache, not"):
+        check_tags(Stage.PAUSE_KV, tags)
 
 
 @pytest.mark.parametrize("after", [None, *RING])

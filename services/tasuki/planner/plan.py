@@ -123,7 +123,8 @@ def needed_bytes(plan: Plan, stage: PlanStage, *, has_published: bool = True) ->
     has_published: whether weights were published before; if not, or where they do not stay, the trainer's copies for the engine are
     new; if not, so is the engine's first batch.
     """
-    reached = {Stage.LOAD_TRAINER: Phase.TRAIN, Stage.RESUME_KV: Phase.ROLLOUT}.get(stage, stage)
+    fullest: dict[PlanStage, PlanStage] = {Stage.LOAD_TRAINER: Phase.TRAIN, Stage.RESUME_KV: Phase.ROLLOUT}
+    reached = fullest.get(stage, stage)
     before, after = plan.stage(PLAN_STAGES[PLAN_STAGES.index(stage) - 1]), plan.stage(reached)
     gpus = [_growth(old, new) for old, new in zip(before.gpus, after.gpus, strict=True)]
     if stage is Stage.LOAD_WEIGHTS and not has_published:
