@@ -20,6 +20,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from tasuki.models.families import find_family
 from tasuki.transport.shards import Shard, checkpoint_shards
 
 PAD, EOS, BOS = 0, 1, 2
@@ -74,11 +75,12 @@ def save_checkpoint(model: PreTrainedModel, folder: Path) -> Path:
 
 def trainer_shards(model: PreTrainedModel, *, rank: int, num_ranks: int) -> list[Shard]:
     """What FSDP2 leaves on `rank`: dim 0 in chunks of equal size, the last ones smaller or empty."""
+    names = find_family(type(model).__name__).checkpoint
     shards: list[Shard] = []
     for name, parameter in model.named_parameters():
         rows = -(-parameter.shape[0] // num_ranks)
         local = parameter.detach()[rank * rows : (rank + 1) * rows]
-        shards += checkpoint_shards(name, tuple(parameter.shape), rank * rows, local)
+        shards += checkpoint_shards(name, tuple(parameter.shape), rank * rows, local, names=names)
     return shards
 
 

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.granularity import arena_bytes, export_bytes
+from tasuki.models.shape import ModelShape
 from tasuki.planner.layout import GB, MIB, Layout, Part
-from tasuki.planner.model_shape import ModelShape, shape_of
+from tasuki.planner.model_shape import shape_of
 from tasuki.planner.node_plan import node_layout
 from tasuki.planner.presets import MODELS
 from tasuki.planner.rollout_bytes import kv_bytes_per_token, kv_pool
@@ -34,7 +35,7 @@ TINY: dict[str, Any] = {
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16}
 CONFIGS = {
     "llama": LlamaConfig(**TINY),
-    "llama with biases": LlamaConfig(**TINY, attention_bias=True, mlp_bias=True),
+    "llama with biases": LlamaConfig(**TINY, attention_bias=True),
     "qwen2": Qwen2Config(**TINY),
     "qwen2, tied": Qwen2Config(**TINY, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**TINY, head_dim=32),

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from tasuki.config.gpus import gpus_of
 from tasuki.config.schema import NodeConfig
+from tasuki.models.shape import ModelShape
 from tasuki.planner.layout import Checkpointing, Layout, Overheads, named_as_given
-from tasuki.planner.model_shape import ModelShape, read_model_shape
+from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.plan import Plan, plan
 
 _ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from itertools import chain
 
 from tasuki.memory.granularity import CPU_MIN_TENSOR, arena_bytes, export_bytes
+from tasuki.models.shape import ROUTER, ModelShape, QkNorm, Shapes
 from tasuki.planner.layout import Checkpointing, Layout, Part
-from tasuki.planner.model_shape import ModelShape, Shapes
 
 Bytes = dict[Part, int]
 # Of what is computed in float32 whatever the parameters' dtype.
@@ -98,7 +98,7 @@ def kept_per_token(model: ModelShape, layer: int, *, compute_bytes: int = 2, lor
     hidden, query, kv = model.hidden_size, model.query_size, model.kv_size
     norms = 2 * (hidden * (4 + 2 * compute_bytes) + 4)
     attention = (2 * query + 2 * kv) * compute_bytes + 4 * model.num_heads
-    if model.has_qk_norm:
+    if model.qk_norm is QkNorm.HEAD:
         attention += (query + kv) * (4 + compute_bytes) + 4 * (model.num_heads + model.num_kv_heads)
     if model.is_sparse(layer):
         # For each chosen expert: the token, gate and up, what they make, the result and its weight; four indices and a mask to sort them.
@@ -233,7 +233,7 @@ def _linear_layers(layer: Shapes, targets: tuple[str, ...] | None) -> Iterator[t
             continue
         if len(shape) == 3:
             yield from [(shape[1], shape[2])] * shape[0]
-        elif len(shape) == 2 and name != "mlp.gate.weight":
+        elif len(shape) == 2 and name != ROUTER:
             yield (shape[0], shape[1])
 
 

@@ -13,14 +13,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from tasuki.algorithms.log_probs import token_log_probs
 from tasuki.config.schema import LoraConfig
+from tasuki.models.config_json import read_json_object
+from tasuki.models.families import FAMILIES, read_model
 from tasuki.trainer.backends.fsdp.lora import add_adapters, initialize_adapters
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
+from tasuki.trainer.backends.fsdp.model_buffers import check_module, set_buffers
 from tasuki.trainer.backends.fsdp.shards import load_shards, local_shards
 from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
 
-# Each was trained and published by the tests. All have `model`, a stack of `model.layers`, and `lm_head`.
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-
+# All have `model`, a stack of `model.layers`, and `lm_head`.
+ARCHITECTURES = tuple(FAMILIES)
 
 # On a CPU torch's flash attention takes three times as long as plain matrix products to train bfloat16 sequences of tens of tokens.
 _ATTENTION = {"cpu": "eager", "cuda": "sdpa"}
@@ -29,9 +31,10 @@ _ATTENTION = {"cpu": "eager", "cuda": "sdpa"}
 class Policy(nn.Module):
     """Scores completion tokens. Only the places that predict one pass through the vocabulary projection."""
 
-    def __init__(self, causal_lm: PreTrainedModel) -> None:
+    def __init__(self, causal_lm: PreTrainedModel, *, final_logit_softcap: float | None = None) -> None:
         super().__init__()
         self.causal_lm = causal_lm
+        self.final_logit_softcap = final_logit_softcap
 
     def forward(
         self, input_ids_BL: Tensor, positions_T: Tensor, token_ids_T: Tensor, temperature: float
@@ -39,14 +42,17 @@ class Policy(nn.Module):
         """Log-probs [T] with gradient, and entropies [T]; shapes as in micro_batch.TokenBatch."""
         hidden_BLH = self.causal_lm.model(input_ids=input_ids_BL, use_cache=False).last_hidden_state
         hidden_TH = hidden_BLH.flatten(0, 1).index_select(0, positions_T)
-        return token_log_probs(self.causal_lm.lm_head(hidden_TH), token_ids_T, temperature=temperature)
+        logits_TV = self.causal_lm.lm_head(hidden_TH)
+        if self.final_logit_softcap is not None:
+            logits_TV = torch.tanh(logits_TV / self.final_logit_softcap) * self.final_logit_softcap
+        return token_log_probs(logits_TV, token_ids_T, temperature=temperature)
 
 
 def read_model_config(path: Path) -> PreTrainedConfig:
     """config.json of a model folder.
 
-    Raises PathNotFound without the folder or the file, UnsupportedModel for an architecture that is not in ARCHITECTURES or weights
-    that are quantized, InvalidArgument for a file that transformers cannot read.
+    Raises PathNotFound without the folder or the file, UnsupportedModel for an architecture that is not in ARCHITECTURES, weights that are
+    quantized, or a key that its family does not support, InvalidArgument for a file that transformers cannot read.
     """
     if not (path / "config.json").is_file():
         raise PathNotFound(f"model.path: {path} is no Hugging Face model folder: config.json is missing", path=path)
@@ -64,6 +70,7 @@ def read_model_config(path: Path) -> PreTrainedConfig:
         raise UnsupportedModel(
             f"{path} holds quantized weights; the trainer needs floating-point ones", architecture=architecture
         )
+    read_model(read_json_object(path / "config.json", field="model.path"))
     return config
 
 
@@ -81,22 +88,24 @@ def load_policy(
     """The model in `path`, sharded over `mesh`. Every rank reads its own rows only. The shards are made inside `region`.
 
     param_dtype: of the shards; compute_dtype: of forward and backward. Gradients are summed over ranks, not averaged, in float32.
-    lora: trains adapters alone, which begin as `seed` says. Raises as load_shards and add_adapters.
+    lora: trains adapters alone, which begin as `seed` says. Raises as read_model, check_module, load_shards and add_adapters.
     """
+    # With the defaults that transformers has for keys that config.json lacks.
+    model = read_model(config.to_dict())
+    # torch's fused attention caps no logits.
+    attention = "eager" if model.attention.logit_softcap is not None else _ATTENTION[mesh.device_type]
     with torch.device("meta"):
-        causal_lm = AutoModelForCausalLM.from_config(
-            config, dtype=param_dtype, attn_implementation=_ATTENTION[mesh.device_type]
-        )
+        causal_lm = AutoModelForCausalLM.from_config(config, dtype=param_dtype, attn_implementation=attention)
+        check_module(causal_lm, model)
         if lora is not None:
             add_adapters(causal_lm, lora)
-    policy = Policy(causal_lm)
+    policy = Policy(causal_lm, final_logit_softcap=model.final_logit_softcap)
     _shard(policy, mesh=mesh, compute_dtype=compute_dtype)
     device = mesh_device(mesh)
     with region:
         # FSDP2 also pads the shards here, so that they stay where they are from now on.
         policy.to_empty(device=device)
-    # The one module with buffers; they follow from the configuration and are in no checkpoint.
-    causal_lm.model.rotary_emb = type(causal_lm.model.rotary_emb)(config=config, device=device)
+    set_buffers(causal_lm, model, device=device)
     load_shards(path, local_shards(causal_lm))
     initialize_adapters(causal_lm, seed=seed)
     return policy
