@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from tasuki.models import llama, qwen2, qwen3, qwen3_moe
+from tasuki.models import gemma2, gemma3, glm4, llama, mistral, mixtral, olmo2, phi3, qwen2, qwen3, qwen3_moe
 from tasuki.models.config_json import Config, architecture_of
 from tasuki.models.family import Family, Model, check_keys
 from tasuki.wire.errors import UnsupportedModel
 
-FAMILIES = {module.FAMILY.architecture: module.FAMILY for module in (llama, qwen2, qwen3, qwen3_moe)}
+_MODULES = (llama, qwen2, qwen3, qwen3_moe, mistral, gemma2, gemma3, phi3, glm4, olmo2, mixtral)
+FAMILIES = {module.FAMILY.architecture: module.FAMILY for module in _MODULES}
 
 
 def find_family(architecture: str) -> Family:

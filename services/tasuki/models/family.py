@@ -118,6 +118,15 @@ def refuse_window(config: Config, *, default: int | None) -> None:
         raise unsupported({**config, "sliding_window": window}, "sliding_window", reason)
 
 
+def refuse_head_dim(config: Config) -> None:
+    """Raises UnsupportedModel for heads that are not the hidden size divided by their number."""
+    hidden, heads, head_dim = (config.get(key) for key in ("hidden_size", "num_attention_heads", "head_dim"))
+    if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 and head_dim not in (None, hidden // heads):
+        raise unsupported(
+            config, "head_dim", f"the engine has hidden_size / num_attention_heads = {hidden // heads} for this family"
+        )
+
+
 def refuse_layer_types(config: Config) -> None:
     """Raises UnsupportedModel unless all layers attend to all tokens before."""
     listed = config.get("layer_types")

@@ -16,7 +16,7 @@ _PARAMETERS = {
 }
 DEFAULT = frozenset({"default"})
 SCALED = frozenset(_PARAMETERS)
-KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rope_local_base_freq")
+KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 _NAMES = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 
 
