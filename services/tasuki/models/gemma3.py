@@ -17,6 +17,7 @@ def _read(config: Config) -> Model:
             config, "attn_logit_softcapping", "neither transformers nor the engine caps the attention of this family"
         )
     has_bias = flag(config, "attention_bias")
+    final_cap = cap(config, "final_logit_softcapping", default=None)
     shape = decoder_shape(
         config,
         is_tied=True,
@@ -24,7 +25,8 @@ def _read(config: Config) -> Model:
         has_qkv_bias=has_bias,
         has_output_bias=has_bias,
         qk_norm=QkNorm.HEAD,
-        norms=NORMS,
+        caps_logits=final_cap is not None,
+        **NORMS,
     )
     types, window = _layer_types(config, shape.num_layers), size(config, "sliding_window", default=4096)
     attention = Attention(
@@ -36,7 +38,7 @@ def _read(config: Config) -> Model:
         attention=attention,
         rotary_buffers=tuple(f"{kind}_{name}" for kind in sorted(set(types)) for name in ("inv_freq", "original_inv_freq")),
         constant_buffers=embedding_buffers(shape),
-        final_logit_softcap=cap(config, "final_logit_softcapping", default=None),
+        final_logit_softcap=final_cap,
     )
 
 

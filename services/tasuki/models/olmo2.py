@@ -7,13 +7,21 @@ from tasuki.models.config_json import Config, flag
 from tasuki.models.family import Family, Model, full_attention, refuse_head_dim
 from tasuki.models.shape import QkNorm, decoder_shape
 
-_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
+_POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 
 
 def _read(config: Config) -> Model:
     refuse_head_dim(config)
     has_bias = flag(config, "attention_bias")
-    shape = decoder_shape(config, has_qkv_bias=has_bias, has_output_bias=has_bias, qk_norm=QkNorm.PROJECTION, norms=_NORMS)
+    shape = decoder_shape(
+        config,
+        has_qkv_bias=has_bias,
+        has_output_bias=has_bias,
+        qk_norm=QkNorm.PROJECTION,
+        norms=(),
+        post_norms=_POST_NORMS,
+        has_float_norms=True,
+    )
     return Model(shape=shape, attention=full_attention(shape))
 
 

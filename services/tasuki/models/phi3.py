@@ -10,7 +10,7 @@ from tasuki.models.shape import decoder_shape
 
 def _read(config: Config) -> Model:
     refuse_window(config, default=None)
-    shape = decoder_shape(config, has_fused_qkv=True, has_fused_gate_up=True)
+    shape = decoder_shape(config, has_fused_qkv=True, has_fused_gate_up=True, joins_rotated=True)
     return Model(shape=shape, attention=full_attention(shape))
 
 

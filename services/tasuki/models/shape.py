@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -43,11 +43,20 @@ class ModelShape:
     has_output_bias: bool = False
     qk_norm: QkNorm | None = None
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    """Of a layer, each as wide as the hidden states."""
+    """Before attention and before the MLP, each as wide as the hidden states."""
+    post_norms: tuple[str, ...] = ()
+    """After attention and after the MLP."""
+    has_float_norms: bool = False
+    """Whether norms multiply with their weights in float32, before they round."""
     has_fused_qkv: bool = False
     """Whether one linear layer makes queries, keys and values, in this order."""
     has_fused_gate_up: bool = False
     """Whether one linear layer makes gate and up, in this order."""
+    joins_rotated: bool = False
+    """Whether heads are joined of a rotated part and the rest."""
+    caps_attention: bool = False
+    """Whether the logits of attention are capped, which takes the whole matrix of them."""
+    caps_logits: bool = False
     num_experts: int = 0
     """0: every layer is dense."""
     experts_per_token: int = 0
@@ -69,7 +78,7 @@ class ModelShape:
     def layer(self, index: int) -> Shapes:
         """Parameters of one decoder layer: one unit of FSDP2."""
         mlp = self._experts() if self.is_sparse(index) else self._mlp()
-        return self._attention() | mlp | {f"{norm}.weight": (self.hidden_size,) for norm in self.norms}
+        return self._attention() | mlp | {f"{norm}.weight": (self.hidden_size,) for norm in self.norms + self.post_norms}
 
     def root(self) -> Shapes:
         """Parameters outside the layers, which stay gathered during a whole step."""
@@ -139,6 +148,19 @@ class ModelShape:
 
 
 ROUTER = "mlp.gate.weight"
+
+
+def check_lora_targets(shape: ModelShape, targets: Sequence[str]) -> None:
+    """Raises InvalidArgument for a target that is no linear layer of every decoder layer, with the names of those that are."""
+    for index in range(shape.num_layers):
+        there = shape.linear_layers(index)
+        missing = [target for target in targets if target not in there]
+        if missing:
+            has = f"it has {', '.join(there)}; experts cannot have adapters"
+            raise InvalidArgument(
+                "trainer.lora.target_modules",
+                f"layer {index} of {shape.architecture} has no linear {', '.join(missing)}; {has}",
+            )
 
 
 def decoder_shape(

@@ -15,6 +15,7 @@ from tasuki.algorithms.log_probs import token_log_probs
 from tasuki.config.schema import LoraConfig
 from tasuki.models.config_json import read_json_object
 from tasuki.models.families import FAMILIES, read_model
+from tasuki.models.shape import check_lora_targets
 from tasuki.trainer.backends.fsdp.lora import add_adapters, initialize_adapters
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
 from tasuki.trainer.backends.fsdp.model_buffers import check_module, set_buffers
@@ -88,7 +89,7 @@ def load_policy(
     """The model in `path`, sharded over `mesh`. Every rank reads its own rows only. The shards are made inside `region`.
 
     param_dtype: of the shards; compute_dtype: of forward and backward. Gradients are summed over ranks, not averaged, in float32.
-    lora: trains adapters alone, which begin as `seed` says. Raises as read_model, check_module, load_shards and add_adapters.
+    lora: trains adapters alone, which begin as `seed` says. Raises as read_model, check_module, check_lora_targets and load_shards.
     """
     # With the defaults that transformers has for keys that config.json lacks.
     model = read_model(config.to_dict())
@@ -98,6 +99,7 @@ def load_policy(
         causal_lm = AutoModelForCausalLM.from_config(config, dtype=param_dtype, attn_implementation=attention)
         check_module(causal_lm, model)
         if lora is not None:
+            check_lora_targets(model.shape, lora.target_modules)
             add_adapters(causal_lm, lora)
     policy = Policy(causal_lm, final_logit_softcap=model.final_logit_softcap)
     _shard(policy, mesh=mesh, compute_dtype=compute_dtype)
