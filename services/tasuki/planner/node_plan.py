@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from tasuki.config.gpus import gpus_of
 from tasuki.config.schema import NodeConfig
+from tasuki.models.shape import ModelShape, check_lora_targets
 from tasuki.planner.layout import Checkpointing, Layout, Overheads, named_as_given
-from tasuki.planner.model_shape import ModelShape, read_model_shape
+from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.plan import Plan, plan
 
 _ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
@@ -44,6 +45,8 @@ def node_layout(
     Raises InvalidArgument naming the configuration's key.
     """
     trainer, rollout, gpus = config.trainer, config.rollout, gpus_of(config)
+    if trainer.lora is not None:
+        check_lora_targets(model, trainer.lora.target_modules)
     layout = Layout(
         model=model,
         num_gpus=max(*gpus.trainer, *gpus.rollout) + 1 if num_gpus is None else num_gpus,
