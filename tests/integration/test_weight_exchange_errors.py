@@ -138,7 +138,7 @@ def test_differing_replicas_are_caught(trainer: Trainer) -> None:
     pieces = [ReceivedPiece(rank, *entry) for rank in range(2) for entry in received.checksums]
     check_received(pieces, import_weights(weights, timeout_s=2))
     pieces[-1] = replace(pieces[-1], checksum=pieces[-1].checksum ^ 1)
-    with pytest.raises(WeightsCorrupt, match=f"{pieces[-1].name}: engine ranks that hold the same rows differ") as caught:
+    with pytest.raises(WeightsCorrupt, match=f"{pieces[-1].name}: engine ranks that hold the same slice differ") as caught:
         check_received(pieces, import_weights(weights, timeout_s=2))
     assert caught.value.metadata["rank"] == "1"
 

@@ -139,7 +139,9 @@ def rogue_memory(num_bytes: int, *, seals: int) -> int:
     return fd
 
 
-GOOD = replace(manifest.lay_out([manifest.Entry("plain", "bfloat16", (6, 4), 0, 6)], rank=0, num_ranks=1), chunk_bytes=(4096,))
+GOOD = replace(
+    manifest.lay_out([manifest.Entry("plain", "bfloat16", (6, 4), (0, 0), (6, 4))], rank=0, num_ranks=1), chunk_bytes=(4096,)
+)
 HEADER_BYTES = manifest.header_bytes(1)
 
 

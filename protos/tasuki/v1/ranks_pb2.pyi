@@ -590,7 +590,7 @@ Global___PieceChecksum: _TypeAlias = PieceChecksum  # noqa: Y015
 
 @_typing.final
 class TrainingRecord(_message.Message):
-    """One command in the trainer's log, see services/tasuki/trainer/training_log.py. Not sent anywhere."""
+    """One command in the trainer's log, see services/tasuki/trainer/durable/training_log.py. Not sent anywhere."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -1,4 +1,4 @@
-"""Local FSDP2 shards under the names of the Hugging Face checkpoint: loading, publishing and exporting go by them."""
+"""Local shards of DTensors under the names of the Hugging Face checkpoint: loading, publishing and exporting go by them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tasuki.trainer.backends.fsdp.lora import adapter_parameters, base_parameters
 from tasuki.transport.shards import Shard, checkpoint_shards
@@ -35,22 +36,21 @@ def _shards_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[Shard]:
     shards: list[Shard] = []
     for name, param in parameters:
         assert isinstance(param, DTensor), "fully_shard makes every parameter a DTensor"
-        # FSDP2 cuts dim 0 as torch.chunk does: every rank but the last ones has ceil(rows / ranks).
-        rows_per_rank = -(-param.shape[0] // param.device_mesh.size())
-        row_start = param.device_mesh.get_local_rank() * rows_per_rank
-        shards += checkpoint_shards(name, tuple(param.shape), row_start, cast(DTensor, param.detach()).to_local())
+        # Of any dimension, cut as torch.chunk does: the last ranks have less, or nothing.
+        _, offsets = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+        shards += checkpoint_shards(name, tuple(param.shape), offsets, cast(DTensor, param.detach()).to_local())
     return shards
 
 
 def whole_tensors(name: str, param: Tensor) -> list[Shard]:
     """The checkpoint tensors behind one parameter, gathered. Every rank must call it, for the same parameter."""
     assert isinstance(param, DTensor), "fully_shard makes every parameter a DTensor"
-    return checkpoint_shards(name, tuple(param.shape), 0, cast(DTensor, param.detach()).full_tensor())
+    return checkpoint_shards(name, tuple(param.shape), (0,) * param.dim(), cast(DTensor, param.detach()).full_tensor())
 
 
 @torch.no_grad()
 def load_shards(folder: Path, shards: Sequence[Shard]) -> None:
-    """Fills the shards from the safetensors of a Hugging Face folder, reading only their rows.
+    """Fills the shards from the safetensors of a Hugging Face folder, reading only their slices.
 
     Raises PathNotFound without safetensors, InvalidArgument for a damaged file or a tensor that is missing or has another shape.
     """
@@ -68,7 +68,7 @@ def load_shards(folder: Path, shards: Sequence[Shard]) -> None:
                     f"{folder}: {shard.name} has shape {stored.get_shape()}, config.json asks for {list(shard.global_shape)}"
                 )
                 raise InvalidArgument("model.path", problem)
-            shard.local.copy_(stored[shard.row_start : shard.row_start + shard.local.shape[0]])
+            shard.local.copy_(stored[tuple(map(slice, shard.offsets, shard.box.ends))])
 
 
 def tensor_files(folder: Path) -> dict[str, str]:
