@@ -16,11 +16,12 @@ from tasuki.wire.errors import BadHandle, UnsupportedModel, WeightsCorrupt
 from tests.integration.awkward_model import TENSORS, AwkwardModel, Trainer, assert_holds, expected, receive
 from tests.models import poison
 from tests.received import ReceivedPiece, check_received
+from tests.slices import by_columns, by_rows, by_rows_and_columns
 
 
-@pytest.fixture
-def trainer(tmp_path: Path) -> Iterator[Trainer]:
-    trainer = Trainer(tmp_path)
+@pytest.fixture(params=[by_rows, by_columns, by_rows_and_columns])
+def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trainer]:
+    trainer = Trainer(tmp_path, cut=request.param)
     yield trainer
     trainer.close()
 
