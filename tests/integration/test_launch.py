@@ -40,7 +40,18 @@ if kind != "ends":
 
 
 def launch_ranks(folder: Path, *kinds: str) -> subprocess.Popen[bytes]:
-    argv = [sys.executable, "-m", "tasuki.trainer.launch", "--num-ranks", str(len(kinds)), "--", "-c", RANK, str(folder), *kinds]
+    argv = [
+        sys.executable,
+        "-m",
+        "tasuki.trainer.launch",
+        "--num-ranks",
+        str(len(kinds)),
+        "--",
+        "-c",
+        RANK,
+        str(folder),
+        *kinds,
+    ]
     return subprocess.Popen(argv, env=ENVIRONMENT | {"TMPDIR": str(folder)})
 
 

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from tasuki.config.schema import NodeConfig
 from tasuki.memory import arena as native
 from tasuki.trainer.batch import count_loss_tokens, plan_micro_batches, sample_length
-from tasuki.trainer.memory import TAGS
 from tasuki.trainer.launch import read_launch
+from tasuki.trainer.memory import TAGS
 from tasuki.trainer.mesh import start_mesh
 from tasuki.trainer.micro_batch import loss_batch, token_batch
 from tasuki.trainer.shards import whole_tensors

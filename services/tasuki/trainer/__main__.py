@@ -64,9 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         config = load_config(arguments.config, overrides=arguments.overrides)
         if launch.num_ranks != config.trainer.num_ranks:
-            raise InvalidArgument(
-                "trainer.num_ranks", f"is {config.trainer.num_ranks}, but {launch.num_ranks} were started"
-            )
+            raise InvalidArgument("trainer.num_ranks", f"is {config.trainer.num_ranks}, but {launch.num_ranks} were started")
         show_gpus(config)
         if config.device == "cuda":
             staying = [] if config.served_adapter is None else [MEMORY_TAG_WEIGHTS]

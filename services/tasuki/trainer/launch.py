@@ -76,33 +76,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--num-ranks must be at least 1")
     # Its mode is 0700, whatever the umask.
     with tempfile.TemporaryDirectory(prefix="tasuki-ranks-") as folder:
-        return run_ranks([sys.executable, *arguments.command], num_ranks=arguments.num_ranks, store_path=Path(folder, "store"))
+        return run_ranks(
+            [sys.executable, *arguments.command],
+            environment=os.environ,  # noqa: TID251 - the ranks' own `__main__` reads it
+            num_ranks=arguments.num_ranks,
+            store_path=Path(folder, "store"),
+        )
 
 
-def run_ranks(command: Sequence[str], *, num_ranks: int, store_path: Path) -> int:
+def run_ranks(command: Sequence[str], *, environment: Mapping[str, str], num_ranks: int, store_path: Path) -> int:
     """Runs `command` once for each rank and returns when all have ended: 0, or the exit code of the first that failed.
 
+    environment: of every rank, to which the variables of `Launch.environment` are added.
     When a rank fails, or this process is told to stop, all get SIGTERM, and those that are left after a grace period SIGKILL.
     Death by signal N counts as exit code 128 + N. Takes over this process's stop signals.
     """
     orders: list[int] = []
     for number in _STOP_SIGNALS:
         signal.signal(number, lambda order, _: orders.append(order))
+    launcher_fd = os.pidfd_open(os.getpid())
     ranks: list[subprocess.Popen[bytes]] = []
     try:
-        _start(ranks, command, num_ranks=num_ranks, store_path=store_path)
+        for rank in range(num_ranks):
+            launch = Launch(rank=rank, local_rank=rank, num_ranks=num_ranks, launcher_fd=launcher_fd, store_path=store_path)
+            ranks.append(subprocess.Popen(command, env={**environment, **launch.environment()}, pass_fds=(launcher_fd,)))
         return _wait(ranks, orders)
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
-
-
-def _start(ranks: list[subprocess.Popen[bytes]], command: Sequence[str], *, num_ranks: int, store_path: Path) -> None:
-    launcher_fd = os.pidfd_open(os.getpid())
-    for rank in range(num_ranks):
-        launch = Launch(rank=rank, local_rank=rank, num_ranks=num_ranks, launcher_fd=launcher_fd, store_path=store_path)
-        ranks.append(subprocess.Popen(command, env={**os.environ, **launch.environment()}, pass_fds=(launcher_fd,)))
+        os.close(launcher_fd)
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], orders: Sequence[int]) -> int:

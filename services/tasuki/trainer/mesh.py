@@ -16,9 +16,7 @@ from tasuki.transport.gloo_peers import check_gloo_peers
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
-def start_mesh(
-    device: Literal["cpu", "cuda"], *, launch: Launch, gpu: int, num_threads: int, timeout_s: float
-) -> DeviceMesh:
+def start_mesh(device: Literal["cpu", "cuda"], *, launch: Launch, gpu: int, num_threads: int, timeout_s: float) -> DeviceMesh:
     """Joins this launch's process group and returns its 1-D mesh. Torch's thread count is set for the calling thread.
 
     gpu: this rank's, on "cuda". A collective that waits longer than `timeout_s` for a peer fails. Raises InvalidArgument without the GPU,

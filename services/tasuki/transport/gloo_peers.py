@@ -58,7 +58,9 @@ def check_peers(sockets: set[int], *, num_peers: int) -> None:
     for uid in peers:
         if uid != os.geteuid():
             who = "another machine" if uid is None else f"user {uid}"
-            raise PeerUnavailable(f"a process of {who} has taken the place of a rank: it is connected to a gloo port of this one")
+            raise PeerUnavailable(
+                f"a process of {who} is connected to a gloo port of this rank, maybe in the place of another rank"
+            )
 
 
 def _peers(sockets: set[int]) -> list[int | None]:
