@@ -9,6 +9,7 @@ ranks meet in a file that only their user can open.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import subprocess
@@ -23,6 +24,8 @@ from tasuki.wire.errors import InvalidArgument
 
 # A rank needs up to 5 s for the calls that run and 5 s more for its threads.
 _GRACE_S = 15.0
+_LAST_WORDS_S = 2.0
+"""What the other ranks have, when one fails, to say why: often all fail of the same cause, but rank 0 alone writes it."""
 _TICK_S = 0.05
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -88,7 +91,7 @@ def run_ranks(command: Sequence[str], *, environment: Mapping[str, str], num_ran
     """Runs `command` once for each rank and returns when all have ended: 0, or the exit code of the first that failed.
 
     environment: of every rank, to which the variables of `Launch.environment` are added.
-    When a rank fails, or this process is told to stop, all get SIGTERM, and those that are left after a grace period SIGKILL.
+    Soon after a rank has failed, or when this process is told to stop, all get SIGTERM, and those left after a grace period SIGKILL.
     Death by signal N counts as exit code 128 + N. Takes over this process's stop signals.
     """
     orders: list[int] = []
@@ -110,14 +113,16 @@ def run_ranks(command: Sequence[str], *, environment: Mapping[str, str], num_ran
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], orders: Sequence[int]) -> int:
     """orders: stop signals that have come, filled from outside."""
-    exit_code, kill_at = 0, None
+    exit_code, stop_at, kill_at = 0, math.inf, math.inf
     while running := [rank for rank in ranks if rank.poll() is None]:
-        exit_code = exit_code or _failure(ranks)
-        if kill_at is None and (orders or exit_code):
-            kill_at = time.monotonic() + _GRACE_S
+        exit_code, now = exit_code or _failure(ranks), time.monotonic()
+        if orders or exit_code:
+            stop_at = min(stop_at, now if orders else now + _LAST_WORDS_S)
+        if now >= stop_at and kill_at == math.inf:
+            kill_at = now + _GRACE_S
             for rank in running:
                 rank.terminate()
-        if kill_at is not None and time.monotonic() >= kill_at:
+        if now >= kill_at:
             for rank in running:
                 rank.kill()
         time.sleep(_TICK_S)
