@@ -46,7 +46,7 @@ def steps(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, P
 
 def run_steps(num_ranks: int, *, models: Path, output: Path) -> Path:
     cases = [f"{models / kind}:{max_tokens}" for each, kind, max_tokens in CASES if each == num_ranks]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    launch = [sys.executable, "-m", "tasuki.trainer.launch", "--num-ranks", str(num_ranks), "--"]
     script = str(ROOT / "tests" / "integration" / "trainer_steps.py")
     paths = os.pathsep.join(str(ROOT / folder) for folder in ("protos", "services", "client", "."))
     environment = os.environ | {"PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}

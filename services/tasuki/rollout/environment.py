@@ -18,6 +18,11 @@ def engine_environment(config: NodeConfig, model: ModelFacts, *, temp_dir: Path)
     """
     everywhere = {
         "TMPDIR": str(temp_dir),
+        # Ranks of one node need no network. Without these, gloo and NCCL listen on the address that the host's name stands for.
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        # A queue of pickles over a TCP port, for kinds of parallelism that we do not use.
+        "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "0",
         # Everything is on this machine; a look-up would only wait for a network.
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
