@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -82,7 +83,9 @@ def load_policy(
 
     param_dtype: of the shards; compute_dtype: of forward and backward. Gradients are summed over ranks, not averaged, in float32.
     lora: trains adapters alone, which begin as `seed` says. Raises as load_shards and add_adapters.
+    Dropout is off, whatever `config` says: a token must have the same log-prob at every call, and the one it was sampled with.
     """
+    config = _without_dropout(config)
     with torch.device("meta"):
         causal_lm = AutoModelForCausalLM.from_config(
             config, dtype=param_dtype, attn_implementation=_ATTENTION[mesh.device_type]
@@ -112,6 +115,15 @@ def _shard(policy: Policy, *, mesh: DeviceMesh, compute_dtype: torch.dtype) -> N
             module.set_gradient_divide_factor(1.0)
             # Without it a factor other than the number of ranks takes an NCCL-only operation.
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy in which every dropout probability is 0."""
+    copy = deepcopy(config)
+    for name, value in vars(copy).items():
+        if isinstance(value, float) and ("dropout" in name or "pdrop" in name):
+            setattr(copy, name, 0.0)
+    return copy
 
 
 def _unreadable(path: Path, error: Exception) -> InvalidArgument | UnsupportedModel:
