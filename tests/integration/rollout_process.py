@@ -184,7 +184,9 @@ def start_rollout(
     for override in overrides:
         command += ["--set", override]
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stderr=output, stdout=output, env={**ENVIRONMENT, **environment}, start_new_session=True)
+        process = subprocess.Popen(
+            command, stderr=output, stdout=output, env={**ENVIRONMENT, **environment}, start_new_session=True
+        )
     return RolloutProcess(process, state_dir, log, ENVIRONMENT)
 
 

@@ -15,6 +15,7 @@ from tasuki.wire.errors import (
     Draining,
     InvalidArgument,
 )
+from tests.integration.conftest import LEFT_IN_THE_SHELL, TOKENIZER_EOS
 from tests.integration.rollout_process import (
     RolloutClient,
     RolloutProcess,
@@ -24,7 +25,6 @@ from tests.integration.rollout_process import (
     long_call,
     until_idle,
 )
-from tests.integration.conftest import LEFT_IN_THE_SHELL, TOKENIZER_EOS
 from tests.models import EOS, VOCAB_SIZE, char_tokenizer
 from tests.refusal import refused
 
@@ -69,7 +69,12 @@ async def test_a_seed_repeats_samples_however_prompts_are_split_and_none_is_draw
 
     async def tokens(num_prompts: int, *, seed: int, first_prompt: int = 0) -> dict[tuple[int, int], list[int]]:
         samples = await rollout.generate(
-            [[5, 6]] * num_prompts, num_samples=4, first_prompt=first_prompt, max_new_tokens=12, ignore_eos=True, sampling_seed=seed
+            [[5, 6]] * num_prompts,
+            num_samples=4,
+            first_prompt=first_prompt,
+            max_new_tokens=12,
+            ignore_eos=True,
+            sampling_seed=seed,
         )
         return {(first_prompt + sample.prompt_index, sample.sample_index): list(sample.token_ids) for sample in samples}
 
@@ -128,7 +133,9 @@ async def test_top_k_of_one_is_greedy_whatever_else_is_in_the_batch(rollout: Rol
         assert torch.allclose(torch.tensor(sample.rollout_log_probs), theirs, atol=0.15)
 
 
-async def test_the_tokenizers_end_of_sequence_ends_a_sample_and_is_reported(rollout: RolloutClient, trainer: TestTrainer) -> None:
+async def test_the_tokenizers_end_of_sequence_ends_a_sample_and_is_reported(
+    rollout: RolloutClient, trainer: TestTrainer
+) -> None:
     ends = {EOS, char_tokenizer().convert_tokens_to_ids(TOKENIZER_EOS)}
     await rollout.wake(trainer.publish(6))
     assert set((await rollout.state()).stop_token_ids) == ends

@@ -70,4 +70,6 @@ class CallNumbers:
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
-            raise DiskFull(f"{self._path} cannot be written: {error.strerror}; make room, and repeat", path=self._path) from error
+            raise DiskFull(
+                f"{self._path} cannot be written: {error.strerror}; make room, and repeat", path=self._path
+            ) from error
