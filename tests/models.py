@@ -75,11 +75,11 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
-def make_model(kind: str, *, seed: int, **sizes: int) -> PreTrainedModel:
-    """A float32 model with weights large enough that every row matters and outputs are not uniform. sizes: other than CONFIGS has."""
+def make_model(kind: str, *, seed: int, **settings: float) -> PreTrainedModel:
+    """A float32 model with weights large enough that every row matters and outputs are not uniform. settings: other than CONFIGS has."""
     torch.manual_seed(seed)
     config = CONFIGS[kind]()
-    config.update(sizes)
+    config.update(settings)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -66,13 +66,13 @@ def make_model(folder: Path, layout: Layout, device: str) -> None:
 
 def measure(folder: Path, layout: Layout, device: str, num_micro_batches: int) -> dict[str, Any]:
     """Bytes by stage and kind, and the tags' bytes."""
-    from tasuki.trainer.launch import read_launch
     from tasuki.trainer.worker import PolicyLossConfig, Worker
 
     from tasuki.config.schema import NodeConfig
     from tasuki.trainer.backends.fsdp.memory import TAGS
     from tasuki.trainer.backends.fsdp.mesh import start_mesh
     from tasuki.trainer.data.micro_batch import loss_batch
+    from tasuki.trainer.launch import read_launch
     from tasuki.v1.types_pb2 import TrainingSample
 
     launch = read_launch(os.environ)

@@ -48,12 +48,13 @@ def make_model(folder: Path, *, is_tiny: bool) -> None:
 
 def train(model: Path, *, device: str, sleeps: bool) -> dict[str, Any]:
     """Losses, gradient norms and seconds of NUM_STEPS steps, with a sleep of all tags between any two if asked."""
+    from tasuki.trainer.worker import PolicyLossConfig, Worker
+
     from tasuki.config.schema import NodeConfig
     from tasuki.trainer.backends.fsdp.memory import TAGS
     from tasuki.trainer.backends.fsdp.mesh import start_mesh
     from tasuki.trainer.data.micro_batch import loss_batch
     from tasuki.trainer.launch import read_launch
-    from tasuki.trainer.worker import PolicyLossConfig, Worker
 
     torch.use_deterministic_algorithms(True)
     mesh = start_mesh(device, launch=read_launch(os.environ), gpu=0, num_threads=1, timeout_s=60)

@@ -22,6 +22,7 @@ from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import set_host_budget
 from tasuki.rollout.adapter import AdapterBuffers, UnpinnedLora, serve_adapter
 from tasuki.rollout.cpu_attention import BatchedAttention
+from tasuki.rollout.float32_logits import install_float32_logits
 from tasuki.rollout.memory_saver import install_saver
 from tasuki.rollout.rank_commands import EngineRank, register_rank
 from tasuki.rollout.rank_memory import rank_allocator
@@ -174,6 +175,8 @@ def _select_gpu(gpu_id: int, pipe_writer: Connection) -> bool:
 def _install_scheduler(setup: RankSetup, *, device: str | None) -> None:
     """Has SGLang make our scheduler in the place of its own, and ours of the parts that do not do here."""
     sglang_scheduler.Scheduler = cast(Any, functools.partial(ReportingScheduler, setup=setup))
+    if setup.config is not None and setup.config.rollout.float32_logits:
+        install_float32_logits()
     if device == "cpu":
         attention_registry.ATTENTION_BACKENDS["torch_native"] = BatchedAttention
         model_runner.LoRAManager = UnpinnedLora

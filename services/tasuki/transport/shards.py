@@ -26,6 +26,7 @@ class Shard:
     def box(self) -> Box:
         return Box(self.offsets, tuple(self.local.shape))
 
+
 def checkpoint_shards(
     name: str, global_shape: tuple[int, ...], offsets: tuple[int, ...], local: torch.Tensor, *, names: CheckpointNames
 ) -> list[Shard]:
