@@ -51,6 +51,12 @@ def split_by_entries(piece: Piece, entries: Sequence[Entry]) -> list[Copy]:
     copies: list[Copy] = []
     for entry in entries:
         levels = _levels(entry)
+        if len(levels) == 1:
+            # Rows: their elements follow each other in the whole tensor, too.
+            first, last = levels[0].start, levels[0].start + levels[0].length
+            for where, target in _within((piece.source, piece.destination), 0, first, last):
+                copies.append(Copy(entry, Slice(where.offset - first, where.shape, where.strides), where, target))
+            continue
         for source, destination in _unwound((piece.source, piece.destination), levels):
             parts = [(*_coordinates(source, levels), destination)]
             for judged, level in enumerate(levels):
