@@ -57,6 +57,8 @@ class ModelShape:
     caps_attention: bool = False
     """Whether the logits of attention are capped, which takes the whole matrix of them."""
     caps_logits: bool = False
+    is_critic: bool = False
+    """Whether a value head is in place of the vocabulary projection."""
     num_experts: int = 0
     """0: every layer is dense."""
     experts_per_token: int = 0
@@ -72,6 +74,11 @@ class ModelShape:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def num_outputs(self) -> int:
+        """Of one token: logits, or a value."""
+        return 1 if self.is_critic else self.vocab_size
+
     def is_sparse(self, layer: int) -> bool:
         return self.num_experts > 0 and layer not in self.dense_layers
 
@@ -84,6 +91,8 @@ class ModelShape:
         """Parameters outside the layers, which stay gathered during a whole step."""
         table = (self.vocab_size, self.hidden_size)
         shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": table, "norm.weight": (self.hidden_size,)}
+        if self.is_critic:
+            return shapes | {"value_head.weight": (1, self.hidden_size)}
         return shapes if self.is_tied else shapes | {"lm_head.weight": table}
 
     def units(self) -> tuple[Shapes, ...]:
@@ -208,6 +217,7 @@ def _kind(name: str) -> str:
     for mark, kind in (
         ("embed_tokens", "embedding"),
         ("lm_head", "vocabulary projection"),
+        ("value_head", "value head"),
         ("norm", "norms"),
         ("self_attn", "attention"),
         ("experts", "experts"),

@@ -45,6 +45,7 @@ def node_layout(
     Raises InvalidArgument naming the configuration's key.
     """
     trainer, rollout, gpus = config.trainer, config.rollout, gpus_of(config)
+    critic_lora = None if trainer.critic is None else trainer.critic.lora
     if trainer.lora is not None:
         check_lora_targets(model, trainer.lora.target_modules)
     layout = Layout(
@@ -68,6 +69,9 @@ def node_layout(
         has_reference=config.train is not None and (config.train.loss.kl_coef > 0 or config.train.advantages.kl_coef > 0),
         lora_rank=None if trainer.lora is None else trainer.lora.rank,
         lora_targets=None if trainer.lora is None else trainer.lora.target_modules,
+        critic=_critic_shape(config, model),
+        critic_lora_rank=None if critic_lora is None else critic_lora.rank,
+        critic_lora_targets=None if critic_lora is None else critic_lora.target_modules,
         merges_adapters=config.served_adapter is None,
         kv_ratio=rollout.kv_ratio,
         max_total_tokens=rollout.max_total_tokens,
@@ -77,3 +81,10 @@ def node_layout(
     )
     is_open = trainer.export_stays is None and trainer.export_handles == "vmm"
     return replace(layout, export_stays=False) if is_open and not plan(layout).fits else layout
+
+
+def _critic_shape(config: NodeConfig, policy: ModelShape) -> ModelShape | None:
+    critic = config.trainer.critic
+    if critic is None:
+        return None
+    return policy if critic.path is None else read_model_shape(critic.path)

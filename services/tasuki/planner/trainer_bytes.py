@@ -1,4 +1,4 @@
-"""Bytes of one FSDP2 rank: what it keeps, and the most that a step takes on top. See trainer/{model,memory,worker}.py."""
+"""Bytes of one FSDP2 rank: what it keeps, and the most that a step takes on top. See trainer/backends/fsdp/."""
 
 from __future__ import annotations
 
@@ -14,26 +14,40 @@ Bytes = dict[Part, int]
 # Of what is computed in float32 whatever the parameters' dtype.
 _FLOAT32 = 4
 _ALIGNMENT = 256
-# algorithms/log_probs.py works on blocks of this many float32 values.
+# algorithms/token_log_probs.py works on blocks of this many float32 values.
 _BLOCK_VALUES = 1 << 24
 
 
 def trainer_tags(layout: Layout) -> Bytes:
-    """Weights, gradients and optimizer state of rank 0, which no rank exceeds."""
-    trained = [math.prod(shape) * layout.param_bytes for shape in _trained_shards(layout)]
-    weights, frozen = list(trained), [math.prod(shape) * layout.compute_bytes for shape in shards(layout)]
-    if layout.lora_rank is not None:
-        weights = frozen + weights
-    elif layout.model.is_tied and layout.device == "cuda":
-        # `to_empty` makes a tied tensor once for each of its names; torch keeps the first one's memory in the tag's pool.
-        weights.append(weights[0])
+    """Weights, gradients and optimizer state of rank 0, which no rank exceeds: of the policy and of the critic, if there is one."""
+    weights, trained = _kept_tensors(layout)
+    critic = layout.of_critic()
+    if critic is not None:
+        critic_weights, critic_trained = _kept_tensors(critic)
+        weights, trained = weights + critic_weights, trained + critic_trained
     if layout.has_reference and layout.lora_rank is None:
-        weights += frozen
+        weights += _frozen_shards(layout)
     return {
         Part.TRAINER_WEIGHTS: _tag_bytes(weights, layout),
         Part.GRADIENTS: _tag_bytes(trained, layout),
         Part.OPTIMIZER: _tag_bytes([size for size in trained for _ in range(2)], layout),
     }
+
+
+def _kept_tensors(layout: Layout) -> tuple[list[int], list[int]]:
+    """Bytes of every shard of a network, and of those that are trained."""
+    trained = [math.prod(shape) * layout.param_bytes for shape in _trained_shards(layout)]
+    if layout.lora_rank is not None:
+        return _frozen_shards(layout) + trained, trained
+    weights = list(trained)
+    if layout.model.is_tied and layout.device == "cuda":
+        # `to_empty` makes a tied tensor once for each of its names; torch keeps the first one's memory in the tag's pool.
+        weights.append(weights[0])
+    return weights, trained
+
+
+def _frozen_shards(layout: Layout) -> list[int]:
+    return [math.prod(shape) * layout.compute_bytes for shape in shards(layout)]
 
 
 def export_arena(layout: Layout) -> int:
@@ -52,8 +66,10 @@ def export_arena(layout: Layout) -> int:
 
 
 def training_peak(layout: Layout) -> Bytes:
-    """Working memory at the moment of a step that needs the most, beside the tags."""
-    return max(step_moments(layout).values(), key=lambda parts: sum(parts.values()))
+    """Working memory at the moment of a step that needs the most, of the policy or of the critic, beside the tags."""
+    critic = layout.of_critic()
+    moments = [*step_moments(layout).values(), *(step_moments(critic).values() if critic is not None else ())]
+    return max(moments, key=lambda parts: sum(parts.values()))
 
 
 def step_moments(layout: Layout) -> dict[str, Bytes]:
@@ -79,7 +95,7 @@ def _cached(layout: Layout, *, moment: str) -> int:
     model, ranks = layout.model, layout.num_ranks
     root, layer = _numel(model.root()), max(_numel(model.layer(index)) for index in range(model.num_layers))
     trains_base = layout.lora_rank is None
-    logits = _logit_places(layout) * model.vocab_size * layout.compute_bytes
+    logits = _logit_places(layout) * model.num_outputs * layout.compute_bytes
     if ranks > 1:
         arriving = root * layout.compute_bytes * (ranks + 1) // ranks
         reduced = _FLOAT32 * (root + layer) // ranks if trains_base else 0
@@ -150,7 +166,7 @@ def offloaded_bytes(layout: Layout) -> int:
 
 def _at_loss(layout: Layout) -> Bytes:
     """The loss: logits, and in backward their gradient, while nothing of the activations has gone."""
-    values = _logit_places(layout) * layout.model.vocab_size
+    values = _logit_places(layout) * layout.model.num_outputs
     logits, block = values * layout.compute_bytes, min(values, _BLOCK_VALUES)
     # Forward: the scaled copy and two temporaries. Backward: the gradient of a block, in float32 and in compute dtype.
     forward, backward = logits + 3 * _FLOAT32 * block, 2 * logits + (_FLOAT32 + layout.compute_bytes) * block
@@ -177,7 +193,7 @@ def _at_layer(layout: Layout) -> Bytes:
     gradients = 0
     if layout.lora_rank is None:
         # Of the layer and, until the step's end, of the vocabulary projection; the former again in float32 on their way to the owners.
-        vocabulary = model.vocab_size * model.hidden_size
+        vocabulary = model.num_outputs * model.hidden_size
         gradients = (layer + vocabulary) * compute + (0 if layout.accumulates else layer * _sent_bytes(layout))
     return {
         # This one, and for several ranks the next one's as it arrives and as it is copied out.
