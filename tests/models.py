@@ -11,7 +11,14 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Glm4Config,
     LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -20,6 +27,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from tasuki.models.families import find_family
 from tasuki.transport.shards import Shard, checkpoint_shards
 
 PAD, EOS, BOS = 0, 1, 2
@@ -37,14 +45,32 @@ _SIZES = {
     "eos_token_id": EOS,
     "bos_token_id": BOS,
 }
+# Shorter than the samples, with layers of both kinds.
+_WINDOW = {"head_dim": 16, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=False),
+    "llama_tied": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=True),
     "qwen2": lambda: Qwen2Config(**_SIZES, tie_word_embeddings=False),
     "qwen2_tied": lambda: Qwen2Config(**_SIZES, tie_word_embeddings=True),
     "qwen3": lambda: Qwen3Config(**_SIZES, head_dim=16, tie_word_embeddings=False),
     "qwen3_moe": lambda: Qwen3MoeConfig(
         **_SIZES, head_dim=16, tie_word_embeddings=False, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=32
     ),
+    "mistral": lambda: MistralConfig(**_SIZES, head_dim=24, sliding_window=None),
+    # Caps that matter for logits as small as these, and a scale that is not the root of head_dim.
+    "gemma2": lambda: Gemma2Config(
+        **_SIZES,
+        **_WINDOW,
+        hidden_act="gelu_pytorch_tanh",
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=0.5,
+        final_logit_softcapping=1.5,
+    ),
+    "gemma3": lambda: Gemma3TextConfig(**_SIZES, **_WINDOW, query_pre_attn_scalar=24),
+    "phi3": lambda: Phi3Config(**_SIZES),
+    "glm4": lambda: Glm4Config(**_SIZES, head_dim=16),
+    "olmo2": lambda: Olmo2Config(**_SIZES),
+    "mixtral": lambda: MixtralConfig(**_SIZES, num_local_experts=5, num_experts_per_tok=2),
 }
 
 
@@ -74,11 +100,12 @@ def save_checkpoint(model: PreTrainedModel, folder: Path) -> Path:
 
 def trainer_shards(model: PreTrainedModel, *, rank: int, num_ranks: int) -> list[Shard]:
     """What FSDP2 leaves on `rank`: dim 0 in chunks of equal size, the last ones smaller or empty."""
+    names = find_family(type(model).__name__).checkpoint
     shards: list[Shard] = []
     for name, parameter in model.named_parameters():
         rows = -(-parameter.shape[0] // num_ranks)
         local = parameter.detach()[rank * rows : (rank + 1) * rows]
-        shards += checkpoint_shards(name, tuple(parameter.shape), rank * rows, local)
+        shards += checkpoint_shards(name, tuple(parameter.shape), rank * rows, local, names=names)
     return shards
 
 

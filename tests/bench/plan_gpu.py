@@ -65,11 +65,12 @@ def make_model(folder: Path, layout: Layout, device: str) -> None:
 
 def measure(folder: Path, layout: Layout, device: str, num_micro_batches: int) -> dict[str, Any]:
     """Bytes by stage and kind, and the tags' bytes."""
+    from tasuki.trainer.worker import PolicyLossConfig, Worker
+
     from tasuki.config.schema import NodeConfig
     from tasuki.trainer.backends.fsdp.memory import TAGS
     from tasuki.trainer.backends.fsdp.mesh import start_mesh
     from tasuki.trainer.data.micro_batch import loss_batch
-    from tasuki.trainer.worker import PolicyLossConfig, Worker
     from tasuki.v1.types_pb2 import TrainingSample
 
     mesh = start_mesh(device, gpu=int(os.environ["LOCAL_RANK"]), num_threads=1, timeout_s=60)

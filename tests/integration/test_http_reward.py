@@ -30,14 +30,14 @@ class RewardServer(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    server: RewardServer
-
     def do_POST(self) -> None:
+        server = self.server
+        assert isinstance(server, RewardServer)
         posted = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         completion = posted["completion"]
-        self.server.num_posts[completion] += 1
-        self.server.prompts.append(posted["prompt"])
-        is_first = self.server.num_posts[completion] == 1
+        server.num_posts[completion] += 1
+        server.prompts.append(posted["prompt"])
+        is_first = server.num_posts[completion] == 1
         answer = json.dumps({"reward": len(completion)}).encode()
         match completion:
             case "busy at first" if is_first:
@@ -64,7 +64,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *args: object) -> None:
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  the base class's name
         """Keeps the test's output clean."""
 
 

@@ -20,9 +20,12 @@ from tests.models import CONFIGS, VOCAB_SIZE, make_model, save_checkpoint
 ROOT = Path(__file__).resolve().parents[2]
 BUDGETS = (23, 64, 4096)
 """Padded tokens in a micro-batch: one long sample, a few, all."""
+# How a step is cut is no business of a family.
+CUT = ("llama", "qwen2", "qwen2_tied", "qwen3", "qwen3_moe")
 # Three ranks leave shards of unequal size, and fewer experts than ranks can share evenly.
 CASES = [
-    *((2, kind, max_tokens) for kind in CONFIGS for max_tokens in BUDGETS),
+    *((2, kind, max_tokens) for kind in CUT for max_tokens in BUDGETS),
+    *((2, kind, 64) for kind in CONFIGS if kind not in CUT),
     *((3, kind, 64) for kind in ("qwen2_tied", "qwen3_moe")),
 ]
 

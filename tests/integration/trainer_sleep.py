@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from tasuki.trainer.worker import PolicyLossConfig, Worker
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -24,7 +25,6 @@ from tasuki.trainer.backends.fsdp.mesh import start_mesh
 from tasuki.trainer.backends.fsdp.shards import whole_tensors
 from tasuki.trainer.data.checks import count_loss_tokens, plan_micro_batches, sample_length
 from tasuki.trainer.data.micro_batch import loss_batch, token_batch
-from tasuki.trainer.worker import PolicyLossConfig, Worker
 from tasuki.transport.imported_weights import ImportedWeights, import_weights
 from tasuki.v1.weights_pb2 import PublishedWeights, WeightHandle
 from tasuki.wire.errors import OutOfGpuMemory

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 from safetensors.torch import save_file
+from tasuki.trainer.worker import PolicyLossConfig, Worker
 from torch.distributed.device_mesh import DeviceMesh
 
 from tasuki.config.schema import NodeConfig
 from tasuki.trainer.backends.fsdp.mesh import start_mesh
 from tasuki.trainer.data.checks import count_loss_tokens, plan_micro_batches, sample_length
 from tasuki.trainer.data.micro_batch import loss_batch
-from tasuki.trainer.worker import PolicyLossConfig, Worker
 from tests.integration import trainer_samples as plain
 from tests.models import VOCAB_SIZE
 

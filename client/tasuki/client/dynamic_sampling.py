@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tasuki.client.advantages import has_signal
+from tasuki.algorithms.advantages import has_signal
 from tasuki.client.types import Sample
 from tasuki.wire.errors import InvalidArgument
 

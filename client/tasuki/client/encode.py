@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from tasuki.algorithms.loss_types import Loss, LossConfig
 
+from tasuki.algorithms.loss_types import Loss, LossConfig
 from tasuki.client.types import (
     Changeover,
     FinishReason,
@@ -206,7 +206,9 @@ def forward_backward_from_proto(done: trainer_pb2.ForwardBackwardResponse) -> Fo
 
 
 def trainer_state_from_proto(state: trainer_pb2.GetTrainerStateResponse) -> TrainerState:
-    return TrainerState(**{field.name: getattr(state, field.name) for field in fields(TrainerState)})
+    values: dict[str, Any] = {field.name: getattr(state, field.name) for field in fields(TrainerState)}
+    values["roles"] = tuple(Role(types_pb2.Role.Name(role.role).removeprefix("ROLE_")) for role in state.roles)
+    return TrainerState(**values)
 
 
 def rollout_state_from_proto(state: rollout_pb2.GetRolloutStateResponse) -> RolloutState:

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Literal
 
 from tasuki.config.devices import MAX_GPUS
-from tasuki.planner.model_shape import ModelShape
+from tasuki.models.shape import ModelShape
 from tasuki.wire.errors import InvalidArgument
 
 GB = 10**9

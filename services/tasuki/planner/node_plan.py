@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from tasuki.config.gpus import gpus_of
 from tasuki.config.schema import NodeConfig
+from tasuki.models.shape import ModelShape, check_lora_targets
 from tasuki.planner.layout import Checkpointing, Layout, Overheads, named_as_given
-from tasuki.planner.model_shape import ModelShape, read_model_shape
+from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.plan import Plan, plan
 
 _ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
@@ -44,6 +45,8 @@ def node_layout(
     Raises InvalidArgument naming the configuration's key.
     """
     trainer, rollout, gpus = config.trainer, config.rollout, gpus_of(config)
+    if trainer.lora is not None:
+        check_lora_targets(model, trainer.lora.target_modules)
     layout = Layout(
         model=model,
         num_gpus=max(*gpus.trainer, *gpus.rollout) + 1 if num_gpus is None else num_gpus,
@@ -62,7 +65,7 @@ def node_layout(
         export_stays=trainer.export_stays is not False,
         micro_batch_tokens=trainer.micro_batch_tokens,
         checkpointing=Checkpointing.FULL if trainer.gradient_checkpointing else Checkpointing.NONE,
-        has_reference=config.train is not None and config.train.kl_coef > 0,
+        has_reference=config.train is not None and (config.train.loss.kl_coef > 0 or config.train.advantages.kl_coef > 0),
         lora_rank=None if trainer.lora is None else trainer.lora.rank,
         lora_targets=None if trainer.lora is None else trainer.lora.target_modules,
         merges_adapters=config.served_adapter is None,

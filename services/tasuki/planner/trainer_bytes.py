@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from itertools import chain
 
 from tasuki.memory.granularity import CPU_MIN_TENSOR, arena_bytes, export_bytes
+from tasuki.models.shape import ROUTER, ModelShape, QkNorm, Shapes
 from tasuki.planner.layout import Checkpointing, Layout, Part
-from tasuki.planner.model_shape import ModelShape, Shapes
 
 Bytes = dict[Part, int]
 # Of what is computed in float32 whatever the parameters' dtype.
@@ -89,17 +89,21 @@ def _cached(layout: Layout, *, moment: str) -> int:
     return (0 if layout.accumulates else logits) + (2 * _FLOAT32 * idle if trains_base else 0)
 
 
-def kept_per_token(model: ModelShape, layer: int, *, compute_bytes: int = 2, lora_rank: int | None = None) -> int:
+def kept_per_token(
+    model: ModelShape, layer: int, *, num_keys: int, compute_bytes: int = 2, lora_rank: int | None = None
+) -> int:
     """Bytes that autograd keeps of one token in one layer of transformers' implementation, with flash attention.
 
-    Each norm: its input in float32, one float32, and the two factors of its last product, the second being its result; rotated queries,
-    keys, values and the attention's output, one float32 for each head; four tensors of the MLP's width.
+    Each norm: its input in float32, one float32, and the two factors of its last product, the second being its result, which is kept where
+    it goes into a linear layer; attention; four tensors of the MLP's width. num_keys: of the padded sequence, where attention is capped.
     """
-    hidden, query, kv = model.hidden_size, model.query_size, model.kv_size
-    norms = 2 * (hidden * (4 + 2 * compute_bytes) + 4)
-    attention = (2 * query + 2 * kv) * compute_bytes + 4 * model.num_heads
-    if model.has_qk_norm:
-        attention += (query + kv) * (4 + compute_bytes) + 4 * (model.num_heads + model.num_kv_heads)
+    hidden = model.hidden_size
+    # Without a norm before them, attention and MLP keep their input itself.
+    own_inputs = (2 - len(model.norms)) * hidden * compute_bytes
+    post_norm = hidden * (4 + _norm_factor(model, compute_bytes)) + 4
+    pre_norm = post_norm + hidden * compute_bytes
+    norms = len(model.norms) * pre_norm + len(model.post_norms) * post_norm + own_inputs
+    attention = _kept_of_attention(model, compute_bytes, num_keys=num_keys)
     if model.is_sparse(layer):
         # For each chosen expert: the token, gate and up, what they make, the result and its weight; four indices and a mask to sort them.
         width = 2 * hidden + 4 * model.expert_size + 1
@@ -108,6 +112,33 @@ def kept_per_token(model: ModelShape, layer: int, *, compute_bytes: int = 2, lor
         mlp = 4 * model.intermediate_size * compute_bytes
     adapters = 0 if lora_rank is None else 7 * lora_rank * compute_bytes
     return norms + attention + mlp + adapters
+
+
+def _kept_of_attention(model: ModelShape, compute_bytes: int, *, num_keys: int) -> int:
+    """Of one token: norms of queries and keys; rotated queries, keys, values and the output, and one float32 for each head.
+
+    Where it is capped, all of queries' size, and for each key and head what the cap makes, the softmax in float32, and its copy.
+    """
+    query, kv, heads = model.query_size, model.kv_size, model.num_heads
+    norms = 0
+    if model.qk_norm is not None:
+        sums = heads + model.num_kv_heads if model.qk_norm is QkNorm.HEAD else 2
+        norms = (query + kv) * (4 + _norm_factor(model, compute_bytes)) + 4 * sums
+    if model.caps_attention:
+        copy = compute_bytes if compute_bytes < _FLOAT32 else 0
+        return norms + 4 * query * compute_bytes + heads * num_keys * (compute_bytes + _FLOAT32 + copy)
+    kept = 2 * query + 2 * kv
+    if model.has_fused_qkv:
+        # Values are a view of all three.
+        kept += query + kv
+    if model.joins_rotated:
+        # The output in another layout as well.
+        kept += query
+    return norms + kept * compute_bytes + 4 * heads
+
+
+def _norm_factor(model: ModelShape, compute_bytes: int) -> int:
+    return _FLOAT32 if model.has_float_norms else compute_bytes
 
 
 def offloaded_bytes(layout: Layout) -> int:
@@ -123,6 +154,9 @@ def _at_loss(layout: Layout) -> Bytes:
     logits, block = values * layout.compute_bytes, min(values, _BLOCK_VALUES)
     # Forward: the scaled copy and two temporaries. Backward: the gradient of a block, in float32 and in compute dtype.
     forward, backward = logits + 3 * _FLOAT32 * block, 2 * logits + (_FLOAT32 + layout.compute_bytes) * block
+    if layout.model.caps_logits:
+        # What the cap made of them is kept, and their gradient passes through it.
+        forward, backward = forward + logits, backward + logits
     return {
         Part.LAYERS: _gathered(layout, layers=0 if layout.num_ranks == 1 else 1),
         Part.WHOLE_GRADIENTS: _whole_gradients(layout),
@@ -193,7 +227,13 @@ def _layer_input(layout: Layout) -> int:
 
 
 def _layer_activations(layout: Layout, index: int) -> int:
-    each = kept_per_token(layout.model, index, compute_bytes=layout.compute_bytes, lora_rank=layout.lora_rank)
+    each = kept_per_token(
+        layout.model,
+        index,
+        num_keys=min(layout.longest_sequence, layout.micro_batch_tokens),
+        compute_bytes=layout.compute_bytes,
+        lora_rank=layout.lora_rank,
+    )
     return layout.micro_batch_tokens * each
 
 
@@ -233,7 +273,7 @@ def _linear_layers(layer: Shapes, targets: tuple[str, ...] | None) -> Iterator[t
             continue
         if len(shape) == 3:
             yield from [(shape[1], shape[2])] * shape[0]
-        elif len(shape) == 2 and name != "mlp.gate.weight":
+        elif len(shape) == 2 and name != ROUTER:
             yield (shape[0], shape[1])
 
 

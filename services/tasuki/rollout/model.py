@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from tasuki.config.schema import NodeConfig
+from tasuki.models import families
+from tasuki.models.families import FAMILIES
+from tasuki.models.family import Model
 from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
 
 
@@ -27,14 +30,17 @@ class ModelFacts:
 
 
 def read_model(config: NodeConfig) -> ModelFacts:
-    """Raises PathNotFound without a model folder, UnsupportedModel for a config.json that describes no language model, InvalidArgument
-    when the context is longer than the model's or than the KV cache, or the heads cannot be split.
+    """Raises PathNotFound without a model folder, UnsupportedModel for a config.json that describes no language model or one that the
+    engine computes otherwise than the trainer, InvalidArgument when the context is longer than the model's or than the KV cache, or the
+    heads cannot be split.
     """
     path = config.model.path
     table = _read_json(path / "config.json", path)
     architectures = table.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise UnsupportedModel(f"model.path: {path}/config.json names no architecture")
+    if architectures[0] in FAMILIES:
+        _check_engine(families.read_model(table), device=config.device)
     # A multimodal model keeps its language model's sizes one level down.
     text: dict[str, Any] = table.get("text_config", table)
     longest = _size(text, "max_position_embeddings", path)
@@ -54,6 +60,14 @@ def read_model(config: NodeConfig) -> ModelFacts:
     )
     check_capacity(config.rollout.max_total_tokens, model)
     return model
+
+
+def _check_engine(model: Model, *, device: str) -> None:
+    """Raises UnsupportedModel for logits that are capped, on a CPU."""
+    if device == "cpu" and (model.attention.logit_softcap, model.final_logit_softcap) != (None, None):
+        architecture = model.shape.architecture
+        problem = f"{architecture} caps logits, which SGLang's attention on a CPU leaves out; serve it on GPUs"
+        raise UnsupportedModel(f"model.path: {problem}", architecture=architecture, field="device")
 
 
 def check_capacity(total_tokens: int | None, model: ModelFacts) -> None:

@@ -37,7 +37,7 @@ from tasuki.trainer.backends.fsdp.mesh import start_mesh
 from tasuki.trainer.durable.restore import restore
 from tasuki.trainer.durable.training_log import TrainingLog
 from tasuki.trainer.learner import Learner, trained_roles
-from tasuki.trainer.rank_commands import RankCommands
+from tasuki.trainer.ranks.commands import RankCommands
 from tasuki.trainer.ranks.front import TrainerRanks
 from tasuki.trainer.ranks.loop import run_rank
 from tasuki.trainer.service.memory_servicer import MemoryServicer

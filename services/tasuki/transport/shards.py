@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-_EXPERTS = ".mlp.experts."
+from tasuki.models.checkpoint import CheckpointNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,26 +22,21 @@ class Shard:
     local: torch.Tensor
 
 
-def checkpoint_shards(name: str, global_shape: tuple[int, ...], row_start: int, local: torch.Tensor) -> list[Shard]:
+def checkpoint_shards(
+    name: str, global_shape: tuple[int, ...], row_start: int, local: torch.Tensor, *, names: CheckpointNames
+) -> list[Shard]:
     """The checkpoint-named shards in rows [row_start, ...) of the module parameter `name`; none when there are no rows.
 
-    The same name and rows, but for the experts of Qwen3-MoE: transformers 5 keeps them fused, one row an expert
-    (gate_up_proj [E, 2 I, H], gate first, and down_proj [E, H, I]), while a checkpoint has two-dimensional tensors for each expert.
+    The same rows, but for experts: transformers 5 keeps them fused, one row an expert (gate_up_proj [E, 2 I, H], gate first, and down_proj
+    [E, H, I]), while a checkpoint has two-dimensional tensors for each expert. names: of the model's family.
     """
     if local.shape[0] == 0:
         return []
-    prefix, experts, fused = name.rpartition(_EXPERTS)
-    if not experts or fused not in ("gate_up_proj", "down_proj"):
-        return [Shard(name, global_shape, row_start, local)]
-    shards: list[Shard] = []
-    for index, expert in enumerate(local, start=row_start):
-        for part, weight in _expert_parts(fused, expert):
-            shards.append(Shard(f"{prefix}{experts}{index}.{part}.weight", tuple(weight.shape), 0, weight))
-    return shards
-
-
-def _expert_parts(fused: str, expert: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    if fused == "down_proj":
-        return [("down_proj", expert)]
-    gate, up = expert.chunk(2)
-    return [("gate_proj", gate), ("up_proj", up)]
+    parts = names.fused(name)
+    if not parts:
+        return [Shard(names.tensor(name), global_shape, row_start, local)]
+    return [
+        Shard(names.expert(name, index, part), tuple(weight.shape), 0, weight)
+        for index, expert in enumerate(local, start=row_start)
+        for part, weight in zip(parts, expert.chunk(len(parts)), strict=True)
+    ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from tasuki.memory.stages import Stage
 from tasuki.rpc.commands import CommandGate
-from tasuki.trainer.rank_wire import ROLES
+from tasuki.trainer.ranks.wire import ROLES
 from tasuki.trainer.roles import Role
 from tasuki.trainer.stages import raise_unless_loaded
 from tasuki.v1.trainer_pb2 import RoleState

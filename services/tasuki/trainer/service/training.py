@@ -14,9 +14,9 @@ from tasuki.config.schema import NodeConfig
 from tasuki.trainer.data import checks
 from tasuki.trainer.data.plan import MicroBatchPlan, plan_micro_batches
 from tasuki.trainer.data.samples import Samples
-from tasuki.trainer.loss_wire import decode_loss
-from tasuki.trainer.rank_wire import ROLE_MESSAGES, decode_scores, encode_samples
 from tasuki.trainer.ranks.front import TrainerRanks
+from tasuki.trainer.ranks.loss import decode_loss
+from tasuki.trainer.ranks.wire import ROLE_MESSAGES, decode_scores, encode_samples
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_role, decode_samples
 from tasuki.trainer.service.state import TrainerState, roles_by_name

@@ -7,8 +7,8 @@ from enum import StrEnum
 from typing import Any, TypeVar, get_args
 
 from google.protobuf.message import Message
-from tasuki.algorithms.loss_types import Aggregation, Correction, KlEstimator, Loss, LossConfig, OldPolicy, SettingError
 
+from tasuki.algorithms.loss_types import Aggregation, Correction, KlEstimator, Loss, LossConfig, OldPolicy, SettingError
 from tasuki.v1 import loss_pb2
 from tasuki.wire.errors import InvalidArgument
 
