@@ -29,6 +29,7 @@ from transformers import (
 
 from tasuki.models.families import find_family
 from tasuki.transport.shards import Shard, checkpoint_shards
+from tests.slices import Cut, by_rows, part_of
 
 PAD, EOS, BOS = 0, 1, 2
 # No multiple of 64: the engine pads its vocabulary, at TP 2 on the last rank only.
@@ -74,11 +75,11 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
-def make_model(kind: str, *, seed: int, **sizes: int) -> PreTrainedModel:
-    """A float32 model with weights large enough that every row matters and outputs are not uniform. sizes: other than CONFIGS has."""
+def make_model(kind: str, *, seed: int, **settings: float) -> PreTrainedModel:
+    """A float32 model with weights large enough that every row matters and outputs are not uniform. settings: other than CONFIGS has."""
     torch.manual_seed(seed)
     config = CONFIGS[kind]()
-    config.update(sizes)
+    config.update(settings)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -98,14 +99,14 @@ def save_checkpoint(model: PreTrainedModel, folder: Path) -> Path:
     return folder
 
 
-def trainer_shards(model: PreTrainedModel, *, rank: int, num_ranks: int) -> list[Shard]:
-    """What FSDP2 leaves on `rank`: dim 0 in chunks of equal size, the last ones smaller or empty."""
+def trainer_shards(model: PreTrainedModel, *, rank: int, num_ranks: int, cut: Cut = by_rows) -> list[Shard]:
+    """What a backend that cuts every parameter so leaves on `rank`; by rows it is FSDP2."""
     names = find_family(type(model).__name__).checkpoint
     shards: list[Shard] = []
     for name, parameter in model.named_parameters():
-        rows = -(-parameter.shape[0] // num_ranks)
-        local = parameter.detach()[rank * rows : (rank + 1) * rows]
-        shards += checkpoint_shards(name, tuple(parameter.shape), rank * rows, local, names=names)
+        box = cut(tuple(parameter.shape), rank, num_ranks)
+        local = part_of(parameter.detach(), box)
+        shards += checkpoint_shards(name, tuple(parameter.shape), box.offsets, local, names=names)
     return shards
 
 

@@ -21,7 +21,8 @@ from typing import Any, Literal
 import torch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(REPOSITORY / "protos"), str(REPOSITORY / "services"), str(REPOSITORY)]
+SOURCES = [str(REPOSITORY / "protos"), str(REPOSITORY / "services"), str(REPOSITORY)]
+sys.path[:0] = SOURCES
 
 from tasuki.memory.stages import Phase, Stage  # noqa: E402
 from tasuki.planner.layout import GB, Checkpointing, Layout, Part  # noqa: E402
@@ -71,9 +72,11 @@ def measure(folder: Path, layout: Layout, device: str, num_micro_batches: int) -
     from tasuki.trainer.backends.fsdp.memory import TAGS
     from tasuki.trainer.backends.fsdp.mesh import start_mesh
     from tasuki.trainer.data.micro_batch import loss_batch
+    from tasuki.trainer.launch import read_launch
     from tasuki.v1.types_pb2 import TrainingSample
 
-    mesh = start_mesh(device, gpu=int(os.environ["LOCAL_RANK"]), num_threads=1, timeout_s=60)
+    launch = read_launch(os.environ)
+    mesh = start_mesh(device, launch=launch, gpu=launch.local_rank, num_threads=1, timeout_s=60)
     trainer = {"gradient_checkpointing": True, "micro_batch_tokens": layout.micro_batch_tokens, "export_stays": True}
     node = {"state_dir": folder / "state", "device": device, "model": {"path": folder}, "trainer": trainer}
     worker = Worker(NodeConfig.model_validate(node), mesh=mesh)
@@ -157,7 +160,6 @@ def run_part(size: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """What rank 0 measured. Every rank in a process of its own, so that nothing else is on its device; the model is made before."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            sys.executable,
             str(Path(__file__).resolve()),
             "--part",
             size,
@@ -169,24 +171,15 @@ def run_part(size: str, arguments: argparse.Namespace) -> dict[str, Any]:
             folder,
         ]
         command += ["--tiny"] if arguments.tiny else []
-        makes = subprocess.run([*command, "--make"], capture_output=True, text=True, check=False)
+        makes = subprocess.run([sys.executable, *command, "--make"], capture_output=True, text=True, check=False)
         if makes.returncode != 0:
             raise SystemExit(f"{size} was not made:\n{makes.stderr[-4000:]}")
-        everywhere = os.environ | {"WORLD_SIZE": str(arguments.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29513"}
-        ranks = [
-            subprocess.Popen(
-                command,
-                env=everywhere | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(arguments.ranks)
-        ]
-        printed = [rank.communicate()[0] for rank in ranks]
-    answers = [line for line in printed[0].splitlines() if line.startswith("RESULT ")]
-    if any(rank.returncode for rank in ranks) or not answers:
-        raise SystemExit(f"{size} failed:\n" + "\n".join(each[-4000:] for each in printed))
+        launch = [sys.executable, "-m", "tasuki.trainer.launch", "--num-ranks", str(arguments.ranks), "--"]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(SOURCES)}
+        ranks = subprocess.run([*launch, *command], env=environment, capture_output=True, text=True, check=False)
+    answers = [line for line in ranks.stdout.splitlines() if line.startswith("RESULT ")]
+    if ranks.returncode or not answers:
+        raise SystemExit(f"{size} failed:\n{ranks.stdout[-4000:]}{ranks.stderr[-4000:]}")
     return json.loads(answers[-1].removeprefix("RESULT "))
 
 
@@ -205,7 +198,9 @@ def work(arguments: argparse.Namespace, layout: Layout, device: str) -> None:
     if arguments.make:
         make_model(arguments.folder, layout, device)
     else:
-        print("RESULT " + json.dumps(measure(arguments.folder, layout, device, arguments.micro_batches)), flush=True)
+        measured = measure(arguments.folder, layout, device, arguments.micro_batches)
+        if os.environ["RANK"] == "0":
+            print("RESULT " + json.dumps(measured), flush=True)
     os._exit(0)
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+SOURCES = [str(REPOSITORY / "protos"), str(REPOSITORY / "services"), str(REPOSITORY)]
 NUM_STEPS, NUM_SAMPLES, SAMPLE_TOKENS = 10, 16, 512
 GB = 10**9
 
@@ -47,15 +48,16 @@ def make_model(folder: Path, *, is_tiny: bool) -> None:
 
 def train(model: Path, *, device: str, sleeps: bool) -> dict[str, Any]:
     """Losses, gradient norms and seconds of NUM_STEPS steps, with a sleep of all tags between any two if asked."""
+    from tasuki.trainer.worker import PolicyLossConfig, Worker
+
     from tasuki.config.schema import NodeConfig
     from tasuki.trainer.backends.fsdp.memory import TAGS
     from tasuki.trainer.backends.fsdp.mesh import start_mesh
     from tasuki.trainer.data.micro_batch import loss_batch
-    from tasuki.trainer.worker import PolicyLossConfig, Worker
+    from tasuki.trainer.launch import read_launch
 
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
     torch.use_deterministic_algorithms(True)
-    mesh = start_mesh(device, gpu=0, num_threads=1, timeout_s=60)
+    mesh = start_mesh(device, launch=read_launch(os.environ), gpu=0, num_threads=1, timeout_s=60)
     node = {"state_dir": model, "device": device, "model": {"path": model}}
     settings = {"learning_rate": 1e-4, "gradient_checkpointing": True}
     worker = Worker(NodeConfig.model_validate(node | {"trainer": settings}), mesh=mesh)
@@ -126,10 +128,10 @@ def timed_ms(call: Callable[[], object], device: str) -> float:
 
 
 def run_part(part: str, model: Path, device: str) -> dict[str, Any]:
-    command = [sys.executable, str(Path(__file__).resolve()), "--part", part, "--model", str(model), "--device", device]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    )
+    launch = [sys.executable, "-m", "tasuki.trainer.launch", "--num-ranks", "1", "--"]
+    command = [*launch, str(Path(__file__).resolve()), "--part", part, "--model", str(model), "--device", device]
+    environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": os.pathsep.join(SOURCES)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     answers = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode != 0 or not answers:
         raise SystemExit(f"{part} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
@@ -163,7 +165,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.part is not None and arguments.model is None:
         parser.error("--part needs --model FOLDER")
-    sys.path[:0] = [str(REPOSITORY / "protos"), str(REPOSITORY / "services"), str(REPOSITORY)]
+    sys.path[:0] = SOURCES
     if arguments.device == "cuda" and not arguments.tiny:
         from tests.bench.gpus import require_gpus
 

@@ -27,6 +27,8 @@ CASES = [
     *((2, kind, max_tokens) for kind in CUT for max_tokens in BUDGETS),
     *((2, kind, 64) for kind in CONFIGS if kind not in CUT),
     *((3, kind, 64) for kind in ("qwen2_tied", "qwen3_moe")),
+    # The plain step has none; nor may training.
+    (2, "qwen2_dropout", 64),
 ]
 
 
@@ -35,6 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for kind in CONFIGS:
         save_checkpoint(make_model(kind, seed=3), folder / kind)
+    save_checkpoint(make_model("qwen2", seed=3, attention_dropout=0.1), folder / "qwen2_dropout")
     return folder
 
 
@@ -46,7 +49,7 @@ def steps(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, P
 
 def run_steps(num_ranks: int, *, models: Path, output: Path) -> Path:
     cases = [f"{models / kind}:{max_tokens}" for each, kind, max_tokens in CASES if each == num_ranks]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    launch = [sys.executable, "-m", "tasuki.trainer.launch", "--num-ranks", str(num_ranks), "--"]
     script = str(ROOT / "tests" / "integration" / "trainer_steps.py")
     paths = os.pathsep.join(str(ROOT / folder) for folder in ("protos", "services", "client", "."))
     environment = os.environ | {"PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}

@@ -22,7 +22,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank wrote."""
     folder = tmp_path_factory.mktemp("sleep")
     save_checkpoint(make_model("qwen2_tied", seed=3), folder / "model")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launch = [sys.executable, "-m", "tasuki.trainer.launch", "--num-ranks", "2", "--"]
     paths = os.pathsep.join(str(ROOT / part) for part in ("protos", "services", "client", "."))
     environment = os.environ | {"PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     script = str(ROOT / "tests" / "integration" / "trainer_sleep.py")

@@ -1,12 +1,13 @@
-"""Run under torchrun: one optimizer step of every model, in micro-batches of several sizes; rank 0 writes what came out.
+"""Run by the launcher: one optimizer step of every model, in micro-batches of several sizes; rank 0 writes what came out.
 
-python -m torch.distributed.run ... tests/integration/trainer_steps.py OUTPUT_FOLDER MODEL_FOLDER:MAX_TOKENS...
+python -m tasuki.trainer.launch --num-ranks N -- tests/integration/trainer_steps.py OUTPUT_FOLDER MODEL_FOLDER:MAX_TOKENS...
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.trainer.backends.fsdp.mesh import start_mesh
 from tasuki.trainer.data.checks import count_loss_tokens, plan_micro_batches, sample_length
 from tasuki.trainer.data.micro_batch import loss_batch
+from tasuki.trainer.launch import read_launch
 from tests.integration import trainer_samples as plain
 from tests.models import VOCAB_SIZE
 
@@ -65,7 +67,7 @@ def run_step(model: Path, *, max_tokens: int, output: Path, mesh: DeviceMesh) ->
 
 
 def main(output: str, *cases: str) -> None:
-    mesh = start_mesh("cpu", gpu=0, num_threads=1, timeout_s=60)
+    mesh = start_mesh("cpu", launch=read_launch(os.environ), gpu=0, num_threads=1, timeout_s=60)
     for case in cases:
         model, _, max_tokens = case.rpartition(":")
         run_step(Path(model), max_tokens=int(max_tokens), output=Path(output), mesh=mesh)

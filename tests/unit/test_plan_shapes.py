@@ -197,7 +197,9 @@ def test_a_cache_on_a_cpu_has_the_tokens_that_the_engine_is_asked_for(max_total_
     shape = MODELS["qwen2.5-0.5b"]
     settings = {"max_total_tokens": max_total_tokens, "context_length": 4096}
     node = NodeConfig.model_validate({"state_dir": tmp_path, "model": {"path": tmp_path}, "rollout": settings})
-    facts = ModelFacts(path="", architecture="", vocab_size=shape.vocab_size, context_length=4096, has_eos=True, is_seeded=True)
+    facts = ModelFacts(
+        path="", architecture="", vocab_size=shape.vocab_size, context_length=4096, stop_token_ids=(1,), is_seeded=True
+    )
     layout = node_layout(node, shape, gpu_bytes=GB, host_bytes=24 * GB)
     asked = engine_arguments(node, facts)["max_total_tokens"]
     assert kv_pool(layout, taken_bytes=0).num_bytes == asked * kv_bytes_per_token(layout)

@@ -109,6 +109,8 @@ def sample_from_proto(sample: types_pb2.Sample, *, prompt_index: int) -> Sample:
         rollout_log_probs=np.array(sample.rollout_log_probs, dtype=np.float32),
         finish_reason=FinishReason(types_pb2.FinishReason.Name(sample.finish_reason).removeprefix("FINISH_REASON_")),
         policy_version=sample.policy_version,
+        temperature=sample.temperature,
+        has_exact_log_probs=sample.has_exact_log_probs,
     )
 
 
@@ -214,6 +216,7 @@ def trainer_state_from_proto(state: trainer_pb2.GetTrainerStateResponse) -> Trai
 def rollout_state_from_proto(state: rollout_pb2.GetRolloutStateResponse) -> RolloutState:
     values: dict[str, Any] = {field.name: getattr(state, field.name) for field in fields(RolloutState)}
     values["policy_version"] = state.policy_version if state.HasField("policy_version") else None
+    values["stop_token_ids"] = tuple(state.stop_token_ids)
     return RolloutState(**values)
 
 

@@ -167,6 +167,9 @@ class RolloutConfig(Schema):
     devices: Devices | None = None
     """GPU of each engine rank, as `trainer.devices`: those of the first replica first."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    float32_logits: bool = True
+    """Whether the vocabulary projection gives float32 logits in place of bfloat16 ones, without a copy of the weight; log-probs come closer
+    to the trainer's then. Needs a GPU: torch has no such product on a CPU, where `dtype` decides."""
     context_length: PositiveInt | None = None
     """Longest prompt plus completion; by default the model's own."""
     max_total_tokens: PositiveInt | None = None

@@ -11,6 +11,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.models import families
 from tasuki.models.families import FAMILIES
 from tasuki.models.family import Model
+from tasuki.rollout.stop_tokens import read_stop_token_ids
 from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
 
 
@@ -23,8 +24,8 @@ class ModelFacts:
     vocab_size: int
     context_length: int
     """Longest prompt plus completion that is served."""
-    has_eos: bool
-    """Whether the model names an end-of-sequence token."""
+    stop_token_ids: tuple[int, ...]
+    """That end a completion unless the request ignores them: every end-of-sequence token that the model folder names."""
     is_seeded: bool
     """Whether every request is sampled by a seed of its own."""
 
@@ -50,12 +51,13 @@ def read_model(config: NodeConfig) -> ModelFacts:
     heads, tp_size = _size(text, "num_attention_heads", path), config.rollout.tp_size
     if heads % tp_size:
         raise InvalidArgument("rollout.tp_size", f"the model's {heads} attention heads cannot be split over {tp_size} ranks")
+    vocab_size = _size(text, "vocab_size", path)
     model = ModelFacts(
         path=str(path),
         architecture=str(architectures[0]),
-        vocab_size=_size(text, "vocab_size", path),
+        vocab_size=vocab_size,
         context_length=longest if wanted is None else wanted,
-        has_eos=text.get("eos_token_id") is not None,
+        stop_token_ids=read_stop_token_ids(path, vocab_size=vocab_size),
         is_seeded=config.device == "cpu",
     )
     check_capacity(config.rollout.max_total_tokens, model)

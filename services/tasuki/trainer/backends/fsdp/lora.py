@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from tasuki.config.schema import LoraConfig
 
@@ -84,10 +84,20 @@ class AdaptedWeight:
 
     @torch.no_grad()
     def merged(self) -> DTensor:
-        """W + alpha / rank B A in float32, sharded as W: B is cut into the same rows. Every rank must call it."""
-        local = torch.addmm(self.base.to_local().float(), self.b.to_local(), self.a.full_tensor(), alpha=self.scaling)
+        """W + alpha / rank B A in float32, sharded as W: B is cut into the same rows and A into the same columns.
+
+        Every rank must call it.
+        """
+        rows, columns = _cut_as(self.base, self.b, dim=0), _cut_as(self.base, self.a, dim=1)
+        local = torch.addmm(self.base.to_local().float(), rows, columns, alpha=self.scaling)
         mesh, placements = self.base.device_mesh, self.base.placements
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=self.base.shape, stride=self.base.stride())
+
+
+def _cut_as(base: DTensor, factor: DTensor, *, dim: int) -> Tensor:
+    """The part of a factor of an adapter that belongs to this rank's slice of the weight: of its rows, dim 0, or columns, dim 1."""
+    placements = [placement if placement.is_shard(dim) else Replicate() for placement in base.placements]
+    return factor.redistribute(placements=placements).to_local()
 
 
 def adapted_weights(causal_lm: nn.Module) -> dict[str, AdaptedWeight]:
@@ -103,10 +113,10 @@ def adapted_weights(causal_lm: nn.Module) -> dict[str, AdaptedWeight]:
 
 
 def merged_rows(causal_lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """This rank's rows of every adapted weight, merged, one by one. Every rank must take all of them; one without rows gets none."""
+    """This rank's slice of every adapted weight, merged, one by one. Every rank must take all of them; one without any gets none."""
     for name, adapted in adapted_weights(causal_lm).items():
         local = adapted.merged().to_local()
-        if len(local):
+        if local.numel():
             yield name, local
 
 

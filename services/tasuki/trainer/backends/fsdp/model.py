@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -161,7 +162,9 @@ def _on_meta(source: NetworkSource) -> PreTrainedModel:
     # torch's fused attention caps no logits.
     attention = "eager" if model.attention.logit_softcap is not None else _ATTENTION[source.mesh.device_type]
     with torch.device("meta"):
-        causal_lm = AutoModelForCausalLM.from_config(source.config, dtype=source.param_dtype, attn_implementation=attention)
+        causal_lm = AutoModelForCausalLM.from_config(
+            _without_dropout(source.config), dtype=source.param_dtype, attn_implementation=attention
+        )
         check_module(causal_lm, model)
         if source.lora is not None:
             check_lora_targets(model.shape, source.lora.target_modules)
@@ -190,6 +193,15 @@ def _shard(network: Policy | Critic, *, mesh: DeviceMesh, compute_dtype: torch.d
             module.set_gradient_divide_factor(1.0)
             # Without it a factor other than the number of ranks takes an NCCL-only operation.
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy in which every dropout probability is 0: a token must have the same log-prob at every call."""
+    copy = deepcopy(config)
+    for name, value in vars(copy).items():
+        if isinstance(value, float) and ("dropout" in name or "pdrop" in name):
+            setattr(copy, name, 0.0)
+    return copy
 
 
 def _unreadable(path: Path, error: Exception) -> InvalidArgument | UnsupportedModel:
