@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tasuki.memory.stages import Stage
 from tasuki.rollout.generate import EngineRequest, GenerationRequest
 from tasuki.rollout.rollout import Rollout
 from tasuki.rollout.seeds import CallNumbers, sample_seed
-from tasuki.rollout.stages import Stage
 from tasuki.wire.errors import DiskFull
 from tests.unit.test_rollout_stages import MODEL, RING, EasySync, IdleEngine, NoMemory, move, said
 
