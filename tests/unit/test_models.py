@@ -12,6 +12,7 @@ from tasuki.models.families import FAMILIES, read_model
 from tasuki.models.family import Model
 from tasuki.trainer.backends.fsdp.model import Policy
 from tasuki.trainer.backends.fsdp.model_buffers import check_module, set_buffers
+from tasuki.trainer.data.micro_batch import TokenBatch
 from tasuki.wire.errors import UnsupportedModel
 from tests.models import CONFIGS, make_model
 
@@ -77,11 +78,20 @@ SCORED = [torch.tensor([3, 17, 45, 9, 88, 61, 17, 30, 29, 101, 7, 12]), torch.te
 
 
 def scores(policy: Policy) -> torch.Tensor:
-    """Log-probs of every token but each first, of both sequences in one padded batch; 0.7 divides the logits."""
-    input_ids = torch.nn.utils.rnn.pad_sequence(SCORED, batch_first=True)
-    places = [row * input_ids.shape[1] + torch.arange(len(tokens) - 1) for row, tokens in enumerate(SCORED)]
+    """Log-probs of every token but each first, of both sequences in one batch; 0.7 divides the logits."""
+    lengths = torch.tensor([len(tokens) - 1 for tokens in SCORED])
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    batch = TokenBatch(
+        input_ids_T=torch.cat([tokens[:-1] for tokens in SCORED]),
+        position_ids_T=positions,
+        cu_seqlens_S=torch.tensor([0, *lengths.cumsum(0)], dtype=torch.int32),
+        max_seqlen=int(lengths.max()),
+        places_N=torch.arange(len(positions)),
+        token_ids_N=torch.cat([tokens[1:] for tokens in SCORED]),
+        temperature_N=torch.full((len(positions),), 0.7),
+    )
     with torch.no_grad():
-        return policy(input_ids, torch.cat(places), torch.cat([tokens[1:] for tokens in SCORED]), 0.7)[0]
+        return policy(batch)[0]
 
 
 def plain_scores(module: PreTrainedModel) -> torch.Tensor:
