@@ -44,17 +44,16 @@ def padded(
     seed: int,
     *,
     group_size: int = 1,
-    is_contiguous: bool = False,
     sequence_advantages: bool = False,
     spreads: tuple[float, ...] = (0.05, 0.3, 1.0),
 ) -> Padded:
-    """`is_contiguous`: every token of a completion counts, as where there are no tools. `spreads`: gaps between policies, in nats."""
+    """`spreads`: gaps between policies, in nats, of which one is drawn for the batch."""
     generator = np.random.default_rng(seed)
     num_samples = group_size * int(generator.integers(2, 5))
     num_completion_S = generator.integers(1, 9, num_samples)
     shape = (num_samples, int(num_completion_S.max()))
     is_token_ST = np.arange(shape[1]) < num_completion_S[:, None]
-    mask_ST = is_token_ST & (is_contiguous | (generator.random(shape) < 0.7))
+    mask_ST = is_token_ST & (generator.random(shape) < 0.7)
     mask_ST[np.arange(num_samples), num_completion_S - 1] = True
     spread = generator.choice(spreads)
     log_probs_ST = -generator.exponential(1.0, shape)
