@@ -62,6 +62,7 @@ def test_losses_run_without_a_synchronization_and_repeat_to_the_bit(loss: PpoLos
             result.backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+        assert leaf_NV.grad is not None
         return result.detach(), leaf_NV.grad
 
     first, second, on_cpu = step("cuda"), step("cuda"), step("cpu")
