@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from tasuki.algorithms.loss_types import Loss, LossConfig
 
+from tasuki.algorithms.loss_types import Loss, LossConfig, ValueLoss
 from tasuki.client.types import (
     Changeover,
     FinishReason,
@@ -68,6 +68,8 @@ def loss_to_proto(loss: LossConfig) -> loss_pb2.LossConfig:
     kind = _LOSS_FIELDS[type(loss.loss).__name__]
     getattr(message, kind).SetInParent()
     getattr(message, kind).MergeFrom(type(getattr(message, kind))(**_set_fields(loss.loss)))
+    if isinstance(loss.loss, ValueLoss) and loss.loss.clip is None:
+        message.value.clip = 0.0  # unset is the default clip
     return message
 
 
