@@ -23,14 +23,15 @@ import torch
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY / "protos"), str(REPOSITORY / "services"), str(REPOSITORY)]
 
+from tasuki.memory.stages import Phase, Stage  # noqa: E402
 from tasuki.planner.layout import GB, Checkpointing, Layout, Part  # noqa: E402
-from tasuki.planner.plan import TRAINER_TAGS, PlanStage, plan  # noqa: E402
+from tasuki.planner.plan import TRAINER_TAGS, plan  # noqa: E402
 from tasuki.planner.presets import MODELS  # noqa: E402
 from tests.bench.gpus import at_least_one, require_gpus  # noqa: E402
 
 SIZES = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b")
 NUM_TOKENS, NUM_STEPS = 8192, 3
-STAGES = (PlanStage.TRAIN, PlanStage.LOAD_WEIGHTS, PlanStage.OFFLOAD, PlanStage.LOAD_TRAINER)
+STAGES = (Phase.TRAIN, Stage.LOAD_WEIGHTS, Stage.OFFLOAD, Stage.LOAD_TRAINER)
 
 
 def layout_of(
@@ -64,11 +65,12 @@ def make_model(folder: Path, layout: Layout, device: str) -> None:
 
 def measure(folder: Path, layout: Layout, device: str, num_micro_batches: int) -> dict[str, Any]:
     """Bytes by stage and kind, and the tags' bytes."""
+    from tasuki.trainer.worker import PolicyLossConfig, Worker
+
     from tasuki.config.schema import NodeConfig
     from tasuki.trainer.backends.fsdp.memory import TAGS
     from tasuki.trainer.backends.fsdp.mesh import start_mesh
     from tasuki.trainer.data.micro_batch import loss_batch
-    from tasuki.trainer.worker import PolicyLossConfig, Worker
     from tasuki.v1.types_pb2 import TrainingSample
 
     mesh = start_mesh(device, gpu=int(os.environ["LOCAL_RANK"]), num_threads=1, timeout_s=60)
@@ -92,16 +94,14 @@ def measure(folder: Path, layout: Layout, device: str, num_micro_batches: int) -
         worker.optim_step(learning_rate=1e-6)
     tags = {usage.tag: usage.total_bytes for usage in worker.memory.usage()}
     # The tags' blocks are torch's too; what a step adds to them lies in torch's own pool.
-    stages = {
-        PlanStage.TRAIN: {"allocated": sum(tags.values()) + step_bytes(worker.memory, device), "driver": used_bytes(device)}
-    }
+    stages = {Phase.TRAIN: {"allocated": sum(tags.values()) + step_bytes(worker.memory, device), "driver": used_bytes(device)}}
     worker.publish_weights()
-    stages[PlanStage.LOAD_WEIGHTS] = {"driver": used_bytes(device)}
+    stages[Stage.LOAD_WEIGHTS] = {"driver": used_bytes(device)}
     worker.memory.pause(TAGS)
-    stages[PlanStage.OFFLOAD] = {"driver": used_bytes(device)}
+    stages[Stage.OFFLOAD] = {"driver": used_bytes(device)}
     worker.memory.resume(TAGS)
     worker.memory.wait_for_optimizer()
-    stages[PlanStage.LOAD_TRAINER] = {"driver": used_bytes(device)}
+    stages[Stage.LOAD_TRAINER] = {"driver": used_bytes(device)}
     worker.close()
     return {"tags": tags, "stages": stages if device == "cuda" else {}}
 
@@ -123,13 +123,13 @@ def used_bytes(device: str) -> int:
     return total - free
 
 
-def predict(layout: Layout) -> dict[tuple[PlanStage, str], int]:
+def predict(layout: Layout) -> dict[tuple[str, str], int]:
     """Bytes of a trainer alone, by stage and kind: the engine has no process here, so its context does not count."""
     planned, contexts = plan(layout), layout.overheads.trainer_context + layout.overheads.nccl
-    predicted: dict[tuple[PlanStage, str], int] = {}
+    predicted: dict[tuple[str, str], int] = {}
     for stage in STAGES:
         # Nothing is published before the first LOAD_WEIGHTS.
-        absent = {Part.CONTEXTS, Part.ROLLOUT_WEIGHTS, Part.ENGINE_STEP, *([Part.EXPORT] if stage is PlanStage.TRAIN else [])}
+        absent = {Part.CONTEXTS, Part.ROLLOUT_WEIGHTS, Part.ENGINE_STEP, *([Part.EXPORT] if stage is Phase.TRAIN else [])}
         parts = {part: size for part, size in planned.stage(stage).gpus[0].items() if part not in absent}
         predicted[stage, "driver"] = sum(parts.values()) + contexts
         predicted[stage, "allocated"] = sum(parts.values()) - parts.get(Part.TORCH_CACHE, 0)
@@ -140,12 +140,12 @@ def compare(size: str, layout: Layout, measured: dict[str, Any]) -> list[str]:
     """Lines of the table; `measured` gets the errors."""
     planned, predicted, lines = plan(layout), predict(layout), []
     for part, tag in zip(TRAINER_TAGS, ("weights", "gradients", "optimizer"), strict=True):
-        of_tag = planned.stage(PlanStage.LOAD_TRAINER).gpus[0][part]
+        of_tag = planned.stage(Stage.LOAD_TRAINER).gpus[0][part]
         lines.append(row(size, f"tag {tag}", "arena", of_tag, measured["tags"][tag]))
     for stage, kinds in measured["stages"].items():
         for kind, num_bytes in kinds.items():
-            lines.append(row(size, stage, kind, predicted[PlanStage(stage), kind], num_bytes))
-            measured.setdefault("errors", {})[f"{stage} {kind}"] = predicted[PlanStage(stage), kind] / num_bytes - 1
+            lines.append(row(size, stage, kind, predicted[stage, kind], num_bytes))
+            measured.setdefault("errors", {})[f"{stage} {kind}"] = predicted[stage, kind] / num_bytes - 1
     return lines
 
 
@@ -233,7 +233,7 @@ def main() -> None:
     results: dict[str, Any] = {}
     lines = [f"{'model':13s} {'stage':14s} {'what':10s} {'predicted':>9s} {'measured':>9s}   error (GB)"]
     for size in arguments.sizes:
-        peak = plan(layouts[size]).stage(PlanStage.TRAIN).gpu_bytes
+        peak = plan(layouts[size]).stage(Phase.TRAIN).gpu_bytes
         if device == "cuda" and peak > gpu_bytes:
             lines.append(f"{size:13s} left out: predicted {peak / GB:.1f} GB on {gpu_bytes / GB:.1f}; give it more --ranks")
             continue

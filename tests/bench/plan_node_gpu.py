@@ -27,13 +27,13 @@ import numpy as np
 from tasuki.client import Client, Phase, SamplingParams, TrainingSample
 from tasuki.config.load import load_config
 from tasuki.config.places import node_targets
-from tasuki.coordinator.phases import RING
+from tasuki.memory.stages import RING, Stage
 from tasuki.planner.layout import GB
 from tasuki.planner.node_plan import plan_node
-from tasuki.planner.plan import PlanStage
+from tasuki.planner.plan import PLAN_STAGES, PlanStage
+from tasuki.rpc.stages import stage_to_proto
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from tasuki.v1.types_pb2 import Stage
 from tests.bench.gpus import at_least_one, require_gpus
 from tests.bench.plan_gpu import SIZES, make_model
 from tests.bench.plan_gpu import layout_of as trainer_layout
@@ -107,24 +107,24 @@ def measure(config: Path, *, gpus: int, before: int) -> dict[PlanStage, int]:
                 )
                 for _ in range(2 * gpus)
             ]
-            with highest(seen, PlanStage.TRAIN, before):
+            with highest(seen, Phase.TRAIN, before):
                 client.forward_backward(samples)
                 client.optim_step(learning_rate=1e-6)
             if turn == 0:
                 client.acquire(Phase.ROLLOUT)
                 client.generate(prompts, SamplingParams(max_new_tokens=NEW_TOKENS))
         for rule in RING[:5]:
-            seen[PlanStage(rule.stage)] = run(coordinator, rule.stage, before)
-        with highest(seen, PlanStage.ROLLOUT, before):
+            seen[rule.stage] = run(coordinator, rule.stage, before)
+        with highest(seen, Phase.ROLLOUT, before):
             client.generate(prompts, SamplingParams(max_new_tokens=NEW_TOKENS))
         for rule in RING[5:]:
-            seen[PlanStage(rule.stage)] = run(coordinator, rule.stage, before)
+            seen[rule.stage] = run(coordinator, rule.stage, before)
     return seen
 
 
-def run(coordinator: CoordinatorServiceStub, stage: str, before: int) -> int:
+def run(coordinator: CoordinatorServiceStub, stage: Stage, before: int) -> int:
     """Bytes taken after it."""
-    coordinator.RunStage(pb.RunStageRequest(stage=Stage.Value(f"STAGE_{stage}")), timeout=LIMIT_S)
+    coordinator.RunStage(pb.RunStageRequest(stage=stage_to_proto(stage)), timeout=LIMIT_S)
     return nvml_bytes()[0] - before
 
 
@@ -152,7 +152,7 @@ def one(size: str, *, gpus: int) -> tuple[dict[str, dict[str, float]], list[str]
             tasuki("down", config)
         planned = plan_node(load_config(config), gpu_bytes=gpu_bytes - before, host_bytes=1000 * GB)
     rows, lines = dict[str, dict[str, float]](), [f"{size}, {gpus} GPUs, started in {start_s:.0f} s"]
-    for stage in PlanStage:
+    for stage in PLAN_STAGES:
         predicted = sum(planned.stage(stage).gpus[0].values())
         rows[stage] = {"predicted": predicted / GB, "measured": measured[stage] / GB, "error": predicted / measured[stage] - 1}
         lines.append(f"  {stage:16s}{predicted / GB:9.2f}{measured[stage] / GB:9.2f}{100 * rows[stage]['error']:+8.1f} %")

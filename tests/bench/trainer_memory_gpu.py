@@ -47,11 +47,12 @@ def make_model(folder: Path, *, is_tiny: bool) -> None:
 
 def train(model: Path, *, device: str, sleeps: bool) -> dict[str, Any]:
     """Losses, gradient norms and seconds of NUM_STEPS steps, with a sleep of all tags between any two if asked."""
+    from tasuki.trainer.worker import PolicyLossConfig, Worker
+
     from tasuki.config.schema import NodeConfig
     from tasuki.trainer.backends.fsdp.memory import TAGS
     from tasuki.trainer.backends.fsdp.mesh import start_mesh
     from tasuki.trainer.data.micro_batch import loss_batch
-    from tasuki.trainer.worker import PolicyLossConfig, Worker
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
     torch.use_deterministic_algorithms(True)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from tasuki.client import Client, Phase
-from tasuki.coordinator.phases import Phase as RingPhase
-from tasuki.coordinator.phases import Stage, path
+from tasuki.coordinator.phases import path
+from tasuki.memory.stages import Phase as RingPhase
+from tasuki.memory.stages import Stage
 from tests.chaos_node import PROCESSES, STAGES, ChaosNode, Recovery, write_recoveries
 from tests.conftest import RunningNode
 

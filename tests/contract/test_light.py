@@ -24,7 +24,10 @@ sys.meta_path.insert(0, Absent())
 for package in sys.argv[1:]:
     found = importlib.import_module(package)
     for module in pkgutil.walk_packages(found.__path__, package + "."):
-        if not module.name.endswith("__main__") or package == "tasuki.cli":
+        is_started = module.name.endswith("__main__") and package != "tasuki.cli"
+        # For services with ranks, whose extras have pyzmq.
+        is_for_ranks = module.name in {"tasuki.rpc.rank_front", "tasuki.rpc.rank_server"}
+        if not is_started and not is_for_ranks:
             importlib.import_module(module.name)
 """
 

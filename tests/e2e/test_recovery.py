@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tasuki.client import Client, Phase
-from tasuki.coordinator.phases import Stage
+from tasuki.memory.stages import Stage
 from tests.chaos_node import ChaosNode
 from tests.conftest import RunningNode, tasuki
 

@@ -21,8 +21,9 @@ from typing import NoReturn
 
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.journal_recovery import close_interrupted, resolve_intents
-from tasuki.coordinator.phases import HOLDS, Phase, Stage, path
+from tasuki.coordinator.phases import path
 from tasuki.coordinator.records import Outcome
+from tasuki.memory.stages import HOLDS, Phase, Stage
 
 MOST_LINES, LONGEST_PAUSE_S = 30, 0.0005
 

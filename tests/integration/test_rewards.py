@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tasuki.client.rewards import RewardPool
+from tasuki.client.rewards import Completion, NamedReward, RewardPool
+from tasuki.client.types import FinishReason, Sample
 from tasuki.wire.errors import InvalidArgument, RewardFailed
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +49,27 @@ def reward(*, prompt, completion, **fields):
         case "interrupts": raise KeyboardInterrupt
         case "pid": return os.getpid()
     return 0.0
+
+def answered(completion, score):  # neither the prompt nor what else the row has
+    return score
+
+def whole(*, finish_reason, num_tokens):
+    return num_tokens if finish_reason == "stop" else -num_tokens
+
+def tokens(*, prompt_token_ids, completion_token_ids):
+    assert type(prompt_token_ids) is type(completion_token_ids) is list
+    return sum(prompt_token_ids) + 1000 * sum(completion_token_ids)
+
+def names(completion, **fields):
+    return sum(2 ** SEEN.index(name) for name in fields)
+
+SEEN = ["prompt", "score", "finish_reason", "num_tokens", "prompt_token_ids", "completion_token_ids"]
+
+def length(completion): return len(completion)
+
+def short(completion):
+    if completion == "hangs": time.sleep(60)
+    return 1e38 if completion == "vast" else float(len(completion) < 6)
 
 constant = 3
 """
@@ -120,6 +142,113 @@ def test_with_zero_every_failure_counts_as_zero_and_is_counted(folder: Path):
     assert scores.num_failed == 4
 
 
+def test_with_skip_every_failure_is_nan_and_is_counted(folder: Path):
+    with RewardPool("my_rewards:reward", folders=[folder], timeout_s=0.5, on_error="skip", num_workers=2) as pool:
+        scores = pool.score([ROWS[0]] * 6, ["right", "raises", "hangs", "dies", "nan", "wrong"])
+        none = pool.score([ROWS[0]], ["raises"])
+    np.testing.assert_array_equal(scores.rewards, np.float32([1, np.nan, np.nan, np.nan, np.nan, 0]))
+    assert (scores.num_failed, scores.mean()) == (4, 0.5)
+    assert (none.num_failed, none.mean()) == (1, None)
+
+
+def _completion(finish_reason: FinishReason = FinishReason.STOP) -> Completion:
+    log_probs = np.zeros(3, dtype=np.float32)
+    sample = Sample(0, 0, np.array([5, 6, 7], dtype=np.int32), log_probs, finish_reason, policy_version=0)
+    return Completion.of(sample, text="right", prompt_token_ids=[1, 2])
+
+
+@pytest.mark.parametrize(
+    ("function", "finish_reason", "expected"),
+    [
+        ("answered", FinishReason.STOP, 0.5),
+        ("whole", FinishReason.STOP, 3),
+        ("whole", FinishReason.LENGTH, -3),
+        ("whole", FinishReason.CUT, -3),
+        ("tokens", FinishReason.STOP, 18003),
+        ("names", FinishReason.STOP, 63),
+    ],
+)
+def test_a_function_gets_what_its_parameters_name(folder: Path, function: str, finish_reason: FinishReason, expected: float):
+    with RewardPool(f"my_rewards:{function}", folders=[folder]) as pool:
+        assert pool.score([ROWS[1]], [_completion(finish_reason)]).rewards.tolist() == [expected]
+
+
+def test_a_function_that_needs_what_a_bare_text_lacks_says_so(folder: Path):
+    with RewardPool("my_rewards:whole", folders=[folder]) as pool, pytest.raises(RewardFailed, match="'finish_reason'"):
+        pool.score([ROWS[0]], ["right"])
+
+
+NAMED = [
+    NamedReward("right", "my_rewards:reward", weight=2.0),
+    NamedReward("short", "my_rewards:short", weight=-0.5),
+    NamedReward("length", "my_rewards:length", weight=0.0),
+]
+
+
+def test_several_rewards_are_summed_by_weight_and_kept_by_name(folder: Path):
+    with RewardPool(NAMED, folders=[folder]) as pool:
+        scores = pool.score(ROWS, ["right", "wrong!", "right", "true"], group_size=2)
+    assert scores.rewards.tolist() == [1.5, 0.0, 0.5, 1.5]
+    assert {name: values.tolist() for name, values in scores.by_name.items()} == {
+        "right": [1.0, 0.0, 0.5, 1.0],
+        "short": [1.0, 0.0, 1.0, 1.0],
+        "length": [5.0, 6.0, 5.0, 4.0],
+    }
+    assert (scores.num_failed, scores.num_failed_by_name) == (0, {"right": 0, "short": 0, "length": 0})
+
+
+def test_one_failure_of_several_rewards_fails_the_sample(folder: Path):
+    completions = ["right", "hangs", "nan", "right"]
+    with RewardPool(NAMED, folders=[folder], timeout_s=0.5, on_error="skip") as pool:
+        skipped = pool.score([ROWS[0]] * 4, completions)
+    with RewardPool(NAMED, folders=[folder], timeout_s=0.5, on_error="zero") as pool:
+        zeroed = pool.score([ROWS[0]] * 4, completions)
+    with RewardPool(NAMED, folders=[folder], timeout_s=0.5) as pool, pytest.raises(RewardFailed) as raised:
+        pool.score([ROWS[0]] * 4, ["right", "right", "nan", "right"])
+    np.testing.assert_array_equal(skipped.rewards, np.float32([1.5, np.nan, np.nan, 1.5]))
+    np.testing.assert_array_equal(skipped.by_name["short"], np.float32([1, np.nan, 1, 1]))
+    assert zeroed.rewards.tolist() == [1.5, 0.0, -0.5, 1.5]
+    for scores in (skipped, zeroed):
+        assert (scores.num_failed, scores.num_failed_by_name) == (2, {"right": 2, "short": 1, "length": 0})
+    assert raised.value.message == "reward my_rewards:reward failed for sample 2 (prompt 2): returned nan, which is not finite"
+    assert raised.value.metadata["reward"] == "right"
+
+
+def test_a_failure_of_a_reward_without_weight_skips_no_sample(folder: Path):
+    rewards = [NamedReward("length", "my_rewards:length"), NamedReward("right", "my_rewards:reward", weight=0.0)]
+    with RewardPool(rewards, folders=[folder], on_error="skip") as pool:
+        scores = pool.score([ROWS[0]], ["raises"])
+    assert scores.rewards.tolist() == [6.0]
+    assert np.isnan(scores.by_name["right"]).all() and scores.num_failed == 1
+
+
+def test_a_sum_beyond_float32_is_an_error_and_no_infinity(folder: Path):
+    with (
+        RewardPool([NamedReward("short", "my_rewards:short", weight=9.0)], folders=[folder]) as pool,
+        pytest.raises(RewardFailed, match="sample 1: the weighted sum 9e\\+38 is too large"),
+    ):
+        pool.score(ROWS, ["right", "vast"])
+
+
+@pytest.mark.parametrize(
+    ("rewards", "problem"),
+    [
+        ([], "reward.name"),
+        ([NamedReward("", "my_rewards:reward")], "reward.name"),
+        ([NamedReward("a", "my_rewards:reward"), NamedReward("a", "my_rewards:short")], "reward.name"),
+        ([NamedReward("a", "my_rewards:reward", weight=0.0)], "reward.weight"),
+        ([NamedReward("a", "my_rewards:reward", weight=float("nan"))], "reward.weight"),
+        ([NamedReward("a", "my_rewards:reward"), NamedReward("b", "my_rewards:missing")], "cannot use my_rewards:missing"),
+        ([NamedReward("a", "my_rewards")], "module:function"),
+    ],
+)
+def test_rewards_that_cannot_be_told_apart_weighted_or_imported_are_refused(
+    folder: Path, rewards: list[NamedReward], problem: str
+):
+    with pytest.raises(InvalidArgument, match=problem):
+        RewardPool(rewards, folders=[folder])
+
+
 def test_workers_are_started_once_and_gone_at_the_end(folder: Path):
     with RewardPool("my_rewards:reward", folders=[folder]) as pool:
         pids = {int(pid) for _ in range(3) for pid in pool.score([ROWS[0]] * 4, ["pid"] * 4).rewards}
@@ -135,6 +264,7 @@ def test_workers_are_started_once_and_gone_at_the_end(folder: Path):
         ("my_rewards:missing", "has no attribute 'missing'"),
         ("my_rewards:constant", "not a function"),
         ("my_rewards", "module:function"),
+        ("builtins:max", "no signature found"),
         ("broken:reward", "ZeroDivisionError"),
     ],
 )

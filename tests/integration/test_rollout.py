@@ -73,7 +73,7 @@ async def test_stages_out_of_order_are_refused_and_change_nothing(rollout: Rollo
     ):
         error = await refused(call)
         assert isinstance(error, StageOrder)
-        assert (error.metadata["after"], error.metadata["allowed"]) == ("resume_kv", "drain, pause_kv")
+        assert (error.metadata["after"], error.metadata["allowed"]) == ("RESUME_KV", "DRAIN, PAUSE_KV")
     assert len(await rollout.generate([[5]], max_new_tokens=1)) == 1
 
 

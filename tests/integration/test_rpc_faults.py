@@ -17,8 +17,8 @@ from tasuki.coordinator.audit.replay import audit
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.peers import GrpcPeers, Observed
-from tasuki.coordinator.phases import RULES, Phase, Service
 from tasuki.coordinator.records import Intent, Outcome
+from tasuki.memory.stages import RULES, Phase, Service
 from tasuki.rpc.server import RpcServer
 from tasuki.v1.memory_pb2_grpc import MemoryServiceServicer, add_MemoryServiceServicer_to_server
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceServicer, add_RolloutServiceServicer_to_server

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tasuki.memory.stages import Stage
 from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.memory import EngineMemory
 from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.rollout import Rollout
-from tasuki.rollout.stages import Stage
 from tasuki.rollout.sync import WeightSync
 from tasuki.transport.export import WeightExport
 from tasuki.v1 import weights_pb2

@@ -40,7 +40,7 @@ def ranks() -> Iterator[EngineRanks]:
 
 
 @pytest.fixture
-def memory(ranks: EngineRanks, tmp_path: Path) -> Iterator[EngineMemory]:
+async def memory(ranks: EngineRanks, tmp_path: Path) -> AsyncIterator[EngineMemory]:
     """Of two ranks that hold a model, awake."""
     with ExitStack() as stack:
         published = Published("qwen2", tmp_path, stack)

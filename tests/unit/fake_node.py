@@ -8,8 +8,9 @@ from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.operation import Operation
-from tasuki.coordinator.phases import HOLDS, Phase, Stage, path
+from tasuki.coordinator.phases import path
 from tasuki.coordinator.records import StageEvent
+from tasuki.memory.stages import HOLDS, Phase, Stage
 from tests.unit.fake_services import FakeServices
 
 TRAIN, ROLLOUT = HOLDS[Phase.TRAIN], HOLDS[Phase.ROLLOUT]

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from tasuki.coordinator.peers import Observed
-from tasuki.coordinator.phases import RULES, Service, Stage
 from tasuki.coordinator.records import Intent, Outcome
+from tasuki.memory.stages import RULES, Service, Stage
 from tasuki.wire.errors import EnginePoisoned, PeerUnavailable, StageOrder, TasukiError
 
 _TRAINER = {(None, Stage.LOAD_WEIGHTS), (Stage.LOAD_TRAINER, Stage.LOAD_WEIGHTS), (Stage.LOAD_WEIGHTS, Stage.OFFLOAD)}

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tasuki.coordinator.phases import Service
+from tasuki.memory.stages import Service
 from tasuki.rpc.command_log import LoggedLife, read_command_log
 from tests.unit.simulated_services import SimulatedService
 

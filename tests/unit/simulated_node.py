@@ -14,8 +14,7 @@ from tasuki.coordinator.audit.replay import Audit, audit
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.operation import Operation
-from tasuki.coordinator.phases import Phase, Service, Stage
-from tasuki.rollout.stages import Stage as RolloutStage
+from tasuki.memory.stages import Phase, Service, Stage
 from tasuki.v1 import trainer_pb2, types_pb2
 from tasuki.wire.errors import DeadlineExceeded, OutOfGpuMemory, PeerUnavailable, TasukiError
 from tests.unit.simulated_faults import Crash, Fault, JournalFailpoints
@@ -164,7 +163,7 @@ class SimulatedNode:
 
     def _check_holders(self) -> None:
         if self._waits_for_room and self.trainer is not None and self.rollout is not None:
-            has_kv = self.rollout.stage in (RolloutStage.RESUME_KV, RolloutStage.DRAIN)
+            has_kv = self.rollout.stage in (Stage.RESUME_KV, Stage.DRAIN)
             assert not (has_kv and self.trainer.is_resident), "trainer and rollout both hold the GPUs"
 
     # The network.

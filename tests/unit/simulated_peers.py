@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from tasuki.coordinator.peers import GrpcPeers
-from tasuki.coordinator.phases import Service
+from tasuki.memory.stages import Service
 
 if TYPE_CHECKING:
     from tests.unit.simulated_node import SimulatedNode

@@ -8,18 +8,19 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tasuki.memory.stages import Stage
 from tasuki.rollout import stages as rollout_stages
 from tasuki.rpc.commands import CommandGate, digest
+from tasuki.rpc.stages import stage_from_proto, stage_to_proto
 from tasuki.trainer import stages as trainer_stages
-from tasuki.v1 import memory_pb2, rollout_pb2, trainer_pb2, types_pb2, weights_pb2
+from tasuki.v1 import memory_pb2, rollout_pb2, trainer_pb2, weights_pb2
 from tasuki.wire.errors import BadHandle, TasukiError, VersionOrder, WeightsCorrupt
 
-_ROLLOUT_STAGES = {
-    getattr(types_pb2, f"STAGE_{stage.name}"): stage
-    for stage in rollout_stages.Stage
-    if stage is not rollout_stages.Stage.START
-}
-_STAGE_VALUES = {stage: value for value, stage in _ROLLOUT_STAGES.items()}
+
+def stage_of(request: memory_pb2.PauseRequest | memory_pb2.ResumeRequest) -> Stage:
+    stage = stage_from_proto(request.stage)
+    assert stage is not None
+    return stage
 
 
 @dataclass
@@ -79,7 +80,7 @@ class SimulatedTrainer(SimulatedService):
 
     def __init__(self, boot_id: str, disk: Disk) -> None:
         super().__init__(boot_id)
-        self.stage: Any = types_pb2.STAGE_UNSPECIFIED
+        self.stage: Stage | None = None
         self.published: int | None = None
         self._disk = disk
         for version, (request_id, content) in enumerate(disk.steps.items(), start=1):
@@ -91,7 +92,7 @@ class SimulatedTrainer(SimulatedService):
 
     @property
     def is_resident(self) -> bool:
-        return self.stage != types_pb2.STAGE_OFFLOAD
+        return self.stage is not Stage.OFFLOAD
 
     async def OptimStep(self, request: trainer_pb2.OptimStepRequest) -> trainer_pb2.OptimStepResponse:
         async def step() -> trainer_pb2.OptimStepResponse:
@@ -106,9 +107,9 @@ class SimulatedTrainer(SimulatedService):
 
     async def PublishWeights(self, request: trainer_pb2.PublishWeightsRequest) -> trainer_pb2.PublishWeightsResponse:
         async def publish() -> trainer_pb2.PublishWeightsResponse:
-            trainer_stages.raise_unless_next(types_pb2.STAGE_LOAD_WEIGHTS, after=self.stage)
+            trainer_stages.raise_unless_next(Stage.LOAD_WEIGHTS, after=self.stage)
             await self.weather()
-            self.stage, self.published = types_pb2.STAGE_LOAD_WEIGHTS, self.version
+            self.stage, self.published = Stage.LOAD_WEIGHTS, self.version
             weights = weights_pb2.PublishedWeights(policy_version=self.version, boot_id=self.boot_id)
             return trainer_pb2.PublishWeightsResponse(weights=weights, published_bytes=1000)
 
@@ -123,18 +124,20 @@ class SimulatedTrainer(SimulatedService):
 
     async def Pause(self, request: memory_pb2.PauseRequest) -> memory_pb2.PauseResponse:
         async def pause() -> memory_pb2.PauseResponse:
-            trainer_stages.raise_unless_next(request.stage, after=self.stage)
+            stage = stage_of(request)
+            trainer_stages.raise_unless_next(stage, after=self.stage)
             await self.weather()
-            self.stage = request.stage
+            self.stage = stage
             return memory_pb2.PauseResponse(released_bytes=500)
 
         return await self._stage(request, pause)
 
     async def Resume(self, request: memory_pb2.ResumeRequest) -> memory_pb2.ResumeResponse:
         async def resume() -> memory_pb2.ResumeResponse:
-            trainer_stages.raise_unless_next(request.stage, after=self.stage)
+            stage = stage_of(request)
+            trainer_stages.raise_unless_next(stage, after=self.stage)
             await self.weather()
-            self.stage, self.published = request.stage, None
+            self.stage, self.published = stage, None
             return memory_pb2.ResumeResponse(mapped_bytes=500)
 
         return await self._stage(request, resume)
@@ -142,7 +145,10 @@ class SimulatedTrainer(SimulatedService):
     async def GetTrainerState(self, request: Any) -> trainer_pb2.GetTrainerStateResponse:
         self._look(request.epoch)
         return trainer_pb2.GetTrainerStateResponse(
-            boot_id=self.boot_id, stage=self.stage, policy_version=self.version, is_in_stage=self.gate.is_in_stage
+            boot_id=self.boot_id,
+            stage=stage_to_proto(self.stage),
+            policy_version=self.version,
+            is_in_stage=self.gate.is_in_stage,
         )
 
 
@@ -151,7 +157,7 @@ class SimulatedRollout(SimulatedService):
 
     def __init__(self, boot_id: str, trainer: Callable[[], SimulatedTrainer | None], on_served: Callable[[int], None]) -> None:
         super().__init__(boot_id)
-        self.stage = rollout_stages.Stage.START
+        self.stage = None
         self.held: int | None = None
         self.poison: str | None = None
         self._highest = 0
@@ -159,15 +165,15 @@ class SimulatedRollout(SimulatedService):
 
     @property
     def is_resident(self) -> bool:
-        return self.stage not in (rollout_stages.Stage.START, rollout_stages.Stage.PAUSE_WEIGHTS)
+        return self.stage not in (None, Stage.PAUSE_WEIGHTS)
 
     @property
     def served(self) -> int | None:
-        return self.held if self.stage in (rollout_stages.Stage.RESUME_KV, rollout_stages.Stage.DRAIN) else None
+        return self.held if self.stage in (Stage.RESUME_KV, Stage.DRAIN) else None
 
     async def ReceiveWeights(self, request: rollout_pb2.ReceiveWeightsRequest) -> rollout_pb2.ReceiveWeightsResponse:
         async def receive() -> rollout_pb2.ReceiveWeightsResponse:
-            rollout_stages.check_stage(rollout_stages.Stage.SYNC, after=self.stage, poison_reason=self.poison)
+            rollout_stages.check_stage(Stage.SYNC, after=self.stage, poison_reason=self.poison)
             weights, trainer = request.weights, self._trainer()
             if weights.policy_version < self._highest:
                 raise VersionOrder("an older version was asked for")
@@ -177,28 +183,28 @@ class SimulatedRollout(SimulatedService):
             if self.weather.corrupts:
                 self.weather.corrupts, self.poison, self.held = False, "sync failed", None
                 raise WeightsCorrupt("a bit is wrong")
-            self.held, self.stage = weights.policy_version, rollout_stages.Stage.SYNC
+            self.held, self.stage = weights.policy_version, Stage.SYNC
             return rollout_pb2.ReceiveWeightsResponse(policy_version=weights.policy_version, copied_bytes=1000)
 
         return await self._stage(request, receive)
 
     async def Drain(self, request: rollout_pb2.DrainRequest) -> rollout_pb2.DrainResponse:
         async def drain() -> rollout_pb2.DrainResponse:
-            await self._move(rollout_stages.Stage.DRAIN)
+            await self._move(Stage.DRAIN)
             return rollout_pb2.DrainResponse()
 
         return await self._stage(request, drain)
 
     async def Pause(self, request: memory_pb2.PauseRequest) -> memory_pb2.PauseResponse:
         async def pause() -> memory_pb2.PauseResponse:
-            await self._move(_ROLLOUT_STAGES[request.stage])
+            await self._move(stage_of(request))
             return memory_pb2.PauseResponse(released_bytes=500)
 
         return await self._stage(request, pause)
 
     async def Resume(self, request: memory_pb2.ResumeRequest) -> memory_pb2.ResumeResponse:
         async def resume() -> memory_pb2.ResumeResponse:
-            await self._move(_ROLLOUT_STAGES[request.stage])
+            await self._move(stage_of(request))
             return memory_pb2.ResumeResponse(mapped_bytes=500)
 
         return await self._stage(request, resume)
@@ -207,7 +213,7 @@ class SimulatedRollout(SimulatedService):
         self._look(request.epoch)
         return rollout_pb2.GetRolloutStateResponse(
             boot_id=self.boot_id,
-            stage=_STAGE_VALUES.get(self.stage, types_pb2.STAGE_UNSPECIFIED),
+            stage=stage_to_proto(self.stage),
             policy_version=self.served,
             received_version=self.held if self.served is None else None,
             is_poisoned=self.poison is not None,
@@ -215,13 +221,13 @@ class SimulatedRollout(SimulatedService):
             is_in_stage=self.gate.is_in_stage,
         )
 
-    async def _move(self, stage: rollout_stages.Stage) -> None:
+    async def _move(self, stage: Stage) -> None:
         rollout_stages.check_stage(stage, after=self.stage, poison_reason=self.poison)
         await self.weather()
         self.stage = stage
-        if stage is rollout_stages.Stage.PAUSE_WEIGHTS:
+        if stage is Stage.PAUSE_WEIGHTS:
             self.held = None
-        if stage is rollout_stages.Stage.RESUME_KV:
+        if stage is Stage.RESUME_KV:
             assert self.held is not None, "a version is served that was never received"
             self._highest = self.held
             if not self.died.is_set():

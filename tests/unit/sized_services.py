@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field, replace
 
-from tasuki.coordinator.phases import RULES, Service, Stage
 from tasuki.coordinator.records import Intent, Outcome
+from tasuki.memory.stages import RULES, Service, Stage
 from tasuki.memory.tags import DeviceUsage, MemoryTag, ServiceUsage, TagUsage
 from tasuki.wire.errors import TasukiError
 from tests.unit.fake_services import FakeServices

@@ -11,8 +11,8 @@ from tasuki.config.schema import MemoryConfig, ModelConfig, NodeConfig, RolloutC
 from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
-from tasuki.coordinator.phases import HOLDS, Phase, Service, Stage
 from tasuki.coordinator.records import StageEvent
+from tasuki.memory.stages import HOLDS, Phase, Service, Stage
 from tasuki.wire.errors import DeadlineExceeded, OutOfGpuMemory
 from tests.unit import fake_node
 from tests.unit.fake_services import FakeServices

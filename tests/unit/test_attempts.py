@@ -11,7 +11,7 @@ from tasuki.coordinator.audit.commands import audit_commands
 from tasuki.coordinator.audit.history import History
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
-from tasuki.coordinator.phases import Phase, Service, Stage
+from tasuki.memory.stages import Phase, Service, Stage
 from tasuki.rpc.command_log import read_command_log
 from tasuki.rpc.commands import CommandGate
 from tasuki.v1 import trainer_pb2, types_pb2

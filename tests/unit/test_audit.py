@@ -14,7 +14,7 @@ import pytest
 from tasuki.cli.__main__ import main
 from tasuki.coordinator.audit.history import read_history
 from tasuki.coordinator.journal import Journal
-from tasuki.coordinator.phases import Phase, Stage
+from tasuki.memory.stages import Phase, Stage
 from tasuki.rpc.failpoints import NO_FAILPOINTS
 from tasuki.trainer.durable.training_log import TrainingLog
 from tasuki.v1 import trainer_pb2

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.cli.__main__ import main
-from tasuki.coordinator.phases import Phase, Service
+from tasuki.memory.stages import Phase, Service
 from tasuki.rpc.failpoints import NO_FAILPOINTS
 from tasuki.trainer.durable.training_log import TrainingLog
 from tasuki.v1.ranks_pb2 import LoggedForwardBackward, TrainingRecord

@@ -6,8 +6,8 @@ import pytest
 
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
-from tasuki.coordinator.phases import Phase, Service, Stage
 from tasuki.coordinator.records import Status
+from tasuki.memory.stages import Phase, Service, Stage
 from tasuki.wire.errors import DiskFull, OutOfGpuMemory, PeerUnavailable, StageOrder
 from tests.unit.fake_node import TO_ROLLOUT, TO_TRAIN, TRAIN, acquire, events
 from tests.unit.fake_services import FakeServices

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from tasuki.coordinator.node import Node
-from tasuki.coordinator.phases import Phase, Stage
 from tasuki.coordinator.records import Status
+from tasuki.memory.stages import Phase, Stage
 from tasuki.wire.errors import ChangeoverRunning, InvalidArgument, OutOfGpuMemory
 from tests.unit.fake_node import ROLLOUT, TO_ROLLOUT, Hold, acquire, events
 from tests.unit.fake_services import FakeServices

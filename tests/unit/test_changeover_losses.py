@@ -9,8 +9,8 @@ import pytest
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.peers import Observed
-from tasuki.coordinator.phases import HOLDS, RULES, Phase, Service, Stage
 from tasuki.coordinator.records import Status
+from tasuki.memory.stages import HOLDS, RULES, Phase, Service, Stage
 from tasuki.wire.errors import DeadlineExceeded, EnginePoisoned, PeerUnavailable, WeightsCorrupt
 from tests.unit.fake_node import TO_ROLLOUT, TO_TRAIN, Hold, acquire, events, make_node
 from tests.unit.fake_services import FakeServices

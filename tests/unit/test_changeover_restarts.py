@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from tasuki.coordinator.journal import Journal
-from tasuki.coordinator.phases import RULES, Phase, Service, Stage
 from tasuki.coordinator.records import Status
+from tasuki.memory.stages import RULES, Phase, Service, Stage
 from tasuki.wire.errors import PeerUnavailable
 from tests.unit.fake_node import TO_ROLLOUT, TO_TRAIN, Hold, acquire, events, make_node
 from tests.unit.fake_services import FakeServices

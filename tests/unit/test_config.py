@@ -10,7 +10,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from tasuki.config.load import load_config
 from tasuki.config.places import grpc_target, node_targets, socket_dir
 from tasuki.config.save import save_config
-from tasuki.coordinator.phases import RULES, Stage
+from tasuki.memory.stages import RULES, Stage
 from tasuki.v1 import trainer_pb2
 from tasuki.wire.address import socket_folder
 from tasuki.wire.errors import InvalidArgument, PathNotFound

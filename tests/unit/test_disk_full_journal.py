@@ -10,8 +10,9 @@ import pytest
 
 from tasuki.config.failpoints import Action
 from tasuki.coordinator.journal import Journal
-from tasuki.coordinator.phases import HOLDS, Phase, Stage, path
+from tasuki.coordinator.phases import path
 from tasuki.coordinator.records import Outcome, Status
+from tasuki.memory.stages import HOLDS, Phase, Stage
 from tasuki.rpc.failpoints import Failpoints, plant
 from tasuki.wire.errors import DiskFull
 from tests.tiny_disk import TinyDisk, limited_files, tmpfs

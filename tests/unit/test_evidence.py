@@ -12,7 +12,7 @@ from tasuki.cli.__main__ import main
 from tasuki.cli.evidence import kept_evidence
 from tasuki.config.places import journal_path, log_path, training_log_path
 from tasuki.coordinator.journal import Journal
-from tasuki.coordinator.phases import HOLDS, Phase
+from tasuki.memory.stages import HOLDS, Phase
 from tasuki.wire.errors import PeerUnavailable
 
 

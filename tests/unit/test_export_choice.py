@@ -14,10 +14,11 @@ from tasuki.config.gpus import Gpus, gpus_of, show_gpus
 from tasuki.config.load import load_config
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
+from tasuki.memory.stages import Phase, Stage
 from tasuki.planner.advice import advise, climb
 from tasuki.planner.layout import GB, Checkpointing, Layout, Part
 from tasuki.planner.node_plan import node_layout
-from tasuki.planner.plan import PlanStage, needed_bytes, plan
+from tasuki.planner.plan import PLAN_STAGES, PlanStage, needed_bytes, plan
 from tasuki.planner.presets import MODELS
 from tasuki.wire.errors import InvalidArgument
 
@@ -200,32 +201,32 @@ def present(layout: Layout, part: Part) -> set[PlanStage]:
     return {stage.stage for stage in plan(layout).stages if part in stage.gpus[0]}
 
 
-RISING = {PlanStage.LOAD_WEIGHTS, PlanStage.RESUME_WEIGHTS, PlanStage.SYNC}
+RISING = {Stage.LOAD_WEIGHTS, Stage.RESUME_WEIGHTS, Stage.SYNC}
 
 
 def test_a_copy_that_leaves_is_there_from_load_weights_to_sync_alone() -> None:
-    assert present(h200s(), Part.EXPORT) == set(PlanStage)
+    assert present(h200s(), Part.EXPORT) == set(PLAN_STAGES)
     leaving = h200s(export_stays=False)
     assert present(leaving, Part.EXPORT) == RISING
-    grown = needed_bytes(plan(leaving), PlanStage.LOAD_WEIGHTS).gpus[0]
+    grown = needed_bytes(plan(leaving), Stage.LOAD_WEIGHTS).gpus[0]
     assert grown[Part.EXPORT] == pytest.approx(2 * MODEL.num_parameters / 4, rel=0.01)
-    freed = plan(h200s()).stage(PlanStage.ROLLOUT).gpu_bytes - plan(leaving).stage(PlanStage.ROLLOUT).gpu_bytes
+    freed = plan(h200s()).stage(Phase.ROLLOUT).gpu_bytes - plan(leaving).stage(Phase.ROLLOUT).gpu_bytes
     assert freed == grown[Part.EXPORT]
 
 
 def test_published_parameters_need_no_copy_and_stay_or_leave_themselves() -> None:
     in_place = h200s(param_bytes=2, exports_parameters=True)
     assert present(in_place, Part.EXPORT) == set()
-    assert present(in_place, Part.TRAINER_WEIGHTS) == set(PlanStage)
-    assert Part.TRAINER_WEIGHTS not in plan(in_place).stage(PlanStage.ROLLOUT).host
+    assert present(in_place, Part.TRAINER_WEIGHTS) == set(PLAN_STAGES)
+    assert Part.TRAINER_WEIGHTS not in plan(in_place).stage(Phase.ROLLOUT).host
     leaving = replace(in_place, export_stays=False)
-    assert PlanStage.ROLLOUT not in present(leaving, Part.TRAINER_WEIGHTS)
-    assert Part.TRAINER_WEIGHTS in plan(leaving).stage(PlanStage.ROLLOUT).host
+    assert Phase.ROLLOUT not in present(leaving, Part.TRAINER_WEIGHTS)
+    assert Part.TRAINER_WEIGHTS in plan(leaving).stage(Phase.ROLLOUT).host
 
 
 def test_bfloat16_parameters_take_half_of_weights_gradients_and_moments() -> None:
     tags = (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER)
-    whole, half = (plan(h200s(param_bytes=size)).stage(PlanStage.LOAD_WEIGHTS).gpus[0] for size in (4, 2))
+    whole, half = (plan(h200s(param_bytes=size)).stage(Stage.LOAD_WEIGHTS).gpus[0] for size in (4, 2))
     for tag in tags:
         assert half[tag] == pytest.approx(whole[tag] / 2, rel=0.1)
 
@@ -239,7 +240,7 @@ def test_advice_names_the_setting_that_lets_the_copy_leave() -> None:
     crowded = h200s(kv_ratio=0.95)
     planned = plan(crowded)
     assert not planned.fits
-    assert planned.gpu_peak.stage in (PlanStage.RESUME_KV, PlanStage.ROLLOUT, PlanStage.DRAIN)
+    assert planned.gpu_peak.stage in (Stage.RESUME_KV, Phase.ROLLOUT, Stage.DRAIN)
     first = advise(planned).ladder[0]
     assert (first.setting, first.old, first.new, first.is_available) == ("trainer.export_stays", "true", "false", True)
     assert first.plan.fits
@@ -248,9 +249,9 @@ def test_advice_names_the_setting_that_lets_the_copy_leave() -> None:
 def test_advice_names_publishing_parameters_where_their_dtype_allows_it() -> None:
     layout = h200s(param_bytes=2, kv_ratio=0.2, micro_batch_tokens=1024, context_length=1024, export_stays=False)
     layout = replace(layout, empties_cache=True)
-    synced = plan(layout).stage(PlanStage.SYNC)
+    synced = plan(layout).stage(Stage.SYNC)
     short = plan(replace(layout, gpu_bytes=synced.gpu_bytes - synced.gpus[0][Part.EXPORT] + GB))
-    assert not short.fits and short.gpu_peak.stage is PlanStage.RESUME_WEIGHTS
+    assert not short.fits and short.gpu_peak.stage is Stage.RESUME_WEIGHTS
     assert "trainer.export" in {rung.setting for rung in climb(short)}
 
 
@@ -271,7 +272,7 @@ def test_what_the_configuration_leaves_open_stays_where_it_fits() -> None:
 def test_ranks_are_planned_on_the_gpus_that_they_have() -> None:
     config = node(trainer={"num_ranks": 2, "devices": ["2", "3"]}, rollout={"devices": ["0"]})
     planned = plan(node_layout(config, MODEL, gpu_bytes=141 * GB, host_bytes=2000 * GB))
-    training, serving = planned.stage(PlanStage.TRAIN).gpus, planned.stage(PlanStage.ROLLOUT).gpus
+    training, serving = planned.stage(Phase.TRAIN).gpus, planned.stage(Phase.ROLLOUT).gpus
     assert [Part.TRAINER_WEIGHTS in parts for parts in training] == [True, True, False]
     assert [Part.KV_CACHE in parts for parts in serving] == [False, False, True]
     alone = plan(node_layout(node(), MODEL, gpu_bytes=141 * GB, host_bytes=2000 * GB))

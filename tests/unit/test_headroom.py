@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.coordinator.headroom import Shortage, refusal
-from tasuki.coordinator.phases import Stage
+from tasuki.memory.stages import Stage
 from tasuki.memory.tags import MemoryTag
 from tests.unit.sized_services import GB
 

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tasuki.config.schema import MemoryConfig, ModelConfig, NodeConfig, RolloutConfig, TrainerConfig
 from tasuki.coordinator.admission import Admission
-from tasuki.coordinator.phases import Service, Stage
 from tasuki.memory import arena as native
 from tasuki.memory.arena import Arena
+from tasuki.memory.stages import Service, Stage
 from tasuki.memory.tags import DeviceUsage, MemoryTag, ServiceUsage, TagUsage
 from tasuki.planner.budget import check_host_budget
 from tasuki.trainer.backends.fsdp.memory import ExportChoice, TrainerMemory

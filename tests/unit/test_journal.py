@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tasuki.coordinator.journal import Journal
-from tasuki.coordinator.phases import HOLDS, Phase, Stage
 from tasuki.coordinator.records import Intent, Outcome, Status
+from tasuki.memory.stages import HOLDS, Phase, Stage
 from tasuki.wire.errors import DiskFull, OutOfGpuMemory
 
 TRAIN = HOLDS[Phase.TRAIN]
@@ -135,7 +135,7 @@ _WRITER = """
 import sys
 from pathlib import Path
 from tasuki.coordinator.journal import Journal
-from tasuki.coordinator.phases import Phase, Stage
+from tasuki.memory.stages import Phase, Stage
 from tasuki.coordinator.records import Outcome
 journal = Journal(Path(sys.argv[1]))
 journal.begin_epoch("boot")

@@ -25,7 +25,7 @@ from tasuki.algorithms.loss_types import (
     ValueLoss,
 )
 from tasuki.client.encode import loss_to_proto
-from tasuki.trainer.loss_wire import decode_loss
+from tasuki.trainer.ranks.loss import decode_loss
 from tasuki.v1 import loss_pb2
 from tasuki.wire.errors import InvalidArgument
 

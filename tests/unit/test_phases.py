@@ -8,12 +8,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tasuki.coordinator.phases import (
-    HOLDS,
-    RING,
-    RULES,
-    Phase,
-    Service,
-    Stage,
     advance,
     leads_to,
     lost_weights,
@@ -25,6 +19,7 @@ from tasuki.coordinator.phases import (
     turns_back,
     undo_path,
 )
+from tasuki.memory.stages import HOLDS, RING, RULES, Phase, Service, Stage
 from tasuki.wire.errors import StageOrder
 
 TO_ROLLOUT = (Stage.LOAD_WEIGHTS, Stage.RESUME_WEIGHTS, Stage.SYNC, Stage.OFFLOAD, Stage.RESUME_KV)

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from tasuki.config.schema import NodeConfig
-from tasuki.coordinator.phases import RING
+from tasuki.memory.stages import RING, Phase, Stage
 from tasuki.planner.advice import advise, largest_kv_ratio, smallest_sleeping
 from tasuki.planner.layout import GB, MIB, TAGS, Checkpointing, Layout, Part, Strategy
 from tasuki.planner.node_plan import plan_node
-from tasuki.planner.plan import Plan, PlanStage, needed_bytes, plan
+from tasuki.planner.plan import PLAN_STAGES, Plan, PlanStage, needed_bytes, plan
 from tasuki.planner.presets import MODELS, PRESETS
 from tasuki.planner.trainer_bytes import training_peak
 from tasuki.wire.errors import InvalidArgument
@@ -37,14 +37,14 @@ def tag_bytes(planned: Plan, stage: PlanStage, *parts: Part) -> float:
 def test_7b_trains_in_about_48_gb():
     # 32,000 tokens: the budget that verl's documentation gives for training.
     planned = plan(h200s("qwen2.5-7b", micro_batch_tokens=32_000, num_engines=8, kv_ratio=0.6))
-    cached = tag_bytes(planned, PlanStage.TRAIN, Part.TORCH_CACHE, Part.ENGINE_STEP)
-    assert planned.stage(PlanStage.TRAIN).gpu_bytes / GB - cached == pytest.approx(48, rel=0.1)
+    cached = tag_bytes(planned, Phase.TRAIN, Part.TORCH_CACHE, Part.ENGINE_STEP)
+    assert planned.stage(Phase.TRAIN).gpu_bytes / GB - cached == pytest.approx(48, rel=0.1)
     assert planned.fits
 
 
 @pytest.mark.parametrize("kv_ratio", [0.55, 0.7])
 def test_7b_generates_in_80_to_115_gb(kv_ratio: float):
-    assert 80 <= plan(h200s("qwen2.5-7b", num_engines=8, kv_ratio=kv_ratio)).stage(PlanStage.ROLLOUT).gpu_bytes / GB <= 115
+    assert 80 <= plan(h200s("qwen2.5-7b", num_engines=8, kv_ratio=kv_ratio)).stage(Phase.ROLLOUT).gpu_bytes / GB <= 115
 
 
 # GB on rank 0's GPU, as an H200's driver said (tests/bench/plan_gpu.py), by size, ranks and micro-batches of a step: a step's end, with the
@@ -83,17 +83,17 @@ SEED_32B = {
 def test_32b_at_kv_ratio_0_9_runs_out_of_memory_when_everything_wakes_at_once():
     planned = plan(h200s("qwen2.5-32b", strategy=Strategy.ONE_STAGE, **SEED_32B))
     assert not planned.fits
-    assert planned.gpu_peak.stage in (PlanStage.RESUME_WEIGHTS, PlanStage.SYNC)
-    waking = planned.stage(PlanStage.RESUME_WEIGHTS).gpu_bytes / GB
-    assert tag_bytes(planned, PlanStage.RESUME_WEIGHTS, Part.TRAINER_WEIGHTS) == pytest.approx(16.4, rel=0.05)
+    assert planned.gpu_peak.stage in (Stage.RESUME_WEIGHTS, Stage.SYNC)
+    waking = planned.stage(Stage.RESUME_WEIGHTS).gpu_bytes / GB
+    assert tag_bytes(planned, Stage.RESUME_WEIGHTS, Part.TRAINER_WEIGHTS) == pytest.approx(16.4, rel=0.05)
     assert waking > 141
 
 
 def test_32b_at_kv_ratio_0_9_fits_in_stages():
     planned = plan(h200s("qwen2.5-32b", **SEED_32B))
     assert planned.fits
-    synced = tag_bytes(planned, PlanStage.SYNC, Part.TRAINER_WEIGHTS, Part.ROLLOUT_WEIGHTS, Part.EXPORT)
-    served = tag_bytes(planned, PlanStage.RESUME_KV, Part.ROLLOUT_WEIGHTS, Part.KV_CACHE, Part.CUDA_GRAPH, Part.CONTEXTS)
+    synced = tag_bytes(planned, Stage.SYNC, Part.TRAINER_WEIGHTS, Part.ROLLOUT_WEIGHTS, Part.EXPORT)
+    served = tag_bytes(planned, Stage.RESUME_KV, Part.ROLLOUT_WEIGHTS, Part.KV_CACHE, Part.CUDA_GRAPH, Part.CONTEXTS)
     assert synced == pytest.approx(27, rel=0.05)
     assert served == pytest.approx(127, rel=0.03)
 
@@ -114,9 +114,9 @@ def test_the_ladder_out_of_one_stage_is_the_staged_strategy():
 
 def test_relaunching_has_no_engine_while_it_trains():
     planned = plan(h200s("qwen2.5-7b", strategy=Strategy.RELAUNCH))
-    assert tag_bytes(planned, PlanStage.TRAIN, Part.ROLLOUT_WEIGHTS, Part.KV_CACHE, Part.EXPORT) == 0
-    assert tag_bytes(planned, PlanStage.RESUME_WEIGHTS, *TAGS[:3]) == 0
-    written = planned.stage(PlanStage.LOAD_WEIGHTS).host_bytes - planned.stage(PlanStage.OFFLOAD).host_bytes
+    assert tag_bytes(planned, Phase.TRAIN, Part.ROLLOUT_WEIGHTS, Part.KV_CACHE, Part.EXPORT) == 0
+    assert tag_bytes(planned, Stage.RESUME_WEIGHTS, *TAGS[:3]) == 0
+    written = planned.stage(Stage.LOAD_WEIGHTS).host_bytes - planned.stage(Stage.OFFLOAD).host_bytes
     assert written == 2 * MODELS["qwen2.5-7b"].num_parameters
 
 
@@ -127,30 +127,30 @@ def test_resident_services_keep_everything_in_every_stage():
 
 
 def test_stages_are_those_of_the_ring_and_the_two_phases():
-    assert [stage for stage in PlanStage if stage not in (PlanStage.TRAIN, PlanStage.ROLLOUT)] == [rule.stage for rule in RING]
+    assert [stage for stage in PLAN_STAGES if stage not in (Phase.TRAIN, Phase.ROLLOUT)] == [rule.stage for rule in RING]
 
 
 def test_what_a_stage_needs_is_what_it_adds():
     planned = plan(h200s("qwen2.5-7b", tp_size=4, num_engines=1))
-    weights = needed_bytes(planned, PlanStage.RESUME_WEIGHTS)
+    weights = needed_bytes(planned, Stage.RESUME_WEIGHTS)
     assert set(weights.gpus[0]) == {Part.ROLLOUT_WEIGHTS}
     assert weights.gpus[4] == {}  # no engine there
-    cache = needed_bytes(planned, PlanStage.RESUME_KV)
+    cache = needed_bytes(planned, Stage.RESUME_KV)
     assert set(cache.gpus[0]) == {Part.KV_CACHE, Part.CUDA_GRAPH}
-    first = needed_bytes(planned, PlanStage.RESUME_KV, has_published=False)
+    first = needed_bytes(planned, Stage.RESUME_KV, has_published=False)
     assert set(first.gpus[0]) == {Part.KV_CACHE, Part.CUDA_GRAPH, Part.ENGINE_STEP}
     assert cache.gpus[0][Part.KV_CACHE] == planned.kv_pool.num_bytes
-    training = needed_bytes(planned, PlanStage.LOAD_TRAINER)
-    assert training.gpu_bytes == sum(planned.stage(PlanStage.TRAIN).gpus[0].values()) - sum(
-        planned.stage(PlanStage.PAUSE_WEIGHTS).gpus[0].values()
+    training = needed_bytes(planned, Stage.LOAD_TRAINER)
+    assert training.gpu_bytes == sum(planned.stage(Phase.TRAIN).gpus[0].values()) - sum(
+        planned.stage(Stage.PAUSE_WEIGHTS).gpus[0].values()
     )
-    assert needed_bytes(planned, PlanStage.DRAIN).gpu_bytes == 0
+    assert needed_bytes(planned, Stage.DRAIN).gpu_bytes == 0
 
 
 def test_only_the_first_publish_needs_room_for_the_export_arena():
     planned = plan(h200s("qwen2.5-7b"))
-    assert needed_bytes(planned, PlanStage.LOAD_WEIGHTS).gpu_bytes == 0
-    first = needed_bytes(planned, PlanStage.LOAD_WEIGHTS, has_published=False)
+    assert needed_bytes(planned, Stage.LOAD_WEIGHTS).gpu_bytes == 0
+    first = needed_bytes(planned, Stage.LOAD_WEIGHTS, has_published=False)
     assert [set(parts) for parts in first.gpus] == [{Part.EXPORT}] * 8
     assert first.gpu_bytes == pytest.approx(2 * MODELS["qwen2.5-7b"].num_parameters / 8, rel=0.01)
 
@@ -205,8 +205,8 @@ def test_adapters_train_a_model_whose_parameters_would_not_fit():
     assert not plan(layout).fits
     planned = plan(replace(layout, lora_rank=32))
     assert planned.fits
-    assert tag_bytes(planned, PlanStage.TRAIN, Part.GRADIENTS, Part.OPTIMIZER) < 3
-    assert tag_bytes(planned, PlanStage.TRAIN, Part.ROLLOUT_WEIGHTS) > 18  # the engine keeps its base
+    assert tag_bytes(planned, Phase.TRAIN, Part.GRADIENTS, Part.OPTIMIZER) < 3
+    assert tag_bytes(planned, Phase.TRAIN, Part.ROLLOUT_WEIGHTS) > 18  # the engine keeps its base
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -224,7 +224,7 @@ def test_presets_make_plans(name: str):
 @given(tokens=some.integers(1, 60_000), more=some.integers(0, 60_000), mode=some.sampled_from(list(Checkpointing)))
 def test_more_tokens_never_take_less(tokens: int, more: int, mode: Checkpointing):
     few, many = (
-        plan(h200s("qwen2.5-0.5b", micro_batch_tokens=count, checkpointing=mode)).stage(PlanStage.TRAIN).gpu_bytes
+        plan(h200s("qwen2.5-0.5b", micro_batch_tokens=count, checkpointing=mode)).stage(Phase.TRAIN).gpu_bytes
         for count in (tokens, tokens + more)
     )
     assert few <= many
@@ -245,7 +245,7 @@ def test_letting_more_leave_never_takes_more_in_the_trainers_phase(sleeping: fro
     before, after = (
         plan(h200s("qwen2.5-7b", sleeping=tags, max_total_tokens=40_000)) for tags in (sleeping, sleeping | {more})
     )
-    for stage in PlanStage:
+    for stage in PLAN_STAGES:
         assert after.stage(stage).gpu_bytes <= before.stage(stage).gpu_bytes
 
 
@@ -254,9 +254,9 @@ def test_a_node_on_a_cpu_takes_its_memory_from_the_host(tmp_path: Path):
     node = NodeConfig.model_validate({"state_dir": tmp_path, **tables})
     planned = plan_node(node, gpu_bytes=1, host_bytes=24 * GB)
     assert planned.fits
-    one_rank = planned.stage(PlanStage.LOAD_TRAINER).gpus[1]
+    one_rank = planned.stage(Stage.LOAD_TRAINER).gpus[1]
     assert one_rank[Part.GRADIENTS] == 2 * MIB  # one chunk
-    host = planned.stage(PlanStage.LOAD_TRAINER).host
+    host = planned.stage(Stage.LOAD_TRAINER).host
     assert host[Part.GRADIENTS] == 2 * one_rank[Part.GRADIENTS]
     # Two layers, two heads of 16, keys and values, bfloat16.
     assert planned.kv_pool.num_bytes == (1000 + 8) * 2 * 2 * 2 * 16 * 2

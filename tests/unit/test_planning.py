@@ -11,8 +11,8 @@ from tasuki.cli.plan import Wishes, layout_of
 from tasuki.cli.plan_report import as_table
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.coordinator.admission import Admission
-from tasuki.coordinator.phases import Service
 from tasuki.coordinator.planning import Planning, plan_to_proto
+from tasuki.memory.stages import Service
 from tasuki.memory.tags import DeviceUsage, ServiceUsage
 from tasuki.planner.advice import advise
 from tasuki.planner.plan import plan

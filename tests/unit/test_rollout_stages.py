@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tasuki.memory.stages import START, Stage
 from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.generate import Completion, EngineRequest, GenerationRequest
 from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.rollout import Rollout
-from tasuki.rollout.stages import Stage, check_stage
+from tasuki.rollout.stages import check_stage, check_tags
 from tasuki.rollout.sync import SyncReport
 from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import (
@@ -23,6 +24,7 @@ from tasuki.wire.errors import (
     Draining,
     EnginePoisoned,
     InternalError,
+    InvalidArgument,
     OutOfGpuMemory,
     StageOrder,
     TasukiError,
@@ -105,14 +107,45 @@ async def samples(rollout: Rollout) -> list[int]:
 
 
 def test_the_ring_closes() -> None:
-    after = Stage.START
+    after = None
     for stage in RING * 2:
         check_stage(stage, after=after, poison_reason=None)
         after = stage
 
 
-@pytest.mark.parametrize("after", list(Stage))
-def test_a_poisoned_engine_only_gives_memory_back(after: Stage) -> None:
+ACCEPTED = {
+    None: {Stage.RESUME_WEIGHTS},
+    Stage.RESUME_WEIGHTS: {Stage.SYNC, Stage.PAUSE_WEIGHTS},
+    Stage.SYNC: {Stage.RESUME_KV, Stage.PAUSE_WEIGHTS},
+    Stage.RESUME_KV: {Stage.DRAIN, Stage.PAUSE_KV},
+    Stage.DRAIN: {Stage.PAUSE_KV, Stage.RESUME_KV},
+    Stage.PAUSE_KV: {Stage.PAUSE_WEIGHTS, Stage.RESUME_KV},
+    Stage.PAUSE_WEIGHTS: {Stage.RESUME_WEIGHTS},
+}
+
+
+@pytest.mark.parametrize("after", ACCEPTED)
+@pytest.mark.parametrize("stage", Stage)
+def test_only_the_next_stage_and_the_undo_are_accepted(after: Stage | None, stage: Stage) -> None:
+    if stage in ACCEPTED[after]:
+        check_stage(stage, after=after, poison_reason=None)
+        return
+    with pytest.raises(StageOrder) as refused:
+        check_stage(stage, after=after, poison_reason=None)
+    assert refused.value.metadata["stage"] == stage
+    assert refused.value.metadata["after"] == (after or START)
+    assert set(refused.value.metadata["allowed"].split(", ")) == ACCEPTED[after]
+
+
+@pytest.mark.parametrize("tags", [[MemoryTag.WEIGHTS], [MemoryTag.CUDA_GRAPH]])
+def test_a_stage_takes_only_the_tags_that_it_names(tags: list[MemoryTag]) -> None:
+    check_tags(Stage.PAUSE_KV, [MemoryTag.KV_CACHE])
+    with pytest.raises(InvalidArgument, match=r"tags\[0\]: stage PAUSE_KV moves kv_cache, not"):
+        check_tags(Stage.PAUSE_KV, tags)
+
+
+@pytest.mark.parametrize("after", [None, *RING])
+def test_a_poisoned_engine_only_gives_memory_back(after: Stage | None) -> None:
     for stage in RING:
         if stage in (Stage.PAUSE_KV, Stage.PAUSE_WEIGHTS):
             check_stage(stage, after=after, poison_reason="x")
@@ -149,7 +182,7 @@ async def test_a_failed_sync_poisons_and_its_version_is_never_served() -> None:
     await move(rollout, Stage.RESUME_WEIGHTS)
     with pytest.raises(WeightsCorrupt):
         await move(rollout, Stage.SYNC)
-    with pytest.raises(EnginePoisoned, match="sync failed: WeightsCorrupt: flipped"):
+    with pytest.raises(EnginePoisoned, match="SYNC failed: WeightsCorrupt: flipped"):
         await move(rollout, Stage.RESUME_KV)
     with pytest.raises(EnginePoisoned):
         await samples(rollout)
@@ -160,7 +193,7 @@ async def test_what_one_rank_refuses_while_others_write_is_told_as_a_failure() -
     rollout = service()
     rollout._sync.failure = BadHandle("engine rank 1: trainer rank 0 is gone", rank=1)
     await move(rollout, Stage.RESUME_WEIGHTS)
-    with pytest.raises(InternalError, match="sync failed half-way, and the engine is started anew: engine rank 1: ") as caught:
+    with pytest.raises(InternalError, match="SYNC failed half-way, and the engine is started anew: engine rank 1: ") as caught:
         await move(rollout, Stage.SYNC)
     assert caught.value.metadata == {"rank": "1"}
     assert rollout.poison_reason is not None
@@ -188,7 +221,7 @@ async def test_a_drain_of_a_stuck_engine_ends_and_poisons() -> None:
     await asyncio.sleep(0.01)
     with pytest.raises(DeadlineExceeded, match="did not let go of 1 requests"):
         await move(rollout, Stage.DRAIN)
-    with pytest.raises(EnginePoisoned, match="drain failed"):
+    with pytest.raises(EnginePoisoned, match="DRAIN failed"):
         await samples(rollout)
     stuck.cancel()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.coordinator.audit.replay import Audit
-from tasuki.coordinator.phases import Phase
+from tasuki.memory.stages import Phase
 from tasuki.wire.errors import OutOfGpuMemory, WrongPhase
 from tests.unit.simulated_faults import CrashPoint, Fault
 from tests.unit.simulated_node import SimulatedNode

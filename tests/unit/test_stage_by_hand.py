@@ -11,7 +11,7 @@ from tasuki.coordinator.audit.commands import audit_commands
 from tasuki.coordinator.audit.history import read_history
 from tasuki.coordinator.audit.invariants import Invariant
 from tasuki.coordinator.audit.replay import audit
-from tasuki.coordinator.phases import Phase
+from tasuki.memory.stages import Phase
 from tasuki.v1 import memory_pb2, trainer_pb2, types_pb2
 from tasuki.wire.errors import InvalidArgument, StageOrder, StaleEpoch, StaleSequence, TasukiError
 from tests.unit.simulated_node import SimulatedNode

@@ -17,7 +17,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from tasuki.coordinator.phases import Phase, Service, Stage, phase_of
+from tasuki.coordinator.phases import phase_of
+from tasuki.memory.stages import Phase, Service, Stage
 from tasuki.wire.errors import (
     DeadlineExceeded,
     DiskFull,

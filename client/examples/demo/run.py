@@ -14,7 +14,7 @@ from tasuki.cli.__main__ import exit_code_of
 from tasuki.cli.train import run
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
-from tasuki.coordinator.phases import RULES, Stage
+from tasuki.memory.stages import RULES, Stage
 from tasuki.wire.errors import InvalidArgument
 
 HERE = Path(__file__).resolve().parent

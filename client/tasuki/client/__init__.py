@@ -13,7 +13,6 @@ from tasuki.algorithms.loss_types import (
     SftLoss,
     ValueLoss,
 )
-
 from tasuki.client.async_client import AsyncClient
 from tasuki.client.dataset import Dataset, read_jsonl
 from tasuki.client.rewards import RewardPool

@@ -11,8 +11,8 @@ from typing import TypeVar
 import grpc.aio
 import numpy as np
 from numpy.typing import NDArray
-from tasuki.algorithms.loss_types import LossConfig
 
+from tasuki.algorithms.loss_types import LossConfig
 from tasuki.client import encode, generation
 from tasuki.client.connection import READ_TIMEOUT_S, Connection, resolve_target
 from tasuki.client.encode import TokenIds

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -12,8 +13,9 @@ from tasuki.wire.errors import InvalidArgument, PathNotFound
 
 Row = dict[str, object]
 """One line: `prompt`, a string or a list of chat messages, and any other fields."""
-# Name of the reward function's other argument.
-_RESERVED = "completion"
+_Item = TypeVar("_Item")
+# Names of the reward function's other arguments.
+_RESERVED = ("completion", "finish_reason", "num_tokens", "prompt_token_ids", "completion_token_ids")
 
 
 def read_jsonl(path: Path | str) -> list[Row]:
@@ -21,32 +23,38 @@ def read_jsonl(path: Path | str) -> list[Row]:
 
     Raises PathNotFound without a file, InvalidArgument naming file and line for a line that is no row.
     """
+    return [_checked(row, place=place) for place, row in read_objects(path)]
+
+
+def read_objects(path: Path | str) -> Iterator[tuple[str, Row]]:
+    """The JSON objects of a file, one a line, each with its place, "file:line"; empty lines are passed over. Raises as read_jsonl."""
     path = Path(path)
     if not path.is_file():
         raise PathNotFound(f"dataset {path} does not exist", path=path)
-    rows: list[Row] = []
+    is_empty = True
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                rows.append(_row(line, place=f"{path}:{number}"))
-    if not rows:
+                is_empty = False
+                place = f"{path}:{number}"
+                yield place, _object(line, place=place)
+    if is_empty:
         raise InvalidArgument("dataset", f"{path} has no lines")
-    return rows
 
 
-class Dataset:
-    """Rows in a new order each epoch, without end."""
+class Dataset(Generic[_Item]):
+    """Rows, or samples made of them, in a new order each epoch, without end."""
 
-    def __init__(self, rows: Sequence[Row], *, seed: int = 0) -> None:
+    def __init__(self, rows: Sequence[_Item], *, seed: int = 0) -> None:
         if not rows:
             raise InvalidArgument("dataset", "has no rows")
         self._rows, self._seed = rows, seed
         self._epoch = self._next = 0
         self._order = self._shuffled()
 
-    def next_rows(self, num_rows: int) -> list[Row]:
+    def next_rows(self, num_rows: int) -> list[_Item]:
         """The next rows; a new epoch begins where one ends."""
-        taken: list[Row] = []
+        taken: list[_Item] = []
         while len(taken) < num_rows:
             if self._next == len(self._rows):
                 self._epoch, self._next = self._epoch + 1, 0
@@ -75,26 +83,32 @@ class Dataset:
         return [int(index) for index in np.random.default_rng([self._seed, self._epoch]).permutation(len(self._rows))]
 
 
-def _row(line: bytes, *, place: str) -> Row:
+def _object(line: bytes, *, place: str) -> Row:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise InvalidArgument("dataset", f"{place}: not JSON: {error}", place=place) from error
     if not isinstance(row, dict):
         raise InvalidArgument("dataset", f"{place}: expected an object, got {type(row).__name__}", place=place)
+    return row
+
+
+def _checked(row: Row, *, place: str) -> Row:
     if "prompt" not in row:
         raise InvalidArgument("dataset", f"{place}: lacks `prompt`", place=place)
-    if _RESERVED in row:
-        raise InvalidArgument(
-            "dataset", f"{place}: field `{_RESERVED}` is the reward's argument; name it otherwise", place=place
-        )
-    problem = _prompt_problem(row["prompt"])
+    for name in _RESERVED:
+        if name in row:
+            raise InvalidArgument(
+                "dataset", f"{place}: field `{name}` is the reward's argument; name it otherwise", place=place
+            )
+    problem = prompt_problem(row["prompt"])
     if problem:
         raise InvalidArgument("dataset", f"{place}: `prompt` {problem}", place=place)
     return row
 
 
-def _prompt_problem(prompt: object) -> str:
+def prompt_problem(prompt: object) -> str:
+    """What makes it no prompt, or an empty string."""
     if isinstance(prompt, str):
         return "" if prompt else "is empty"
     if not isinstance(prompt, list):

@@ -208,7 +208,9 @@ def forward_backward_from_proto(done: trainer_pb2.ForwardBackwardResponse) -> Fo
 
 
 def trainer_state_from_proto(state: trainer_pb2.GetTrainerStateResponse) -> TrainerState:
-    return TrainerState(**{field.name: getattr(state, field.name) for field in fields(TrainerState)})
+    values: dict[str, Any] = {field.name: getattr(state, field.name) for field in fields(TrainerState)}
+    values["roles"] = tuple(Role(types_pb2.Role.Name(role.role).removeprefix("ROLE_")) for role in state.roles)
+    return TrainerState(**values)
 
 
 def rollout_state_from_proto(state: rollout_pb2.GetRolloutStateResponse) -> RolloutState:

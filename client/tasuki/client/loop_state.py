@@ -12,6 +12,7 @@ from tasuki.client.step import Step
 from tasuki.wire.errors import InvalidArgument
 
 LOOP_FILE = "loop.json"
+_PENDING_FILE = "pending.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,19 @@ class LoopState:
 def write_loop_state(checkpoint: Path | str, state: LoopState) -> None:
     """Comes last: a checkpoint without it is not complete."""
     write_durably(Path(checkpoint) / LOOP_FILE, json.dumps(asdict(state), indent=2) + "\n")
+
+
+def write_pending(output_dir: Path, step: Step) -> None:
+    """A step whose updates begin now: should the client end before its line is written, this is what is known of it."""
+    write_durably(output_dir / _PENDING_FILE, json.dumps(asdict(step)) + "\n")
+
+
+def read_pending(output_dir: Path) -> Step | None:
+    """The step whose updates began last; None without any, or when the file cannot be read."""
+    try:
+        return Step.of(json.loads((output_dir / _PENDING_FILE).read_bytes()))
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
 
 
 def read_loop_state(checkpoint: Path) -> LoopState:

@@ -1,19 +1,11 @@
-"""Rewards: the user's function, run in worker processes, each sample under a time limit that is kept by killing the worker."""
+"""Rewards: the user's functions, run in worker processes, each sample under a time limit that is kept by killing the worker."""
 
 from __future__ import annotations
 
-import functools
-import importlib
 import math
 import multiprocessing
-import numbers
-import os
-import sys
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,23 +16,69 @@ import pebble
 from numpy.typing import NDArray
 from pebble.common.types import CONSTS
 
+from tasuki.client import reward_worker
+from tasuki.client.reward_worker import Answer, Source
+from tasuki.client.types import FinishReason, Sample
 from tasuki.wire.errors import InvalidArgument, RewardFailed
 
 # A worker's start: a new interpreter and the import of the reward's module.
 _START_TIMEOUT_S = 60.0
-_LOOK_FOR_PARENT_EVERY_S = 1.0
 # A worker whose time is up gets SIGTERM and this long after it SIGKILL; pebble's own three seconds would be waited twice.
 CONSTS.term_timeout = 0.1
-_Answer = tuple[float, str]
-"""Reward and an empty string, or NaN and what went wrong. A user's exception class need not exist on this side, so none crosses."""
+TokenIds = Sequence[int] | NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedReward:
+    """One of several rewards whose weighted sum is learned from."""
+
+    name: str
+    function: str
+    """"module:function", as in RewardPool."""
+    weight: float = 1.0
+    """0 measures the reward without learning from it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """A completion with what a reward function may ask for beside its text."""
+
+    text: str
+    finish_reason: FinishReason
+    token_ids: TokenIds
+    prompt_token_ids: TokenIds
+
+    @classmethod
+    def of(cls, sample: Sample, *, text: str, prompt_token_ids: TokenIds) -> Completion:
+        return cls(text, sample.finish_reason, sample.token_ids, prompt_token_ids)
+
+    def arguments(self) -> dict[str, object]:
+        """The reward function's arguments by name, without those of the row."""
+        return {
+            "completion": self.text,
+            "finish_reason": str(self.finish_reason).lower(),
+            "num_tokens": len(self.token_ids),
+            "prompt_token_ids": self.prompt_token_ids,
+            "completion_token_ids": self.token_ids,
+        }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
+    """Rewards of N samples. A failed reward is 0 with on_error="zero" and NaN with "skip"."""
+
     rewards: NDArray[np.float32]
-    """[N], one for each sample."""
+    """[N], the weighted sum; NaN where a reward of non-zero weight is NaN."""
     num_failed: int
-    """Samples whose reward failed and counted as 0."""
+    """Samples of which at least one reward failed."""
+    by_name: Mapping[str, NDArray[np.float32]]
+    """[N] of each reward, before its weight."""
+    num_failed_by_name: Mapping[str, int]
+
+    def mean(self) -> float | None:
+        """Over the samples that are not NaN; None without any."""
+        counted = self.rewards[~np.isnan(self.rewards)]
+        return float(counted.mean()) if len(counted) else None
 
 
 class RewardPool:
@@ -48,31 +86,37 @@ class RewardPool:
 
     def __init__(
         self,
-        function: str,
+        function: str | Sequence[NamedReward],
         *,
         folders: Sequence[Path] = (),
         num_workers: int = 1,
         timeout_s: float = 10.0,
-        on_error: Literal["fail", "zero"] = "fail",
+        on_error: Literal["fail", "zero", "skip"] = "fail",
     ) -> None:
-        """function: "module:function", called as function(prompt=..., completion=..., **other fields of the row) -> number.
+        """function: "module:function", or several with names and weights. A function returns a number. It is called by keyword with what
+        its signature takes: `prompt` and the other fields of the row, `completion`, and of a Completion also `finish_reason` ("stop",
+        "length" or "cut"), `num_tokens`, `prompt_token_ids` and `completion_token_ids`.
 
-        folders: searched for the module before the installed packages. timeout_s: for one sample.
-        Raises InvalidArgument when the function cannot be imported.
+        folders: searched for the module before the installed packages. timeout_s: for one call.
+        Raises InvalidArgument when a function cannot be imported.
         """
-        module, separator, name = function.partition(":")
-        if not (separator and module and name):
-            raise InvalidArgument("reward.function", f'expected "module:function", got {function!r}')
         if timeout_s <= 0 or num_workers < 1:
             raise InvalidArgument("reward", f"timeout_s is {timeout_s} and num_workers {num_workers}; both must be positive")
-        self._function, self._timeout_s, self._on_error = function, timeout_s, on_error
-        self._source = (module, name, tuple(str(folder.absolute()) for folder in folders))
+        self._rewards = _named(function)
+        self._timeout_s, self._on_error = timeout_s, on_error
+        paths = tuple(str(folder.absolute()) for folder in folders)
+        self._sources: list[Source] = [(*_split(reward.function), paths) for reward in self._rewards]
         # spawn: a forked child would inherit gRPC's threads and locks in an unknown state.
         self._pool = pebble.ProcessPool(
-            num_workers, initializer=_prepare_worker, initargs=self._source, context=multiprocessing.get_context("spawn")
+            num_workers,
+            initializer=reward_worker.prepare,
+            initargs=(self._sources,),
+            context=multiprocessing.get_context("spawn"),
         )
         try:
-            self._check_import()
+            self._taken = [
+                self._parameters(reward.function, source) for reward, source in zip(self._rewards, self._sources, strict=True)
+            ]
         except BaseException:
             self.close()
             raise
@@ -88,37 +132,64 @@ class RewardPool:
         self._pool.stop()
         self._pool.join()
 
-    def score(self, rows: Sequence[Mapping[str, object]], completions: Sequence[str], *, group_size: int = 1) -> Scores:
+    def score(
+        self,
+        rows: Sequence[Mapping[str, object]],
+        completions: Sequence[str] | Sequence[Completion],
+        *,
+        group_size: int = 1,
+    ) -> Scores:
         """The reward of each completion. rows: [P]; completions: [P * group_size], those of the first row first.
 
         Raises RewardFailed naming sample, prompt and cause when a reward raises, hangs, kills its worker or is no finite number,
-        unless such a sample counts as 0.
+        unless a failed reward counts as 0 or is skipped (`on_error`).
         """
         if len(completions) != len(rows) * group_size:
             raise InvalidArgument("completions", f"{len(completions)} for {len(rows)} rows of {group_size}")
         futures = [
-            self._pool.schedule(
-                _score, args=(*self._source, {**rows[index // group_size], "completion": completion}), timeout=self._timeout_s
-            )
+            self._pool.schedule(reward_worker.score, args=(source, arguments), timeout=self._timeout_s)
             for index, completion in enumerate(completions)
+            for source, arguments in self._calls(rows[index // group_size], completion)
         ]
-        rewards = np.zeros(len(completions), dtype=np.float32)
-        num_failed = 0
+        values_NR = np.zeros((len(completions), len(self._rewards)), dtype=np.float32)
+        has_failed_NR = np.zeros(values_NR.shape, dtype=np.bool_)
         try:
-            for index, future in enumerate(futures):
-                reward, cause = self._outcome(future)
-                if not cause:
-                    rewards[index] = reward
-                elif self._on_error == "zero":
-                    num_failed += 1
-                else:
-                    raise self._failed(cause, sample=index, prompt=index // group_size)
+            for place, future in zip(np.ndindex(values_NR.shape), futures, strict=True):
+                value, cause = self._outcome(future, self._rewards[place[1]].function)
+                if cause and self._on_error == "fail":
+                    raise self._failed(cause, self._rewards[place[1]], sample=place[0], prompt=place[0] // group_size)
+                has_failed_NR[place] = bool(cause)
+                values_NR[place] = 0.0 if cause and self._on_error == "zero" else value
         finally:
             for future in futures:
                 future.cancel()
-        return Scores(rewards, num_failed)
+        return self._scores(values_NR, has_failed_NR)
 
-    def _outcome(self, future: pebble.ProcessFuture[_Answer]) -> _Answer:
+    def _calls(self, row: Mapping[str, object], completion: str | Completion) -> list[tuple[Source, dict[str, object]]]:
+        """One for each reward, with the arguments that it takes: what nobody asks for is not sent to a worker."""
+        known = {**row, **(completion.arguments() if isinstance(completion, Completion) else {"completion": completion})}
+        return [
+            (source, known if taken is None else {name: value for name, value in known.items() if name in taken})
+            for source, taken in zip(self._sources, self._taken, strict=True)
+        ]
+
+    def _scores(self, values_NR: NDArray[np.float32], has_failed_NR: NDArray[np.bool_]) -> Scores:
+        weights_R = np.array([reward.weight for reward in self._rewards])
+        # Without those of weight 0, whose NaN is no reason to skip a sample.
+        summed_N = (values_NR.astype(np.float64) * weights_R)[:, weights_R != 0].sum(axis=1)
+        overflows_N = np.abs(summed_N) > np.finfo(np.float32).max
+        if overflows_N.any():
+            sample = int(overflows_N.argmax())
+            cause = f"the weighted sum {summed_N[sample]:g} is too large for float32"
+            raise RewardFailed(f"rewards of sample {sample}: {cause}; lower the weights", sample=sample, cause=cause)
+        return Scores(
+            summed_N.astype(np.float32),
+            int(has_failed_NR.any(axis=1).sum()),
+            {reward.name: values_NR[:, index] for index, reward in enumerate(self._rewards)},
+            {reward.name: int(has_failed_NR[:, index].sum()) for index, reward in enumerate(self._rewards)},
+        )
+
+    def _outcome(self, future: pebble.ProcessFuture[Answer], function: str) -> Answer:
         try:
             # Those before it are done, so this one runs or is next: more than a start and its own limit means a broken pool.
             return future.result(timeout=self._timeout_s + _START_TIMEOUT_S)
@@ -127,64 +198,41 @@ class RewardPool:
         except pebble.ProcessExpired as error:
             return math.nan, f"ended its worker process (exit code {error.exitcode})"
         except RuntimeError as error:  # BrokenProcessPool: a worker died between two samples
-            raise RewardFailed(f"reward {self._function}: the workers are gone: {error}", cause=error) from error
+            raise RewardFailed(f"reward {function}: the workers are gone: {error}", cause=error) from error
 
-    def _check_import(self) -> None:
-        future = self._pool.schedule(_import_problem, args=self._source)
+    def _parameters(self, function: str, source: Source) -> frozenset[str] | None:
+        """The names that the function takes; None for any."""
+        future = self._pool.schedule(reward_worker.read_parameters, args=source)
+        taken = None
         try:
-            problem = future.result(timeout=_START_TIMEOUT_S)
+            problem, taken = future.result(timeout=_START_TIMEOUT_S)
         except FutureTimeoutError:
             problem = f"importing it takes longer than {_START_TIMEOUT_S:g} s"
         except (pebble.ProcessExpired, RuntimeError) as error:
             problem = f"importing it ended the worker process: {error}"
         if problem:
-            raise InvalidArgument("reward.function", f"cannot use {self._function}: {problem}")
+            raise InvalidArgument("reward.function", f"cannot use {function}: {problem}")
+        return taken
 
-    def _failed(self, cause: str, *, sample: int, prompt: int) -> RewardFailed:
-        text = f"reward {self._function} failed for sample {sample} (prompt {prompt}): {cause}"
-        return RewardFailed(text, sample=sample, prompt=prompt, cause=cause)
-
-
-@functools.cache
-def _load(module: str, name: str, folders: tuple[str, ...]) -> Callable[..., object]:
-    sys.path[:0] = [folder for folder in folders if folder not in sys.path]
-    function = getattr(importlib.import_module(module), name)
-    if not callable(function):
-        raise TypeError(f"{module}:{name} is {type(function).__name__}, not a function")
-    return function
+    def _failed(self, cause: str, reward: NamedReward, *, sample: int, prompt: int) -> RewardFailed:
+        text = f"reward {reward.function} failed for sample {sample} (prompt {prompt}): {cause}"
+        return RewardFailed(text, sample=sample, prompt=prompt, cause=cause, reward=reward.name)
 
 
-def _prepare_worker(module: str, name: str, folders: tuple[str, ...]) -> None:
-    """Runs when a worker starts: no sample pays for the import, whose error, if any, comes back with the first sample."""
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    with suppress(Exception):
-        _load(module, name, folders)
+def _named(function: str | Sequence[NamedReward]) -> tuple[NamedReward, ...]:
+    if isinstance(function, str):
+        return (NamedReward(_split(function)[1], function),)
+    names = [reward.name for reward in function]
+    if not names or not all(names) or len(set(names)) < len(names):
+        raise InvalidArgument("reward.name", f"got {names}; give at least one reward, each with its own name")
+    weights = [reward.weight for reward in function]
+    if not any(weights) or not all(map(math.isfinite, weights)):
+        raise InvalidArgument("reward.weight", f"got {weights}; give finite numbers, at least one other than 0")
+    return tuple(function)
 
 
-def _end_with_parent(parent_pid: int) -> None:
-    """A reward that hangs must not live on when the process that would have killed it was killed itself."""
-    while os.getppid() == parent_pid:
-        time.sleep(_LOOK_FOR_PARENT_EVERY_S)
-    os._exit(1)
-
-
-def _import_problem(module: str, name: str, folders: tuple[str, ...]) -> str:
-    try:
-        _load(module, name, folders)
-    except (Exception, SystemExit) as error:  # noqa: BLE001  the user's module may raise anything
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def _score(module: str, name: str, folders: tuple[str, ...], arguments: dict[str, object]) -> _Answer:
-    try:
-        reward = _load(module, name, folders)(**arguments)
-        if not isinstance(reward, numbers.Real | np.bool_):
-            return math.nan, f"returned {type(reward).__name__}, not a number"
-        value = float(reward)
-    except BaseException as error:  # noqa: BLE001  the user's function may raise anything
-        return math.nan, f"raised {type(error).__name__}: {error}"
-    # Rewards are kept in float32.
-    if not abs(value) <= float(np.finfo(np.float32).max):
-        return math.nan, f"returned {value}, which is not finite"
-    return value, ""
+def _split(function: str) -> tuple[str, str]:
+    module, separator, name = function.partition(":")
+    if not (separator and module and name):
+        raise InvalidArgument("reward.function", f'expected "module:function", got {function!r}')
+    return module, name

@@ -19,22 +19,29 @@ class Step:
     step: int
     policy_version: int | None = None
     """That made the samples and the evaluation."""
+    num_policy_steps: int = 0
+    """Optimizer steps of the policy, each of which adds 1 to its version."""
     eval_score: float | None = None
     mean_reward: float | None = None
     num_failed_rewards: int = 0
-    num_skipped_groups: int = 0
+    num_equal_groups: int = 0
+    """Whose rewards agree, so that they teach nothing."""
+    num_skipped_updates: int = 0
+    """Whose gradients were not finite."""
     mean_num_tokens: float | None = None
-    max_log_prob_gap: float | None = None
-    mean_log_prob_gap: float | None = None
-    clip_fraction: float | None = None
-    entropy: float | None = None
-    ref_kl: float | None = None
     grad_norm: float | None = None
+    """Of the last update of the policy, as the learning rate."""
     learning_rate: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What evaluation, advantages and losses report (docs/algorithms.md): means over the updates of the step, and maxima."""
     seconds: dict[str, float] = field(default_factory=dict)
     """By part of the step; they add up to the step."""
     stage_seconds: dict[str, float] = field(default_factory=dict)
     """By stage of the step's changeovers; inside to_rollout and to_train."""
+    position: dict[str, int] = field(default_factory=dict)
+    """Of the dataset after the step."""
+    estimator: dict[str, float] = field(default_factory=dict)
+    """What the next step's advantages go on from."""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Step:
@@ -61,16 +68,20 @@ class Step:
 
     def next_version(self) -> int:
         """The policy version after the step."""
-        return (self.policy_version or 0) + (self.grad_norm is not None)
+        return (self.policy_version or 0) + self.num_policy_steps
 
     def total_seconds(self) -> float:
         return sum(self.seconds.values())
 
 
+_TABLES = ("metrics", "seconds", "stage_seconds", "position", "estimator")
+_COUNTS = ("num_policy_steps", "num_failed_rewards", "num_equal_groups", "num_skipped_updates")
+
+
 def _fits(name: str, value: object) -> bool:
     """Whether the field of a step may have the value."""
-    if name in ("seconds", "stage_seconds"):
-        return isinstance(value, dict) and all(isinstance(seconds, int | float) for seconds in value.values())
-    if name in ("policy_version", "num_failed_rewards", "num_skipped_groups"):
+    if name in _TABLES:
+        return isinstance(value, dict) and all(isinstance(number, int | float) for number in value.values())
+    if name in _COUNTS or name == "policy_version":
         return isinstance(value, int) or (value is None and name == "policy_version")
     return value is None or isinstance(value, int | float)

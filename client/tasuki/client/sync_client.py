@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from tasuki.algorithms.loss_types import LossConfig
 
+from tasuki.algorithms.loss_types import LossConfig
 from tasuki.client.async_client import AsyncClient
 from tasuki.client.encode import TokenIds
 from tasuki.client.types import (

@@ -220,6 +220,9 @@ class Changeover:
 class TrainerState:
     policy_version: int
     has_gradients: bool
+    """Of any role."""
+    roles: tuple[Role, ...]
+    """That are trained."""
     num_ranks: int
     num_parameters: int
     vocab_size: int

@@ -314,13 +314,13 @@ Global___PolicyGradientLoss: _TypeAlias = PolicyGradientLoss  # noqa: Y015
 
 @_typing.final
 class ValueLoss(_message.Message):
-    """Squared error of the critic's values, clipped around the old ones. Only for ROLE_CRITIC."""
+    """Squared error of the critic's values. Only for ROLE_CRITIC."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CLIP_FIELD_NUMBER: _builtins.int
     clip: _builtins.float
-    """Largest change of a value that counts; none when 0."""
+    """How far a value may move from the sample's old one before its loss stops falling; unbounded by default."""
     def __init__(
         self,
         *,

@@ -95,8 +95,8 @@ class PolicyGradientLoss:
 class ValueLoss:
     """PPO's clipped value loss (arXiv:2005.12729 sec. 3)."""
 
-    clip: float | None = 0.2
-    """How far a value may move from its old value before its loss stops falling; None for the plain squared error."""
+    clip: float | None = None
+    """How far a value may move from its old value before its loss stops falling; by default the plain squared error (arXiv:2006.05990)."""
 
     def __post_init__(self) -> None:
         _check(self.clip is None or 0.0 < self.clip < math.inf, "clip", self.clip, "greater than 0")

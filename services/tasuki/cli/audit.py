@@ -15,7 +15,7 @@ from tasuki.coordinator.audit.commands import audit_commands
 from tasuki.coordinator.audit.history import read_history
 from tasuki.coordinator.audit.invariants import Invariant, Violation
 from tasuki.coordinator.audit.replay import Audit, audit
-from tasuki.coordinator.phases import Service
+from tasuki.memory.stages import Service
 from tasuki.rpc.command_log import LoggedLife, read_command_log
 from tasuki.trainer.durable.training_audit import first_repetition
 from tasuki.trainer.durable.training_log import read_training_log

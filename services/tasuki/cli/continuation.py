@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tasuki.cli.earlier_run import EarlierRun
@@ -24,8 +24,12 @@ class Continuation:
 
     def seek(self, dataset: Dataset, *, prompts_per_step: int) -> None:
         """Leaves out the rows that were trained on."""
+        if self.steps and self.steps[-1].position:
+            dataset.seek(self.steps[-1].position)
+            return
         if self.position is not None:
             dataset.seek(self.position)
+        # A step of which nothing is known but that it was made.
         for _ in range(self.num_steps_after_position):
             dataset.next_rows(prompts_per_step)
 
@@ -42,10 +46,10 @@ def continuation(earlier: EarlierRun, *, node_version: int, is_of_run: bool) -> 
     if is_of_run:
         learned = _after(earlier.steps, saved)
         version = learned[-1].next_version() if learned else saved_version
-        if node_version == version + 1:
-            # The client ended between the optimizer's step and its line: what it measured is lost with it.
-            learned = [*learned, Step(saved + len(learned), policy_version=version)]
-        if node_version in (version, version + 1):
+        pending = _pending(earlier, number=saved + len(learned), version=version, node_version=node_version)
+        if pending is not None:
+            learned = [*learned, pending]
+        if node_version == version or pending is not None:
             return Continuation(saved + len(learned), [*kept, *learned], None, position, len(learned))
     is_loadable = earlier.checkpoint is not None and node_version <= saved_version
     if is_loadable or node_version == saved_version:
@@ -70,6 +74,16 @@ def check_num_steps(num_done: int, *, num_steps: int) -> None:
     """Raises InvalidArgument when the run has gone further than it is asked to."""
     if num_done > num_steps:
         raise InvalidArgument("train.num_steps", f"is {num_steps}, but the run has done {num_done} steps")
+
+
+def _pending(earlier: EarlierRun, *, number: int, version: int, node_version: int) -> Step | None:
+    """The step in which the client ended: after an optimizer step, and before the step's line. What it measured is lost with it."""
+    known = earlier.pending if earlier.pending is not None and earlier.pending.step == number else None
+    num_made = node_version - version
+    if num_made < 1 or (known is None and num_made > 1):
+        return None
+    step = Step(number) if known is None else replace(known, metrics={}, seconds={}, mean_reward=None)
+    return replace(step, policy_version=version, num_policy_steps=num_made)
 
 
 def _until(earlier: EarlierRun) -> list[Step]:

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from tasuki.cli.run_folder import CHECKPOINTS, RUN_FILES, read_steps
 from tasuki.client.durable import write_durably
-from tasuki.client.loop_state import LoopState, newest_checkpoint
+from tasuki.client.loop_state import LoopState, newest_checkpoint, read_pending
 from tasuki.client.step import Step
 from tasuki.config.schema import TrainConfig
 from tasuki.wire.errors import InvalidArgument, PathNotFound
@@ -38,6 +38,8 @@ class EarlierRun:
     steps: Sequence[Step]
     checkpoint: Path | None
     loop: LoopState | None
+    pending: Step | None = None
+    """The step whose updates began last."""
 
     @property
     def num_saved_steps(self) -> int:
@@ -71,7 +73,7 @@ def read_earlier_run(output_dir: Path) -> EarlierRun | None:
         text = f"{path} is damaged: {error.errors()[0]['msg']}; without it a run cannot be resumed, choose another train.output_dir"
         raise InvalidArgument("train.output_dir", text) from error
     checkpoint, loop = newest_checkpoint(output_dir / CHECKPOINTS) or (None, None)
-    return EarlierRun(head, read_steps(output_dir), checkpoint, loop)
+    return EarlierRun(head, read_steps(output_dir), checkpoint, loop, read_pending(output_dir))
 
 
 def run_has_ended(earlier: EarlierRun, train: TrainConfig) -> bool:

@@ -66,10 +66,13 @@ def step_line(step: Step) -> str:
         parts.append(f"reward {step.mean_reward:.3f}")
     if step.eval_score is not None:
         parts.append(f"held-out {step.eval_score:.3f}")
-    if step.max_log_prob_gap is not None:
-        parts.append(f"gap {step.max_log_prob_gap:.1e}")
+    for name, label, form in (("log_prob_gap_max", "gap", ".1e"), ("explained_variance", "explained", ".2f")):
+        if name in step.metrics:
+            parts.append(f"{label} {step.metrics[name]:{form}}")
     if step.num_failed_rewards:
-        parts.append(f"{step.num_failed_rewards} rewards failed and count as 0")
+        parts.append(f"{step.num_failed_rewards} rewards failed")
+    if step.num_skipped_updates:
+        parts.append(f"{step.num_skipped_updates} updates skipped, gradients not finite")
     return "  ".join([*parts, f"{step.total_seconds():.1f} s"])
 
 

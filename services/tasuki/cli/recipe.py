@@ -32,7 +32,7 @@ def recipe(config: NodeConfig) -> Recipe:
         "trainer": config.trainer.model_dump(mode="json", exclude=_FREE_TRAINER_KEYS),
         "rollout": config.rollout.model_dump(mode="json", include={"dtype", "lora", "seed"}),
         "train": train.model_dump(mode="json", exclude=_FREE_TRAIN_KEYS),
-        "train.reward": train.reward.model_dump(mode="json", include={"function", "on_error"}),
+        "train.reward": train.reward.model_dump(mode="json", include={"function", "functions", "on_error"}),
     }
     values = {f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()}
     values["model.path"] = _model_digest(config.model.path)

@@ -41,7 +41,10 @@ def resumable_run(config: NodeConfig, train: TrainConfig, dataset: Dataset) -> E
 
 def begin(client: Client, config: NodeConfig, output_dir: Path) -> Continuation:
     """A new run, on the weights that the node has, without gradients that a run before it may have left there."""
-    client.discard_gradients()
+    train = config.train
+    assert train is not None
+    _discard_gradients(client)
+    client.begin_run(keep_optimizer=train.keep_optimizer)
     head = RunHead(uuid.uuid4().hex, client.trainer_state().policy_version, recipe(config))
     write_head(output_dir, head)
     write_durably(training_run_path(config.state_dir), head.id)
@@ -57,7 +60,7 @@ def go_on(client: Client, config: NodeConfig, train: TrainConfig, earlier: Earli
     is_of_run = marker.exists() and marker.read_text() == earlier.head.id
     if is_of_run:
         # Gradients of a step that was broken off. Comes after whatever the trainer still carries out of it, which may be its end.
-        client.discard_gradients()
+        _discard_gradients(client)
     node_version = client.trainer_state().policy_version
     found = continuation(earlier, node_version=node_version, is_of_run=is_of_run)
     check_num_steps(found.first_step, num_steps=train.num_steps)
@@ -69,7 +72,9 @@ def go_on(client: Client, config: NodeConfig, train: TrainConfig, earlier: Earli
     if found.checkpoint is not None:
         _load(client, found.checkpoint, policy_version=earlier.saved_version)
     else:
-        client.discard_gradients()
+        _discard_gradients(client)
+        if not found.first_step:
+            client.begin_run(keep_optimizer=train.keep_optimizer)
     if found.num_steps_after_position == 0:
         _remove_incomplete(train.output_dir / CHECKPOINTS, above=earlier.saved_version)
     _make_way(train.output_dir, earlier)
@@ -80,6 +85,11 @@ def go_on(client: Client, config: NodeConfig, train: TrainConfig, earlier: Earli
     else:
         _tell(f"there is no complete checkpoint in {train.output_dir}: the run begins at step 0 again")
     return found
+
+
+def _discard_gradients(client: Client) -> None:
+    for role in client.trainer_state().roles:
+        client.discard_gradients(role=role)
 
 
 def _load(client: Client, checkpoint: Path, *, policy_version: int) -> None:

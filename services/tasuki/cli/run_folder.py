@@ -65,7 +65,7 @@ def summarize(steps: Sequence[Step], *, seed: int, seconds: float, changeovers: 
     scores = [step.eval_score for step in steps if step.eval_score is not None]
     before, after = (scores[0], scores[-1]) if scores else (None, None)
     rewards = [step.mean_reward for step in steps if step.mean_reward is not None]
-    gaps = [step.max_log_prob_gap for step in steps if step.max_log_prob_gap is not None]
+    gaps = [step.metrics["log_prob_gap_max"] for step in steps if "log_prob_gap_max" in step.metrics]
     return {
         "eval_score_before": before,
         "eval_score_after": after,
@@ -73,7 +73,7 @@ def summarize(steps: Sequence[Step], *, seed: int, seconds: float, changeovers: 
         "seconds": round(seconds, 1),
         "steps": len(rewards),
         "changeovers": changeovers,
-        "max_log_prob_gap": max(gaps, default=0.0),
+        "log_prob_gap_max": max(gaps, default=0.0),
         "num_failed_rewards": sum(step.num_failed_rewards for step in steps),
         "seed": seed,
         "policy_version": policy_version,
@@ -90,12 +90,13 @@ def draw_curve(output_dir: Path, steps: Sequence[Step]) -> None:
 
     figure = Figure(figsize=(8, 6), layout="constrained")
     learning, gap = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
-    _draw(learning, steps, field="mean_reward", label="mean reward of the samples", color="tab:blue")
-    _draw(learning, steps, field="eval_score", label="held-out score, greedy", color="tab:orange", marker="o")
+    rewards, scores = ([(step.step, getattr(step, field)) for step in steps] for field in ("mean_reward", "eval_score"))
+    _draw(learning, rewards, label="mean reward of the samples", color="tab:blue")
+    _draw(learning, scores, label="held-out score", color="tab:orange", marker="o")
     learning.set_ylabel("reward")
     learning.legend(loc="lower right")
-    _draw(gap, steps, field="max_log_prob_gap", label="largest", color="tab:red")
-    _draw(gap, steps, field="mean_log_prob_gap", label="mean", color="tab:gray")
+    for name, label, color in (("log_prob_gap_max", "largest", "tab:red"), ("log_prob_gap", "mean", "tab:gray")):
+        _draw(gap, [(step.step, step.metrics.get(name)) for step in steps], label=label, color=color)
     gap.set_yscale("log")
     gap.set_ylabel("|trainer - rollout|\nlog-prob")
     gap.set_xlabel("step")
@@ -109,7 +110,7 @@ def _line(step: Step) -> str:
     return json.dumps(asdict(step)) + "\n"
 
 
-def _draw(axes: Axes, steps: Sequence[Step], *, field: str, label: str, color: str, marker: str = "") -> None:
-    points = [(step.step, value) for step in steps if (value := getattr(step, field)) is not None]
-    if points:
-        axes.plot(*zip(*points, strict=True), label=label, color=color, marker=marker, markersize=4)
+def _draw(axes: Axes, points: Sequence[tuple[int, float | None]], *, label: str, color: str, marker: str = "") -> None:
+    known = [(number, value) for number, value in points if value is not None]
+    if known:
+        axes.plot(*zip(*known, strict=True), label=label, color=color, marker=marker, markersize=4)

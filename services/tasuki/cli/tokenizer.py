@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tasuki.client.chat import ChatTokens, Message, chat_tokens
 from tasuki.wire.errors import InvalidArgument, PathNotFound
+
+# How a chat template marks the assistant's text, and how transformers looks for it.
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ModelTokenizer:
@@ -32,10 +38,47 @@ class ModelTokenizer:
         """A string as it is; a list of chat messages by the model's chat template, up to where the answer begins."""
         if isinstance(prompt, str):
             return cast(list[int], self._tokenizer.encode(prompt))
-        if self._tokenizer.chat_template is None:
-            raise InvalidArgument("prompt", "is a list of chat messages, but the model's tokenizer has no chat template")
-        return cast(list[int], self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+        self._check_template("prompt")
+        return self._render_prompt(cast(Sequence[Message], prompt))
+
+    def encode_completion(self, completion: str) -> list[int]:
+        """Without the tokens that begin a text, and with the end-of-sequence token as the last one."""
+        eos_token_id = self._tokenizer.eos_token_id
+        if eos_token_id is None:
+            raise InvalidArgument("completion", "the model's tokenizer has no end-of-sequence token to end it with")
+        token_ids = cast(list[int], self._tokenizer.encode(completion, add_special_tokens=False))
+        return token_ids if token_ids[-1:] == [eos_token_id] else [*token_ids, eos_token_id]
+
+    def encode_chat(self, messages: Sequence[Message]) -> ChatTokens:
+        """The conversation by the model's chat template. The assistant's tokens are those that the template marks with
+        `{% generation %}`; without the mark they are found by rendering prefixes, and a template that does not allow it is refused.
+        """
+        self._check_template("messages")
+        if not (self._tokenizer.is_fast and _GENERATION.search(self._tokenizer.get_chat_template())):
+            eos_token_id = self._tokenizer.eos_token_id
+            return chat_tokens(messages, render=self._render, render_prompt=self._render_prompt, eos_token_id=eos_token_id)
+        rendered = self._apply(messages, return_dict=True, return_assistant_tokens_mask=True)
+        return ChatTokens(rendered["input_ids"], rendered["assistant_masks"])
 
     def decode(self, token_ids: NDArray[np.int32]) -> str:
         """Without special tokens such as the end of the sequence."""
         return cast(str, self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def _render(self, messages: Sequence[Message]) -> list[int]:
+        return cast(list[int], self._apply(messages, return_dict=False))
+
+    def _render_prompt(self, messages: Sequence[Message]) -> list[int]:
+        return cast(list[int], self._apply(messages, add_generation_prompt=True, return_dict=False))
+
+    def _apply(self, messages: Sequence[Message], **options: bool) -> Any:
+        """Raises InvalidArgument for messages that the template refuses."""
+        from jinja2 import TemplateError  # comes with transformers
+
+        try:
+            return self._tokenizer.apply_chat_template(list(messages), **options)
+        except (TemplateError, TypeError) as error:
+            raise InvalidArgument("messages", f"the model's chat template refuses them: {error}") from error
+
+    def _check_template(self, field: str) -> None:
+        if self._tokenizer.chat_template is None:
+            raise InvalidArgument(field, "is a list of chat messages, but the model's tokenizer has no chat template")

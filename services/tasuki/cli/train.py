@@ -1,4 +1,4 @@
-"""`tasuki train`: checks everything, brings a node up where none runs, trains by GRPO, and leaves the run's folder."""
+"""`tasuki train`: checks everything, brings a node up where none runs, trains, and leaves the run's folder."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tasuki.cli.earlier_run import EarlierRun, run_has_ended
 from tasuki.cli.evidence import kept_evidence
+from tasuki.cli.loop_settings import loop_settings, named_rewards
 from tasuki.cli.node import running_node
 from tasuki.cli.post_mortem import explained
 from tasuki.cli.progress import TrainProgress
@@ -17,14 +18,14 @@ from tasuki.cli.resume import begin, go_on, resumable_run
 from tasuki.cli.run_folder import MetricsFile, changeovers_of, draw_curve, summarize, write_summary
 from tasuki.cli.train_inputs import TrainInputs, check_output, read_inputs
 from tasuki.client.dataset import Dataset
-from tasuki.client.grpo_loop import Grpo, Settings
+from tasuki.client.estimation import EstimatorState
 from tasuki.client.rewards import RewardPool
+from tasuki.client.rl_loop import RlLoop
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
-from tasuki.client.types import LossConfig
 from tasuki.config.lock import TRAINING_LOCK, StateLock
 from tasuki.config.places import node_targets
-from tasuki.config.schema import NodeConfig, TrainConfig
+from tasuki.config.schema import NodeConfig
 
 
 def run(config: NodeConfig, *, config_dir: Path, may_start: bool = True, started: float | None = None) -> int:
@@ -87,7 +88,7 @@ def _run(
     reward = inputs.train.reward
     with (
         RewardPool(
-            reward.function,
+            named_rewards(reward),
             folders=(Path.cwd(), config_dir),
             num_workers=reward.num_workers,
             timeout_s=reward.timeout_s,
@@ -116,7 +117,9 @@ def _train(config: NodeConfig, inputs: TrainInputs, earlier: EarlierRun | None, 
 
             dataset = Dataset(inputs.rows, seed=train.seed)
             start.seek(dataset, prompts_per_step=train.prompts_per_step)
-            loop = Grpo(client, dataset, inputs.eval_rows, inputs.tokenizer, rewards, _settings(train))
+            settings = loop_settings(train)
+            state = EstimatorState.of(start.steps[-1].estimator if start.steps else {}, settings=settings.advantages)
+            loop = RlLoop(client, dataset, inputs.eval_rows, inputs.tokenizer, rewards, settings, state)
             loop.run(report, first_step=start.first_step)
             changeovers = changeovers_of(start.steps) + client.state().num_changeovers - num_changeovers
             policy_version = client.trainer_state().policy_version
@@ -125,19 +128,3 @@ def _train(config: NodeConfig, inputs: TrainInputs, earlier: EarlierRun | None, 
     summary = summarize(metrics.steps, seed=train.seed, seconds=seconds, changeovers=changeovers, policy_version=policy_version)
     write_summary(train.output_dir, summary)
     sys.stdout.write("\n".join(f"{name:<20} {value}" for name, value in summary.items()) + f"\n{train.output_dir}\n")
-
-
-def _settings(train: TrainConfig) -> Settings:
-    return Settings(
-        num_steps=train.num_steps,
-        prompts_per_step=train.prompts_per_step,
-        group_size=train.group_size,
-        max_new_tokens=train.max_new_tokens,
-        output_dir=train.output_dir,
-        temperature=train.temperature,
-        normalize_std=train.normalize_std,
-        loss=LossConfig(clip_low=train.clip_low, clip_high=train.clip_high, kl_coef=train.kl_coef),
-        eval_every=train.eval_every,
-        stop_at_eval_score=train.stop_at_eval_score,
-        save_every=train.save_every,
-    )

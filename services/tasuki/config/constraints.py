@@ -40,8 +40,19 @@ def check_constraints(config: NodeConfig) -> None:
     _check_kind_of_device(config)
     if config.rollout.lora == "adapter" and config.trainer.lora is None:
         raise SettingsConflict("rollout.lora", '= "adapter" needs a table [trainer.lora]')
+    _check_critic(config)
     _check_failpoints(config)
     _check_deadlines(config)
+
+
+def _check_critic(config: NodeConfig) -> None:
+    uses_critic = config.train is not None and config.train.advantages.estimator == "gae"
+    if uses_critic and config.trainer.critic is None:
+        raise SettingsConflict("train.advantages.estimator", '= "gae" needs a critic: add a table [trainer.critic]')
+    if config.trainer.critic is not None and config.train is not None and not uses_critic:
+        raise SettingsConflict(
+            "trainer.critic", 'is there, but nothing trains it; set train.algorithm = "ppo", or leave it out'
+        )
 
 
 def _check_failpoints(config: NodeConfig) -> None:

@@ -8,16 +8,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    ByteSize,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from tasuki.config.constraints import check_constraints
 from tasuki.config.devices import Devices
-
-
-class Schema(BaseModel):
-    """Base of every table: no unknown keys, no change after it was read."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+from tasuki.config.table import Schema
+from tasuki.config.train_schema import TrainConfig
 
 
 def _loopback(listen: str) -> str:
@@ -183,42 +186,6 @@ class RolloutConfig(Schema):
     start_timeout_s: PositiveFloat = 600.0
     num_threads: PositiveInt = 1
     """Torch threads for each engine rank on a CPU."""
-    seed: int = 0
-
-
-class RewardConfig(Schema):
-    function: str
-    """"module:function", called as function(prompt=..., completion=..., **other fields of the dataset line) -> float."""
-    num_workers: PositiveInt = 1
-    timeout_s: PositiveFloat = 10.0
-    """For one sample."""
-    on_error: Literal["fail", "zero"] = "fail"
-    """What a reward that raises, hangs or is not finite does: end the run, or count as 0 and be counted."""
-
-
-class TrainConfig(Schema):
-    dataset: Path
-    """JSONL; each line an object with `prompt` and any other fields."""
-    eval_dataset: Path | None = None
-    output_dir: Path
-    reward: RewardConfig
-    num_steps: PositiveInt = 100
-    prompts_per_step: PositiveInt = 32
-    group_size: PositiveInt = 8
-    """Completions for each prompt."""
-    max_new_tokens: PositiveInt = 512
-    temperature: PositiveFloat = 1.0
-    normalize_std: bool = True
-    """GRPO divides by the group's standard deviation; Dr. GRPO does not."""
-    clip_low: float = Field(default=0.2, ge=0)
-    clip_high: float = Field(default=0.2, ge=0)
-    kl_coef: float = Field(default=0.0, ge=0)
-    eval_every: PositiveInt | None = None
-    """Steps between evaluations; the first and the last always take place when there is an eval_dataset."""
-    stop_at_eval_score: float | None = None
-    """End the run early once the held-out score reaches this."""
-    save_every: PositiveInt | None = None
-    """Steps between checkpoints, from which `tasuki train --resume` goes on; none by default."""
     seed: int = 0
 
 

@@ -22,9 +22,9 @@ from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.journal_recovery import close_interrupted
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.peers import GrpcPeers
-from tasuki.coordinator.phases import Service
 from tasuki.coordinator.planning import Planning
 from tasuki.coordinator.servicer import CoordinatorServicer
+from tasuki.memory.stages import Service
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging

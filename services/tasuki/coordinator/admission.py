@@ -16,7 +16,6 @@ from typing import Protocol
 
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.headroom import (
-    EXPORT,
     TAKES,
     Bytes,
     Shortage,
@@ -32,13 +31,13 @@ from tasuki.coordinator.headroom import (
     taken_by,
     woken_by,
 )
-from tasuki.coordinator.phases import RULES, Service, Stage
 from tasuki.coordinator.records import Outcome
 from tasuki.memory.host import host_memory
-from tasuki.memory.tags import ServiceUsage
+from tasuki.memory.stages import RULES, Service, Stage
+from tasuki.memory.tags import MemoryTag, ServiceUsage
 from tasuki.planner.layout import Part
 from tasuki.planner.node_plan import plan_node
-from tasuki.planner.plan import PlanStage, needed_bytes
+from tasuki.planner.plan import needed_bytes
 from tasuki.wire.errors import TasukiError
 
 _log = logging.getLogger("tasuki.coordinator")
@@ -95,7 +94,7 @@ class Admission:
             return
         needed = await self._first_export() if is_first else self._taken(stage)
         if needed and (shortages := self._shortages(stage, needed)):
-            tags = woken_by(stage, self._usages[RULES[stage].service]) or [EXPORT]
+            tags = woken_by(stage, self._usages[RULES[stage].service]) or [MemoryTag.EXPORT]
             raise refusal(stage, shortages, tags=tags, config=self._config)
 
     @asynccontextmanager
@@ -232,7 +231,7 @@ class Admission:
         except TasukiError as error:
             _log.warning("event=admission_skipped stage=%s reason=%s", Stage.LOAD_WEIGHTS, error.message)
             return {}
-        need = needed_bytes(planned, PlanStage.LOAD_WEIGHTS, has_published=False)
+        need = needed_bytes(planned, Stage.LOAD_WEIGHTS, has_published=False)
         sizes = [parts.get(Part.EXPORT, 0) for parts in need.gpus]
         return {"cpu": sum(sizes)} if self._config.device == "cpu" else {f"cuda:{i}": size for i, size in enumerate(sizes)}
 

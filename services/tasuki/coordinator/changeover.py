@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.peers import Observed, Peers
-from tasuki.coordinator.phases import RULES, Phase, Service, Stage, advance, path, since_phase, turns_back, undo_path
+from tasuki.coordinator.phases import advance, path, since_phase, turns_back, undo_path
 from tasuki.coordinator.records import Intent, Outcome, StageEvent, Status
+from tasuki.memory.stages import RULES, Phase, Service, Stage
 from tasuki.wire.errors import (
     DeadlineExceeded,
     DiskFull,

@@ -5,20 +5,10 @@ from __future__ import annotations
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from tasuki.config.instance import Instance
-from tasuki.coordinator.phases import Phase, Stage
 from tasuki.coordinator.records import ChangeoverRecord, NodeState, StageEvent, Status
+from tasuki.memory.stages import Phase
+from tasuki.rpc.stages import stage_to_proto
 from tasuki.v1 import coordinator_pb2, types_pb2
-
-
-def stage_to_proto(stage: Stage | None) -> types_pb2.Stage.ValueType:
-    return types_pb2.Stage.Value(f"STAGE_{stage}") if stage else types_pb2.STAGE_UNSPECIFIED
-
-
-def stage_from_proto(number: types_pb2.Stage.ValueType) -> Stage | None:
-    """None for UNSPECIFIED and for numbers that this build does not know."""
-    if number == types_pb2.STAGE_UNSPECIFIED or number not in types_pb2.Stage.values():
-        return None
-    return Stage(types_pb2.Stage.Name(number).removeprefix("STAGE_"))
 
 
 def phase_to_proto(phase: Phase | None) -> types_pb2.Phase.ValueType:

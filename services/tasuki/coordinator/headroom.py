@@ -11,24 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tasuki.config.schema import NodeConfig
-from tasuki.coordinator.phases import Service, Stage
+from tasuki.memory.stages import RING, Service, Stage
 from tasuki.memory.tags import MemoryTag, ServiceUsage, TagUsage
 from tasuki.planner.layout import GB, Overheads
 from tasuki.wire.errors import OutOfGpuMemory
 
-EXPORT = "export"
-"""The trainer's copy of its weights that rollout reads; a tag of its own where there is one."""
-_TRAINER = (MemoryTag.WEIGHTS, MemoryTag.GRADIENTS, MemoryTag.OPTIMIZER)
-_CACHE = (MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH)
-_Tags = Mapping[Stage, tuple[str, ...]]
-TAKES: _Tags = {
-    Stage.LOAD_WEIGHTS: (EXPORT,),
-    Stage.RESUME_WEIGHTS: (MemoryTag.WEIGHTS,),
-    Stage.RESUME_KV: _CACHE,
-    Stage.LOAD_TRAINER: _TRAINER,
-}
+TAKES = {rule.stage: rule.resumes for rule in RING if rule.resumes}
 """Tags that a stage wakes."""
-_GIVES: _Tags = {Stage.OFFLOAD: _TRAINER, Stage.PAUSE_KV: _CACHE, Stage.PAUSE_WEIGHTS: (MemoryTag.WEIGHTS,)}
+_GIVES = {rule.stage: rule.pauses for rule in RING if rule.pauses}
 _MOST_DEVICES = 4
 _MARGIN = Overheads().margin
 
@@ -181,7 +171,7 @@ def _smaller_cache(shortage: Shortage, config: NodeConfig) -> str:
     return f"rollout.max_total_tokens to {fits} or less"
 
 
-def _of(stage: Stage, usage: ServiceUsage, tags: _Tags) -> list[TagUsage]:
+def _of(stage: Stage, usage: ServiceUsage, tags: Mapping[Stage, Sequence[MemoryTag]]) -> list[TagUsage]:
     return [one for one in usage.tags if one.tag in tags.get(stage, ())]
 
 

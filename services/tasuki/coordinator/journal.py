@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tasuki.coordinator.journal_schema import SCHEMA_VERSION, TABLES
-from tasuki.coordinator.phases import Phase, Stage
 from tasuki.coordinator.records import ChangeoverRecord, Intent, Outcome, StageEvent, Status, id_number, id_text
+from tasuki.memory.stages import Phase, Stage
 from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
 from tasuki.wire.errors import DiskFull, TasukiError
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from tasuki.coordinator.journal import Journal
-from tasuki.coordinator.phases import Stage, since_phase
+from tasuki.coordinator.phases import since_phase
 from tasuki.coordinator.records import Outcome
+from tasuki.memory.stages import Stage
 from tasuki.wire.errors import Interrupted
 
 

@@ -16,10 +16,11 @@ from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.journal_recovery import close_interrupted, resolve_intents
 from tasuki.coordinator.operation import Operation, StateUpdate, replayed
 from tasuki.coordinator.peers import Observed, Peers
-from tasuki.coordinator.phases import HOLDS, Phase, Stage, advance, leads_to, phase_of
+from tasuki.coordinator.phases import advance, leads_to, phase_of
 from tasuki.coordinator.readiness import ReadinessProbe
 from tasuki.coordinator.records import NodeState, StageEvent, Status
 from tasuki.coordinator.watchers import Watchers
+from tasuki.memory.stages import HOLDS, Phase, Stage
 from tasuki.wire.errors import (
     ChangeoverRunning,
     DeadlineExceeded,

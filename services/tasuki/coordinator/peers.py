@@ -11,10 +11,11 @@ from typing import Protocol, TypeVar
 import grpc
 import grpc.aio
 
-from tasuki.coordinator.encode import stage_from_proto, stage_to_proto
-from tasuki.coordinator.phases import RULES, Phase, Service, Stage, lost_weights, standing
+from tasuki.coordinator.phases import lost_weights, standing
 from tasuki.coordinator.records import Intent, Outcome
+from tasuki.memory.stages import RULES, Phase, Rpc, Service, Stage, Undo
 from tasuki.memory.tags import ServiceUsage
+from tasuki.rpc.stages import named_tags, stage_from_proto, stage_to_proto
 from tasuki.rpc.usage import read_usage
 from tasuki.v1 import memory_pb2, rollout_pb2, trainer_pb2, types_pb2, weights_pb2
 from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
@@ -23,21 +24,6 @@ from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
 from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import DeadlineExceeded, PeerUnavailable, StageOrder, from_rpc_error
 
-_Tags = tuple[types_pb2.MemoryTag.ValueType, ...]
-_KV: _Tags = (types_pb2.MEMORY_TAG_KV_CACHE,)
-_WEIGHTS: _Tags = (types_pb2.MEMORY_TAG_WEIGHTS,)
-# All that the trainer can pause, also where some of it could stay; the planner counts on it.
-_TRAINER: _Tags = (types_pb2.MEMORY_TAG_WEIGHTS, types_pb2.MEMORY_TAG_GRADIENTS, types_pb2.MEMORY_TAG_OPTIMIZER)
-_PAUSES = {Stage.OFFLOAD: _TRAINER, Stage.PAUSE_KV: _KV, Stage.PAUSE_WEIGHTS: _WEIGHTS}
-_RESUMES = {Stage.LOAD_TRAINER: _TRAINER, Stage.RESUME_KV: _KV, Stage.RESUME_WEIGHTS: _WEIGHTS}
-# The memory stage that takes another stage back.
-_REVERSE = {
-    Stage.RESUME_WEIGHTS: Stage.PAUSE_WEIGHTS,
-    Stage.OFFLOAD: Stage.LOAD_TRAINER,
-    Stage.RESUME_KV: Stage.PAUSE_KV,
-    Stage.DRAIN: Stage.RESUME_KV,
-    Stage.LOAD_TRAINER: Stage.OFFLOAD,
-}
 _READ_TIMEOUT_S = 10.0
 _USAGE_TIMEOUT_S = 2.0
 _Answer = TypeVar("_Answer")
@@ -188,27 +174,29 @@ class GrpcPeers:
 
     async def run(self, intent: Intent, *, published: bytes) -> Outcome:
         command = _command(intent)
-        match intent.stage:
-            case Stage.LOAD_WEIGHTS:
+        match RULES[intent.stage].rpc:
+            case Rpc.PUBLISH_WEIGHTS:
                 return await self._publish(command)
-            case Stage.SYNC:
+            case Rpc.RECEIVE_WEIGHTS:
                 return await self._receive(command, published)
-            case Stage.DRAIN:
+            case Rpc.DRAIN:
                 return await self._drain(command)
-            case stage:
-                return await self._map(command, stage)
+            case Rpc.PAUSE | Rpc.RESUME:
+                return await self._move_pages(command, intent.stage)
 
     async def undo(self, intent: Intent) -> Outcome:
         command = _command(intent)
-        match intent.stage:
-            case Stage.LOAD_WEIGHTS:
+        match RULES[intent.stage].undo:
+            case Undo.WITHDRAW_WEIGHTS:
                 request = trainer_pb2.WithdrawWeightsRequest(command=command)
                 await _answer(Service.TRAINER, self._trainer.WithdrawWeights(request, timeout=self._timeout_s))
                 return Outcome()
-            case Stage.SYNC | Stage.PAUSE_KV:
-                return Outcome()  # comes with the undo of RESUME_WEIGHTS, or of DRAIN
-            case stage:
-                return await self._map(command, _REVERSE[stage])
+            case Stage() as stage:
+                return await self._move_pages(command, stage)
+            case Undo.WITH_EARLIER:
+                return Outcome()
+            case Undo.NEVER:
+                raise AssertionError(f"{intent.stage} cannot be taken back")
 
     async def _publish(self, command: types_pb2.CommandId) -> Outcome:
         request = trainer_pb2.PublishWeightsRequest(command=command)
@@ -226,15 +214,15 @@ class GrpcPeers:
         await _answer(Service.ROLLOUT, self._rollout.Drain(request, timeout=self._timeout_s + self._drain_grace_s))
         return Outcome()
 
-    async def _map(self, command: types_pb2.CommandId, stage: Stage) -> Outcome:
+    async def _move_pages(self, command: types_pb2.CommandId, stage: Stage) -> Outcome:
         """A stage that maps or unmaps the pages of tags, on the service it belongs to."""
-        service, number = RULES[stage].service, stage_to_proto(stage)
-        memory = self._memory[service]
-        if stage in _PAUSES:
-            pause = memory_pb2.PauseRequest(command=command, stage=number, tags=_PAUSES[stage])
-            return Outcome((await _answer(service, memory.Pause(pause, timeout=self._timeout_s))).released_bytes)
-        resume = memory_pb2.ResumeRequest(command=command, stage=number, tags=_RESUMES[stage])
-        return Outcome((await _answer(service, memory.Resume(resume, timeout=self._timeout_s))).mapped_bytes)
+        rule, number, tags = RULES[stage], stage_to_proto(stage), named_tags(stage)
+        memory = self._memory[rule.service]
+        if rule.rpc is Rpc.PAUSE:
+            pause = memory_pb2.PauseRequest(command=command, stage=number, tags=tags)
+            return Outcome((await _answer(rule.service, memory.Pause(pause, timeout=self._timeout_s))).released_bytes)
+        resume = memory_pb2.ResumeRequest(command=command, stage=number, tags=tags)
+        return Outcome((await _answer(rule.service, memory.Resume(resume, timeout=self._timeout_s))).mapped_bytes)
 
 
 def _command(intent: Intent) -> types_pb2.CommandId:

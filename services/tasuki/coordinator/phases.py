@@ -1,84 +1,20 @@
 """The ring of stages: where a node stands, what may come next, and the way back. Pure: no I/O, no proto.
 
-            LOAD_WEIGHTS > RESUME_WEIGHTS > SYNC > OFFLOAD > RESUME_KV
-    TRAIN                                                                ROLLOUT
-            LOAD_TRAINER < PAUSE_WEIGHTS < PAUSE_KV < DRAIN
-
 A node *stands* at the stage that was completed last: at LOAD_TRAINER it is in phase TRAIN, at RESUME_KV in phase ROLLOUT,
-elsewhere in the middle of a changeover. Each stage belongs to one service, and that service refuses it out of order by itself.
+elsewhere in the middle of a changeover. The rows of the ring are in memory/stages.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 
+from tasuki.memory.stages import NEXT, RULES, Phase, Service, Stage, last_of
 from tasuki.wire.errors import StageOrder
-
-
-class Phase(StrEnum):
-    """Who holds the GPUs."""
-
-    TRAIN = "TRAIN"
-    ROLLOUT = "ROLLOUT"
-
-
-class Service(StrEnum):
-    """Who carries a stage out."""
-
-    TRAINER = "trainer"
-    ROLLOUT = "rollout"
-
-
-class Stage(StrEnum):
-    """One step of a changeover."""
-
-    LOAD_WEIGHTS = "LOAD_WEIGHTS"
-    RESUME_WEIGHTS = "RESUME_WEIGHTS"
-    SYNC = "SYNC"
-    OFFLOAD = "OFFLOAD"
-    RESUME_KV = "RESUME_KV"
-    DRAIN = "DRAIN"
-    PAUSE_KV = "PAUSE_KV"
-    PAUSE_WEIGHTS = "PAUSE_WEIGHTS"
-    LOAD_TRAINER = "LOAD_TRAINER"
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """One row of the ring: a node at `after` may run `stage`, which `service` carries out; the node then stands at `stage`."""
-
-    after: Stage
-    stage: Stage
-    service: Service
-    has_undo: bool = True
-    """Whether the stage can be taken back. PAUSE_WEIGHTS cannot: the weights are gone, and only a SYNC brings them again."""
-    completes: Phase | None = None
-    """The phase that holds from here on."""
-
-
-RING = (
-    Rule(Stage.LOAD_TRAINER, Stage.LOAD_WEIGHTS, Service.TRAINER),
-    Rule(Stage.LOAD_WEIGHTS, Stage.RESUME_WEIGHTS, Service.ROLLOUT),
-    Rule(Stage.RESUME_WEIGHTS, Stage.SYNC, Service.ROLLOUT),
-    Rule(Stage.SYNC, Stage.OFFLOAD, Service.TRAINER),
-    Rule(Stage.OFFLOAD, Stage.RESUME_KV, Service.ROLLOUT, completes=Phase.ROLLOUT),
-    Rule(Stage.RESUME_KV, Stage.DRAIN, Service.ROLLOUT),
-    Rule(Stage.DRAIN, Stage.PAUSE_KV, Service.ROLLOUT),
-    Rule(Stage.PAUSE_KV, Stage.PAUSE_WEIGHTS, Service.ROLLOUT, has_undo=False),
-    # Taken back to make room for an engine that is started anew.
-    Rule(Stage.PAUSE_WEIGHTS, Stage.LOAD_TRAINER, Service.TRAINER, completes=Phase.TRAIN),
-)
-RULES = {rule.stage: rule for rule in RING}
-_NEXT = {rule.after: rule.stage for rule in RING}
-HOLDS = {rule.completes: rule.stage for rule in RING if rule.completes is not None}
-"""Where a node stands while a phase holds."""
 
 
 def next_stage(at: Stage) -> Stage:
     """The only stage that may come next."""
-    return _NEXT[at]
+    return NEXT[at]
 
 
 def phase_of(at: Stage) -> Phase | None:
@@ -90,7 +26,7 @@ def advance(at: Stage, stage: Stage) -> Stage:
     """Where the node stands after `stage`. Raises StageOrder when another one must come first."""
     if RULES[stage].after is not at:
         raise StageOrder(
-            f"{stage} cannot come after {at}; the next stage is {_NEXT[at]}", stage=stage, after=at, allowed=_NEXT[at]
+            f"{stage} cannot come after {at}; the next stage is {NEXT[at]}", stage=stage, after=at, allowed=NEXT[at]
         )
     return stage
 
@@ -164,10 +100,4 @@ def lost_weights(*, trainer: Stage | None, rollout: Stage | None) -> bool:
     return trainer in (None, Stage.LOAD_TRAINER) and rollout in (Stage.RESUME_WEIGHTS, Stage.SYNC)
 
 
-def _last_of(service: Service, at: Stage) -> Stage:
-    while RULES[at].service is not service:
-        at = RULES[at].after
-    return at
-
-
-_STANDING = {(_last_of(Service.TRAINER, at), _last_of(Service.ROLLOUT, at)): at for at in RULES}
+_STANDING = {(last_of(Service.TRAINER, at), last_of(Service.ROLLOUT, at)): at for at in RULES}

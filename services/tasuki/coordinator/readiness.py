@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from tasuki.coordinator.peers import Observed, Peers
-from tasuki.coordinator.phases import Phase
+from tasuki.memory.stages import Phase
 from tasuki.wire.errors import EnginePoisoned, PeerUnavailable
 
 _POLL_S, _POLL_IDLE_S = 0.2, 0.02

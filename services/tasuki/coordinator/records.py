@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tasuki.coordinator.phases import Phase, Stage, next_stage, phase_of
+from tasuki.coordinator.phases import next_stage, phase_of
+from tasuki.memory.stages import Phase, Stage
 
 
 class Status(StrEnum):

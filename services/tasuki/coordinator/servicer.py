@@ -10,11 +10,12 @@ import grpc
 import grpc.aio
 
 from tasuki.config.instance import Instance
-from tasuki.coordinator.encode import changeover_to_proto, event_to_proto, phase_from_proto, stage_from_proto, state_to_proto
+from tasuki.coordinator.encode import changeover_to_proto, event_to_proto, phase_from_proto, state_to_proto
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.planning import Planning
 from tasuki.coordinator.records import NodeState, id_number
+from tasuki.rpc.stages import stage_from_proto
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1 import coordinator_pb2_grpc
 from tasuki.wire.errors import InvalidArgument

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 
+from tasuki.memory.stages import Phase
 from tasuki.planner.layout import TAGS, Checkpointing, Layout, Part, Strategy, gb
-from tasuki.planner.plan import SERVING, TRAINER_TAGS, Plan, PlanStage, plan
+from tasuki.planner.plan import SERVING, TRAINER_TAGS, Plan, plan
 
 _RATIO_STEPS = 100
 _MIN_TOKENS = 1024
@@ -129,13 +130,13 @@ class _Change:
 def _changes(planned: Plan) -> Iterator[_Change]:
     """The ladder for the place where it is short, least costly first; then those for the other places, which share its memory."""
     layout, peak = planned.layout, planned.gpu_peak.stage
-    if planned.stage(PlanStage.TRAIN).gpu_bytes + layout.overheads.margin > layout.gpu_bytes:
-        peak = PlanStage.TRAIN
+    if planned.stage(Phase.TRAIN).gpu_bytes + layout.overheads.margin > layout.gpu_bytes:
+        peak = Phase.TRAIN
     if layout.strategy is not Strategy.STAGED and not planned.fits_gpu:
         yield _Change("strategy", layout.strategy, Strategy.STAGED, replace(layout, strategy=Strategy.STAGED))
     if not planned.fits_gpu:
         ladders = [_for_rollout, _for_training, _for_changeover]
-        first = _for_training if peak is PlanStage.TRAIN else _for_rollout if peak in SERVING else _for_changeover
+        first = _for_training if peak is Phase.TRAIN else _for_rollout if peak in SERVING else _for_changeover
         for ladder in sorted(ladders, key=lambda ladder: ladder is not first):
             yield from ladder(layout)
     if not planned.fits_host:
@@ -264,7 +265,7 @@ def _shortage(planned: Plan) -> int:
 def _moved_bytes(planned: Plan) -> int:
     """What leaves a GPU over a whole round."""
     sleeping = planned.layout.leaving | ({Part.CUDA_GRAPH} if Part.KV_CACHE in planned.layout.sleeping else set())
-    trained, served = planned.stage(PlanStage.TRAIN), planned.stage(PlanStage.ROLLOUT)
+    trained, served = planned.stage(Phase.TRAIN), planned.stage(Phase.ROLLOUT)
     moved: list[int] = []
     for one, other in zip(trained.gpus, served.gpus, strict=True):
         moved.append(sum(size for part, size in one.items() if part in sleeping and part in TRAINER_TAGS))

@@ -62,7 +62,7 @@ def node_layout(
         export_stays=trainer.export_stays is not False,
         micro_batch_tokens=trainer.micro_batch_tokens,
         checkpointing=Checkpointing.FULL if trainer.gradient_checkpointing else Checkpointing.NONE,
-        has_reference=config.train is not None and config.train.kl_coef > 0,
+        has_reference=config.train is not None and (config.train.loss.kl_coef > 0 or config.train.advantages.kl_coef > 0),
         lora_rank=None if trainer.lora is None else trainer.lora.rank,
         lora_targets=None if trainer.lora is None else trainer.lora.target_modules,
         merges_adapters=config.served_adapter is None,

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
+from typing import TypeAlias
 
+from tasuki.memory.stages import RING, Phase, Stage
 from tasuki.planner.layout import Layout, Part, Strategy
 from tasuki.planner.rollout_bytes import KvPool, engine_step, engine_weights, kv_pool
 from tasuki.planner.trainer_bytes import Bytes, export_arena, offloaded_bytes, trainer_tags, training_peak
@@ -20,20 +21,13 @@ _STEP = {Part.LAYERS, Part.WHOLE_GRADIENTS, Part.ACTIVATIONS, Part.LOGITS, Part.
 _COPIED = (Part.TRAINER_WEIGHTS, Part.OPTIMIZER)
 
 
-class PlanStage(StrEnum):
-    """The stages of the ring by their names, and the two phases at their fullest: a training step and a full batch."""
-
-    TRAIN = "TRAIN"
-    LOAD_WEIGHTS = "LOAD_WEIGHTS"
-    RESUME_WEIGHTS = "RESUME_WEIGHTS"
-    SYNC = "SYNC"
-    OFFLOAD = "OFFLOAD"
-    RESUME_KV = "RESUME_KV"
-    ROLLOUT = "ROLLOUT"
-    DRAIN = "DRAIN"
-    PAUSE_KV = "PAUSE_KV"
-    PAUSE_WEIGHTS = "PAUSE_WEIGHTS"
-    LOAD_TRAINER = "LOAD_TRAINER"
+PlanStage: TypeAlias = Stage | Phase
+"""A stage of the ring, or a phase at its fullest: a training step or a full batch."""
+PLAN_STAGES: tuple[PlanStage, ...] = (
+    Phase.TRAIN,
+    *(at for rule in RING for at in (rule.stage, rule.completes) if at not in (None, Phase.TRAIN)),
+)
+"""In the order of the ring, each phase after the stage that completes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +112,7 @@ def plan(layout: Layout) -> Plan:
         Part.ENGINE_STEP: engine_step(layout),
     }
     work = training_peak(layout)
-    stages = tuple(_stage(layout, stage, trainer=trainer, engine=engine, work=work) for stage in PlanStage)
+    stages = tuple(_stage(layout, stage, trainer=trainer, engine=engine, work=work) for stage in PLAN_STAGES)
     return Plan(layout=layout, stages=stages, kv_pool=pool)
 
 
@@ -129,14 +123,14 @@ def needed_bytes(plan: Plan, stage: PlanStage, *, has_published: bool = True) ->
     has_published: whether weights were published before; if not, or where they do not stay, the trainer's copies for the engine are
     new; if not, so is the engine's first batch.
     """
-    reached = {PlanStage.LOAD_TRAINER: PlanStage.TRAIN, PlanStage.RESUME_KV: PlanStage.ROLLOUT}.get(stage, stage)
-    order = list(PlanStage)
-    before, after = plan.stage(order[order.index(stage) - 1]), plan.stage(reached)
+    fullest: dict[PlanStage, PlanStage] = {Stage.LOAD_TRAINER: Phase.TRAIN, Stage.RESUME_KV: Phase.ROLLOUT}
+    reached = fullest.get(stage, stage)
+    before, after = plan.stage(PLAN_STAGES[PLAN_STAGES.index(stage) - 1]), plan.stage(reached)
     gpus = [_growth(old, new) for old, new in zip(before.gpus, after.gpus, strict=True)]
-    if stage is PlanStage.LOAD_WEIGHTS and not has_published:
+    if stage is Stage.LOAD_WEIGHTS and not has_published:
         for grown, parts in zip(gpus, after.gpus, strict=True):
             grown |= {part: size for part, size in parts.items() if part is Part.EXPORT}
-    if stage is PlanStage.RESUME_KV and not has_published:
+    if stage is Stage.RESUME_KV and not has_published:
         for grown, parts in zip(gpus, after.gpus, strict=True):
             grown |= {part: size for part, size in parts.items() if part is Part.ENGINE_STEP}
     return Need(gpus=tuple(gpus), host_bytes=max(0, after.host_bytes - before.host_bytes))
@@ -145,7 +139,7 @@ def needed_bytes(plan: Plan, stage: PlanStage, *, has_published: bool = True) ->
 def _stage(layout: Layout, stage: PlanStage, *, trainer: Bytes, engine: Bytes, work: Bytes) -> StagePlan:
     has_trainer, has_engine = _present(layout, stage)
     of_trainer = {part: size for part, size in trainer.items() if part in has_trainer}
-    if stage is PlanStage.TRAIN:
+    if stage is Phase.TRAIN:
         of_trainer |= work
     elif Part.TORCH_CACHE in has_trainer:
         of_trainer[Part.TORCH_CACHE] = sum(work.values())
@@ -165,16 +159,16 @@ def _stage(layout: Layout, stage: PlanStage, *, trainer: Bytes, engine: Bytes, w
     return StagePlan(stage, tuple(gpus), _host(layout, stage, trainer=trainer, gpus=gpus))
 
 
-_RISING = (PlanStage.LOAD_WEIGHTS, PlanStage.RESUME_WEIGHTS, PlanStage.SYNC)
-SERVING = (PlanStage.RESUME_KV, PlanStage.ROLLOUT, PlanStage.DRAIN)
-_WITHOUT_TRAINER = (PlanStage.OFFLOAD, *SERVING, PlanStage.PAUSE_KV, PlanStage.PAUSE_WEIGHTS)
+_RISING = (Stage.LOAD_WEIGHTS, Stage.RESUME_WEIGHTS, Stage.SYNC)
+SERVING = (Stage.RESUME_KV, Phase.ROLLOUT, Stage.DRAIN)
+_WITHOUT_TRAINER = (Stage.OFFLOAD, *SERVING, Stage.PAUSE_KV, Stage.PAUSE_WEIGHTS)
 
 
 def _present(layout: Layout, stage: PlanStage) -> tuple[set[Part], set[Part]]:
     """Parts of trainer and engine that are on a GPU in `stage`."""
     trainer = {*TRAINER_TAGS, Part.EXPORT}
     engine = {Part.ROLLOUT_WEIGHTS, Part.KV_CACHE, Part.CUDA_GRAPH}
-    if layout.sync_bucket_bytes is not None and stage is not PlanStage.SYNC:
+    if layout.sync_bucket_bytes is not None and stage is not Stage.SYNC:
         trainer.discard(Part.EXPORT)
     if not layout.export_stays and layout.strategy is not Strategy.RESIDENT and stage not in _RISING:
         trainer.discard(Part.EXPORT)
@@ -197,10 +191,10 @@ def _asleep(layout: Layout, stage: PlanStage) -> set[Part]:
     """The engine's tags that are not there."""
     if layout.strategy is Strategy.RESIDENT:
         return set()
-    has_weights = stage not in (PlanStage.TRAIN, PlanStage.LOAD_WEIGHTS, PlanStage.PAUSE_WEIGHTS, PlanStage.LOAD_TRAINER)
+    has_weights = stage not in (Phase.TRAIN, Stage.LOAD_WEIGHTS, Stage.PAUSE_WEIGHTS, Stage.LOAD_TRAINER)
     has_cache = stage in SERVING
     if layout.strategy is Strategy.ONE_STAGE:
-        has_cache = has_weights and stage is not PlanStage.PAUSE_KV
+        has_cache = has_weights and stage is not Stage.PAUSE_KV
     away = (set() if has_weights else {Part.ROLLOUT_WEIGHTS}) | (set() if has_cache else {Part.KV_CACHE})
     if layout.strategy is not Strategy.RELAUNCH:
         # The engine keeps its base weights under adapters.
@@ -215,10 +209,10 @@ def _host(layout: Layout, stage: PlanStage, *, trainer: Bytes, gpus: list[Bytes]
         # Pinned once, at the first pause, and kept.
         leaving = layout.leaving | layout.leaves_early
         host |= {part: trainer[part] * layout.num_ranks for part in _COPIED if part in leaving}
-    if layout.strategy is Strategy.RELAUNCH and stage is PlanStage.LOAD_WEIGHTS:
+    if layout.strategy is Strategy.RELAUNCH and stage is Stage.LOAD_WEIGHTS:
         # The checkpoint on its way to a disk.
         host[Part.EXPORT] = layout.model.num_parameters * layout.engine_bytes
-    if stage is PlanStage.TRAIN:
+    if stage is Phase.TRAIN:
         host[Part.ACTIVATIONS] = offloaded_bytes(layout) * layout.num_ranks
     if layout.device == "cpu":
         for parts in gpus:

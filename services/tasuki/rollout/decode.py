@@ -6,22 +6,13 @@ from collections.abc import Sequence
 
 import grpc.aio
 
+from tasuki.memory.stages import Rpc, Service, Stage, stages_of
 from tasuki.memory.tags import MemoryTag
-from tasuki.rollout.stages import Stage
+from tasuki.rpc.stages import stage_from_proto
 from tasuki.rpc.usage import TAGS
 from tasuki.v1 import types_pb2
 from tasuki.wire.errors import InvalidArgument
 
-STAGES: dict[types_pb2.Stage.ValueType, Stage] = {
-    types_pb2.STAGE_UNSPECIFIED: Stage.START,
-    types_pb2.STAGE_RESUME_WEIGHTS: Stage.RESUME_WEIGHTS,
-    types_pb2.STAGE_SYNC: Stage.SYNC,
-    types_pb2.STAGE_RESUME_KV: Stage.RESUME_KV,
-    types_pb2.STAGE_DRAIN: Stage.DRAIN,
-    types_pb2.STAGE_PAUSE_KV: Stage.PAUSE_KV,
-    types_pb2.STAGE_PAUSE_WEIGHTS: Stage.PAUSE_WEIGHTS,
-}
-STAGE_VALUES = {stage: value for value, stage in STAGES.items()}
 # Tags that stages name; captured graphs' memory goes with the cache.
 _NAMED = (types_pb2.MEMORY_TAG_WEIGHTS, types_pb2.MEMORY_TAG_KV_CACHE)
 # rpc/ refuses a mutating call without a deadline.
@@ -34,11 +25,11 @@ def remaining_s(context: grpc.aio.ServicerContext) -> float:
     return _NO_DEADLINE_S if remaining is None else remaining
 
 
-def decode_stage(value: types_pb2.Stage.ValueType, allowed: tuple[Stage, ...]) -> Stage:
+def decode_stage(value: types_pb2.Stage.ValueType, rpc: Rpc) -> Stage:
     """Raises InvalidArgument naming what the call takes."""
-    stage = STAGES.get(value)
+    stage, allowed = stage_from_proto(value), stages_of(Service.ROLLOUT, rpc)
     if stage is None or stage not in allowed:
-        raise InvalidArgument("stage", f"this call takes {' or '.join(allowed)}, not {stage if stage is not None else value}")
+        raise InvalidArgument("stage", f"this call takes {' or '.join(allowed)}, not {stage or value}")
     return stage
 
 

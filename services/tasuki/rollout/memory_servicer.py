@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 import grpc
 import grpc.aio
 
+from tasuki.memory.stages import Rpc
 from tasuki.rollout.decode import decode_stage, decode_tags, remaining_s
 from tasuki.rollout.rollout import Rollout
-from tasuki.rollout.stages import Stage
 from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.usage import USAGE_TIMEOUT_S, watch_usage
 from tasuki.v1 import memory_pb2, memory_pb2_grpc
@@ -25,7 +25,7 @@ class RolloutMemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
         timeout_s = remaining_s(context)
 
         async def pause() -> memory_pb2.PauseResponse:
-            stage = decode_stage(request.stage, (Stage.PAUSE_KV, Stage.PAUSE_WEIGHTS))
+            stage = decode_stage(request.stage, Rpc.PAUSE)
             released = await self._rollout.pause(stage, decode_tags(request.tags), timeout_s=timeout_s)
             return memory_pb2.PauseResponse(released_bytes=released)
 
@@ -35,7 +35,7 @@ class RolloutMemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
         timeout_s = remaining_s(context)
 
         async def resume() -> memory_pb2.ResumeResponse:
-            stage = decode_stage(request.stage, (Stage.RESUME_WEIGHTS, Stage.RESUME_KV))
+            stage = decode_stage(request.stage, Rpc.RESUME)
             mapped = await self._rollout.resume(stage, decode_tags(request.tags), timeout_s=timeout_s)
             return memory_pb2.ResumeResponse(mapped_bytes=mapped)
 

@@ -1,23 +1,17 @@
-"""The front's end of a call to every engine rank: sends a command through SGLang or straight to the ranks, collects their answers."""
+"""Calls to every engine rank: a command goes through SGLang or straight to the ranks, and each rank answers on its line."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-import zmq
-import zmq.asyncio
-
 from tasuki.memory.tags import MemoryTag
-from tasuki.rollout.rank_line import line_identity
+from tasuki.rpc.rank_front import RankFront
 from tasuki.rpc.usage import TAG_VALUES
 from tasuki.v1 import memory_pb2, ranks_pb2
 from tasuki.wire.errors import DeadlineExceeded, InternalError, OutOfGpuMemory, TasukiError, from_reason
-
-Results = Sequence[ranks_pb2.EngineRankResult]
-"""One for each rank, in the order of ranks."""
 
 
 class CommandedEngine(Protocol):
@@ -31,101 +25,72 @@ class CommandedEngine(Protocol):
         ...
 
 
-class RankCalls:
-    """Calls, one at a time. Owns the socket on which ranks answer; `close` removes it."""
+class RankCalls(RankFront[ranks_pb2.EngineRankCommand, ranks_pb2.EngineRankResult]):
+    """Calls the ranks of all replicas. They learn where to answer by the first command, which comes through SGLang.
+
+    Every call raises DeadlineExceeded when not all ranks have answered in time. A call that was given up goes on in the ranks: the
+    next one waits for its end.
+    """
 
     def __init__(self, engine: CommandedEngine, *, socket_dir: Path) -> None:
         self._engine = engine
-        self._path = socket_dir / "rollout-ranks.sock"
-        self._path.unlink(missing_ok=True)
-        self._context = zmq.asyncio.Context()
-        self._line = self._context.socket(zmq.ROUTER)
-        self._line.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._line.bind(f"ipc://{self._path}")
-        self._path.chmod(0o600)
-        self._turn = asyncio.Lock()
-        self._last: asyncio.Future[None] | None = None
-        self._call = 0
-        self._joined: set[int] = set()
-        """Ranks that have answered before, and so are on the line."""
+        self._running: asyncio.Future[None] | None = None
+        path = socket_dir / "rollout-ranks.sock"
+        super().__init__(path, ranks_pb2.EngineRankResult, service="engine", num_ranks=engine.num_ranks)
 
     async def receive(self, receive: ranks_pb2.ReceiveCommand, *, timeout_s: float) -> list[ranks_pb2.ReceiveResult]:
         """Every rank copies what was published. After any error the engine's weights are unknown.
 
         No request may run: but for the first call of all it goes straight to the ranks, at once, and does not wait for batches.
         """
-        way = self._send_to_ranks if len(self._joined) == self._engine.num_ranks else self._engine.run_on_ranks
-        results = await self._call_by(way, ranks_pb2.EngineRankCommand(receive=receive), name="sync", timeout_s=timeout_s)
-        return [result.receive for result in _checked(results)]
+        results = await self._run(ranks_pb2.EngineRankCommand(receive=receive), name="sync", timeout_s=timeout_s)
+        return [result.receive for result in results]
 
     async def pause(self, tags: Sequence[MemoryTag], *, timeout_s: float) -> list[memory_pb2.PauseResponse]:
         """Every rank gives the tags' pages back. Raises Busy while requests run; on some ranks the tags may then sleep already."""
         pause = memory_pb2.PauseRequest(tags=[TAG_VALUES[tag] for tag in tags])
-        results = await self.call(ranks_pb2.EngineRankCommand(pause=pause), name="pause", timeout_s=timeout_s)
-        return [result.pause for result in _checked(results)]
+        results = await self._run(ranks_pb2.EngineRankCommand(pause=pause), name="pause", timeout_s=timeout_s)
+        return [result.pause for result in results]
 
     async def resume(self, tags: Sequence[MemoryTag], *, timeout_s: float) -> list[memory_pb2.ResumeResponse]:
         """Every rank takes pages for the tags. After an error the tags of some ranks are awake."""
         resume = memory_pb2.ResumeRequest(tags=[TAG_VALUES[tag] for tag in tags])
-        results = await self.call(ranks_pb2.EngineRankCommand(resume=resume), name="resume", timeout_s=timeout_s)
-        return [result.resume for result in _checked(results)]
+        results = await self._run(ranks_pb2.EngineRankCommand(resume=resume), name="resume", timeout_s=timeout_s)
+        return [result.resume for result in results]
 
     async def usage(self, *, timeout_s: float) -> list[memory_pb2.GetUsageResponse]:
         """What every rank sees of its memory."""
         command = ranks_pb2.EngineRankCommand(get_usage=memory_pb2.GetUsageRequest())
-        results = await self.call(command, name="usage", timeout_s=timeout_s)
-        return [result.get_usage for result in _checked(results)]
+        return [result.get_usage for result in await self._run(command, name="usage", timeout_s=timeout_s)]
 
-    async def call(self, command: ranks_pb2.EngineRankCommand, *, name: str, timeout_s: float) -> Results:
-        """Runs `command` on every rank between the same two batches; ranks' errors stay in their results. Raises DeadlineExceeded.
-
-        A call that was given up goes on in the ranks: the next one waits for its end.
-        """
-        return await self._call_by(self._engine.run_on_ranks, command, name=name, timeout_s=timeout_s)
-
-    async def _call_by(
-        self, send: Callable[[bytes], Awaitable[None]], command: ranks_pb2.EngineRankCommand, *, name: str, timeout_s: float
-    ) -> Results:
+    async def _run(
+        self, command: ranks_pb2.EngineRankCommand, *, name: str, timeout_s: float
+    ) -> Sequence[ranks_pb2.EngineRankResult]:
+        command.reply_address = self.address
         try:
-            async with asyncio.timeout(timeout_s), self._turn:
-                if self._last is not None:
-                    await asyncio.wait([self._last])
-                self._call += 1
-                command.call, command.reply_address = self._call, f"ipc://{self._path}"
-                self._last = asyncio.ensure_future(send(command.SerializeToString()))
-                answers = asyncio.create_task(self._collect())
-                try:
-                    await asyncio.gather(asyncio.shield(self._last), answers)
-                finally:
-                    answers.cancel()
-                return answers.result()
+            async with asyncio.timeout(timeout_s):
+                return _checked(await self.gather(command))
         except TimeoutError as error:
             raise DeadlineExceeded(f"not every engine rank answered within {timeout_s:g} s", stage=name) from error
 
-    async def _send_to_ranks(self, command: bytes) -> None:
-        for rank in range(self._engine.num_ranks):
-            await self._line.send_multipart([line_identity(rank), command])
+    async def _deliver(self, commands: Sequence[ranks_pb2.EngineRankCommand]) -> None:
+        """A sync goes straight to the ranks, as soon as they have connected; anything else between the same two batches of all."""
+        if self._running is not None:
+            await asyncio.wait([self._running])
+        command = commands[0]
+        if command.HasField("receive") and self.is_connected:
+            await super()._deliver(commands)
+        else:
+            self._running = asyncio.ensure_future(self._engine.run_on_ranks(command.SerializeToString()))
+            await asyncio.shield(self._running)
 
     def close(self) -> None:
-        if self._last is not None:
-            self._last.cancel()
-        self._line.close(linger=0)
-        self._context.term()
-        self._path.unlink(missing_ok=True)
-
-    async def _collect(self) -> Results:
-        results: dict[int, ranks_pb2.EngineRankResult] = {}
-        while len(results) < self._engine.num_ranks:
-            _, answer = await self._line.recv_multipart()
-            result = ranks_pb2.EngineRankResult.FromString(answer)
-            self._joined.add(result.rank)
-            # An answer to a call that timed out may still arrive.
-            if result.call == self._call:
-                results[result.rank] = result
-        return [results[rank] for rank in sorted(results)]
+        if self._running is not None:
+            self._running.cancel()
+        super().close()
 
 
-def _checked(results: Results) -> Results:
+def _checked(results: Sequence[ranks_pb2.EngineRankResult]) -> Sequence[ranks_pb2.EngineRankResult]:
     """Raises what a rank reported; a mere lack of memory, which has changed nothing, only when no rank has worse to say."""
     errors = [_error_of(result) for result in results if result.HasField("error")]
     for error in sorted(errors, key=lambda error: isinstance(error, OutOfGpuMemory)):

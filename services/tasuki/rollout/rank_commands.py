@@ -7,7 +7,6 @@ opens the rank's line to the front, on which a command comes straight to `Engine
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -25,14 +24,14 @@ from tasuki.rollout.record import EngineModel
 from tasuki.rollout.turn import Turn
 from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
+from tasuki.rpc.rank_server import Handlers, answer_command
 from tasuki.rpc.usage import TAGS, usage_response
 from tasuki.transport.verify import HeldSlice
 from tasuki.v1 import memory_pb2, ranks_pb2, types_pb2
-from tasuki.wire.errors import Busy, TasukiError
+from tasuki.wire.errors import Busy
 
 COMMAND_LOADER = "tasuki.rollout.rank_commands.run_command"
 """The name under which SGLang finds `run_command`."""
-_log = logging.getLogger(__name__)
 
 
 class EngineRank:
@@ -63,6 +62,12 @@ class EngineRank:
         slot_table = None if scheduler is None else scheduler.req_to_token_pool.req_to_token
         staying = frozenset() if adapter is None else frozenset({MemoryTag.WEIGHTS})
         self.memory = RankMemory(allocator, model, slot_table=slot_table, staying=staying)
+        self._handlers: Handlers = {
+            "receive": self._receive,
+            "pause": self._pause,
+            "resume": self._resume,
+            "get_usage": self._usage,
+        }
 
     def join_node(self, config: NodeConfig) -> None:
         """From here on the node's supervisor sees whether this process lives."""
@@ -72,41 +77,17 @@ class EngineRank:
         self._heartbeat.beat_in_thread()
 
     def run(self, command: ranks_pb2.EngineRankCommand) -> ranks_pb2.EngineRankResult:
-        """Errors travel in the answer: an exception would end the scheduler and with it the whole engine."""
+        """Errors travel in the result: an exception would end the scheduler and with it the whole engine."""
+        result = ranks_pb2.EngineRankResult(call=command.call, rank=self.rank)
         with self._heartbeat.working() if self._heartbeat is not None else nullcontext():
-            return self._run(command)
+            return answer_command(command, result, handlers=self._handlers, failpoints=self._failpoints)
 
-    def run_at_once(self, command: bytes) -> bytes:
+    def run_at_once(self, command: bytes) -> ranks_pb2.EngineRankResult:
         """Runs a command that came straight from the front, in another thread than the scheduler's, as soon as that waits for requests."""
         if self._allocator.device != "cpu":
             torch.cuda.set_device(self._allocator.device)
         with self._turn.taken(), torch.no_grad():
-            return self.run(ranks_pb2.EngineRankCommand.FromString(command)).SerializeToString()
-
-    def _run(self, command: ranks_pb2.EngineRankCommand) -> ranks_pb2.EngineRankResult:
-        result = ranks_pb2.EngineRankResult(call=command.call, rank=self.rank)
-        name = command.WhichOneof("command")
-        try:
-            self._failpoints.hit(str(name))
-            match name:
-                case "receive":
-                    result.receive.CopyFrom(self._receive(command.receive))
-                case "pause":
-                    result.pause.CopyFrom(self._pause([TAGS[tag] for tag in command.pause.tags]))
-                case "resume":
-                    mapped = self.memory.resume([TAGS[tag] for tag in command.resume.tags])
-                    result.resume.CopyFrom(memory_pb2.ResumeResponse(mapped_bytes=mapped))
-                case "get_usage":
-                    result.get_usage.CopyFrom(self._usage())
-                case other:
-                    raise AssertionError(f"no command {other}")
-            self._failpoints.hit(f"{name}.done")
-        except TasukiError as error:
-            result.error.CopyFrom(ranks_pb2.RankError(reason=error.reason, message=error.message, metadata=error.metadata))
-        except Exception as error:  # noqa: BLE001 - the boundary to SGLang, see above
-            _log.exception("event=rank_command_failed rank=%d", self.rank)
-            result.error.CopyFrom(ranks_pb2.RankError(message=f"{type(error).__name__}: {error}"))
-        return result
+            return self.run(ranks_pb2.EngineRankCommand.FromString(command))
 
     def _receive(self, command: ranks_pb2.ReceiveCommand) -> ranks_pb2.ReceiveResult:
         if self._scheduler is not None and not self._scheduler.is_fully_idle():
@@ -126,10 +107,13 @@ class EngineRank:
             )
         return result
 
-    def _pause(self, tags: list[MemoryTag]) -> memory_pb2.PauseResponse:
+    def _pause(self, request: memory_pb2.PauseRequest) -> memory_pb2.PauseResponse:
         if self._scheduler is not None:
             self._let_go()
-        return memory_pb2.PauseResponse(released_bytes=self.memory.pause(tags))
+        return memory_pb2.PauseResponse(released_bytes=self.memory.pause([TAGS[tag] for tag in request.tags]))
+
+    def _resume(self, request: memory_pb2.ResumeRequest) -> memory_pb2.ResumeResponse:
+        return memory_pb2.ResumeResponse(mapped_bytes=self.memory.resume([TAGS[tag] for tag in request.tags]))
 
     def _let_go(self) -> None:
         """Forgets every cached prefix. Raises Busy while the scheduler has not yet noticed that its last request ended."""
@@ -137,7 +121,7 @@ class EngineRank:
         if not self._scheduler.flush_cache(empty_cache=False):
             raise Busy("requests run", num_running=len(self._scheduler.running_batch.reqs))
 
-    def _usage(self) -> memory_pb2.GetUsageResponse:
+    def _usage(self, _: memory_pb2.GetUsageRequest) -> memory_pb2.GetUsageResponse:
         return usage_response(self.memory.usage(), device_usage(self._allocator.device, self.rank))
 
 
@@ -161,8 +145,8 @@ def run_command(model: EngineModel, named_tensors: Sequence[tuple[str, torch.Ten
     ((content, _),) = named_tensors
     command = ranks_pb2.EngineRankCommand.FromString(content.encode("latin-1"))
     (rank,) = _ranks
-    answer = rank.run(command).SerializeToString()
-    _line_to(command.reply_address).send(answer)
+    result = rank.run(command)
+    _line_to(command.reply_address).send(result)
 
 
 def _line_to(address: str) -> RankLine:
@@ -174,7 +158,7 @@ def _line_to(address: str) -> RankLine:
     return _lines[0]
 
 
-def _run_at_once(command: bytes) -> bytes:
+def _run_at_once(command: bytes) -> ranks_pb2.EngineRankResult:
     (rank,) = _ranks
     return rank.run_at_once(command)
 

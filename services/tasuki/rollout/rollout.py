@@ -15,10 +15,11 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tasuki.memory.stages import START, Stage
 from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.generate import EngineRequest, GenerationRequest, Sample, check_request, sampling_of
 from tasuki.rollout.memory import EngineMemory
-from tasuki.rollout.stages import Stage, check_idle, check_stage, check_tags, is_serving
+from tasuki.rollout.stages import check_idle, check_stage, check_tags, is_serving
 from tasuki.rollout.sync import SyncReport, WeightSync
 from tasuki.rpc.commands import REFUSALS
 from tasuki.v1 import weights_pb2
@@ -69,7 +70,7 @@ class Rollout:
     ) -> None:
         self.boot_id = uuid.uuid4().hex
         self.engine = engine
-        self.stage = Stage.START
+        self.stage: Stage | None = None
         self.poison_reason: str | None = None
         self.memory = memory
         self._sync = sync
@@ -149,7 +150,7 @@ class Rollout:
         self._held_version = report.policy_version
         self.stage = Stage.SYNC
         _log.info(
-            "event=stage stage=sync policy_version=%d copied_bytes=%d fallbacks=%d seconds=%.3f %s",
+            "event=stage stage=SYNC policy_version=%d copied_bytes=%d fallbacks=%d seconds=%.3f %s",
             report.policy_version,
             report.copied_bytes,
             len(report.fallback_names),
@@ -178,7 +179,7 @@ class Rollout:
                 await asyncio.sleep(_DRAIN_POLL_S)
         self.stage = Stage.DRAIN
         drained = Drained(num_finished=self.engine.num_finished - finished, num_cut=self.engine.num_cut - cut)
-        _log.info("event=stage stage=drain finished=%d cut=%d", drained.num_finished, drained.num_cut)
+        _log.info("event=stage stage=DRAIN finished=%d cut=%d", drained.num_finished, drained.num_cut)
         return drained
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[list[Sample]]:
@@ -232,7 +233,7 @@ class Rollout:
         if not self._is_open:
             if self.stage in (Stage.RESUME_KV, Stage.DRAIN):
                 raise Draining("rollout is draining; acquire phase ROLLOUT again")
-            raise Asleep(f"rollout serves no version now (last stage {self.stage}); acquire phase ROLLOUT")
+            raise Asleep(f"rollout serves no version now (last stage {self.stage or START}); acquire phase ROLLOUT")
 
     async def _open(self) -> None:
         self._is_open = True

@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 import grpc
 import grpc.aio
 
-from tasuki.rollout.decode import STAGE_VALUES, remaining_s
+from tasuki.rollout.decode import remaining_s
 from tasuki.rollout.generate import GenerationRequest, Sample
 from tasuki.rollout.rollout import Rollout
 from tasuki.rpc.commands import CommandGate
+from tasuki.rpc.stages import stage_to_proto
 from tasuki.rpc.usage import TAG_VALUES
 from tasuki.v1 import rollout_pb2, rollout_pb2_grpc, types_pb2
 
@@ -75,7 +76,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             boot_id=rollout.boot_id,
             epoch=self._gate.epoch,
             sequence=self._gate.sequence,
-            stage=STAGE_VALUES[rollout.stage],
+            stage=stage_to_proto(rollout.stage),
             resident_tags=[TAG_VALUES[tag] for tag in rollout.memory.resident_tags],
             policy_version=rollout.policy_version,
             received_version=rollout.received_version,

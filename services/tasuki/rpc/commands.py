@@ -13,11 +13,13 @@ from typing import Any, Protocol, TypeVar, cast
 import grpc
 from google.protobuf.message import Message
 
+from tasuki.memory.stages import RING, Rpc, Stage
 from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
+from tasuki.rpc.stages import stage_from_proto
 from tasuki.v1.memory_pb2 import PauseRequest, ResumeRequest
 from tasuki.v1.rollout_pb2 import ReceiveWeightsResponse
 from tasuki.v1.trainer_pb2 import PublishWeightsResponse
-from tasuki.v1.types_pb2 import CommandId, Stage
+from tasuki.v1.types_pb2 import CommandId
 from tasuki.wire.errors import DiskFull, InvalidArgument, StaleEpoch, StaleSequence, TasukiError
 
 _Answer = TypeVar("_Answer")
@@ -28,7 +30,7 @@ _MAX_STEP = 10**6
 """Numbers between two stage commands of an epoch at one service: the other one may be asked again and again meanwhile."""
 _MAX_FIRST = 10**8
 """The first number of an epoch at a service, which may be started anew late in it. An epoch of so many stages lasts for weeks."""
-_STAGES = {"PublishWeights": "LOAD_WEIGHTS", "ReceiveWeights": "SYNC", "Drain": "DRAIN"}
+_STAGES: dict[str, Stage] = {rule.rpc: rule.stage for rule in RING if rule.rpc not in (Rpc.PAUSE, Rpc.RESUME)}
 REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
 """Codes of the errors after which nothing has changed."""
 
@@ -228,8 +230,8 @@ def _refuse_sequence(sequence: int, *, taken: int) -> None:
 
 def _name(request: Commanded) -> str:
     """The stage that a command carries out, e.g. "SYNC", or its own name, e.g. "OptimStep"."""
-    if isinstance(request, PauseRequest | ResumeRequest) and request.stage in Stage.values():
-        return Stage.Name(request.stage).removeprefix("STAGE_")
+    if isinstance(request, PauseRequest | ResumeRequest) and (stage := stage_from_proto(request.stage)) is not None:
+        return stage
     name = type(request).__name__.removesuffix("Request").removesuffix("Header")
     return _STAGES.get(name, name)
 

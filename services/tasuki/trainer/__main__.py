@@ -30,15 +30,16 @@ from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.gpu_wait import wait_for_rollout_to_leave
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging
+from tasuki.rpc.rank_server import Handlers
 from tasuki.rpc.server import RpcServer
 from tasuki.trainer.backends.fsdp.backend import FsdpBackend
 from tasuki.trainer.backends.fsdp.mesh import start_mesh
 from tasuki.trainer.durable.restore import restore
 from tasuki.trainer.durable.training_log import TrainingLog
 from tasuki.trainer.learner import Learner, trained_roles
-from tasuki.trainer.rank_commands import RankCommands
-from tasuki.trainer.rank_loop import Handlers, RankLoop
-from tasuki.trainer.ranks import Ranks, ranks_address
+from tasuki.trainer.ranks.commands import RankCommands
+from tasuki.trainer.ranks.front import TrainerRanks
+from tasuki.trainer.ranks.loop import run_rank
 from tasuki.trainer.service.memory_servicer import MemoryServicer
 from tasuki.trainer.service.servicer import TrainerServicer
 from tasuki.trainer.service.state import TrainerState, roles_by_name
@@ -135,14 +136,17 @@ def _run_rank(config: NodeConfig, *, launch: Launch) -> bool:
         return commands.ready(), commands.handlers()
 
     with ExitStack() as cleanup:
-        address = ranks_address(socket_dir(config.state_dir))
         heartbeat = Heartbeat(config.state_dir, f"trainer{launch.rank}")
         cleanup.callback(heartbeat.close)
         failpoints = Failpoints.of(config, f"trainer{launch.rank}")
-        loop = RankLoop(
-            rank=launch.rank, address=address, launcher_fd=launch.launcher_fd, heartbeat=heartbeat, failpoints=failpoints
+        return run_rank(
+            start,
+            rank=launch.rank,
+            socket_dir=socket_dir(config.state_dir),
+            launcher_fd=launch.launcher_fd,
+            heartbeat=heartbeat,
+            failpoints=failpoints,
         )
-        return loop.run(start)
 
 
 async def _serve(config: NodeConfig, *, launch: Launch) -> int:
@@ -152,7 +156,7 @@ async def _serve(config: NodeConfig, *, launch: Launch) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     loop.add_reader(launch.launcher_fd, stop.set)
-    ranks = Ranks(
+    ranks = TrainerRanks(
         socket_dir=socket_dir(config.state_dir),
         num_ranks=launch.num_ranks,
         collective_timeout_s=config.trainer.collective_timeout_s,
@@ -181,7 +185,7 @@ async def _serve(config: NodeConfig, *, launch: Launch) -> int:
         broken.cancel()
         return 1 if ranks.broken.is_set() else 0
     finally:
-        await ranks.close()
+        await ranks.stop()
         cleanup.close()
         loop.remove_reader(launch.launcher_fd)
         await asyncio.to_thread(own_rank.join, _GRACE_S)
@@ -197,7 +201,7 @@ def _server(training: Training, log: TrainingLog, *, ready: RankReady, config: N
     return server
 
 
-async def _ready_or_stopped(ranks: Ranks, stop: asyncio.Event) -> RankReady | None:
+async def _ready_or_stopped(ranks: TrainerRanks, stop: asyncio.Event) -> RankReady | None:
     """The ranks' report, or None when the service was stopped before they were ready."""
     ready, stopped = asyncio.ensure_future(ranks.ready()), asyncio.ensure_future(stop.wait())
     await asyncio.wait((ready, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -208,7 +212,7 @@ async def _ready_or_stopped(ranks: Ranks, stop: asyncio.Event) -> RankReady | No
     return None
 
 
-async def _stop_when_broken(ranks: Ranks, stop: asyncio.Event) -> None:
+async def _stop_when_broken(ranks: TrainerRanks, stop: asyncio.Event) -> None:
     await ranks.broken.wait()
     stop.set()
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
 from tasuki.algorithms.batch import LossSum, Metric
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.algorithms.objective import policy_loss, value_loss
-from torch import Tensor
-
 from tasuki.config.schema import OptimizerConfig, TrainerConfig
 from tasuki.trainer.backend import Backend, LearnerFacts, Publication
 from tasuki.trainer.data.micro_batch import MicroBatch, TokenBatch

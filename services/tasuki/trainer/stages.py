@@ -1,52 +1,44 @@
-"""Which stage of a changeover the trainer accepts after which: its part of the ring, and the way back from a failed changeover.
+"""Which stage of a changeover the trainer accepts after which, by the ring and the way back from a failed changeover.
 
-The trainer's place on the ring is the last stage that it completed. After a start it is loaded, as after LOAD_TRAINER.
+The trainer's place on the ring is the last stage that it completed; None after a start, when it is loaded, as after LOAD_TRAINER.
 """
 
 from __future__ import annotations
 
-from tasuki.v1.types_pb2 import STAGE_LOAD_TRAINER, STAGE_LOAD_WEIGHTS, STAGE_OFFLOAD, STAGE_UNSPECIFIED, Stage
+from tasuki.memory.stages import START, Service, Stage, allowed_after
 from tasuki.wire.errors import StageOrder, WrongPhase
 
-# LOAD_TRAINER leads back to training and, in a changeover that failed after it, undoes OFFLOAD.
-_NEXT: dict[Stage.ValueType, Stage.ValueType] = {
-    STAGE_UNSPECIFIED: STAGE_LOAD_WEIGHTS,
-    STAGE_LOAD_TRAINER: STAGE_LOAD_WEIGHTS,
-    STAGE_LOAD_WEIGHTS: STAGE_OFFLOAD,
-    STAGE_OFFLOAD: STAGE_LOAD_TRAINER,
-}
-_LOADED = (STAGE_UNSPECIFIED, STAGE_LOAD_TRAINER)
+_LOADED = (None, Stage.LOAD_TRAINER)
 
 
-def raise_unless_next(stage: Stage.ValueType, *, after: Stage.ValueType) -> None:
-    """Raises StageOrder unless `stage` is the one that follows `after`.
+def raise_unless_next(stage: Stage | None, *, after: Stage | None) -> None:
+    """Raises StageOrder unless `stage` may follow `after`; None is a stage that this build does not know.
 
     LOAD_TRAINER may also come first: a trainer that was started anew in the middle of a changeover is loaded already. OFFLOAD may
     come without a publication: it takes LOAD_TRAINER back, and makes room for an engine that starts.
     """
-    allowed = _NEXT[after]
-    is_undo = stage == STAGE_OFFLOAD and after in _LOADED
-    if stage != allowed and not is_undo and (stage, after) != (STAGE_LOAD_TRAINER, STAGE_UNSPECIFIED):
-        raise _stage_order(Stage.Name(stage) if stage in Stage.values() else str(stage), after=after, allowed=allowed)
+    if stage is None or stage not in allowed_after(Service.TRAINER, after):
+        raise _stage_order(stage or "an unknown stage", after=after)
 
 
-def stage_after_withdrawal(after: Stage.ValueType) -> Stage.ValueType:
+def stage_after_withdrawal(after: Stage | None) -> Stage | None:
     """Undoes LOAD_WEIGHTS: back to where training may go on. Harmless when nothing is published; raises StageOrder while offloaded."""
-    if after == STAGE_OFFLOAD:
-        raise _stage_order("WithdrawWeights", after=after, allowed=_NEXT[after])
-    return STAGE_LOAD_TRAINER if after == STAGE_LOAD_WEIGHTS else after
+    if after is Stage.OFFLOAD:
+        raise _stage_order("WithdrawWeights", after=after)
+    return Stage.LOAD_TRAINER if after is Stage.LOAD_WEIGHTS else after
 
 
-def raise_unless_loaded(after: Stage.ValueType) -> None:
+def raise_unless_loaded(after: Stage | None) -> None:
     """Raises WrongPhase unless the trainer may learn, score and save."""
     if after not in _LOADED:
-        raise WrongPhase(f"the trainer is past {Stage.Name(after)}: acquire phase TRAIN first", needed="PHASE_TRAIN")
+        raise WrongPhase(f"the trainer is past {after}: acquire phase TRAIN first", needed="PHASE_TRAIN")
 
 
-def _stage_order(asked: str, *, after: Stage.ValueType, allowed: Stage.ValueType) -> StageOrder:
+def _stage_order(asked: str, *, after: Stage | None) -> StageOrder:
+    place, allowed = after or START, allowed_after(Service.TRAINER, after)[0]
     return StageOrder(
-        f"{asked} is out of order: the trainer's last stage is {Stage.Name(after)}, next is {Stage.Name(allowed)}",
+        f"{asked} is out of order: the trainer's last stage is {place}, next is {allowed}",
         stage=asked,
-        after=Stage.Name(after),
-        allowed=Stage.Name(allowed),
+        after=place,
+        allowed=allowed,
     )

@@ -8,20 +8,11 @@ import grpc
 
 from tasuki.coordinator.audit.history import History, StageIntent, StageResult
 from tasuki.coordinator.audit.invariants import Broken, Invariant, Violation
-from tasuki.coordinator.phases import RULES, Service, Stage
 from tasuki.coordinator.records import Status
+from tasuki.memory.stages import RULES, Service
 from tasuki.rpc.command_log import LoggedCommand, LoggedLife
 from tasuki.wire.errors import DiskFull, from_reason
 
-_UNDONE_BY = {
-    Stage.LOAD_WEIGHTS: "WithdrawWeights",
-    Stage.RESUME_WEIGHTS: Stage.PAUSE_WEIGHTS,
-    Stage.OFFLOAD: Stage.LOAD_TRAINER,
-    Stage.RESUME_KV: Stage.PAUSE_KV,
-    Stage.DRAIN: Stage.RESUME_KV,
-    Stage.LOAD_TRAINER: Stage.OFFLOAD,
-}
-"""The command that takes a stage back, as its service's log names it; none of those that go with another stage's undo."""
 _CHANGED_NOTHING = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
 
 
@@ -137,7 +128,7 @@ class _Comparison:
 
 def _name(intent: StageIntent) -> str:
     """As the service's log names the command; empty when none is sent."""
-    return _UNDONE_BY.get(intent.stage, "") if intent.is_undo else intent.stage
+    return RULES[intent.stage].undo_command if intent.is_undo else intent.stage
 
 
 def _may_have_changed(command: LoggedCommand) -> bool:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from tasuki.coordinator.audit.history import History, StageIntent
 from tasuki.coordinator.audit.invariants import Broken, Invariant
-from tasuki.coordinator.phases import Service
 from tasuki.coordinator.records import id_number, id_text
+from tasuki.memory.stages import Service
 from tasuki.wire.errors import StaleSequence
 
 

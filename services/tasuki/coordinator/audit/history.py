@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from tasuki.coordinator.journal_schema import SCHEMA_VERSION
-from tasuki.coordinator.phases import Phase, Service, Stage
 from tasuki.coordinator.records import Status, id_text
+from tasuki.memory.stages import Phase, Service, Stage
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
 _Row = TypeVar("_Row")

@@ -2,48 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from tasuki.coordinator.phases import Stage
+from tasuki.memory.stages import RING, RULES, Rpc, Service, Stage, allowed_after, stages_of
 
 _At = Stage | None
 """The last stage that a service says it completed; None: freshly started."""
-_ROLLOUT = (
-    None,
-    Stage.RESUME_WEIGHTS,
-    Stage.SYNC,
-    Stage.RESUME_KV,
-    Stage.DRAIN,
-    Stage.PAUSE_KV,
-    Stage.PAUSE_WEIGHTS,
-)
 
 
-def _all_to(stage: Stage, after: Iterable[_At]) -> dict[_At, _At]:
-    return dict.fromkeys(after, stage)
+def _accepted_after(stage: Stage) -> list[_At]:
+    """Wherever a service accepts it. Rollout gives memory up from anywhere, once it is poisoned."""
+    rule = RULES[stage]
+    gives_up = rule.service is Service.ROLLOUT and rule.rpc is Rpc.PAUSE
+    return [at for at in (None, *stages_of(rule.service)) if gives_up or stage in allowed_after(rule.service, at)]
 
 
-# Where a command leads from wherever a service accepts it. Rollout gives memory up from anywhere, once it is poisoned.
-_RUNS: dict[Stage, Mapping[_At, _At]] = {
-    Stage.LOAD_WEIGHTS: _all_to(Stage.LOAD_WEIGHTS, (None, Stage.LOAD_TRAINER)),
-    Stage.OFFLOAD: _all_to(Stage.OFFLOAD, (None, Stage.LOAD_TRAINER, Stage.LOAD_WEIGHTS)),
-    Stage.LOAD_TRAINER: _all_to(Stage.LOAD_TRAINER, (None, Stage.OFFLOAD)),
-    Stage.RESUME_WEIGHTS: _all_to(Stage.RESUME_WEIGHTS, (None, Stage.PAUSE_WEIGHTS)),
-    Stage.SYNC: _all_to(Stage.SYNC, (Stage.RESUME_WEIGHTS,)),
-    Stage.RESUME_KV: _all_to(Stage.RESUME_KV, (Stage.SYNC, Stage.DRAIN, Stage.PAUSE_KV)),
-    Stage.DRAIN: _all_to(Stage.DRAIN, (Stage.RESUME_KV,)),
-    Stage.PAUSE_KV: _all_to(Stage.PAUSE_KV, _ROLLOUT),
-    Stage.PAUSE_WEIGHTS: _all_to(Stage.PAUSE_WEIGHTS, _ROLLOUT),
+_RUNS: dict[Stage, dict[_At, _At]] = {stage: dict.fromkeys(_accepted_after(stage), stage) for stage in Stage}
+"""Where a command leads, from each place where it is accepted."""
+_WITHDRAWN: dict[_At, _At] = {
+    None: None,
+    Stage.LOAD_WEIGHTS: Stage.LOAD_TRAINER,
+    Stage.LOAD_TRAINER: Stage.LOAD_TRAINER,
 }
-_UNDOS: dict[Stage, Mapping[_At, _At]] = {
-    Stage.LOAD_WEIGHTS: {None: None, **_all_to(Stage.LOAD_TRAINER, (Stage.LOAD_WEIGHTS, Stage.LOAD_TRAINER))},
-    Stage.OFFLOAD: _RUNS[Stage.LOAD_TRAINER],
-    Stage.LOAD_TRAINER: _RUNS[Stage.OFFLOAD],
-    Stage.RESUME_WEIGHTS: _RUNS[Stage.PAUSE_WEIGHTS],
-    Stage.RESUME_KV: _RUNS[Stage.PAUSE_KV],
-    Stage.DRAIN: _RUNS[Stage.RESUME_KV],
-}
+_UNDOS = {rule.stage: _RUNS[rule.undo] if isinstance(rule.undo, Stage) else _WITHDRAWN for rule in RING if rule.undo_command}
 """SYNC and PAUSE_KV are missing: no command takes them back, they go with another stage's undo."""
 
 

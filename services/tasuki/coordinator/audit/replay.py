@@ -14,8 +14,9 @@ from tasuki.coordinator.audit.history import BegunChangeover, ChangeoverEnding, 
 from tasuki.coordinator.audit.invariants import Broken, Invariant, Violation
 from tasuki.coordinator.audit.possible_stages import PossibleStages
 from tasuki.coordinator.audit.weights_trace import WeightsTrace
-from tasuki.coordinator.phases import HOLDS, RULES, Phase, Service, Stage, next_stage, since_phase, standing, undo_path
+from tasuki.coordinator.phases import next_stage, since_phase, standing, undo_path
 from tasuki.coordinator.records import Status, id_number, id_text
+from tasuki.memory.stages import HOLDS, RULES, Phase, Service, Stage
 from tasuki.wire.errors import DeadlineExceeded, InternalError, Interrupted, PeerUnavailable, StageOrder
 
 

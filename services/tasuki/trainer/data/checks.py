@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from tasuki.algorithms.loss_types import LossConfig, OldPolicy, SftLoss, ValueLoss
 
+from tasuki.algorithms.loss_types import LossConfig, OldPolicy, SftLoss, ValueLoss
 from tasuki.trainer.data.samples import Samples, starts
 from tasuki.trainer.roles import Role
 from tasuki.wire.errors import InvalidArgument, VersionOrder

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
+
 from tasuki.algorithms.aggregation import token_weights
 from tasuki.algorithms.batch import LossBatch
 from tasuki.algorithms.loss_types import LossConfig
-from torch import Tensor
-
 from tasuki.trainer.data.samples import Samples, ranges, starts
 
 # The model has to run in every rank as often, so a rank without samples runs on this one token and counts nothing of it.

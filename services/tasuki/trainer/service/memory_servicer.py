@@ -6,44 +6,38 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from tasuki.memory.stages import Stage
+from tasuki.rpc.stages import named_tags, stage_from_proto
 from tasuki.rpc.usage import USAGE_TIMEOUT_S, joined, watch_usage
 from tasuki.trainer import stages
-from tasuki.trainer.ranks import Ranks
+from tasuki.trainer.ranks.front import TrainerRanks
 from tasuki.trainer.service.state import TrainerState
 from tasuki.v1 import memory_pb2
 from tasuki.v1.memory_pb2_grpc import MemoryServiceServicer
 from tasuki.v1.ranks_pb2 import TrainerRankCommand
 from tasuki.v1.trainer_pb2 import WithdrawWeightsRequest
-from tasuki.v1.types_pb2 import (
-    MEMORY_TAG_GRADIENTS,
-    MEMORY_TAG_OPTIMIZER,
-    MEMORY_TAG_WEIGHTS,
-    STAGE_LOAD_TRAINER,
-    STAGE_OFFLOAD,
-    MemoryTag,
-    Stage,
-)
+from tasuki.v1.types_pb2 import MemoryTag
 from tasuki.wire.errors import DeadlineExceeded, GradientsPending, InvalidArgument
 
-TAGS = (MEMORY_TAG_WEIGHTS, MEMORY_TAG_GRADIENTS, MEMORY_TAG_OPTIMIZER)
+TAGS = named_tags(Stage.OFFLOAD)
 
 
 class MemoryServicer(MemoryServiceServicer):
     """Pauses and resumes the tags in every rank."""
 
-    def __init__(self, ranks: Ranks, *, state: TrainerState) -> None:
+    def __init__(self, ranks: TrainerRanks, *, state: TrainerState) -> None:
         self._ranks, self._state = ranks, state
 
     async def Pause(self, request: memory_pb2.PauseRequest, context: Any) -> memory_pb2.PauseResponse:
         async def pause() -> memory_pb2.PauseResponse:
             async with self._state.turn:
-                self._check(request, carries_out=STAGE_OFFLOAD)
+                self._check(request, carries_out=Stage.OFFLOAD)
                 if self._state.has_gradients:
                     raise GradientsPending(
                         "gradients are pending, and OFFLOAD would lose them: call OptimStep or DiscardGradients"
                     )
                 answers = await self._ranks.call(TrainerRankCommand(pause=request))
-                self._state.stage = STAGE_OFFLOAD
+                self._state.stage = Stage.OFFLOAD
                 self._state.paused_tags.update(request.tags)
             return memory_pb2.PauseResponse(released_bytes=sum(answer.pause.released_bytes for answer in answers))
 
@@ -52,12 +46,12 @@ class MemoryServicer(MemoryServiceServicer):
     async def Resume(self, request: memory_pb2.ResumeRequest, context: Any) -> memory_pb2.ResumeResponse:
         async def resume() -> memory_pb2.ResumeResponse:
             async with self._state.turn:
-                self._check(request, carries_out=STAGE_LOAD_TRAINER)
+                self._check(request, carries_out=Stage.LOAD_TRAINER)
                 answers = await self._ranks.call(TrainerRankCommand(resume=request))
                 self._state.paused_tags.difference_update(request.tags)
                 # Training changes the weights: what was published is over.
                 await self._ranks.call(TrainerRankCommand(withdraw_weights=WithdrawWeightsRequest()))
-                self._state.stage, self._state.published_version = STAGE_LOAD_TRAINER, None
+                self._state.stage, self._state.published_version = Stage.LOAD_TRAINER, None
             return memory_pb2.ResumeResponse(mapped_bytes=sum(answer.resume.mapped_bytes for answer in answers))
 
         return await self._state.gate.stage(request, resume)
@@ -80,11 +74,12 @@ class MemoryServicer(MemoryServiceServicer):
             raise DeadlineExceeded(f"the trainer ranks are busy and did not answer within {USAGE_TIMEOUT_S:g} s") from error
         return joined([answer.get_usage for answer in answers])
 
-    def _check(self, request: memory_pb2.PauseRequest | memory_pb2.ResumeRequest, *, carries_out: Stage.ValueType) -> None:
+    def _check(self, request: memory_pb2.PauseRequest | memory_pb2.ResumeRequest, *, carries_out: Stage) -> None:
         """Raises StageOrder, or InvalidArgument for a stage that is the other RPC's or a tag that the trainer does not have."""
-        stages.raise_unless_next(request.stage, after=self._state.stage)
-        if request.stage != carries_out:
-            raise InvalidArgument("stage", f"this RPC carries out {Stage.Name(carries_out)}, not {Stage.Name(request.stage)}")
+        stage = stage_from_proto(request.stage)
+        stages.raise_unless_next(stage, after=self._state.stage)
+        if stage is not carries_out:
+            raise InvalidArgument("stage", f"this RPC carries out {carries_out}, not {stage}")
         _check_tags(request.tags)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasuki.trainer.data.samples import COLUMNS, Samples
-from tasuki.trainer.rank_wire import ROLES
+from tasuki.trainer.ranks.wire import ROLES
 from tasuki.trainer.roles import Role
 from tasuki.v1.trainer_pb2 import (
     ComputeLogProbsHeader,

@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasuki.config.schema import NodeConfig
+from tasuki.memory.stages import Stage
 from tasuki.rpc.commands import Commanded, digest
+from tasuki.rpc.stages import stage_to_proto
 from tasuki.trainer import stages
 from tasuki.trainer.durable.restore import recipe
 from tasuki.trainer.durable.training_log import TrainingLog
@@ -20,7 +22,7 @@ from tasuki.trainer.service.memory_servicer import TAGS
 from tasuki.trainer.service.training import Training
 from tasuki.v1 import ranks_pb2, trainer_pb2, weights_pb2
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceServicer
-from tasuki.v1.types_pb2 import ROLE_CRITIC, STAGE_LOAD_WEIGHTS, TrainingSample
+from tasuki.v1.types_pb2 import ROLE_CRITIC, TrainingSample
 from tasuki.v1.types_pb2 import Role as RoleMessage
 from tasuki.wire.channel import MAX_CHUNK_BYTES
 from tasuki.wire.errors import GradientsPending
@@ -101,11 +103,11 @@ class TrainerServicer(TrainerServiceServicer):
         started = time.perf_counter()
         state = self._state
         async with state.turn:
-            stages.raise_unless_next(STAGE_LOAD_WEIGHTS, after=state.stage)
+            stages.raise_unless_next(Stage.LOAD_WEIGHTS, after=state.stage)
             if state.has_gradients:
                 raise GradientsPending("gradients are pending: call OptimStep or DiscardGradients before weights are published")
             answers = await self._ranks.call(ranks_pb2.TrainerRankCommand(publish_weights=request))
-            state.stage, state.published_version = STAGE_LOAD_WEIGHTS, state.policy_version
+            state.stage, state.published_version = Stage.LOAD_WEIGHTS, state.policy_version
             published = [answer.publish_weights for answer in answers]
             return trainer_pb2.PublishWeightsResponse(
                 weights=weights_pb2.PublishedWeights(
@@ -174,7 +176,7 @@ class TrainerServicer(TrainerServiceServicer):
             boot_id=state.boot_id,
             epoch=state.gate.epoch,
             sequence=state.gate.sequence,
-            stage=state.stage,
+            stage=stage_to_proto(state.stage),
             resident_tags=[tag for tag in TAGS if tag not in state.paused_tags],
             policy_version=state.policy_version,
             published_version=state.published_version,

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from tasuki.memory.stages import Stage
 from tasuki.rpc.commands import CommandGate
-from tasuki.trainer.rank_wire import ROLES
+from tasuki.trainer.ranks.wire import ROLES
 from tasuki.trainer.roles import Role
 from tasuki.trainer.stages import raise_unless_loaded
 from tasuki.v1.trainer_pb2 import RoleState
-from tasuki.v1.types_pb2 import STAGE_UNSPECIFIED, Stage
 
 
 @dataclass(slots=True)
@@ -22,8 +22,8 @@ class TrainerState:
 
     roles: dict[Role, RoleState]
     """Of every role that is trained."""
-    stage: Stage.ValueType = STAGE_UNSPECIFIED
-    """The last stage that was completed."""
+    stage: Stage | None = None
+    """The last stage that was completed; None after a start."""
     published_version: int | None = None
     paused_tags: set[int] = field(default_factory=set)
     gate: CommandGate = field(default_factory=CommandGate)

@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+
 from tasuki.algorithms.aggregation import denominator
 from tasuki.algorithms.loss_types import LossConfig
-
 from tasuki.config.schema import NodeConfig
 from tasuki.trainer.data import checks
 from tasuki.trainer.data.plan import MicroBatchPlan, plan_micro_batches
 from tasuki.trainer.data.samples import Samples
-from tasuki.trainer.loss_wire import decode_loss
-from tasuki.trainer.rank_wire import ROLE_MESSAGES, decode_scores, encode_samples
-from tasuki.trainer.ranks import Ranks
+from tasuki.trainer.ranks.front import TrainerRanks
+from tasuki.trainer.ranks.loss import decode_loss
+from tasuki.trainer.ranks.wire import ROLE_MESSAGES, decode_scores, encode_samples
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_role, decode_samples
 from tasuki.trainer.service.state import TrainerState, roles_by_name
@@ -29,7 +29,7 @@ from tasuki.wire.errors import GradientsNotFinite, GradientsPending, InvalidArgu
 class Training:
     """The ranks as one trainer."""
 
-    def __init__(self, ranks: Ranks, *, state: TrainerState, ready: ranks_pb2.RankReady, config: NodeConfig) -> None:
+    def __init__(self, ranks: TrainerRanks, *, state: TrainerState, ready: ranks_pb2.RankReady, config: NodeConfig) -> None:
         self.ranks, self.state = ranks, state
         self._limits = checks.BatchLimits(
             vocab_size=ready.vocab_size,

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from tasuki.config.failpoints import PUBLISHED
 from tasuki.rpc.failpoints import Failpoints
+from tasuki.rpc.rank_server import Handlers
 from tasuki.rpc.usage import TAGS, usage_response
 from tasuki.trainer.data.micro_batch import micro_batch, token_batch
 from tasuki.trainer.learner import Learner
-from tasuki.trainer.loss_wire import decode_loss
-from tasuki.trainer.rank_loop import Handlers
-from tasuki.trainer.rank_wire import ROLES, decode_columns, encode_roles
+from tasuki.trainer.ranks.loss import decode_loss
+from tasuki.trainer.ranks.wire import ROLES, decode_columns, encode_roles
 from tasuki.v1 import memory_pb2, ranks_pb2, trainer_pb2
 
 

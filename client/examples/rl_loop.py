@@ -1,0 +1,328 @@
+"""The whole training loop: evaluate, generate groups, score them, learn from the difference, hand the GPUs over, again.
+
+`tasuki train` and `make demo` run this file (it is also importable as tasuki.client.rl_loop). Copy it to make your own loop.
+GRPO, RLOO, REINFORCE++, ReMax, PPO with a critic, DAPO, GSPO and CISPO are settings of it: docs/algorithms.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasuki.algorithms.advantages import has_signal
+from tasuki.algorithms.loss_types import LossConfig, OldPolicy
+from tasuki.algorithms.overlong import soft_overlong_penalty
+from tasuki.client.dataset import Dataset, Row
+from tasuki.client.dynamic_sampling import collect
+from tasuki.client.estimation import AdvantageSettings, Estimator, EstimatorState, estimate_advantages
+from tasuki.client.evaluation import EvalSettings, eval_figures
+from tasuki.client.loop_state import LoopState, write_loop_state, write_pending
+from tasuki.client.rewards import Completion, RewardPool, Scores
+from tasuki.client.step import Step
+from tasuki.client.sync_client import Client
+from tasuki.client.truncation import has_loss_tokens, truncated_fraction, without_truncated
+from tasuki.client.types import Phase, Role, Sample, SamplingParams, TrainingSample
+
+
+class Tokenizer(Protocol):
+    def encode_prompt(self, prompt: object) -> list[int]: ...
+    def decode(self, token_ids: NDArray[np.int32]) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    num_steps: int
+    prompts_per_step: int
+    group_size: int
+    sampling: SamplingParams
+    output_dir: Path
+    loss: LossConfig = field(default_factory=LossConfig)
+    """Of the policy."""
+    value_loss: LossConfig | None = None
+    """Of the critic, if there is one."""
+    critic_warmup_steps: int = 0
+    """Steps in which the critic alone learns."""
+    advantages: AdvantageSettings = field(default_factory=AdvantageSettings)
+    num_epochs: int = 1
+    """Passes over the samples of a step."""
+    num_mini_batches: int = 1
+    """Optimizer steps of each pass."""
+    max_batches: int = 1
+    """Generations of a step, until enough groups differ (DAPO's dynamic sampling); 1 takes the groups as they are."""
+    mask_truncated: bool = False
+    """Whether completions that reached max_new_tokens are left out of the loss."""
+    overlong_tokens: int | None = None
+    """Last tokens before max_new_tokens over which the reward falls by up to 1 (DAPO)."""
+    evaluation: EvalSettings = field(default_factory=EvalSettings)
+    eval_every: int | None = None
+    stop_at_eval_score: float | None = None
+    save_every: int | None = None
+    seed: int = 0
+    """Of the order of samples in mini-batches."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """The completions of one prompt and their rewards."""
+
+    prompt_token_ids: list[int]
+    samples: Sequence[Sample]
+    rewards: NDArray[np.float32]
+    """[G]; NaN for a failed one."""
+    greedy_reward: float | None = None
+
+    def differs(self) -> bool:
+        return bool(has_signal(self.rewards[None])[0])
+
+
+@dataclass(slots=True)
+class RlLoop:
+    """One run: the node, the data, and what is asked for."""
+
+    client: Client
+    dataset: Dataset
+    eval_rows: Sequence[Row]
+    tokenizer: Tokenizer
+    rewards: RewardPool
+    settings: Settings
+    state: EstimatorState = field(default_factory=EstimatorState)
+
+    def run(self, report: Callable[[Step], None], *, first_step: int = 0) -> None:
+        """Trains from `first_step` on; `report` gets every step as it ends, the last one with the final evaluation only."""
+        settings = self.settings
+        for number in range(first_step, settings.num_steps + 1):
+            step = Step(number)
+            is_last = number == settings.num_steps
+            step.acquire(self.client, Phase.ROLLOUT)
+            step.policy_version = self.client.state().policy_version
+            if self.eval_rows and (is_last or number % (settings.eval_every or settings.num_steps) == 0):
+                self.evaluate(step)
+            target = settings.stop_at_eval_score
+            is_last |= target is not None and step.eval_score is not None and step.eval_score >= target
+            if not is_last:
+                self.learn(step)
+            report(step)
+            if is_last:
+                break
+        self.client.export_model(settings.output_dir / "model")
+
+    def evaluate(self, step: Step) -> None:
+        """Scores completions of the held-out prompts."""
+        evaluation, sampling = self.settings.evaluation, self.settings.evaluation.sampling_params()
+        limit = self.settings.sampling.max_new_tokens if sampling.max_new_tokens is None else sampling.max_new_tokens
+        sampling = replace(sampling, max_new_tokens=limit, stop_token_ids=self.settings.sampling.stop_token_ids)
+        with step.timed("evaluate"):
+            prompts, samples = self.complete(self.eval_rows, sampling, num_samples=evaluation.num_samples)
+            figures = eval_figures(self.score(self.eval_rows, prompts, samples), evaluation)
+        step.eval_score = figures.pop("mean", None)
+        step.metrics |= {f"eval/{name}": value for name, value in figures.items()}
+
+    def learn(self, step: Step) -> None:
+        """One step: groups of completions, their advantages, updates of the policy, and a checkpoint when one is due."""
+        groups = self.sample_groups(step)
+        step.position = self.dataset.position()
+        if groups and self.teaches(groups):
+            samples, places = self.training_samples(groups)
+            if has_loss_tokens(samples):
+                self.update(step, samples, places=places, groups=groups)
+        step.estimator = self.state.numbers()
+        if self.settings.save_every and (step.step + 1) % self.settings.save_every == 0:
+            self.save(step)
+
+    def sample_groups(self, step: Step) -> list[Group]:
+        """As many groups as a step needs; with dynamic sampling those whose rewards differ."""
+        settings = self.settings
+        generated: list[tuple[list[Sample], Scores]] = []
+
+        def generate(num_prompts: int) -> list[Group]:
+            rows = self.dataset.next_rows(num_prompts)
+            with step.timed("generate"):
+                prompts, samples = self.complete(rows, settings.sampling, num_samples=settings.group_size)
+            with step.timed("reward"):
+                scores = self.score(rows, prompts, samples)
+            generated.append((samples, scores))
+            rewards_PG = self.shaped(samples, scores.rewards).reshape(len(rows), settings.group_size)
+            by_prompt = [samples[start : start + settings.group_size] for start in range(0, len(samples), settings.group_size)]
+            greedy_P = self.greedy_rewards(rows, step)
+            return [Group(*parts) for parts in zip(prompts, by_prompt, rewards_PG, greedy_P, strict=True)]
+
+        if settings.max_batches == 1:
+            groups = generate(settings.prompts_per_step)
+        else:
+            num_groups = settings.prompts_per_step
+            found = collect(generate, num_groups=num_groups, max_batches=settings.max_batches, is_kept=Group.differs)
+            groups = found.groups
+            step.metrics["num_generated_groups"] = found.num_generated
+        step.num_equal_groups = sum(not group.differs() for group in groups)
+        measure_samples(step, generated)
+        return groups
+
+    def complete(
+        self, rows: Sequence[Row], sampling: SamplingParams, *, num_samples: int
+    ) -> tuple[list[list[int]], list[Sample]]:
+        """Prompts, and their completions: those of the first prompt first."""
+        prompts = [self.tokenizer.encode_prompt(row["prompt"]) for row in rows]
+        return prompts, self.client.generate(prompts, sampling, num_samples=num_samples)
+
+    def score(self, rows: Sequence[Row], prompts: Sequence[list[int]], samples: Sequence[Sample]) -> Scores:
+        completions = [
+            Completion.of(sample, text=self.tokenizer.decode(sample.token_ids), prompt_token_ids=prompts[sample.prompt_index])
+            for sample in samples
+        ]
+        return self.rewards.score(rows, completions, group_size=len(samples) // len(rows))
+
+    def shaped(self, samples: Sequence[Sample], rewards_S: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Rewards with DAPO's penalty of completions that come close to the limit."""
+        limit, buffer = self.settings.sampling.max_new_tokens, self.settings.overlong_tokens
+        if buffer is None or limit is None:
+            return rewards_S
+        lengths_S = np.array([len(sample.token_ids) for sample in samples])
+        return rewards_S + soft_overlong_penalty(lengths_S, max_completion_tokens=limit, buffer_tokens=buffer)
+
+    def greedy_rewards(self, rows: Sequence[Row], step: Step) -> list[float | None]:
+        """Of each prompt's greedy completion, ReMax's baseline."""
+        if self.settings.advantages.estimator is not Estimator.GREEDY_BASELINE:
+            return [None] * len(rows)
+        with step.timed("generate"):
+            prompts, samples = self.complete(rows, replace(self.settings.sampling, temperature=0.0), num_samples=1)
+        with step.timed("reward"):
+            return self.shaped(samples, self.score(rows, prompts, samples).rewards).tolist()
+
+    def teaches(self, groups: Sequence[Group]) -> bool:
+        """Whether a batch of these groups has any gradient."""
+        settings = self.settings
+        has_others = settings.loss.kl_coef or settings.loss.entropy_coef or settings.advantages.kl_coef
+        is_by_group = settings.advantages.estimator.needs_groups
+        return bool(has_others or not is_by_group or any(group.differs() for group in groups))
+
+    def training_samples(self, groups: Sequence[Group]) -> tuple[list[TrainingSample], list[int]]:
+        """What the trainer learns from, without advantages, and its places among all completions.
+
+        Completions that are empty or whose reward failed are left out.
+        """
+        settings = self.settings
+        completions = [(group, sample) for group in groups for sample in group.samples]
+        has_reward = np.isfinite(np.concatenate([group.rewards for group in groups]))
+        places = [place for place, (_, sample) in enumerate(completions) if len(sample.token_ids) and has_reward[place]]
+        samples = [
+            TrainingSample(
+                prompt_token_ids=group.prompt_token_ids,
+                completion_token_ids=sample.token_ids,
+                rollout_log_probs=sample.rollout_log_probs,
+                policy_version=sample.policy_version,
+                temperature=settings.sampling.temperature,
+            )
+            for group, sample in (completions[place] for place in places)
+        ]
+        if settings.mask_truncated:
+            samples = without_truncated(samples, [completions[place][1].finish_reason for place in places])
+        return samples, places
+
+    def update(self, step: Step, samples: list[TrainingSample], *, places: Sequence[int], groups: Sequence[Group]) -> None:
+        """Advantages, then an optimizer step for each mini-batch; the step then has what they measured."""
+        settings = self.settings
+        step.acquire(self.client, Phase.TRAIN)
+        samples = self.scored(step, samples)
+        estimate = estimate_advantages(
+            samples,
+            rewards_PG=np.stack([group.rewards for group in groups]),
+            places=places,
+            greedy_rewards_P=np.array([group.greedy_reward for group in groups], dtype=np.float64),
+            settings=settings.advantages,
+            state=self.state,
+        )
+        self.state = estimate.state
+        step.metrics |= estimate.metrics
+        write_pending(settings.output_dir, replace(step, estimator=self.state.numbers()))
+        measured: list[dict[str, float]] = []
+        for mini_batch in self.mini_batches(estimate.samples, number=step.step):
+            if settings.value_loss is not None:
+                measured.append(self.update_critic(step, mini_batch, settings.value_loss))
+            if step.step >= settings.critic_warmup_steps:
+                measured.append(self.update_policy(step, mini_batch))
+        step.metrics |= averaged(measured)
+
+    def scored(self, step: Step, samples: list[TrainingSample]) -> list[TrainingSample]:
+        """The samples with the log-probs and values that the losses need, by the networks as they are before the step."""
+        settings = self.settings
+        if settings.loss.kl_coef or settings.advantages.kl_coef:
+            with step.timed("ref_log_probs"):
+                ref = self.client.compute_log_probs(samples, role=Role.REFERENCE)
+            samples = [replace(sample, ref_log_probs=row) for sample, row in zip(samples, ref, strict=True)]
+        if settings.loss.old_policy is OldPolicy.GIVEN:
+            with step.timed("old_log_probs"):
+                old = self.client.compute_log_probs(samples)
+            samples = [replace(sample, old_log_probs=row) for sample, row in zip(samples, old, strict=True)]
+        if settings.value_loss is not None:
+            with step.timed("values"):
+                values = self.client.compute_values(samples)
+            samples = [replace(sample, values=row) for sample, row in zip(samples, values, strict=True)]
+        return samples
+
+    def mini_batches(self, samples: Sequence[TrainingSample], *, number: int) -> Iterator[list[TrainingSample]]:
+        """Shuffled by seed and step, except where all samples make one; those without a counted token are left out."""
+        settings = self.settings
+        num_parts = min(settings.num_mini_batches, len(samples))
+        for epoch in range(settings.num_epochs):
+            order = np.arange(len(samples))
+            if num_parts > 1:
+                np.random.default_rng([settings.seed, number, epoch]).shuffle(order)
+            for part in np.array_split(order, num_parts):
+                mini_batch = [samples[index] for index in part]
+                if has_loss_tokens(mini_batch):
+                    yield mini_batch
+
+    def update_policy(self, step: Step, samples: list[TrainingSample]) -> dict[str, float]:
+        with step.timed("forward_backward"):
+            done = self.client.forward_backward(samples, self.settings.loss)
+        with step.timed("optim_step"):
+            stepped = self.client.optim_step(schedule_step=step.step)
+        step.num_policy_steps += not stepped.is_skipped
+        step.num_skipped_updates += stepped.is_skipped
+        step.grad_norm, step.learning_rate = stepped.grad_norm, stepped.learning_rate
+        return dict(done.metrics)
+
+    def update_critic(self, step: Step, samples: list[TrainingSample], loss: LossConfig) -> dict[str, float]:
+        with step.timed("critic"):
+            done = self.client.forward_backward(samples, loss, role=Role.CRITIC)
+            stepped = self.client.optim_step(role=Role.CRITIC, schedule_step=step.step)
+        step.num_skipped_updates += stepped.is_skipped
+        figures = {**done.metrics, "grad_norm": stepped.grad_norm, "learning_rate": stepped.learning_rate}
+        return {f"critic/{name}": value for name, value in figures.items()}
+
+    def save(self, step: Step) -> None:
+        """A checkpoint of what the step left, unless nothing was learned since the last one."""
+        path = self.settings.output_dir / "checkpoints" / f"version-{step.next_version():06d}"
+        if not step.num_policy_steps and path.exists():
+            return
+        step.acquire(self.client, Phase.TRAIN)
+        with step.timed("save"):
+            saved = self.client.save(path)
+        write_loop_state(saved.path, LoopState(step, self.dataset.position()))
+
+
+def measure_samples(step: Step, generated: Sequence[tuple[list[Sample], Scores]]) -> None:
+    """Puts into the step what was generated, also what is not learned from."""
+    samples = [sample for made, _ in generated for sample in made]
+    rewards_S = np.concatenate([scores.rewards for _, scores in generated])
+    step.num_failed_rewards = sum(scores.num_failed for _, scores in generated)
+    step.mean_reward = float(rewards_S[np.isfinite(rewards_S)].mean()) if np.isfinite(rewards_S).any() else 0.0
+    step.mean_num_tokens = float(np.mean([len(sample.token_ids) for sample in samples]))
+    step.metrics["truncated_fraction"] = truncated_fraction(samples)
+    names = generated[0][1].by_name
+    for name in names if len(names) > 1 else ():
+        step.metrics[f"reward/{name}"] = float(np.nanmean(np.concatenate([scores.by_name[name] for _, scores in generated])))
+
+
+def averaged(measured: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Metrics over the updates of a step: the mean, and of maxima the greatest."""
+    values: dict[str, list[float]] = {}
+    for metrics in measured:
+        for name, value in metrics.items():
+            values.setdefault(name, []).append(value)
+    return {name: max(each) if name.endswith("_max") else sum(each) / len(each) for name, each in values.items()}

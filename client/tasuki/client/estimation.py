@@ -1,0 +1,201 @@
+"""From the rewards of a batch to the advantages of its samples. Shape suffixes: P prompts, G completions of each, S samples, N tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasuki.algorithms import advantages
+from tasuki.algorithms.advantages import RunningBaseline, Std
+from tasuki.algorithms.loss_types import KlEstimator
+from tasuki.algorithms.reward_kl import AdaptiveKlCoef, kl_penalties, token_rewards
+from tasuki.client.types import TrainingSample
+
+
+class Estimator(StrEnum):
+    """Where an advantage's baseline comes from; tasuki.algorithms.advantages has the formulas."""
+
+    GROUP_MEAN = "group_mean"
+    LEAVE_ONE_OUT = "leave_one_out"
+    GROUP_BASELINE_WHITENED = "group_baseline_whitened"
+    GLOBALLY_WHITENED = "globally_whitened"
+    GREEDY_BASELINE = "greedy_baseline"
+    BATCH_BASELINE = "batch_baseline"
+    RUNNING_BASELINE = "running_baseline"
+    GAE = "gae"
+    """Needs a critic."""
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether a group of one completion teaches nothing."""
+        return self in (Estimator.GROUP_MEAN, Estimator.LEAVE_ONE_OUT, Estimator.GROUP_BASELINE_WHITENED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageSettings:
+    estimator: Estimator = Estimator.GROUP_MEAN
+    std: Std = "sample"
+    """What group_mean and batch_baseline divide by."""
+    discount: float = 1.0
+    lam: float = 1.0
+    """GAE's lambda."""
+    whiten: bool = True
+    """Whether GAE's advantages are whitened over the batch."""
+    kl_coef: float = 0.0
+    """Weight of the KL divergence to the reference in the reward."""
+    kl_estimator: KlEstimator = KlEstimator.K1
+    kl_target: float | None = None
+    """Nats a sequence to which kl_coef is steered; fixed by default."""
+    kl_horizon: float = 10_000.0
+    """Samples over which an error of 20 % changes kl_coef by 20 %."""
+
+
+@dataclass(frozen=True, slots=True)
+class EstimatorState:
+    """What one step's estimate passes on to the next: a few numbers, kept with the step."""
+
+    kl_coef: float = 0.0
+    baseline: RunningBaseline = field(default_factory=RunningBaseline)
+
+    def numbers(self) -> dict[str, float]:
+        return {"kl_coef": self.kl_coef, "baseline_total": self.baseline.total, "baseline_weight": self.baseline.weight}
+
+    @classmethod
+    def of(cls, numbers: Mapping[str, float], *, settings: AdvantageSettings) -> EstimatorState:
+        """The state that `numbers` tells, or that of a first step."""
+        baseline = RunningBaseline(total=numbers.get("baseline_total", 0.0), weight=numbers.get("baseline_weight", 0.0))
+        return cls(numbers.get("kl_coef", settings.kl_coef), baseline)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Estimate:
+    samples: list[TrainingSample]
+    """With advantages, and with returns where there is a critic."""
+    state: EstimatorState
+    metrics: dict[str, float]
+
+
+def estimate_advantages(
+    samples: Sequence[TrainingSample],
+    *,
+    rewards_PG: NDArray[np.floating],
+    places: Sequence[int],
+    greedy_rewards_P: NDArray[np.floating] | None,
+    settings: AdvantageSettings,
+    state: EstimatorState,
+) -> Estimate:
+    """samples: S of them, with ref_log_probs where kl_coef is not 0 and values for GAE. places: of each in the flattened rewards_PG.
+
+    greedy_rewards_P: for GREEDY_BASELINE. A failed reward is NaN.
+    """
+    tokens = _Tokens(samples)
+    metrics: dict[str, float] = {}
+    penalties_N = np.zeros(tokens.num_tokens)
+    rewards_S = np.asarray(rewards_PG, dtype=np.float64).reshape(-1)[list(places)]
+    if settings.kl_coef:
+        log_probs_N = tokens.column("old_log_probs") if len(samples[0].old_log_probs) else tokens.column("rollout_log_probs")
+        penalties_N = kl_penalties(log_probs_N, tokens.column("ref_log_probs"), estimator=settings.kl_estimator)
+        kl_S = tokens.sums(penalties_N * tokens.mask_N)
+        metrics |= {"reward_kl": float(kl_S.mean()), "reward_kl_coef": state.kl_coef}
+    if settings.estimator in (Estimator.GAE, Estimator.GLOBALLY_WHITENED):
+        rewards_N = token_rewards(
+            rewards_S, penalties_N, tokens.num_completion_S, coef=state.kl_coef, loss_mask_N=tokens.mask_N
+        )
+        estimated, figures = _by_token(samples, tokens, rewards_N, settings=settings)
+        metrics |= figures
+    else:
+        shaped = np.asarray(rewards_PG, dtype=np.float64).reshape(-1)
+        shaped[list(places)] -= state.kl_coef * tokens.sums(penalties_N * tokens.mask_N)
+        advantages_PG = _by_sample(
+            shaped.reshape(rewards_PG.shape), tokens, places, greedy_rewards_P, settings=settings, state=state
+        )
+        estimated = [
+            replace(sample, advantages=float(advantages_PG.reshape(-1)[place]))
+            for sample, place in zip(samples, places, strict=True)
+        ]
+    return Estimate(estimated, _next_state(state, rewards_S, metrics, settings=settings), metrics)
+
+
+def _by_sample(
+    rewards_PG: NDArray[np.floating],
+    tokens: _Tokens,
+    places: Sequence[int],
+    greedy_rewards_P: NDArray[np.floating] | None,
+    *,
+    settings: AdvantageSettings,
+    state: EstimatorState,
+) -> NDArray[np.float32]:
+    match settings.estimator:
+        case Estimator.GROUP_MEAN:
+            return advantages.group_mean(rewards_PG, std=settings.std)
+        case Estimator.LEAVE_ONE_OUT:
+            return advantages.leave_one_out(rewards_PG)
+        case Estimator.GROUP_BASELINE_WHITENED:
+            counted = np.zeros(rewards_PG.size)
+            counted[list(places)] = tokens.sums(tokens.mask_N)
+            return advantages.group_baseline_whitened(rewards_PG, num_counted_PG=counted.reshape(rewards_PG.shape).astype(int))
+        case Estimator.GREEDY_BASELINE:
+            assert greedy_rewards_P is not None
+            return advantages.greedy_baseline(rewards_PG, greedy_rewards_P)
+        case Estimator.BATCH_BASELINE:
+            return advantages.batch_baseline(rewards_PG.reshape(-1), std=settings.std)
+        case Estimator.RUNNING_BASELINE:
+            return state.baseline.advantages(rewards_PG.reshape(-1))
+        case _:
+            raise AssertionError(f"{settings.estimator} gives advantages by token")
+
+
+def _by_token(
+    samples: Sequence[TrainingSample], tokens: _Tokens, rewards_N: NDArray[np.floating], *, settings: AdvantageSettings
+) -> tuple[list[TrainingSample], dict[str, float]]:
+    lengths_S = tokens.num_completion_S
+    if settings.estimator is Estimator.GLOBALLY_WHITENED:
+        advantages_N = advantages.globally_whitened(rewards_N, lengths_S, loss_mask_N=tokens.mask_N, discount=settings.discount)
+        return [replace(sample, advantages=row) for sample, row in zip(samples, tokens.rows(advantages_N), strict=True)], {}
+    values_N = tokens.column("values")
+    advantages_N, returns_N = advantages.gae(
+        rewards_N, values_N, lengths_S, discount=settings.discount, lam=settings.lam, loss_mask_N=tokens.mask_N
+    )
+    explained = advantages.explained_variance(values_N, returns_N, loss_mask_N=tokens.mask_N)
+    if settings.whiten:
+        advantages_N = advantages.whitened(advantages_N, loss_mask_N=tokens.mask_N)
+    rows = zip(samples, tokens.rows(advantages_N), tokens.rows(returns_N), strict=True)
+    estimated = [replace(sample, advantages=advantage, returns=returns) for sample, advantage, returns in rows]
+    # Of returns that do not vary nothing can be explained.
+    return estimated, {} if np.isnan(explained) else {"explained_variance": explained}
+
+
+def _next_state(
+    state: EstimatorState, rewards_S: NDArray[np.floating], metrics: Mapping[str, float], *, settings: AdvantageSettings
+) -> EstimatorState:
+    coef = state.kl_coef
+    if settings.kl_target is not None and "reward_kl" in metrics:
+        adaptive = AdaptiveKlCoef(coef=coef, target=settings.kl_target, horizon=settings.kl_horizon)
+        coef = adaptive.updated(metrics["reward_kl"], num_samples=len(rewards_S)).coef
+    return EstimatorState(coef, state.baseline.updated(rewards_S))
+
+
+class _Tokens:
+    """The completion tokens of samples, one sample after the other."""
+
+    def __init__(self, samples: Sequence[TrainingSample]) -> None:
+        self._samples = samples
+        self.num_completion_S = np.array([len(sample.completion_token_ids) for sample in samples], dtype=np.int64)
+        self.num_tokens = int(self.num_completion_S.sum())
+        masks = (sample.loss_mask if len(sample.loss_mask) else np.ones(len(sample.completion_token_ids)) for sample in samples)
+        self.mask_N = np.concatenate([np.asarray(mask, dtype=np.float64) for mask in masks])
+
+    def column(self, name: str) -> NDArray[np.float64]:
+        return np.concatenate([np.asarray(getattr(sample, name), dtype=np.float64) for sample in self._samples])
+
+    def rows(self, x_N: NDArray[np.float32]) -> list[NDArray[np.float32]]:
+        return np.split(x_N, np.cumsum(self.num_completion_S)[:-1])
+
+    def sums(self, x_N: NDArray[np.floating]) -> NDArray[np.float64]:
+        """[S]"""
+        ids_N = np.repeat(np.arange(len(self.num_completion_S)), self.num_completion_S)
+        return np.bincount(ids_N, weights=x_N, minlength=len(self.num_completion_S))

@@ -1,0 +1,80 @@
+"""What runs in a reward's worker process: the import of the user's function, and one call of it."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import math
+import numbers
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import numpy as np
+
+Source = tuple[str, str, tuple[str, ...]]
+"""Module, function, and the folders that are searched before the installed packages."""
+Answer = tuple[float, str]
+"""Reward and an empty string, or NaN and what went wrong. A user's exception class need not exist on this side, so none crosses."""
+_LOOK_FOR_PARENT_EVERY_S = 1.0
+_TOKEN_IDS = ("prompt_token_ids", "completion_token_ids")
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def prepare(sources: Sequence[Source]) -> None:
+    """Runs when a worker starts: no sample pays for the import, whose error, if any, comes back with the first sample."""
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    for source in sources:
+        with suppress(Exception):
+            _load(*source)
+
+
+def read_parameters(*source: *Source) -> tuple[str, frozenset[str] | None]:
+    """What is wrong with the function, or an empty string; and the names that it takes, None for any."""
+    try:
+        parameters = inspect.signature(_load(*source)).parameters.values()
+    except (Exception, SystemExit) as error:  # noqa: BLE001  the user's module may raise anything
+        return f"{type(error).__name__}: {error}", frozenset()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return "", None
+    return "", frozenset(parameter.name for parameter in parameters if parameter.kind in _NAMED)
+
+
+def score(source: Source, arguments: dict[str, object]) -> Answer:
+    """Calls the function once."""
+    try:
+        reward = _load(*source)(**{name: _plain(name, value) for name, value in arguments.items()})
+        if not isinstance(reward, numbers.Real | np.bool_):
+            return math.nan, f"returned {type(reward).__name__}, not a number"
+        value = float(reward)
+    except BaseException as error:  # noqa: BLE001  the user's function may raise anything
+        return math.nan, f"raised {type(error).__name__}: {error}"
+    # Rewards are kept in float32.
+    if not abs(value) <= float(np.finfo(np.float32).max):
+        return math.nan, f"returned {value}, which is not finite"
+    return value, ""
+
+
+@functools.cache
+def _load(module: str, name: str, folders: tuple[str, ...]) -> Callable[..., object]:
+    sys.path[:0] = [folder for folder in folders if folder not in sys.path]
+    function = getattr(importlib.import_module(module), name)
+    if not callable(function):
+        raise TypeError(f"{module}:{name} is {type(function).__name__}, not a function")
+    return function
+
+
+def _plain(name: str, value: object) -> object:
+    """Token ids as a list, whatever they came in."""
+    return value.tolist() if name in _TOKEN_IDS and isinstance(value, np.ndarray) else value
+
+
+def _end_with_parent(parent_pid: int) -> None:
+    """A reward that hangs must not live on when the process that would have killed it was killed itself."""
+    while os.getppid() == parent_pid:
+        time.sleep(_LOOK_FOR_PARENT_EVERY_S)
+    os._exit(1)

@@ -1,0 +1,1 @@
+../../examples/rl_loop.py

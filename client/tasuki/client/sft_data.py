@@ -1,0 +1,93 @@
+"""Supervised data from a JSONL file: conversations, or prompts with their completions, as samples with a loss mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from tasuki.client.chat import ASSISTANT, ChatTokens, Message
+from tasuki.client.dataset import Row, prompt_problem, read_objects
+from tasuki.client.types import TrainingSample
+from tasuki.wire.errors import InvalidArgument
+
+
+class SftTokenizer(Protocol):
+    """Text to token ids. Each method raises InvalidArgument for what it cannot encode."""
+
+    def encode_prompt(self, prompt: object) -> list[int]: ...
+
+    def encode_completion(self, completion: str) -> list[int]:
+        """Without what begins a text, and with the end-of-sequence token as the last one."""
+        ...
+
+    def encode_chat(self, messages: Sequence[Message]) -> ChatTokens: ...
+
+
+def read_sft_jsonl(path: Path | str, tokenizer: SftTokenizer, *, max_tokens: int) -> list[TrainingSample]:
+    """One sample a line. A line has one of
+
+    - `messages`, a chat. What the assistant wrote is learned; all before its first answer is the prompt.
+    - `prompt` and `completion`, two strings. The completion and an end-of-sequence token are learned.
+    - `prompt`, a list of chat messages, and `completion`, the assistant's answer as a string: a chat that ends with it.
+
+    max_tokens: of prompt and completion together.
+    Raises PathNotFound without a file, InvalidArgument naming file and line for a line that cannot be learned from.
+    """
+    samples: list[TrainingSample] = []
+    for place, row in read_objects(path):
+        try:
+            sample = sft_sample(row, tokenizer)
+        except InvalidArgument as error:
+            raise InvalidArgument("dataset", f"{place}: {error.message}", place=place) from error
+        num_tokens = len(sample.prompt_token_ids) + len(sample.completion_token_ids)
+        if num_tokens > max_tokens:
+            problem = f"{place}: has {num_tokens} tokens; at most {max_tokens} fit; shorten it or leave it out"
+            raise InvalidArgument("dataset", problem, place=place, num_tokens=num_tokens)
+        samples.append(sample)
+    return samples
+
+
+def sft_sample(row: Row, tokenizer: SftTokenizer) -> TrainingSample:
+    """The sample of one row, with a loss mask of 1 for what is learned. Raises InvalidArgument naming the field."""
+    if "messages" in row:
+        if "prompt" in row or "completion" in row:
+            raise InvalidArgument("messages", "comes with `prompt` or `completion`; give the one or the other")
+        return _chat_sample(row["messages"], tokenizer)
+    prompt, completion = row.get("prompt"), row.get("completion")
+    if prompt is None or completion is None:
+        raise InvalidArgument("messages", "missing; give `messages`, or `prompt` and `completion`")
+    if problem := prompt_problem(prompt):
+        raise InvalidArgument("prompt", problem)
+    if not isinstance(completion, str) or not completion:
+        raise InvalidArgument("completion", f"must be a string with text, is {completion!r:.40}")
+    if isinstance(prompt, list):
+        return _chat_sample([*prompt, {"role": ASSISTANT, "content": completion}], tokenizer)
+    token_ids = tokenizer.encode_completion(completion)
+    return _sample(tokenizer.encode_prompt(prompt), token_ids, [1] * len(token_ids))
+
+
+def _chat_sample(messages: object, tokenizer: SftTokenizer) -> TrainingSample:
+    """The prompt ends with what the template writes before the first answer; nothing after the last answer is kept."""
+    if not isinstance(messages, list):
+        raise InvalidArgument("messages", f"must be a list of chat messages, is {type(messages).__name__}")
+    if problem := prompt_problem(messages):
+        raise InvalidArgument("messages", problem)
+    chat = tokenizer.encode_chat(messages)
+    learned = np.flatnonzero(chat.assistant_mask)
+    if not len(learned):
+        raise InvalidArgument("messages", "has no tokens by the assistant, so nothing can be learned from it")
+    start, end = int(learned[0]), int(learned[-1]) + 1
+    return _sample(chat.token_ids[:start], chat.token_ids[start:end], chat.assistant_mask[start:end])
+
+
+def _sample(prompt: Sequence[int], completion: Sequence[int], loss_mask: Sequence[int]) -> TrainingSample:
+    if not len(prompt):
+        raise InvalidArgument("prompt", "has no tokens; the first token to learn needs one before it")
+    return TrainingSample(
+        prompt_token_ids=np.array(prompt, dtype=np.int32),
+        completion_token_ids=np.array(completion, dtype=np.int32),
+        loss_mask=np.array(loss_mask, dtype=np.float32),
+    )

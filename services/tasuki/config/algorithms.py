@@ -1,0 +1,59 @@
+"""`train.algorithm`: a name for settings, which expands into them. Whatever the file sets itself wins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+Algorithm = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "ppo", "dapo", "gspo", "cispo"]
+DEFAULT_MAX_NEW_TOKENS = 512
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    # arXiv:2402.03300, with the token mean that became usual.
+    "grpo": {"advantages": {"estimator": "group_mean", "std": "sample"}, "loss": {"name": "ppo"}},
+    # arXiv:2503.20783
+    "dr_grpo": {"advantages": {"estimator": "group_mean", "std": "none"}, "loss": {"name": "ppo", "aggregation": "constant"}},
+    # arXiv:2402.14740
+    "rloo": {"advantages": {"estimator": "leave_one_out"}, "loss": {"name": "ppo"}},
+    # arXiv:2501.03262
+    "reinforce_pp": {"advantages": {"estimator": "globally_whitened"}, "loss": {"name": "ppo"}},
+    "reinforce_pp_baseline": {"advantages": {"estimator": "group_baseline_whitened"}, "loss": {"name": "ppo"}},
+    # arXiv:2310.10505
+    "remax": {"advantages": {"estimator": "greedy_baseline"}, "loss": {"name": "policy_gradient"}},
+    # arXiv:1707.06347, with a critic
+    "ppo": {"advantages": {"estimator": "gae"}, "loss": {"name": "ppo"}, "value_loss": {"clip": 0.2}},
+    # arXiv:2503.14476
+    "dapo": {
+        "advantages": {"estimator": "group_mean", "std": "sample"},
+        "loss": {"name": "ppo", "clip_low": 0.2, "clip_high": 0.28},
+        "max_batches": 4,
+    },
+    # arXiv:2507.18071
+    "gspo": {
+        "advantages": {"estimator": "group_mean", "std": "sample"},
+        "loss": {"name": "gspo", "aggregation": "sequence_mean_token_mean"},
+    },
+    # arXiv:2506.13585
+    "cispo": {"advantages": {"estimator": "group_mean", "std": "sample"}, "loss": {"name": "cispo"}},
+}
+
+
+def expanded(train: Mapping[str, Any]) -> dict[str, Any]:
+    """A [train] table with the settings of its algorithm below its own. The settings of another loss are left out."""
+    preset = dict(PRESETS.get(str(train.get("algorithm", "grpo")), {}))
+    own, usual = train.get("loss"), preset.get("loss", {})
+    if isinstance(own, Mapping) and own.get("name", usual.get("name")) != usual.get("name"):
+        preset.pop("loss", None)
+    merged = _merged(preset, train)
+    loss = merged.get("loss")
+    if isinstance(loss, Mapping) and loss.get("aggregation") == "constant":
+        # Dr. GRPO's: the longest completion that there can be.
+        merged["loss"] = {"aggregation_length": merged.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS), **loss}
+    return merged
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        under = merged.get(key)
+        merged[key] = _merged(under, value) if isinstance(under, Mapping) and isinstance(value, Mapping) else value
+    return merged

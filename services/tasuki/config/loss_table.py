@@ -1,0 +1,73 @@
+"""A loss as a table of the configuration: `name`, the loss's own settings, and those of every loss, side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, get_args
+
+from pydantic import TypeAdapter, ValidationError
+
+from tasuki.algorithms.loss_types import Correction, Loss, LossConfig, SettingError
+
+LOSSES: Mapping[str, type] = {
+    re.sub(r"(?<=[a-z])(?=[A-Z])", "_", loss.__name__.removesuffix("Loss")).lower(): loss for loss in get_args(Loss)
+}
+"""By name: "ppo", "policy_gradient", ..."""
+_SHARED = {field.name for field in dataclasses.fields(LossConfig)} - {"loss", "old_policy", "denominator"}
+
+
+def read_loss(table: Mapping[str, Any]) -> LossConfig:
+    """Raises ValueError naming the key."""
+    settings = dict(table)
+    name = settings.pop("name", "ppo")
+    if name not in LOSSES:
+        raise ValueError(f"name: {name!r} is no loss; give one of {', '.join(LOSSES)}")
+    cls = LOSSES[name]
+    own = {field.name for field in dataclasses.fields(cls)}
+    unknown = settings.keys() - own - _SHARED
+    if unknown:
+        raise ValueError(f"{min(unknown)}: unknown key; {name} has {', '.join(sorted(own | _SHARED))}")
+    if isinstance(settings.get("correction"), Mapping):
+        settings["correction"] = _read_correction(settings["correction"])
+    shared = {key: value for key, value in settings.items() if key in _SHARED}
+    loss = _built(cls, {key: value for key, value in settings.items() if key in own})
+    return _built(LossConfig, {**shared, "loss": loss})
+
+
+def write_loss(config: LossConfig) -> dict[str, Any]:
+    """The table that read_loss reads back; None is left out."""
+    name = next(name for name, cls in LOSSES.items() if isinstance(config.loss, cls))
+    shared = {field: getattr(config, field) for field in sorted(_SHARED - {"correction"})}
+    table = {"name": name, **dataclasses.asdict(config.loss), **shared}
+    table["correction"] = _without_none(dataclasses.asdict(config.correction))
+    return {key: str(value) if isinstance(value, StrEnum) else value for key, value in _without_none(table).items()}
+
+
+def _read_correction(table: Mapping[str, Any]) -> Correction:
+    """A table corrects what it names; an empty one nothing."""
+    known = {field.name: None for field in dataclasses.fields(Correction)}
+    unknown = table.keys() - known.keys()
+    if unknown:
+        raise ValueError(f"correction.{min(unknown)}: unknown key; it has {', '.join(known)}")
+    return _built(Correction, {**known, **table})
+
+
+def _built(cls: type, settings: Mapping[str, Any]) -> Any:
+    """The dataclass, with the types of its fields checked, which its own checks of ranges rely on."""
+    try:
+        return TypeAdapter(cls).validate_python(dict(settings))
+    except ValidationError as error:
+        first = error.errors()[0]
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, SettingError):
+            raise ValueError(f"{cause.field}: {cause.problem}") from error
+        raise ValueError(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}") from error
+    except SettingError as error:
+        raise ValueError(f"{error.field}: {error.problem}") from error
+
+
+def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if value is not None}

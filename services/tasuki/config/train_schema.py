@@ -1,0 +1,182 @@
+"""The tables of a training run: `[train]` and those below it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PlainSerializer, PositiveFloat, PositiveInt, model_validator
+
+from tasuki.algorithms.loss_types import LossConfig, SftLoss, ValueLoss
+from tasuki.config.algorithms import DEFAULT_MAX_NEW_TOKENS, Algorithm, expanded
+from tasuki.config.loss_table import read_loss, write_loss
+from tasuki.config.table import Schema
+
+
+class NamedRewardConfig(Schema):
+    function: str
+    """As `train.reward.function`."""
+    weight: float = 1.0
+    """Share in the sum that is learned from; 0 measures without learning."""
+
+
+class RewardConfig(Schema):
+    function: str | None = None
+    """"module:function", called with those of prompt, completion, finish_reason, num_tokens and the fields of the dataset line that it
+    takes; returns a number."""
+    functions: dict[str, NamedRewardConfig] = Field(default={})
+    """Several rewards by name, in place of `function`: `[train.reward.functions.NAME]`."""
+    num_workers: PositiveInt = 1
+    timeout_s: PositiveFloat = 10.0
+    """For one sample."""
+    on_error: Literal["fail", "zero", "skip"] = "fail"
+    """What a reward that raises, hangs or is not finite does: end the run, count as 0, or leave the sample out of baseline and loss."""
+
+    @model_validator(mode="after")
+    def _is_one_or_several(self) -> RewardConfig:
+        if (self.function is None) is not bool(self.functions):
+            raise ValueError("give either function or functions")
+        return self
+
+
+class AdvantageConfig(Schema):
+    """From rewards to advantages."""
+
+    estimator: Literal[
+        "group_mean", "leave_one_out", "group_baseline_whitened", "globally_whitened", "greedy_baseline", "batch_baseline",
+        "running_baseline", "gae",
+    ] = "group_mean"  # fmt: skip
+    """Where the baseline comes from; "gae" needs `[trainer.critic]`, "batch_baseline" and "running_baseline" are for one completion a
+    prompt."""
+    std: Literal["none", "sample", "population"] = "sample"
+    """Standard deviation that group_mean and batch_baseline divide by."""
+    discount: float = Field(default=1.0, gt=0, le=1)
+    lam: float = Field(default=1.0, ge=0, le=1)
+    """GAE's lambda."""
+    whiten: bool = True
+    """Whether GAE's advantages are whitened over the batch."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the KL divergence to the reference in the reward."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    kl_target: PositiveFloat | None = None
+    """Nats a sequence to which `kl_coef` is steered; fixed by default."""
+    kl_horizon: PositiveFloat = 10_000.0
+    """Samples over which an error of 20 % changes `kl_coef` by 20 %."""
+
+    @model_validator(mode="after")
+    def _target_has_coef(self) -> AdvantageConfig:
+        if self.kl_target is not None and not self.kl_coef:
+            raise ValueError("kl_target needs a kl_coef to begin with")
+        return self
+
+
+class EvalConfig(Schema):
+    """How held-out prompts are sampled and scored."""
+
+    num_samples: PositiveInt = 1
+    """Completions of each prompt."""
+    temperature: float = Field(default=0.0, ge=0)
+    """0 is greedy."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: PositiveInt | None = None
+    max_new_tokens: PositiveInt | None = None
+    """By default `train.max_new_tokens`."""
+    pass_at: tuple[PositiveInt, ...] = ()
+    """Each k for which pass@k is reported."""
+    correct_at: float = 1.0
+    """A completion is correct from this reward on."""
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> EvalConfig:
+        if self.num_samples > 1 and self.temperature == 0:
+            raise ValueError("num_samples > 1 needs a temperature above 0: greedy samples are equal")
+        if any(k > self.num_samples for k in self.pass_at):
+            raise ValueError("pass_at is above num_samples")
+        return self
+
+
+class ValueLossConfig(Schema):
+    """The critic's loss."""
+
+    clip: PositiveFloat | None = None
+    """How far a value may move from its old one; unbounded by default."""
+
+
+LossTable = Annotated[
+    LossConfig,
+    BeforeValidator(lambda table: read_loss(table) if isinstance(table, dict) else table),
+    PlainSerializer(write_loss),
+]
+
+
+class TrainConfig(Schema):
+    dataset: Path
+    """JSONL; each line an object with `prompt` and any other fields."""
+    eval_dataset: Path | None = None
+    output_dir: Path
+    reward: RewardConfig
+    algorithm: Algorithm = "grpo"
+    """A name for settings of `[train.advantages]`, `[train.loss]` and others (docs/algorithms.md). What the file sets itself wins."""
+    num_steps: PositiveInt = 100
+    prompts_per_step: PositiveInt = 32
+    group_size: PositiveInt = 8
+    """Completions for each prompt."""
+    max_new_tokens: PositiveInt = DEFAULT_MAX_NEW_TOKENS
+    temperature: PositiveFloat = 1.0
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Below 1, completions come from a part of the distribution, but log-probs are those of the whole; so with `top_k`."""
+    top_k: PositiveInt | None = None
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Tokens that end a completion, beside the model's own."""
+    num_epochs: PositiveInt = 1
+    """Passes over the samples of a step."""
+    num_mini_batches: PositiveInt = 1
+    """Optimizer steps of each pass."""
+    old_policy: Literal["auto", "current", "given", "rollout"] = "auto"
+    """What a loss's ratio is taken against: the policy itself (for one optimizer step), its log-probs computed before the first of several
+    steps, or rollout's. "auto" is "given" where a step has several optimizer steps, else "current"."""
+    advantages: AdvantageConfig = AdvantageConfig()
+    loss: LossTable = LossConfig()
+    """Of the policy: `name` ("ppo", "gspo", "cispo", "policy_gradient"), its settings, and those of every loss (docs/algorithms.md)."""
+    value_loss: ValueLossConfig = ValueLossConfig()
+    critic_warmup_steps: int = Field(default=0, ge=0)
+    """Steps in which the critic alone learns."""
+    max_batches: PositiveInt = 1
+    """Generations of a step until enough groups differ (DAPO's dynamic sampling); 1 takes the groups as they are."""
+    mask_truncated: bool = False
+    """Whether completions that reached `max_new_tokens` are left out of the loss."""
+    overlong_tokens: PositiveInt | None = None
+    """Last tokens before `max_new_tokens` over which the reward falls by up to 1 (DAPO)."""
+    keep_optimizer: bool = False
+    """Whether a run on a living node goes on with its optimizer state. The schedule begins at step 0 either way."""
+    eval: EvalConfig = EvalConfig()
+    eval_every: PositiveInt | None = None
+    """Steps between evaluations; the first and the last always take place when there is an eval_dataset."""
+    stop_at_eval_score: float | None = None
+    """End the run early once the held-out score reaches this."""
+    save_every: PositiveInt | None = None
+    """Steps between checkpoints, from which `tasuki train --resume` goes on; none by default."""
+    seed: int = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, table: Any) -> Any:
+        return expanded(table) if isinstance(table, dict) else table
+
+    @model_validator(mode="after")
+    def _groups_can_teach(self) -> TrainConfig:
+        estimator = self.advantages.estimator
+        if self.group_size == 1 and estimator in ("group_mean", "leave_one_out", "group_baseline_whitened"):
+            raise ValueError(
+                f'group_size = 1 teaches nothing with advantages.estimator = "{estimator}"; use "batch_baseline", "running_baseline", '
+                '"greedy_baseline", "globally_whitened" or "gae"'
+            )
+        if self.overlong_tokens is not None and self.overlong_tokens > self.max_new_tokens:
+            raise ValueError(f"overlong_tokens = {self.overlong_tokens} is above max_new_tokens = {self.max_new_tokens}")
+        if self.old_policy == "current" and self.num_epochs * self.num_mini_batches > 1:
+            raise ValueError('old_policy = "current" is for one optimizer step; leave it at "auto"')
+        if isinstance(self.loss.loss, ValueLoss | SftLoss):
+            raise ValueError(f"loss.name: {type(self.loss.loss).__name__} does not learn from rewards")
+        if self.max_batches > 1 and self.group_size == 1:
+            raise ValueError("max_batches > 1 keeps groups that differ, which a group of one never does")
+        return self

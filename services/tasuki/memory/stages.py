@@ -1,0 +1,216 @@
+"""The ring of stages, one row for each: who carries it out, by which RPC, what memory moves, and what takes it back. A pure table.
+
+        LOAD_WEIGHTS > RESUME_WEIGHTS > SYNC > OFFLOAD > RESUME_KV
+TRAIN                                                                ROLLOUT
+        LOAD_TRAINER < PAUSE_WEIGHTS < PAUSE_KV < DRAIN
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tasuki.memory.tags import MemoryTag
+
+
+class Phase(StrEnum):
+    """Who holds the GPUs."""
+
+    TRAIN = "TRAIN"
+    ROLLOUT = "ROLLOUT"
+
+
+class Service(StrEnum):
+    """Who carries a stage out."""
+
+    TRAINER = "trainer"
+    ROLLOUT = "rollout"
+
+
+class Stage(StrEnum):
+    """One step of a changeover."""
+
+    LOAD_WEIGHTS = "LOAD_WEIGHTS"
+    RESUME_WEIGHTS = "RESUME_WEIGHTS"
+    SYNC = "SYNC"
+    OFFLOAD = "OFFLOAD"
+    RESUME_KV = "RESUME_KV"
+    DRAIN = "DRAIN"
+    PAUSE_KV = "PAUSE_KV"
+    PAUSE_WEIGHTS = "PAUSE_WEIGHTS"
+    LOAD_TRAINER = "LOAD_TRAINER"
+
+
+START = "START"
+"""What errors call the place of a service that has completed no stage yet; elsewhere it is None."""
+
+
+class Rpc(StrEnum):
+    """What carries a stage out."""
+
+    PUBLISH_WEIGHTS = "PublishWeights"
+    RECEIVE_WEIGHTS = "ReceiveWeights"
+    DRAIN = "Drain"
+    PAUSE = "Pause"
+    RESUME = "Resume"
+
+
+class Undo(StrEnum):
+    """How a stage is taken back where no other stage does it."""
+
+    WITHDRAW_WEIGHTS = "WithdrawWeights"
+    """By this RPC."""
+    WITH_EARLIER = ""
+    """By the undo of the service's stage before it."""
+    NEVER = "never"
+    """Not at all: the weights are gone, and only a SYNC brings them again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One row: a node at `after` may run `stage`, which `service` carries out; the node is then at `stage`."""
+
+    after: Stage
+    stage: Stage
+    service: Service
+    rpc: Rpc
+    undo: Stage | Undo
+    resumes: tuple[MemoryTag, ...] = ()
+    """Tags that take their pages."""
+    pauses: tuple[MemoryTag, ...] = ()
+    """Tags that give their pages back."""
+    completes: Phase | None = None
+    """The phase that holds from here on."""
+
+    @property
+    def has_undo(self) -> bool:
+        return self.undo is not Undo.NEVER
+
+    @property
+    def undo_command(self) -> str:
+        """The stage or RPC that takes this one back; empty when none is sent."""
+        return self.undo if self.has_undo else ""
+
+    @property
+    def named_tags(self) -> tuple[MemoryTag, ...]:
+        """The tags that a Pause or Resume names: captured graphs go with the cache, and an export with its publication."""
+        unnamed = (MemoryTag.CUDA_GRAPH, MemoryTag.EXPORT)
+        return tuple(tag for tag in (*self.resumes, *self.pauses) if tag not in unnamed)
+
+
+_WEIGHTS = (MemoryTag.WEIGHTS,)
+_CACHE = (MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH)
+# All that the trainer can pause, also where some of it could stay; the planner counts on it.
+_TRAINING = (MemoryTag.WEIGHTS, MemoryTag.GRADIENTS, MemoryTag.OPTIMIZER)
+
+RING = (
+    Rule(
+        after=Stage.LOAD_TRAINER,
+        stage=Stage.LOAD_WEIGHTS,
+        service=Service.TRAINER,
+        rpc=Rpc.PUBLISH_WEIGHTS,
+        undo=Undo.WITHDRAW_WEIGHTS,
+        resumes=(MemoryTag.EXPORT,),
+    ),
+    Rule(
+        after=Stage.LOAD_WEIGHTS,
+        stage=Stage.RESUME_WEIGHTS,
+        service=Service.ROLLOUT,
+        rpc=Rpc.RESUME,
+        undo=Stage.PAUSE_WEIGHTS,
+        resumes=_WEIGHTS,
+    ),
+    Rule(
+        after=Stage.RESUME_WEIGHTS,
+        stage=Stage.SYNC,
+        service=Service.ROLLOUT,
+        rpc=Rpc.RECEIVE_WEIGHTS,
+        undo=Undo.WITH_EARLIER,
+    ),
+    Rule(
+        after=Stage.SYNC,
+        stage=Stage.OFFLOAD,
+        service=Service.TRAINER,
+        rpc=Rpc.PAUSE,
+        undo=Stage.LOAD_TRAINER,
+        pauses=_TRAINING,
+    ),
+    Rule(
+        after=Stage.OFFLOAD,
+        stage=Stage.RESUME_KV,
+        service=Service.ROLLOUT,
+        rpc=Rpc.RESUME,
+        undo=Stage.PAUSE_KV,
+        resumes=_CACHE,
+        completes=Phase.ROLLOUT,
+    ),
+    Rule(
+        after=Stage.RESUME_KV,
+        stage=Stage.DRAIN,
+        service=Service.ROLLOUT,
+        rpc=Rpc.DRAIN,
+        undo=Stage.RESUME_KV,
+    ),
+    Rule(
+        after=Stage.DRAIN,
+        stage=Stage.PAUSE_KV,
+        service=Service.ROLLOUT,
+        rpc=Rpc.PAUSE,
+        undo=Undo.WITH_EARLIER,
+        pauses=_CACHE,
+    ),
+    Rule(
+        after=Stage.PAUSE_KV,
+        stage=Stage.PAUSE_WEIGHTS,
+        service=Service.ROLLOUT,
+        rpc=Rpc.PAUSE,
+        undo=Undo.NEVER,
+        pauses=_WEIGHTS,
+    ),
+    Rule(
+        after=Stage.PAUSE_WEIGHTS,
+        stage=Stage.LOAD_TRAINER,
+        service=Service.TRAINER,
+        rpc=Rpc.RESUME,
+        # To make room for an engine that starts.
+        undo=Stage.OFFLOAD,
+        resumes=_TRAINING,
+        completes=Phase.TRAIN,
+    ),
+)
+RULES = {rule.stage: rule for rule in RING}
+HOLDS = {rule.completes: rule.stage for rule in RING if rule.completes is not None}
+"""Where a node is while a phase holds."""
+NEXT = {rule.after: rule.stage for rule in RING}
+"""The only stage that may come after each."""
+
+
+def stages_of(service: Service, rpc: Rpc | None = None) -> tuple[Stage, ...]:
+    """The stages that a service carries out, in their order; with `rpc` those that come by it."""
+    return tuple(rule.stage for rule in RING if rule.service is service and rpc in (None, rule.rpc))
+
+
+def last_of(service: Service, at: Stage) -> Stage:
+    """The stage that a service completed last when the node is at `at`."""
+    while RULES[at].service is not service:
+        at = RULES[at].after
+    return at
+
+
+def allowed_after(service: Service, at: Stage | None) -> tuple[Stage, ...]:
+    """What a service accepts that completed `at` last (None: freshly started): its next stage first, then the one that takes `at` back.
+
+    A fresh rollout is asleep, as after PAUSE_WEIGHTS, and a fresh trainer loaded, as after LOAD_TRAINER; told to load, it has nothing
+    to do.
+    """
+    if at is None:
+        last = last_of(service, HOLDS[Phase.TRAIN])
+        repeated = (last,) if service is Service.TRAINER else ()
+        return (*allowed_after(service, last), *repeated)
+    own = stages_of(service)
+    following = own[(own.index(at) + 1) % len(own)]
+    undone = at
+    while RULES[undone].undo is Undo.WITH_EARLIER:
+        undone = own[own.index(undone) - 1]
+    undo = RULES[undone].undo
+    return (following, undo) if isinstance(undo, Stage) and undo is not following else (following,)

@@ -1,0 +1,177 @@
+"""The front's side of a service's ranks: one command to each of them, one result from each, over a private unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import zmq
+import zmq.asyncio
+
+from tasuki.v1.ranks_pb2 import EngineRankCommand, EngineRankResult, TrainerRankCommand, TrainerRankResult
+from tasuki.wire.errors import InternalError, PeerUnavailable, TasukiError, from_reason
+
+_log = logging.getLogger("tasuki.rpc")
+_LINGER_MS = 1000
+_DEATH_NOTICE_S = 0.5
+
+
+CommandT = TypeVar("CommandT", TrainerRankCommand, EngineRankCommand)
+ResultT = TypeVar("ResultT", TrainerRankResult, EngineRankResult)
+
+
+def rank_identity(rank: int) -> bytes:
+    """The name under which a rank's socket connects."""
+    return f"rank-{rank}".encode()
+
+
+class RankFront(Generic[CommandT, ResultT]):
+    """Calls the ranks, one call at a time. Owns the socket; `close` removes it.
+
+    When a rank dies, or some ranks fail in `call` where others do not, the ranks no longer hold the same state: the running call and
+    all later ones raise, and `broken` is set for whoever runs the service to end it.
+    """
+
+    straggler_timeout_s: float | None = None
+    """How long the others may take once a rank has failed; None: as long as the caller waits."""
+
+    def __init__(self, path: Path, result: type[ResultT], *, service: str, num_ranks: int) -> None:
+        """path: of the socket, in a private folder. service: names the ranks in errors."""
+        self.address, self.num_ranks = f"ipc://{path}", num_ranks
+        self.broken = asyncio.Event()
+        self._path, self._result, self._service = path, result, service
+        self._cause: TasukiError | None = None
+        self._turn = asyncio.Lock()
+        self._call = 0
+        self._results: dict[int, ResultT] = {}
+        self._arrived = asyncio.Event()
+        self._connected: set[bytes] = set()
+        self._pid_fds: list[int] = []
+        path.unlink(missing_ok=True)
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.bind(self.address)
+        path.chmod(0o600)
+        self._receiver = asyncio.get_running_loop().create_task(self._receive())
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether every rank has been heard, and so can be sent to."""
+        return all(rank_identity(rank) in self._connected for rank in range(self.num_ranks))
+
+    async def call(self, command: CommandT) -> list[ResultT]:
+        """Runs one command in every rank, as call_each does."""
+        return await self.call_each([command] * self.num_ranks)
+
+    async def call_each(self, commands: Sequence[CommandT]) -> list[ResultT]:
+        """Runs one command of the same kind, with its own content, in each rank. Results in order of rank.
+
+        Raises the error that the ranks agree on, and InternalError naming the rank for any other.
+        """
+        async with self._turn:
+            results = await self._exchange(commands)
+            await self._raise_errors(results)
+            return results
+
+    async def gather(self, command: CommandT) -> list[ResultT]:
+        """Runs one command in every rank. Results in order of rank, errors among them: the caller says what they mean."""
+        async with self._turn:
+            return await self._exchange([command] * self.num_ranks)
+
+    def watch(self, rank: int, *, pid: int) -> None:
+        """Notices the end of a rank's process at once, whatever ended it."""
+        fd = os.pidfd_open(pid)
+        self._pid_fds.append(fd)
+
+        def gone() -> None:
+            asyncio.get_running_loop().remove_reader(fd)
+            text = f"{self._service} rank {rank} (pid {pid}) is gone; the {self._service} has to be started again"
+            self._break(PeerUnavailable(text, rank=rank))
+
+        asyncio.get_running_loop().add_reader(fd, gone)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._receiver.cancel()
+        while self._pid_fds:
+            fd = self._pid_fds.pop()
+            asyncio.get_running_loop().remove_reader(fd)
+            os.close(fd)
+        self._context.destroy(linger=_LINGER_MS)
+        self._path.unlink(missing_ok=True)
+
+    async def _exchange(self, commands: Sequence[CommandT]) -> list[ResultT]:
+        if self._cause is not None:
+            raise self._cause
+        self._call += 1
+        self._results.clear()
+        for command in commands:
+            command.call = self._call
+        await self._deliver(commands)
+        return await self._wait_for_results()
+
+    async def _deliver(self, commands: Sequence[CommandT]) -> None:
+        """Sends each rank its command. A service with another way to its ranks overrides this."""
+        for rank, command in enumerate(commands):
+            try:
+                await self._socket.send_multipart([rank_identity(rank), command.SerializeToString()])
+            except zmq.ZMQError as error:
+                self._break(PeerUnavailable(f"{self._service} rank {rank} cannot be reached: {error}", rank=rank))
+
+    async def _wait_for_results(self) -> list[ResultT]:
+        deadline: float | None = None
+        loop = asyncio.get_running_loop()
+        while len(self._results) < self.num_ranks and self._cause is None:
+            self._arrived.clear()
+            failed = [result for result in self._results.values() if result.HasField("error")]
+            if deadline is None and failed and self.straggler_timeout_s is not None:
+                deadline = loop.time() + self.straggler_timeout_s
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._arrived.wait()
+            except TimeoutError:
+                missing = sorted(set(range(self.num_ranks)) - self._results.keys())
+                first = f"rank {failed[0].rank}: {failed[0].error.message}"
+                self._break(InternalError(f"{self._service} ranks {missing} do not answer after another rank failed: {first}"))
+        if self._cause is not None:
+            raise self._cause
+        return [self._results[rank] for rank in range(self.num_ranks)]
+
+    async def _raise_errors(self, results: Sequence[ResultT]) -> None:
+        """Raises the error that all ranks agree on; any other breaks the ranks."""
+        failed = [result for result in results if result.HasField("error")]
+        if not failed:
+            return
+        if not all(result.error.reason for result in failed):
+            # A rank whose peer was killed mostly fails in their collective before the kernel tells us of the death.
+            await asyncio.sleep(_DEATH_NOTICE_S)
+            if self._cause is not None:
+                raise self._cause
+        first = failed[0]
+        if len(failed) == len(results) and len({result.error.reason for result in failed}) == 1 and first.error.reason:
+            raise from_reason(first.error.reason, first.error.message, dict(first.error.metadata))
+        error = InternalError(f"{self._service} rank {first.rank} failed: {first.error.message}", rank=first.rank)
+        self._break(error)
+        raise error
+
+    async def _receive(self) -> None:
+        while True:
+            identity, payload = await self._socket.recv_multipart()
+            result = self._result.FromString(payload)
+            self._connected.add(identity)
+            # A result of a call that was given up may still arrive.
+            if result.call == self._call:
+                self._results[result.rank] = result
+                self._arrived.set()
+
+    def _break(self, cause: TasukiError) -> None:
+        if self._cause is None:
+            _log.error("event=ranks_broken service=%s cause=%s", self._service, cause.message)
+            self._cause = cause
+            self.broken.set()
+            self._arrived.set()

@@ -1,0 +1,235 @@
+"""The front and its ranks, each rank a process: who answers, who fails, who dies, and what the front makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import stat
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+
+from tasuki.rollout.rank_line import RankLine
+from tasuki.rpc.failpoints import NO_FAILPOINTS
+from tasuki.rpc.rank_front import RankFront
+from tasuki.rpc.rank_server import RankServer, answer_command
+from tasuki.v1.memory_pb2 import PauseResponse
+from tasuki.v1.ranks_pb2 import EngineRankCommand, EngineRankResult, RankReady, TrainerRankCommand, TrainerRankResult
+from tasuki.v1.trainer_pb2 import SaveCheckpointRequest, SaveCheckpointResponse
+from tasuki.wire.errors import Busy, InternalError, OutOfGpuMemory, PeerUnavailable
+
+Front: TypeAlias = RankFront[TrainerRankCommand, TrainerRankResult]
+START_S = 60.0
+STRAGGLER_S = 1.0
+_spawn = multiprocessing.get_context("spawn")
+
+
+def work(request: SaveCheckpointRequest) -> SaveCheckpointResponse:
+    """Does what `path` says."""
+    match request.path.split():
+        case ["answer", number]:
+            return SaveCheckpointResponse(bytes=int(number))
+        case ["wait", seconds]:
+            time.sleep(float(seconds))
+        case ["refuse"]:
+            raise Busy("requests run", num_running=3)
+        case ["lack"]:
+            raise OutOfGpuMemory("no room", needed_bytes=2, free_bytes=1)
+        case ["tear"]:
+            raise RuntimeError("torn")
+        case _:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return SaveCheckpointResponse()
+
+
+def run_rank(address: str, rank: int) -> None:
+    """Returns when the front is gone."""
+    server = RankServer(address, rank=rank)
+    front_gone = server.front_gone()
+    server.send(TrainerRankResult(rank=rank, ready=RankReady(pid=os.getpid())))
+
+    def answer(payload: bytes) -> TrainerRankResult:
+        command = TrainerRankCommand.FromString(payload)
+        result = TrainerRankResult(call=command.call, rank=rank)
+        return answer_command(command, result, handlers={"save_checkpoint": work}, failpoints=NO_FAILPOINTS)
+
+    server.serve(answer, until=[front_gone])
+    server.close()
+
+
+def command(path: str) -> TrainerRankCommand:
+    return TrainerRankCommand(save_checkpoint=SaveCheckpointRequest(path=path))
+
+
+async def call_each(front: Front, *paths: str) -> list[int]:
+    return [result.save_checkpoint.bytes for result in await front.call_each([command(path) for path in paths])]
+
+
+def make_front(folder: Path, *, num_ranks: int) -> Front:
+    front: Front = RankFront(folder / "ranks.sock", TrainerRankResult, service="test", num_ranks=num_ranks)
+    front.straggler_timeout_s = STRAGGLER_S
+    return front
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(START_S):
+        while not is_so():
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def running(folder: Path, *, num_ranks: int = 2) -> AsyncIterator[tuple[Front, Sequence[BaseProcess]]]:
+    """A front whose ranks have all connected, and are watched."""
+    front = make_front(folder, num_ranks=num_ranks)
+    processes = [_spawn.Process(target=run_rank, args=(front.address, rank), daemon=True) for rank in range(num_ranks)]
+    try:
+        for process in processes:
+            process.start()
+        await until(lambda: front.is_connected)
+        for rank, process in enumerate(processes):
+            assert process.pid is not None
+            front.watch(rank, pid=process.pid)
+        yield front, processes
+    finally:
+        front.close()
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+async def test_each_rank_answers_its_own_command_in_order_and_leaves_with_the_front(tmp_path: Path) -> None:
+    path = tmp_path / "ranks.sock"
+    async with running(tmp_path, num_ranks=3) as (front, processes):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert await call_each(front, "answer 5", "answer 7", "answer 9") == [5, 7, 9]
+        results = await front.call(command("answer 4"))
+        assert [(result.rank, result.save_checkpoint.bytes) for result in results] == [(0, 4), (1, 4), (2, 4)]
+        front.close()
+        assert not path.exists()
+        for process in processes:
+            process.join(10)
+            assert process.exitcode == 0
+
+
+async def test_an_error_of_all_ranks_is_raised_as_it_is_and_the_next_call_is_answered(tmp_path: Path) -> None:
+    async with running(tmp_path) as (front, _):
+        with pytest.raises(Busy, match="^requests run$") as caught:
+            await call_each(front, "refuse", "refuse")
+        assert caught.value.metadata == {"num_running": "3"}
+        assert not front.broken.is_set()
+        assert await call_each(front, "answer 1", "answer 2") == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        (("answer 1", "refuse"), "test rank 1 failed: requests run"),
+        (("refuse", "lack"), "test rank 0 failed: requests run"),
+        (("tear", "tear"), "test rank 0 failed: RuntimeError: torn"),
+    ],
+)
+async def test_ranks_that_disagree_or_fail_for_no_known_reason_are_broken(
+    tmp_path: Path, paths: tuple[str, str], message: str
+) -> None:
+    async with running(tmp_path) as (front, _):
+        for asked in (paths, ("answer 1", "answer 2")):
+            with pytest.raises(InternalError, match=f"^{message}$"):
+                await call_each(front, *asked)
+        assert front.broken.is_set()
+
+
+async def test_gathered_errors_are_the_callers_to_judge(tmp_path: Path) -> None:
+    async with running(tmp_path) as (front, _):
+        results = await front.gather(command("refuse"))
+        assert [result.error.reason for result in results] == [Busy.reason] * 2
+        assert not front.broken.is_set()
+
+
+async def test_a_rank_that_waits_for_one_that_failed_is_given_up(tmp_path: Path) -> None:
+    async with running(tmp_path) as (front, _):
+        with pytest.raises(
+            InternalError, match=r"^test ranks \[1\] do not answer after another rank failed: rank 0: requests run$"
+        ):
+            await call_each(front, "refuse", "wait 30")
+        assert front.broken.is_set()
+
+
+async def test_a_rank_that_dies_in_a_call_ends_it_and_is_named(tmp_path: Path) -> None:
+    async with running(tmp_path) as (front, processes):
+        for paths in (("wait 30", "die"), ("answer 1", "answer 2")):
+            with pytest.raises(PeerUnavailable, match=rf"^test rank 1 \(pid {processes[1].pid}\) is gone") as caught:
+                await asyncio.wait_for(call_each(front, *paths), 10)
+            assert caught.value.metadata == {"rank": "1"}
+
+
+async def test_the_peer_of_a_killed_rank_fails_and_the_killed_one_is_named(tmp_path: Path) -> None:
+    async with running(tmp_path) as (front, _):
+        with pytest.raises(PeerUnavailable, match="^test rank 1 "):
+            await call_each(front, "tear", "die")
+
+
+async def test_a_rank_that_dies_between_calls_is_noticed(tmp_path: Path) -> None:
+    async with running(tmp_path) as (front, processes):
+        processes[0].kill()
+        await asyncio.wait_for(front.broken.wait(), 10)
+        with pytest.raises(PeerUnavailable, match="^test rank 0 "):
+            await call_each(front, "answer 1", "answer 2")
+
+
+async def test_a_late_answer_is_not_taken_for_one_of_the_next_call(tmp_path: Path) -> None:
+    async with running(tmp_path) as (front, _):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(call_each(front, "answer 1", "wait 0.5"), 0.2)
+        assert await call_each(front, "answer 3", "answer 4") == [3, 4]
+
+
+async def test_a_rank_that_never_connected_cannot_be_reached(tmp_path: Path) -> None:
+    front = make_front(tmp_path, num_ranks=1)
+    try:
+        with pytest.raises(PeerUnavailable, match="test rank 0 cannot be reached"):
+            await front.call(command("answer 1"))
+    finally:
+        front.close()
+
+
+class OtherWay(RankFront[EngineRankCommand, EngineRankResult]):
+    """Once it has `lines`, ranks get commands as through SGLang: in the thread that made the line."""
+
+    lines: Sequence[RankLine] = ()
+
+    async def _deliver(self, commands: Sequence[EngineRankCommand]) -> None:
+        if not self.lines:
+            await super()._deliver(commands)
+        for rank, (line, one) in enumerate(zip(self.lines, commands, strict=False)):
+            line.send(EngineRankResult(call=one.call, rank=rank, pause=PauseResponse(released_bytes=rank + 3)))
+
+
+async def test_a_line_takes_commands_in_its_thread_and_sends_what_another_says(tmp_path: Path) -> None:
+    threads: set[str] = set()
+
+    def run(rank: int, payload: bytes) -> EngineRankResult:
+        threads.add(threading.current_thread().name)
+        return EngineRankResult(call=EngineRankCommand.FromString(payload).call, rank=rank)
+
+    front = OtherWay(tmp_path / "ranks.sock", EngineRankResult, service="test", num_ranks=2)
+    lines = [RankLine(front.address, rank=rank, run=lambda payload, rank=rank: run(rank, payload)) for rank in range(2)]
+    try:
+        await until(lambda: front.is_connected)
+        assert [result.rank for result in await front.call(EngineRankCommand())] == [0, 1]
+        assert threads == {"front-line"}
+        front.lines = lines
+        results = await asyncio.wait_for(front.gather(EngineRankCommand()), 10)
+        assert [result.pause.released_bytes for result in results] == [3, 4]
+    finally:
+        for line in lines:
+            line.close()
+        front.close()
+    assert "front-line" not in {thread.name for thread in threading.enumerate()}

@@ -1,0 +1,96 @@
+"""Evaluation: settings that make sense, the estimate of pass@k against its definition, and figures out of scores."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tasuki.client.evaluation import EvalSettings, eval_figures, pass_at_k, prompt_means
+from tasuki.client.rewards import Scores
+from tasuki.wire.errors import InvalidArgument
+
+NAN = float("nan")
+
+
+def _scores(rewards: list[float], **by_name: list[float]) -> Scores:
+    named = {name: np.float32(values) for name, values in (by_name or {"reward": rewards}).items()}
+    return Scores(np.float32(rewards), 0, named, dict.fromkeys(named, 0))
+
+
+@given(correct=st.lists(st.booleans(), min_size=1, max_size=8), data=st.data())
+def test_pass_at_k_is_the_share_of_draws_of_k_with_a_correct_one(correct: list[bool], data: st.DataObject):
+    k = data.draw(st.integers(1, len(correct)))
+    draws = [any(draw) for draw in itertools.combinations(correct, k)]
+    np.testing.assert_allclose(pass_at_k(np.array([correct]), k), [sum(draws) / len(draws)], atol=1e-12)
+
+
+@given(num_wrong=st.integers(0, 3000), num_right=st.integers(0, 3000), k=st.integers(1, 200))
+def test_pass_at_k_of_many_samples_is_the_binomials(num_wrong: int, num_right: int, k: int):
+    num_samples = num_wrong + num_right
+    estimate = pass_at_k(np.array([[False] * num_wrong + [True] * num_right]), k)[0]
+    if num_samples < k:
+        assert math.isnan(estimate)
+    else:
+        assert estimate == pytest.approx(1 - math.comb(num_wrong, k) / math.comb(num_samples, k), abs=1e-9)
+
+
+def test_pass_at_k_is_by_prompt_and_a_sample_that_does_not_count_is_not_there():
+    correct_PG = np.array([[1, 0, 0, NAN], [0, 0, 0, 0], [1, NAN, NAN, NAN], [1, 1, 1, 0]])
+    np.testing.assert_allclose(pass_at_k(correct_PG, 2), [2 / 3, 0, NAN, 1])
+    np.testing.assert_allclose(pass_at_k(correct_PG, 1), [1 / 3, 0, 1, 3 / 4])
+    with pytest.raises(InvalidArgument, match="at least 1"):
+        pass_at_k(correct_PG, 0)
+
+
+def test_means_are_by_prompt_without_what_does_not_count():
+    np.testing.assert_allclose(prompt_means(np.array([[1, NAN], [0.5, 1], [NAN, NAN]])), [1, 0.75, NAN])
+
+
+def test_figures_weigh_prompts_the_same():
+    settings = EvalSettings(num_samples=2, temperature=0.7, pass_at=(1, 2), correct_at=0.5)
+    found = eval_figures(_scores([1, NAN, 0, 0.5]), settings)
+    assert found == {"mean": pytest.approx(0.625), "pass@1": pytest.approx(0.75), "pass@2": pytest.approx(1.0)}
+
+
+def test_figures_of_several_rewards_have_each_ones_mean():
+    scores = _scores([1.5, 0.5], exact=[1.0, 0.0], format=[1.0, 1.0])
+    assert eval_figures(scores, EvalSettings()) == {"mean": 1.0, "mean/exact": 0.5, "mean/format": 1.0}
+
+
+def test_a_figure_without_anything_to_count_is_left_out():
+    settings = EvalSettings(num_samples=2, temperature=1.0, pass_at=(2,))
+    assert eval_figures(_scores([1.0, NAN]), settings) == {"mean": 1.0}
+    assert eval_figures(_scores([NAN, NAN]), settings) == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"num_samples": 0}, "eval.num_samples"),
+        ({"num_samples": 4}, "eval.temperature: is 0, so all 4 samples of a prompt would be equal"),
+        ({"temperature": -0.1}, "eval.temperature"),
+        ({"temperature": NAN}, "eval.temperature"),
+        ({"top_p": 0.0}, "eval.top_p"),
+        ({"top_p": 1.1}, "eval.top_p"),
+        ({"top_k": 0}, "eval.top_k"),
+        ({"max_new_tokens": 0}, "eval.max_new_tokens"),
+        ({"pass_at": (2,)}, "eval.pass_at: 2 is not between 1 and num_samples, 1"),
+        ({"pass_at": (0,)}, "eval.pass_at"),
+        ({"correct_at": NAN}, "eval.correct_at"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(fields: dict[str, object], problem: str):
+    with pytest.raises(InvalidArgument, match=problem):
+        EvalSettings(**fields)
+
+
+def test_sampling_follows_the_settings_and_is_greedy_by_default():
+    greedy = EvalSettings(max_new_tokens=8).sampling_params()
+    assert (greedy.temperature, greedy.max_new_tokens, greedy.top_p, greedy.top_k) == (0.0, 8, None, None)
+    drawn = EvalSettings(num_samples=4, temperature=0.6, top_p=0.95, top_k=20).sampling_params()
+    assert (drawn.temperature, drawn.top_p, drawn.top_k) == (0.6, 0.95, 20)

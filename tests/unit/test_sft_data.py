@@ -1,0 +1,193 @@
+"""Supervised data through real tokenizers: what is prompt, what is learned, and what a bad line says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from tasuki.cli.tokenizer import ModelTokenizer
+from tasuki.client.sft_data import read_sft_jsonl, sft_sample
+from tasuki.client.types import TrainingSample
+from tasuki.wire.errors import InvalidArgument, PathNotFound
+from tests.models import BOS, EOS, char_tokenizer
+
+HEADER = "{% if add_generation_prompt %}[assistant]\n{% endif %}"
+PLAIN = "{% for m in messages %}[{{ m.role }}]\n{{ m.content }}<eos>\n{% endfor %}" + HEADER
+MARKED = (
+    "{% for m in messages %}[{{ m.role }}]\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<eos>{% endgeneration %}"
+    "{% else %}{{ m.content }}<eos>{% endif %}{{ '\\n' }}{% endfor %}" + HEADER
+)
+# As templates that show the thoughts of the last answer only.
+FORGETFUL = (
+    "{% for m in messages %}[{{ m.role }}]\n{% if m.role == 'assistant' and loop.last %}(thought){% endif %}{{ m.content }}<eos>\n"
+    "{% endfor %}" + HEADER
+)
+THINKING = PLAIN.replace("[assistant]\n", "[assistant]\n(think)")
+STRICT = "{% if messages[0].role != 'user' %}{{ raise_exception('begin with the user') }}{% endif %}" + PLAIN
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4!"},
+]
+
+
+def _saved(folder: Path, tokenizer: PreTrainedTokenizerFast, template: str | None) -> ModelTokenizer:
+    if template is not None:
+        tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return ModelTokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def by_template(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelTokenizer]:
+    templates = {"plain": PLAIN, "marked": MARKED, "forgetful": FORGETFUL, "thinking": THINKING, "strict": STRICT, "none": None}
+    return {name: _saved(tmp_path_factory.mktemp(name), char_tokenizer(), text) for name, text in templates.items()}
+
+
+def _text(tokenizer: ModelTokenizer, token_ids: Sequence[int]) -> str:
+    """With the end-of-sequence token as `$`, which no test writes."""
+    return "".join("$" if token == EOS else tokenizer.decode(np.array([token])) for token in token_ids)
+
+
+def _learned(tokenizer: ModelTokenizer, sample: TrainingSample) -> str:
+    mask = np.asarray(sample.loss_mask)
+    assert mask.shape == np.shape(sample.completion_token_ids) and set(mask.tolist()) <= {0.0, 1.0}
+    assert mask[0] == mask[-1] == 1
+    return _text(tokenizer, np.asarray(sample.completion_token_ids)[mask == 1])
+
+
+@pytest.mark.parametrize("template", ["plain", "marked"])
+def test_only_what_the_assistant_wrote_is_learned(by_template: dict[str, ModelTokenizer], template: str):
+    tokenizer = by_template[template]
+    sample = sft_sample({"messages": CHAT}, tokenizer)
+    assert _text(tokenizer, sample.prompt_token_ids) == "[system]\nBe brief.$\n[user]\n1+1?$\n[assistant]\n"
+    assert _text(tokenizer, sample.completion_token_ids) == "2$\n[user]\n2+2?$\n[assistant]\n4!$"
+    assert _learned(tokenizer, sample) == "2$4!$"
+    # As rollout will be asked.
+    assert sample.prompt_token_ids.tolist() == tokenizer.encode_prompt(CHAT[:2])
+
+
+_TURNS = st.lists(
+    st.tuples(st.sampled_from(["user", "assistant", "tool"]), st.text("ab 1", max_size=6)), min_size=1, max_size=6
+)
+
+
+@given(first=st.text("ab", max_size=4), turns=_TURNS, last=st.text("ab 1", max_size=4))
+def test_prefixes_find_what_the_mark_says(
+    by_template: dict[str, ModelTokenizer], first: str, turns: list[tuple[str, str]], last: str
+):
+    messages = [{"role": role, "content": text} for role, text in [("user", first), *turns, ("assistant", last)]]
+    plain, marked = (sft_sample({"messages": messages}, by_template[name]) for name in ("plain", "marked"))
+    for field in ("prompt_token_ids", "completion_token_ids", "loss_mask"):
+        np.testing.assert_array_equal(getattr(plain, field), getattr(marked, field))
+    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    assert _learned(by_template["plain"], plain) == "".join(f"{answer}$" for answer in answers)
+
+
+def test_what_follows_the_last_answer_is_not_kept(by_template: dict[str, ModelTokenizer]):
+    tokenizer = by_template["plain"]
+    sample = sft_sample({"messages": [*CHAT, {"role": "user", "content": "3+3?"}]}, tokenizer)
+    assert _text(tokenizer, sample.completion_token_ids).endswith("4!$")
+
+
+def test_a_completion_is_learned_whole_and_ends_once(by_template: dict[str, ModelTokenizer]):
+    tokenizer = by_template["none"]
+    for completion in ("2", "2<eos>"):
+        sample = sft_sample({"prompt": "1+1=", "completion": completion}, tokenizer)
+        assert _text(tokenizer, sample.prompt_token_ids) == "1+1="
+        assert _learned(tokenizer, sample) == _text(tokenizer, sample.completion_token_ids) == "2$"
+    assert BOS not in tokenizer.encode_completion("2")
+
+
+def test_a_prompt_of_messages_with_a_completion_is_a_chat(by_template: dict[str, ModelTokenizer]):
+    as_prompt = sft_sample({"prompt": CHAT[:2], "completion": "2"}, by_template["plain"])
+    as_chat = sft_sample({"messages": CHAT[:3]}, by_template["plain"])
+    for field in ("prompt_token_ids", "completion_token_ids", "loss_mask"):
+        np.testing.assert_array_equal(getattr(as_prompt, field), getattr(as_chat, field))
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "problem"),
+    [
+        ("none", {"messages": CHAT}, "messages: is a list of chat messages, but the model's tokenizer has no chat template"),
+        ("plain", {"messages": "hi"}, "messages: must be a list of chat messages, is str"),
+        ("plain", {"messages": []}, "messages: has no messages"),
+        ("plain", {"messages": [{"role": "user"}]}, "messages: message 0"),
+        ("plain", {"messages": CHAT[:2]}, "messages: has no tokens by the assistant"),
+        ("marked", {"messages": CHAT[:2]}, "messages: has no tokens by the assistant"),
+        ("plain", {"messages": CHAT, "prompt": "a"}, "messages: comes with `prompt` or `completion`"),
+        ("plain", {"question": "a"}, "messages: missing; give `messages`, or `prompt` and `completion`"),
+        ("plain", {"prompt": "a"}, "messages: missing"),
+        ("plain", {"prompt": "", "completion": "b"}, "prompt: is empty"),
+        ("plain", {"prompt": "a", "completion": ""}, "completion: must be a string with text, is ''"),
+        ("plain", {"prompt": "a", "completion": ["b"]}, "completion: must be a string"),
+        ("strict", {"messages": CHAT}, "messages: the model's chat template refuses them: begin with the user"),
+        ("forgetful", {"messages": CHAT}, "the conversation up to message 2 is rendered otherwise when more messages follow"),
+        ("thinking", {"messages": CHAT}, "the prompt for message 2 is not how the conversation with that message begins"),
+        ("plain", {"prompt": "a" * 40, "completion": "b" * 40}, "has 81 tokens; at most 80 fit"),
+        ("plain", ["a"], "expected an object, got list"),
+    ],
+)
+def test_a_bad_line_is_named_with_file_and_number(
+    by_template: dict[str, ModelTokenizer], tmp_path: Path, template: str, row: object, problem: str
+):
+    path = tmp_path / "sft.jsonl"
+    path.write_text(f'{{"prompt": "a", "completion": "b"}}\n\n{json.dumps(row)}\n')
+    with pytest.raises(InvalidArgument) as raised:
+        read_sft_jsonl(path, by_template[template], max_tokens=80)
+    assert raised.value.message.startswith(f"dataset: {path}:3: ")
+    assert problem in raised.value.message
+
+
+def test_a_file_gives_a_sample_a_line(by_template: dict[str, ModelTokenizer], tmp_path: Path):
+    path = tmp_path / "sft.jsonl"
+    rows = [{"prompt": "1+1=", "completion": "2", "source": "x"}, {"messages": CHAT}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    samples = read_sft_jsonl(path, by_template["plain"], max_tokens=200)
+    assert [_learned(by_template["plain"], sample) for sample in samples] == ["2$", "2$4!$"]
+    assert all(sample.loss_mask.dtype == np.float32 and sample.prompt_token_ids.dtype == np.int32 for sample in samples)
+    with pytest.raises(PathNotFound):
+        read_sft_jsonl(tmp_path / "none.jsonl", by_template["plain"], max_tokens=80)
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
+    """A byte-level BPE, whose tokens may span what the template and a message write, as those of real models do."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<eos>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(["assistant\n\n\nuser\n\n\nhello world\n\n\n"] * 20, trainer)
+    template = PLAIN.replace("[{{ m.role }}]", "<|im_start|>{{ m.role }}").replace("<eos>", "<|im_end|>")
+    template = template.replace("[assistant]", "<|im_start|>assistant")
+    return _saved(
+        tmp_path_factory.mktemp("bpe"), PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>"), template
+    )
+
+
+def test_a_token_across_prompt_and_answer_is_refused(byte_level: ModelTokenizer):
+    def row(answer: str) -> dict[str, object]:
+        return {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": answer}]}
+
+    sample = sft_sample(row("hello world"), byte_level)
+    assert byte_level.decode(sample.completion_token_ids) == "hello world"
+    assert sample.prompt_token_ids.tolist() == byte_level.encode_prompt(row("")["messages"][:1])
+    with pytest.raises(InvalidArgument, match="remove white space around its content"):
+        sft_sample(row("\n\nhello"), byte_level)
+
+
+def test_a_turn_without_an_end_of_sequence_token_is_learned_to_its_end(tmp_path: Path):
+    tokenizer = _saved(tmp_path, char_tokenizer(), PLAIN.replace("<eos>", ";"))
+    assert _learned(tokenizer, sft_sample({"messages": CHAT}, tokenizer)) == "2;\n4!;\n"
