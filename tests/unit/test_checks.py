@@ -84,8 +84,8 @@ CLEARED = {"rollout_log_probs": [], "advantages": []}
         (LossConfig(old_policy=OldPolicy.GIVEN), Role.POLICY, {}, "old_log_probs"),
         (LossConfig(loss=CispoLoss(), old_policy=OldPolicy.GIVEN), Role.POLICY, {}, "old_log_probs"),
         (LossConfig(loss=PolicyGradientLoss()), Role.POLICY, {"advantages": []}, "advantages"),
-        (LossConfig(loss=ValueLoss()), Role.CRITIC, {"values": [0.0] * 3}, "returns"),
-        (LossConfig(loss=ValueLoss()), Role.CRITIC, {"returns": [0.0] * 3}, "values"),
+        (LossConfig(loss=ValueLoss(clip=0.2)), Role.CRITIC, {"values": [0.0] * 3}, "returns"),
+        (LossConfig(loss=ValueLoss(clip=0.2)), Role.CRITIC, {"returns": [0.0] * 3}, "values"),
         (LossConfig(loss=ValueLoss(clip=None)), Role.CRITIC, {"values": [0.0] * 3}, "returns"),
     ],
 )
@@ -100,7 +100,7 @@ def test_a_column_that_a_loss_needs_is_named(config: LossConfig, role: Role, fie
     [
         (LossConfig(loss=SftLoss()), Role.POLICY, CLEARED),
         (LossConfig(loss=ValueLoss(clip=None)), Role.CRITIC, CLEARED | {"returns": [0.0] * 3}),
-        (LossConfig(loss=ValueLoss()), Role.CRITIC, CLEARED | {"returns": [0.0] * 3, "values": [0.0] * 3}),
+        (LossConfig(loss=ValueLoss(clip=0.2)), Role.CRITIC, CLEARED | {"returns": [0.0] * 3, "values": [0.0] * 3}),
         (LossConfig(correction=Correction(token_truncation=None)), Role.POLICY, {}),
     ],
 )

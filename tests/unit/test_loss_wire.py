@@ -94,11 +94,6 @@ def test_an_empty_correction_corrects_nothing() -> None:
     assert (correction.truncates, correction.masks) == (False, False)
 
 
-def test_a_value_clip_of_0_is_none() -> None:
-    message = json_format.ParseDict({"value": {"clip": 0}}, loss_pb2.LossConfig())
-    assert decode_loss(message).loss == ValueLoss(clip=None)
-
-
 @pytest.mark.parametrize(
     ("given_fields", "field"),
     [
@@ -108,6 +103,7 @@ def test_a_value_clip_of_0_is_none() -> None:
         ({"ppo": {"clip_high": "NaN"}}, "header.loss.ppo.clip_high"),
         ({"ppo": {"dual_clip": 1.0}}, "header.loss.ppo.dual_clip"),
         ({"gspo": {"clip_low": 1.5}}, "header.loss.gspo.clip_low"),
+        ({"value": {"clip": 0.0}}, "header.loss.value.clip"),
         ({"value": {"clip": -1.0}}, "header.loss.value.clip"),
         ({"value": {}, "kl_coef": 0.1}, "header.loss.kl_coef"),
         ({"ppo": {}, "kl_coef": -1.0}, "header.loss.kl_coef"),

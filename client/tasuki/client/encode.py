@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tasuki.algorithms.loss_types import Loss, LossConfig, ValueLoss
+from tasuki.algorithms.loss_types import Loss, LossConfig
 from tasuki.client.types import (
     Changeover,
     FinishReason,
@@ -68,8 +68,6 @@ def loss_to_proto(loss: LossConfig) -> loss_pb2.LossConfig:
     kind = _LOSS_FIELDS[type(loss.loss).__name__]
     getattr(message, kind).SetInParent()
     getattr(message, kind).MergeFrom(type(getattr(message, kind))(**_set_fields(loss.loss)))
-    if isinstance(loss.loss, ValueLoss) and loss.loss.clip is None:
-        message.value.clip = 0.0  # unset is the default clip
     return message
 
 
@@ -111,6 +109,8 @@ def sample_from_proto(sample: types_pb2.Sample, *, prompt_index: int) -> Sample:
         rollout_log_probs=np.array(sample.rollout_log_probs, dtype=np.float32),
         finish_reason=FinishReason(types_pb2.FinishReason.Name(sample.finish_reason).removeprefix("FINISH_REASON_")),
         policy_version=sample.policy_version,
+        temperature=sample.temperature,
+        has_exact_log_probs=sample.has_exact_log_probs,
     )
 
 
@@ -216,6 +216,7 @@ def trainer_state_from_proto(state: trainer_pb2.GetTrainerStateResponse) -> Trai
 def rollout_state_from_proto(state: rollout_pb2.GetRolloutStateResponse) -> RolloutState:
     values: dict[str, Any] = {field.name: getattr(state, field.name) for field in fields(RolloutState)}
     values["policy_version"] = state.policy_version if state.HasField("policy_version") else None
+    values["stop_token_ids"] = tuple(state.stop_token_ids)
     return RolloutState(**values)
 
 

@@ -8,16 +8,7 @@ from typing import Any, TypeVar, get_args
 
 from google.protobuf.message import Message
 
-from tasuki.algorithms.loss_types import (
-    Aggregation,
-    Correction,
-    KlEstimator,
-    Loss,
-    LossConfig,
-    OldPolicy,
-    SettingError,
-    ValueLoss,
-)
+from tasuki.algorithms.loss_types import Aggregation, Correction, KlEstimator, Loss, LossConfig, OldPolicy, SettingError
 from tasuki.v1 import loss_pb2
 from tasuki.wire.errors import InvalidArgument
 
@@ -38,10 +29,7 @@ def decode_loss(message: loss_pb2.LossConfig) -> LossConfig:
             settings[name] = _enum(enum, number, field=name)
     inner: Message = getattr(message, kind)
     cls = _LOSSES[inner.DESCRIPTOR.name]
-    inner_settings = _set_fields(inner, [field.name for field in fields(cls)])
-    if cls is ValueLoss and inner_settings.get("clip") == 0.0:
-        inner_settings["clip"] = None
-    settings["loss"] = _built(cls, inner_settings, prefix=f"header.loss.{kind}")
+    settings["loss"] = _built(cls, _set_fields(inner, [field.name for field in fields(cls)]), prefix=f"header.loss.{kind}")
     return _built(LossConfig, settings, prefix="header.loss")
 
 
