@@ -11,7 +11,14 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Glm4Config,
     LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -20,7 +27,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from tasuki.models.families import find_family
 from tasuki.transport.shards import Shard, checkpoint_shards
+from tests.slices import Cut, by_rows, part_of
 
 PAD, EOS, BOS = 0, 1, 2
 # No multiple of 64: the engine pads its vocabulary, at TP 2 on the last rank only.
@@ -37,22 +46,40 @@ _SIZES = {
     "eos_token_id": EOS,
     "bos_token_id": BOS,
 }
+# Shorter than the samples, with layers of both kinds.
+_WINDOW = {"head_dim": 16, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=False),
+    "llama_tied": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=True),
     "qwen2": lambda: Qwen2Config(**_SIZES, tie_word_embeddings=False),
     "qwen2_tied": lambda: Qwen2Config(**_SIZES, tie_word_embeddings=True),
     "qwen3": lambda: Qwen3Config(**_SIZES, head_dim=16, tie_word_embeddings=False),
     "qwen3_moe": lambda: Qwen3MoeConfig(
         **_SIZES, head_dim=16, tie_word_embeddings=False, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=32
     ),
+    "mistral": lambda: MistralConfig(**_SIZES, head_dim=24, sliding_window=None),
+    # Caps that matter for logits as small as these, and a scale that is not the root of head_dim.
+    "gemma2": lambda: Gemma2Config(
+        **_SIZES,
+        **_WINDOW,
+        hidden_act="gelu_pytorch_tanh",
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=0.5,
+        final_logit_softcapping=1.5,
+    ),
+    "gemma3": lambda: Gemma3TextConfig(**_SIZES, **_WINDOW, query_pre_attn_scalar=24),
+    "phi3": lambda: Phi3Config(**_SIZES),
+    "glm4": lambda: Glm4Config(**_SIZES, head_dim=16),
+    "olmo2": lambda: Olmo2Config(**_SIZES),
+    "mixtral": lambda: MixtralConfig(**_SIZES, num_local_experts=5, num_experts_per_tok=2),
 }
 
 
-def make_model(kind: str, *, seed: int, **sizes: int) -> PreTrainedModel:
-    """A float32 model with weights large enough that every row matters and outputs are not uniform. sizes: other than CONFIGS has."""
+def make_model(kind: str, *, seed: int, **settings: float) -> PreTrainedModel:
+    """A float32 model with weights large enough that every row matters and outputs are not uniform. settings: other than CONFIGS has."""
     torch.manual_seed(seed)
     config = CONFIGS[kind]()
-    config.update(sizes)
+    config.update(settings)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -72,13 +99,14 @@ def save_checkpoint(model: PreTrainedModel, folder: Path) -> Path:
     return folder
 
 
-def trainer_shards(model: PreTrainedModel, *, rank: int, num_ranks: int) -> list[Shard]:
-    """What FSDP2 leaves on `rank`: dim 0 in chunks of equal size, the last ones smaller or empty."""
+def trainer_shards(model: PreTrainedModel, *, rank: int, num_ranks: int, cut: Cut = by_rows) -> list[Shard]:
+    """What a backend that cuts every parameter so leaves on `rank`; by rows it is FSDP2."""
+    names = find_family(type(model).__name__).checkpoint
     shards: list[Shard] = []
     for name, parameter in model.named_parameters():
-        rows = -(-parameter.shape[0] // num_ranks)
-        local = parameter.detach()[rank * rows : (rank + 1) * rows]
-        shards += checkpoint_shards(name, tuple(parameter.shape), rank * rows, local)
+        box = cut(tuple(parameter.shape), rank, num_ranks)
+        local = part_of(parameter.detach(), box)
+        shards += checkpoint_shards(name, tuple(parameter.shape), box.offsets, local, names=names)
     return shards
 
 

@@ -21,7 +21,8 @@ from typing import Any, Literal
 import torch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(REPOSITORY / "protos"), str(REPOSITORY / "services"), str(REPOSITORY)]
+SOURCES = [str(REPOSITORY / "protos"), str(REPOSITORY / "services"), str(REPOSITORY)]
+sys.path[:0] = SOURCES
 
 from tasuki.memory.stages import Phase, Stage  # noqa: E402
 from tasuki.planner.layout import GB, Checkpointing, Layout, Part  # noqa: E402
@@ -65,18 +66,27 @@ def make_model(folder: Path, layout: Layout, device: str) -> None:
 
 def measure(folder: Path, layout: Layout, device: str, num_micro_batches: int) -> dict[str, Any]:
     """Bytes by stage and kind, and the tags' bytes."""
-    from tasuki.trainer.worker import PolicyLossConfig, Worker
-
-    from tasuki.config.schema import NodeConfig
+    from tasuki.algorithms.loss_types import LossConfig
     from tasuki.trainer.backends.fsdp.memory import TAGS
     from tasuki.trainer.backends.fsdp.mesh import start_mesh
-    from tasuki.trainer.data.micro_batch import loss_batch
+    from tasuki.trainer.data.micro_batch import micro_batch
+    from tasuki.trainer.launch import read_launch
+    from tasuki.trainer.roles import Role
+    from tasuki.trainer.service.requests import decode_samples
     from tasuki.v1.types_pb2 import TrainingSample
+    from tests.integration.learning import fsdp, start_learner
 
-    mesh = start_mesh(device, gpu=int(os.environ["LOCAL_RANK"]), num_threads=1, timeout_s=60)
-    trainer = {"gradient_checkpointing": True, "micro_batch_tokens": layout.micro_batch_tokens, "export_stays": True}
-    node = {"state_dir": folder / "state", "device": device, "model": {"path": folder}, "trainer": trainer}
-    worker = Worker(NodeConfig.model_validate(node), mesh=mesh)
+    launch = read_launch(os.environ)
+    mesh = start_mesh(device, launch=launch, gpu=launch.local_rank, num_threads=1, timeout_s=60)
+    learner = start_learner(
+        folder,
+        mesh=mesh,
+        compute_dtype="bfloat16",
+        gradient_checkpointing=True,
+        micro_batch_tokens=layout.micro_batch_tokens,
+        export_stays=True,
+    )
+    memory = fsdp(learner).memory
     # A sample is one token longer than what it puts into the model, since nothing is predicted from its last one.
     half = layout.micro_batch_tokens // 2
     tokens = torch.randint(layout.model.vocab_size, (2 * half + 1,)).tolist()
@@ -86,23 +96,22 @@ def measure(folder: Path, layout: Layout, device: str, num_micro_batches: int) -
         rollout_log_probs=[-11.0] * half,
         advantages=[1.0] * half,
     )
-    batch = loss_batch([sample], policy_version=0, device=worker.device)
+    config = LossConfig(denominator=half * num_micro_batches)
+    batch = micro_batch(decode_samples([sample]), config=config, policy_version=0, device=learner.backend.device)
     for _ in range(NUM_STEPS):
-        counted = half * num_micro_batches
-        batches = [batch] * num_micro_batches
-        worker.forward_backward(batches, loss=PolicyLossConfig(), num_loss_tokens=counted, num_gap_tokens=counted)
-        worker.optim_step(learning_rate=1e-6)
-    tags = {usage.tag: usage.total_bytes for usage in worker.memory.usage()}
+        learner.forward_backward(Role.POLICY, [batch] * num_micro_batches, config=config)
+        learner.optim_step(Role.POLICY, learning_rate=1e-6)
+    tags = {usage.tag: usage.total_bytes for usage in memory.usage()}
     # The tags' blocks are torch's too; what a step adds to them lies in torch's own pool.
-    stages = {Phase.TRAIN: {"allocated": sum(tags.values()) + step_bytes(worker.memory, device), "driver": used_bytes(device)}}
-    worker.publish_weights()
+    stages = {Phase.TRAIN: {"allocated": sum(tags.values()) + step_bytes(memory, device), "driver": used_bytes(device)}}
+    learner.publish()
     stages[Stage.LOAD_WEIGHTS] = {"driver": used_bytes(device)}
-    worker.memory.pause(TAGS)
+    memory.pause(TAGS)
     stages[Stage.OFFLOAD] = {"driver": used_bytes(device)}
-    worker.memory.resume(TAGS)
-    worker.memory.wait_for_optimizer()
+    memory.resume(TAGS)
+    memory.wait_for_optimizer()
     stages[Stage.LOAD_TRAINER] = {"driver": used_bytes(device)}
-    worker.close()
+    learner.backend.close()
     return {"tags": tags, "stages": stages if device == "cuda" else {}}
 
 
@@ -157,7 +166,6 @@ def run_part(size: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """What rank 0 measured. Every rank in a process of its own, so that nothing else is on its device; the model is made before."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            sys.executable,
             str(Path(__file__).resolve()),
             "--part",
             size,
@@ -169,24 +177,15 @@ def run_part(size: str, arguments: argparse.Namespace) -> dict[str, Any]:
             folder,
         ]
         command += ["--tiny"] if arguments.tiny else []
-        makes = subprocess.run([*command, "--make"], capture_output=True, text=True, check=False)
+        makes = subprocess.run([sys.executable, *command, "--make"], capture_output=True, text=True, check=False)
         if makes.returncode != 0:
             raise SystemExit(f"{size} was not made:\n{makes.stderr[-4000:]}")
-        everywhere = os.environ | {"WORLD_SIZE": str(arguments.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29513"}
-        ranks = [
-            subprocess.Popen(
-                command,
-                env=everywhere | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(arguments.ranks)
-        ]
-        printed = [rank.communicate()[0] for rank in ranks]
-    answers = [line for line in printed[0].splitlines() if line.startswith("RESULT ")]
-    if any(rank.returncode for rank in ranks) or not answers:
-        raise SystemExit(f"{size} failed:\n" + "\n".join(each[-4000:] for each in printed))
+        launch = [sys.executable, "-m", "tasuki.trainer.launch", "--num-ranks", str(arguments.ranks), "--"]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(SOURCES)}
+        ranks = subprocess.run([*launch, *command], env=environment, capture_output=True, text=True, check=False)
+    answers = [line for line in ranks.stdout.splitlines() if line.startswith("RESULT ")]
+    if ranks.returncode or not answers:
+        raise SystemExit(f"{size} failed:\n{ranks.stdout[-4000:]}{ranks.stderr[-4000:]}")
     return json.loads(answers[-1].removeprefix("RESULT "))
 
 
@@ -205,7 +204,9 @@ def work(arguments: argparse.Namespace, layout: Layout, device: str) -> None:
     if arguments.make:
         make_model(arguments.folder, layout, device)
     else:
-        print("RESULT " + json.dumps(measure(arguments.folder, layout, device, arguments.micro_batches)), flush=True)
+        measured = measure(arguments.folder, layout, device, arguments.micro_batches)
+        if os.environ["RANK"] == "0":
+            print("RESULT " + json.dumps(measured), flush=True)
     os._exit(0)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tasuki.transport.shards import Shard
+from tests.slices import Cut, by_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +78,17 @@ def write_config(model: str, folder: Path) -> Path:
     return folder
 
 
-def random_shards(shape: QwenShape, *, rank: int, num_ranks: int, dtype: torch.dtype, device: torch.device) -> list[Shard]:
-    """Rows of every tensor as FSDP2 cuts them, with values that depend on the rank alone."""
+def random_shards(
+    shape: QwenShape, *, rank: int, num_ranks: int, dtype: torch.dtype, device: torch.device, cut: Cut = by_rows
+) -> list[Shard]:
+    """The slices of one rank, with values that depend on the rank alone; by rows they are FSDP2's."""
     generator = torch.Generator(device).manual_seed(rank)
     shards: list[Shard] = []
     for name, whole in shape.checkpoint().items():
-        per_rank = -(-whole[0] // num_ranks)
-        start, end = min(whole[0], rank * per_rank), min(whole[0], (rank + 1) * per_rank)
-        if end > start:
-            local = torch.empty((end - start, *whole[1:]), dtype=dtype, device=device).normal_(std=0.02, generator=generator)
-            shards.append(Shard(name, whole, start, local))
+        box = cut(whole, rank, num_ranks)
+        if box.numel:
+            local = torch.empty(box.sizes, dtype=dtype, device=device).normal_(std=0.02, generator=generator)
+            shards.append(Shard(name, whole, box.offsets, local))
     return shards
 
 

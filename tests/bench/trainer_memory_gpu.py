@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+SOURCES = [str(REPOSITORY / "protos"), str(REPOSITORY / "services"), str(REPOSITORY)]
 NUM_STEPS, NUM_SAMPLES, SAMPLE_TOKENS = 10, 16, 512
 GB = 10**9
 
@@ -47,41 +48,41 @@ def make_model(folder: Path, *, is_tiny: bool) -> None:
 
 def train(model: Path, *, device: str, sleeps: bool) -> dict[str, Any]:
     """Losses, gradient norms and seconds of NUM_STEPS steps, with a sleep of all tags between any two if asked."""
-    from tasuki.trainer.worker import PolicyLossConfig, Worker
-
-    from tasuki.config.schema import NodeConfig
+    from tasuki.algorithms.loss_types import LossConfig
     from tasuki.trainer.backends.fsdp.memory import TAGS
     from tasuki.trainer.backends.fsdp.mesh import start_mesh
-    from tasuki.trainer.data.micro_batch import loss_batch
+    from tasuki.trainer.data.micro_batch import micro_batch
+    from tasuki.trainer.launch import read_launch
+    from tasuki.trainer.roles import Role
+    from tasuki.trainer.service.requests import decode_samples
+    from tests.integration.learning import fsdp, start_learner
 
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
     torch.use_deterministic_algorithms(True)
-    mesh = start_mesh(device, gpu=0, num_threads=1, timeout_s=60)
-    node = {"state_dir": model, "device": device, "model": {"path": model}}
-    settings = {"learning_rate": 1e-4, "gradient_checkpointing": True}
-    worker = Worker(NodeConfig.model_validate(node | {"trainer": settings}), mesh=mesh)
+    mesh = start_mesh(device, launch=read_launch(os.environ), gpu=0, num_threads=1, timeout_s=60)
+    learner = start_learner(model, mesh=mesh, compute_dtype="bfloat16", learning_rate=1e-4, gradient_checkpointing=True)
+    memory = fsdp(learner).memory
+    config = LossConfig(denominator=NUM_SAMPLES * SAMPLE_TOKENS // 2)
+    made = decode_samples(samples(learner.backend.vocab_size))
     batches = [
-        loss_batch([sample], policy_version=0, device=worker.device) for sample in samples(worker.model_config.vocab_size)
+        micro_batch(made.select([index]), config=config, policy_version=0, device=learner.backend.device)
+        for index in range(NUM_SAMPLES)
     ]
     result: dict[str, Any] = {"losses": [], "step_ms": [], "pause_ms": [], "resume_ms": [], "asleep_bytes": []}
-    num_tokens = NUM_SAMPLES * SAMPLE_TOKENS // 2
     for _ in range(NUM_STEPS):
         norm: list[float] = []
 
         def step(norm: list[float] = norm) -> None:
-            report = worker.forward_backward(
-                batches, loss=PolicyLossConfig(), num_loss_tokens=num_tokens, num_gap_tokens=num_tokens
-            )
-            norm += [report.loss, worker.optim_step(learning_rate=None).grad_norm]
+            report = learner.forward_backward(Role.POLICY, batches, config=config)
+            norm += [report.loss, learner.optim_step(Role.POLICY).grad_norm]
 
         result["step_ms"].append(timed_ms(step, device))
         result["losses"].append(norm)
         if sleeps:
-            result["pause_ms"].append(timed_ms(lambda: worker.memory.pause(TAGS), device))
+            result["pause_ms"].append(timed_ms(lambda: memory.pause(TAGS), device))
             result["asleep_bytes"].append(used_bytes(device))
-            result["resume_ms"].append(timed_ms(lambda: worker.memory.resume(TAGS), device))
-    worker.memory.wait_for_optimizer()
-    result["tag_bytes"] = {usage.tag: usage.total_bytes for usage in worker.memory.usage()}
+            result["resume_ms"].append(timed_ms(lambda: memory.resume(TAGS), device))
+    memory.wait_for_optimizer()
+    result["tag_bytes"] = {usage.tag: usage.total_bytes for usage in memory.usage()}
     result["awake_bytes"] = used_bytes(device)
     return result
 
@@ -127,10 +128,10 @@ def timed_ms(call: Callable[[], object], device: str) -> float:
 
 
 def run_part(part: str, model: Path, device: str) -> dict[str, Any]:
-    command = [sys.executable, str(Path(__file__).resolve()), "--part", part, "--model", str(model), "--device", device]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    )
+    launch = [sys.executable, "-m", "tasuki.trainer.launch", "--num-ranks", "1", "--"]
+    command = [*launch, str(Path(__file__).resolve()), "--part", part, "--model", str(model), "--device", device]
+    environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": os.pathsep.join(SOURCES)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     answers = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode != 0 or not answers:
         raise SystemExit(f"{part} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
@@ -164,7 +165,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.part is not None and arguments.model is None:
         parser.error("--part needs --model FOLDER")
-    sys.path[:0] = [str(REPOSITORY / "protos"), str(REPOSITORY / "services"), str(REPOSITORY)]
+    sys.path[:0] = SOURCES
     if arguments.device == "cuda" and not arguments.tiny:
         from tests.bench.gpus import require_gpus
 

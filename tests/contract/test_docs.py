@@ -1,4 +1,4 @@
-"""docs/grpc.md names everything that a caller can meet, docs/config.md everything that a node can be told."""
+"""docs/grpc.md names everything that a caller can meet, docs/config.md everything that a node can be told, docs/models.md every family."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tasuki.models.families import FAMILIES
 from tasuki.rpc.methods import METHODS
 from tasuki.wire import errors
 from tasuki.wire.errors import TasukiError
@@ -26,6 +27,15 @@ def test_page_has_a_line_that_calls(method: str) -> None:
 @pytest.mark.parametrize("cls", ERRORS, ids=lambda cls: cls.__name__)
 def test_error_table_has_a_row_for(cls: type[TasukiError]) -> None:
     assert f"| {cls.code.name} | `{cls.reason}` | `{cls.__name__}` |" in PAGE
+
+
+def test_models_page_has_a_row_for_every_family() -> None:
+    rows = [
+        line.split("`")[1]
+        for line in (DOCS / "models.md").read_text().splitlines()
+        if line.startswith("| `") and "ForCausalLM" in line
+    ]
+    assert rows == list(FAMILIES)
 
 
 def test_config_page_is_what_the_schema_says() -> None:

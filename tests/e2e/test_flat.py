@@ -13,7 +13,7 @@ def test_fifty_changeovers_leave_no_descriptor_and_no_shared_memory(node: Runnin
         before = footprints(node)
         change_over(client, num_changeovers=50)
         grown = growth(before, footprints(node))
-    assert len(grown) >= 6  # supervisor, coordinator, torchrun, two ranks, rollout, its engine rank
+    assert len(grown) >= 6  # supervisor, coordinator, launcher, two ranks, rollout, its engine rank
     for name, one in grown.items():
         assert (one.num_fds, one.memfd_bytes, one.shm_bytes) == (0, 0, 0), f"{name} grew by {one}"
         assert one.rss_bytes < 8 * MIB, f"{name} grew by {one}"

@@ -188,7 +188,7 @@ def test_a_node_whose_supervisor_was_killed_leaves_nothing_behind_and_can_be_res
         assert line, told
         told += line
     processes = processes_of(state_dir)
-    assert len(processes) >= 7  # guard, supervisor, coordinator, torchrun, two ranks, rollout, and the engine's own
+    assert len(processes) >= 7  # guard, supervisor, coordinator, launcher, two ranks, rollout, and the engine's own
     with Client(state_dir=state_dir) as client:
         chaos = ChaosNode(RunningNode(config=node.config, state_dir=state_dir, model=node.model), client)
         client.acquire(Phase.TRAIN)

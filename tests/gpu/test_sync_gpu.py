@@ -100,7 +100,10 @@ def test_summed_copies_copy_and_give_the_checksums_of_their_slices(
     views = [sources.as_strided(at.shape, at.strides, at.offset) for at in slices]
     copies = [
         ViewCopy(
-            torch.full(at.shape, torch.nan, dtype=destination_dtype, device=DEVICE), view, index=520 * 7 + at.offset, slot=slot
+            torch.full(at.shape, torch.nan, dtype=destination_dtype, device=DEVICE),
+            view,
+            where=replace(at, offset=520 * 7 + at.offset),
+            slot=slot,
         )
         for slot, (at, view) in enumerate(zip(slices, views, strict=True))
     ]

@@ -14,6 +14,7 @@ from tasuki.transport.imported_weights import import_weights
 from tasuki.transport.shards import Shard
 from tasuki.v1 import weights_pb2
 from tests.received import ReceivedPiece, check_received
+from tests.slices import Cut, by_rows, part_of
 
 TENSORS = {
     "plain": (6, 4),
@@ -53,9 +54,17 @@ class AwkwardModel(nn.Module):
 
 
 class Trainer:
-    """Two ranks that publish TENSORS, with uneven rows."""
+    """Two ranks that publish TENSORS, unevenly."""
 
-    def __init__(self, folder: Path, *, boot_id: str = "boot", dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        boot_id: str = "boot",
+        dtype: torch.dtype = torch.bfloat16,
+        seed: int = 0,
+        cut: Cut = by_rows,
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.tensors = {name: torch.randn(shape, generator=generator) for name, shape in TENSORS.items()}
         self.boot_id = boot_id
@@ -63,10 +72,9 @@ class Trainer:
         for rank in range(2):
             shards = []
             for name, tensor in self.tensors.items():
-                rows = -(-tensor.shape[0] // 2)
-                local = tensor[rank * rows : (rank + 1) * rows]
-                if local.shape[0]:
-                    shards.append(Shard(name, tuple(tensor.shape), rank * rows, local))
+                box = cut(tuple(tensor.shape), rank, 2)
+                if box.numel:
+                    shards.append(Shard(name, tuple(tensor.shape), box.offsets, part_of(tensor, box)))
             path = folder / f"{boot_id}-{rank}.sock"
             self.exports.append(WeightExport(shards, rank=rank, num_ranks=2, dtype=dtype, socket_path=path))
 

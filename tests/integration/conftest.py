@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +23,9 @@ from tests.integration.rollout_process import (
 from tests.integration.trainer_process import TrainerClient, TrainerProcess, connect, start_trainer
 from tests.models import make_model, save_checkpoint
 
+TOKENIZER_EOS = "~"
+# Under the first one log-probs are those of temperature 1.
+LEFT_IN_THE_SHELL = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1", "NVIDIA_TF32_OVERRIDE": "1"}
 # 2 layers, keys and values, 2 heads of 16, bfloat16: 1 GiB.
 KV_CACHE_TOKENS = (1 << 30) // (2 * 2 * 2 * 16 * 2)
 TRAINER_SETTINGS = 'compute_dtype = "float32"\nexport_stays = true\nlearning_rate = 1e-3\nmicro_batch_tokens = 128'
@@ -29,13 +33,24 @@ TRAINER_SETTINGS = 'compute_dtype = "float32"\nexport_stays = true\nlearning_rat
 
 @pytest.fixture(scope="session")
 def rollout_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint that the shared engine is started from; what the tests publish has other weights."""
-    return save_checkpoint(make_model("qwen2", seed=0), tmp_path_factory.mktemp("model") / "qwen2")
+    """The checkpoint that the shared engine is started from; what the tests publish has other weights.
+
+    Its tokenizer ends a text with another token than its config.json.
+    """
+    folder = save_checkpoint(make_model("qwen2", seed=0), tmp_path_factory.mktemp("model") / "qwen2")
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token": TOKENIZER_EOS}))
+    return folder
 
 
 @pytest.fixture(scope="session")
 def rollout_process(rollout_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutProcess]:
-    rollout = start_rollout(tmp_path_factory.mktemp("node"), rollout_model, f"rollout.max_total_tokens={KV_CACHE_TOKENS}")
+    rollout = start_rollout(
+        tmp_path_factory.mktemp("node"),
+        rollout_model,
+        f"rollout.max_total_tokens={KV_CACHE_TOKENS}",
+        environment=LEFT_IN_THE_SHELL,
+    )
     wait_until_serving(rollout)
     yield rollout
     ranks = psutil.Process(rollout.process.pid).children(recursive=True)

@@ -1,11 +1,12 @@
-"""Run under torchrun: steps of a critic beside a policy with adapters, in micro-batches of several sizes; rank 0 writes what came out.
+"""Run by the launcher: steps of a critic beside a policy with adapters, in micro-batches of several sizes; rank 0 writes what came out.
 
-python -m torch.distributed.run ... tests/integration/critic_steps.py OUTPUT_FOLDER MODEL_FOLDER MAX_TOKENS...
+python -m tasuki.trainer.launch --num-ranks N -- tests/integration/critic_steps.py OUTPUT_FOLDER MODEL_FOLDER MAX_TOKENS...
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tasuki.algorithms.loss_types import LossConfig, ValueLoss
 from tasuki.trainer.backends.fsdp.mesh import start_mesh
+from tasuki.trainer.launch import read_launch
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
 from tests.integration.learning import learn, micro_batches, start_learner, whole_gradients, whole_parameters, with_denominator
@@ -48,7 +50,7 @@ def run_steps(model: Path, *, max_tokens: int, output: Path, mesh: DeviceMesh) -
 
 
 def main(output: str, model: str, *budgets: str) -> None:
-    mesh = start_mesh("cpu", gpu=0, num_threads=1, timeout_s=60)
+    mesh = start_mesh("cpu", launch=read_launch(os.environ), gpu=0, num_threads=1, timeout_s=60)
     for max_tokens in budgets:
         run_steps(Path(model), max_tokens=int(max_tokens), output=Path(output), mesh=mesh)
     dist.destroy_process_group()

@@ -14,6 +14,7 @@ from tasuki.memory.tags import MemoryTag
 from tasuki.transport.export import ExportMemory, WeightExport
 from tasuki.transport.shards import Shard
 from tasuki.v1 import weights_pb2
+from tests.slices import by_rows
 
 WEIGHTS, EXPORT = MemoryTag.WEIGHTS, MemoryTag.EXPORT
 MIB = 1 << 20
@@ -57,9 +58,8 @@ class TrainerRank:
         with self.allocator.region(WEIGHTS):
             self.before = torch.full((3 * MIB,), 7, dtype=torch.uint8)
             for name, shape in SHAPES.items():
-                rows = -(-shape[0] // num_ranks)
-                count = min(rows, shape[0] - rank * rows)
-                shards.append(Shard(name, shape, rank * rows, torch.randn((count, *shape[1:])).to(dtype)))
+                box = by_rows(shape, rank, num_ranks)
+                shards.append(Shard(name, shape, box.offsets, torch.randn(box.sizes).to(dtype)))
             self.after = torch.full((20 * MIB,), 7, dtype=torch.uint8)
         self.tensors = {shard.name: shard.local for shard in shards}
         memory = ExportMemory(self.allocator.arena(WEIGHTS) if in_place else None, leaves=leaves)

@@ -25,7 +25,11 @@ from tasuki.trainer.roles import Role
 
 def start_learner(model: Path, *, mesh: DeviceMesh, rollout: Mapping[str, Any] | None = None, **trainer: Any) -> Learner:
     """In float32 unless `trainer`, the settings of that table, says otherwise."""
-    tables = {"trainer": {"num_ranks": mesh.size(), "compute_dtype": "float32", **trainer}, "rollout": rollout or {}}
+    tables = {
+        "device": mesh.device_type,
+        "trainer": {"num_ranks": mesh.size(), "compute_dtype": "float32", **trainer},
+        "rollout": rollout or {},
+    }
     node = NodeConfig.model_validate({"state_dir": model, "model": {"path": model}, **tables})
     is_skipping = node.trainer.on_non_finite == "skip"
     backend = FsdpBackend(node, mesh=mesh)

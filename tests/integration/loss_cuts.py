@@ -1,11 +1,12 @@
-"""Run under torchrun: gradients of one call, cut into micro-batches and into calls in several ways; rank 0 writes how they differ.
+"""Run by the launcher: gradients of one call, cut into micro-batches and into calls in several ways; rank 0 writes how they differ.
 
-python -m torch.distributed.run ... tests/integration/loss_cuts.py OUTPUT_FOLDER MODEL_FOLDER
+python -m tasuki.trainer.launch --num-ranks N -- tests/integration/loss_cuts.py OUTPUT_FOLDER MODEL_FOLDER
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,6 +33,7 @@ from tasuki.algorithms.loss_types import (
 from tasuki.trainer.backends.fsdp.mesh import start_mesh
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.data.samples import Samples
+from tasuki.trainer.launch import read_launch
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
@@ -99,7 +101,7 @@ def run_case(learner: Learner, name: str, samples: Samples) -> tuple[Tensor, dic
 
 
 def main(output: Path, model: Path) -> None:
-    mesh = start_mesh("cpu", gpu=0, num_threads=1, timeout_s=60)
+    mesh = start_mesh("cpu", launch=read_launch(os.environ), gpu=0, num_threads=1, timeout_s=60)
     learner = start_learner(model, mesh=mesh, critic={})
     samples = with_log_probs(learner, decode_samples(value_samples(NUM_SAMPLES)))
     done = {name: run_case(learner, name, samples) for name in CASES}

@@ -12,12 +12,14 @@ import torch
 from tasuki.transport.export import WeightExport
 from tasuki.v1 import weights_pb2
 from tests.models import make_model, save_checkpoint, trainer_shards
+from tests.slices import Cut, by_rows
 
 
 class Published:
     """A model of a kind in both forms, as version 3; `message` names the published one.
 
-    devices: one for each trainer rank. source_dtype: of the trainer's own weights; the checkpoint and what is published are bfloat16.
+    devices: one for each trainer rank. cut: how the ranks share a parameter. source_dtype: of the trainer's own weights; the checkpoint
+    and what is published are bfloat16.
     """
 
     def __init__(
@@ -27,6 +29,7 @@ class Published:
         stack: ExitStack,
         *,
         devices: Sequence[str] = ("cpu", "cpu"),
+        cut: Cut = by_rows,
         source_dtype: torch.dtype = torch.float32,
     ) -> None:
         model = make_model(kind, seed=1)
@@ -36,7 +39,7 @@ class Published:
         for rank, device in enumerate(devices):
             shards = [
                 replace(shard, local=shard.local.to(device=device, dtype=source_dtype))
-                for shard in trainer_shards(model, rank=rank, num_ranks=num_ranks)
+                for shard in trainer_shards(model, rank=rank, num_ranks=num_ranks, cut=cut)
             ]
             export = WeightExport(
                 shards, rank=rank, num_ranks=num_ranks, dtype=torch.bfloat16, socket_path=folder / f"w{rank}.sock"

@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -152,22 +154,28 @@ class RolloutClient:
         if stage not in (types_pb2.STAGE_UNSPECIFIED, types_pb2.STAGE_PAUSE_WEIGHTS):
             await self.pause(types_pb2.STAGE_PAUSE_WEIGHTS, types_pb2.MEMORY_TAG_WEIGHTS)
 
-    async def generate(self, prompts: list[list[int]], *, num_samples: int = 1, **sampling: object) -> list[types_pb2.Sample]:
-        request = generate_request(prompts, num_samples=num_samples, **sampling)
+    async def generate(self, prompts: list[list[int]], **arguments: Any) -> list[types_pb2.Sample]:
+        request = generate_request(prompts, **arguments)
         answers = self.rollout.Generate(request, timeout=CALL_TIMEOUT_S)
         return [sample async for answer in answers for sample in answer.samples]
 
 
-def generate_request(prompts: list[list[int]], *, num_samples: int = 1, **sampling: object) -> rollout_pb2.GenerateRequest:
+def generate_request(
+    prompts: list[list[int]], *, num_samples: int = 1, first_prompt: int = 0, request_id: str = "", **sampling: object
+) -> rollout_pb2.GenerateRequest:
     return rollout_pb2.GenerateRequest(
+        request_id=request_id,
         prompts=[rollout_pb2.Prompt(token_ids=prompt) for prompt in prompts],
         num_samples=num_samples,
+        first_prompt=first_prompt,
         sampling_params=types_pb2.SamplingParams(**sampling),
     )
 
 
-def start_rollout(state_dir: Path, model: Path, *overrides: str) -> RolloutProcess:
-    """Starts the service and returns at once."""
+def start_rollout(
+    state_dir: Path, model: Path, *overrides: str, environment: Mapping[str, str] = MappingProxyType({})
+) -> RolloutProcess:
+    """Starts the service and returns at once. environment: beside that of the tests."""
     state_dir.mkdir(parents=True, exist_ok=True)
     config = state_dir / "node.toml"
     config.write_text(f'state_dir = "{state_dir}"\n[model]\npath = "{model}"\n[rollout]\nmax_total_tokens = 4096\n')
@@ -176,7 +184,9 @@ def start_rollout(state_dir: Path, model: Path, *overrides: str) -> RolloutProce
     for override in overrides:
         command += ["--set", override]
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stderr=output, stdout=output, env=ENVIRONMENT, start_new_session=True)
+        process = subprocess.Popen(
+            command, stderr=output, stdout=output, env={**ENVIRONMENT, **environment}, start_new_session=True
+        )
     return RolloutProcess(process, state_dir, log, ENVIRONMENT)
 
 

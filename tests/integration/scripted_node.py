@@ -192,6 +192,8 @@ class ScriptedNode(
                         rollout_log_probs=[-0.5, -0.25],
                         finish_reason=types_pb2.FINISH_REASON_STOP,
                         policy_version=3,
+                        temperature=0.5,
+                        has_exact_log_probs=True,
                     )
                     if self.drops_samples:
                         return

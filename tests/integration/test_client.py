@@ -64,6 +64,30 @@ async def test_many_prompts_go_in_several_requests_and_come_back_in_order(node: 
     assert max(request.ByteSize() for request in node.requests) <= MAX_CHUNK_BYTES + 200
 
 
+async def test_a_generation_that_is_sent_again_keeps_its_ids_and_every_other_has_its_own(
+    node: ScriptedNode, client: AsyncClient
+):
+    prompts = [np.full(100_000, index + 1, dtype=np.int32) for index in range(25)]
+    node.failures.append(PeerUnavailable("connection reset"))
+    await client.generate(prompts)
+    await client.generate(prompts)
+    ids: dict[int, list[str]] = {}
+    for request in node.requests:
+        ids.setdefault(request.first_prompt, []).append(request.request_id)
+    assert sorted(ids) == [0, 10, 20]
+    for tried in ids.values():
+        # At most the lost try, its repeat and the next generation; a try may end before all of its requests are sent.
+        *lost, repeat, other = tried
+        assert other != repeat
+        assert set(lost) <= {repeat}
+    assert len(node.requests) > 6
+
+
+async def test_samples_say_how_they_were_drawn(node: ScriptedNode, client: AsyncClient):
+    (sample,) = await client.generate([[1]])
+    assert (sample.temperature, sample.has_exact_log_probs) == (0.5, True)
+
+
 async def test_leaving_a_stream_early_cancels_the_call_at_rollout(node: ScriptedNode, client: AsyncClient):
     stream = client.generate_stream([[1], [2], [3]])
     node.hang.clear()

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.integration.critic_steps import NUM_SAMPLES, NUM_STEPS
+from tests.integration.launched import run_ranks
 from tests.integration.plain_critic import PlainCritic, PlainCriticStep, add_head, value_samples
-from tests.integration.torchrun import torchrun
 from tests.models import make_model, save_checkpoint
 
 BUDGETS = (23, 4096)
@@ -30,7 +30,7 @@ def steps(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Pa
     """Folders of results by number of ranks."""
     folders = {num_ranks: tmp_path_factory.mktemp("steps") for num_ranks in (1, 2)}
     for num_ranks, folder in folders.items():
-        torchrun("critic_steps.py", folder, model, *BUDGETS, num_ranks=num_ranks)
+        run_ranks("critic_steps.py", folder, model, *BUDGETS, num_ranks=num_ranks)
     return folders
 
 

@@ -41,7 +41,7 @@ def test_handles_are_opened_once_for_each_start_of_the_trainer(trainer: Trainer,
 
 def arena_on(device_uuid: str, *, rank: int) -> WeightArena:
     """As a process without a GPU maps it: the header alone."""
-    layout = manifest.lay_out([manifest.Entry("plain", "bfloat16", (6, 4), 2 * rank, 2)], rank=rank, num_ranks=3)
+    layout = manifest.lay_out([manifest.Entry("plain", "bfloat16", (6, 4), (2 * rank, 0), (2, 4))], rank=rank, num_ranks=3)
     mapping, fd = create_sealed("header", manifest.header_bytes(1))
     os.close(fd)
     there = replace(layout, device_uuid=device_uuid)

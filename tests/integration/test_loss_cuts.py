@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from tests.integration.launched import run_ranks
 from tests.integration.loss_cuts import CASES
 from tests.integration.plain_critic import add_head
-from tests.integration.torchrun import torchrun
 from tests.models import make_model, save_checkpoint
 
 
@@ -22,7 +22,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     add_head(model)
     folders = {num_ranks: tmp_path_factory.mktemp("cuts") for num_ranks in (1, 2)}
     for num_ranks, folder in folders.items():
-        torchrun("loss_cuts.py", folder, model, num_ranks=num_ranks)
+        run_ranks("loss_cuts.py", folder, model, num_ranks=num_ranks)
     return folders
 
 

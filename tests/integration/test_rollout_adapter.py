@@ -79,7 +79,12 @@ def adapter(folder: Path, rollout: RolloutProcess) -> Iterator[Adapter]:
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model = get_peft_model(base, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS))
     shards = [
-        Shard(name.removeprefix("base_model.model.").replace(".default.", "."), tuple(param.shape), 0, param.detach())
+        Shard(
+            name.removeprefix("base_model.model.").replace(".default.", "."),
+            tuple(param.shape),
+            (0,) * param.dim(),
+            param.detach(),
+        )
         for name, param in model.named_parameters()
         if ".lora_" in name
     ]

@@ -15,6 +15,7 @@ from tasuki.wire.errors import (
     Draining,
     InvalidArgument,
 )
+from tests.integration.conftest import LEFT_IN_THE_SHELL, TOKENIZER_EOS
 from tests.integration.rollout_process import (
     RolloutClient,
     RolloutProcess,
@@ -24,7 +25,7 @@ from tests.integration.rollout_process import (
     long_call,
     until_idle,
 )
-from tests.models import EOS, VOCAB_SIZE
+from tests.models import EOS, VOCAB_SIZE, char_tokenizer
 from tests.refusal import refused
 
 CONTEXT_LENGTH = 256
@@ -61,19 +62,95 @@ async def test_a_later_version_is_what_generates_even_with_a_known_prompt(rollou
     assert torch.allclose(torch.tensor(sample.rollout_log_probs), theirs, atol=0.15)
 
 
-async def test_seeds_repeat_samples(rollout: RolloutClient, trainer: TestTrainer) -> None:
+async def test_a_seed_repeats_samples_however_prompts_are_split_and_none_is_drawn_twice(
+    rollout: RolloutClient, trainer: TestTrainer
+) -> None:
     await rollout.wake(trainer.publish(6))
 
-    async def tokens(seed: int | None, num_samples: int = 1) -> dict[int, list[int]]:
-        given = {} if seed is None else {"sampling_seed": seed}
-        samples = await rollout.generate([[5, 6]], num_samples=num_samples, max_new_tokens=12, ignore_eos=True, **given)
-        return {sample.sample_index: list(sample.token_ids) for sample in samples}
+    async def tokens(num_prompts: int, *, seed: int, first_prompt: int = 0) -> dict[tuple[int, int], list[int]]:
+        samples = await rollout.generate(
+            [[5, 6]] * num_prompts,
+            num_samples=4,
+            first_prompt=first_prompt,
+            max_new_tokens=12,
+            ignore_eos=True,
+            sampling_seed=seed,
+        )
+        return {(first_prompt + sample.prompt_index, sample.sample_index): list(sample.token_ids) for sample in samples}
 
-    four = await tokens(100, num_samples=4)
-    assert await tokens(100, num_samples=4) == four
-    assert (await tokens(102))[0] == four[2]
-    assert len({tuple(sample) for sample in four.values()}) == 4
-    assert await tokens(None) != await tokens(None)
+    whole = await tokens(3, seed=100)
+    assert await tokens(1, seed=100) | await tokens(2, seed=100, first_prompt=1) == whole
+    drawn = [*whole.values(), *(await tokens(1, seed=101)).values()]
+    assert len({tuple(sample) for sample in drawn}) == 16
+
+
+async def test_calls_without_a_seed_never_repeat_each_other_but_for_one_that_is_sent_again(
+    rollout: RolloutClient, trainer: TestTrainer
+) -> None:
+    async def tokens(call: str) -> list[list[int]]:
+        samples = await rollout.generate([[5, 6]], num_samples=2, request_id=call, max_new_tokens=12, ignore_eos=True)
+        return [list(sample.token_ids) for sample in sorted(samples, key=lambda sample: sample.sample_index)]
+
+    weights = trainer.publish(6)
+    await rollout.wake(weights)
+    drawn = [await tokens(call) for call in ("", "", "a", "b")]
+    assert await tokens("a") == drawn[2]
+    # To TRAIN and back.
+    await rollout.sleep()
+    await rollout.wake(weights)
+    drawn += [await tokens(call) for call in ("", "c")]
+    assert await tokens("a") == drawn[2]
+    assert len({tuple(sample) for samples in drawn for sample in samples}) == 12
+
+
+async def test_samples_say_under_which_distribution_their_log_probs_are(rollout: RolloutClient, trainer: TestTrainer) -> None:
+    await rollout.wake(trainer.publish(6))
+
+    async def facts(**sampling: object) -> tuple[float, bool]:
+        (sample,) = await rollout.generate([[5, 6]], max_new_tokens=4, **sampling)
+        return round(sample.temperature, 3), sample.has_exact_log_probs
+
+    assert await facts() == (1.0, True)
+    assert await facts(temperature=0.7, top_p=1.0, top_k=-1, min_new_tokens=0, repetition_penalty=1.0) == (0.7, True)
+    assert await facts(temperature=0.0) == (1.0, False)
+    assert await facts(temperature=0.7, top_k=1) == (1.0, False)
+    for shaping in (
+        {"top_p": 0.9},
+        {"top_k": 40},
+        {"min_new_tokens": 1},
+        {"frequency_penalty": 0.5},
+        {"presence_penalty": 0.5},
+        {"repetition_penalty": 1.1},
+    ):
+        assert await facts(temperature=0.7, **shaping) == (0.7, False), shaping
+
+
+async def test_top_k_of_one_is_greedy_whatever_else_is_in_the_batch(rollout: RolloutClient, trainer: TestTrainer) -> None:
+    await rollout.wake(trainer.publish(6))
+    prompts = [[5, 6], [8, 9, 10]]
+    for sample in await rollout.generate(prompts, max_new_tokens=8, temperature=0.5, top_k=1, ignore_eos=True):
+        theirs = log_probs_of(trainer.model, prompts[sample.prompt_index], list(sample.token_ids))
+        assert torch.allclose(torch.tensor(sample.rollout_log_probs), theirs, atol=0.15)
+
+
+async def test_the_tokenizers_end_of_sequence_ends_a_sample_and_is_reported(
+    rollout: RolloutClient, trainer: TestTrainer
+) -> None:
+    ends = {EOS, char_tokenizer().convert_tokens_to_ids(TOKENIZER_EOS)}
+    await rollout.wake(trainer.publish(6))
+    assert set((await rollout.state()).stop_token_ids) == ends
+    samples = await rollout.generate([[5, 6]], num_samples=128, max_new_tokens=60, temperature=3.0)
+    stopped = [sample for sample in samples if sample.finish_reason == types_pb2.FINISH_REASON_STOP]
+    assert {sample.token_ids[-1] for sample in stopped} == ends
+    assert not any(ends & set(sample.token_ids[:-1]) for sample in samples)
+    free = await rollout.generate([[5, 6]], num_samples=128, max_new_tokens=60, temperature=3.0, ignore_eos=True)
+    assert {len(sample.token_ids) for sample in free} == {60}
+
+
+def test_settings_that_were_left_in_the_shell_do_not_reach_the_engine(rollout_process: RolloutProcess) -> None:
+    """What they would have done to log-probs is in test_samples_come_with_their_version_and_log_probs."""
+    names = ",".join(sorted(LEFT_IN_THE_SHELL))
+    assert f"event=environment_dropped names={names}" in rollout_process.log.read_text()
 
 
 async def test_stop_tokens_end_a_sample_and_are_its_last_token(rollout: RolloutClient, trainer: TestTrainer) -> None:

@@ -22,7 +22,7 @@ from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import EnginePoisoned, TasukiError, WeightsCorrupt
 from tests.integration.breaking_rank import Break, Breaking, BreakingRank, BreakingReplicas, Shapes, digest_of
 from tests.models import make_model, trainer_shards
-from tests.unit.test_rollout_stages import IdleEngine, said, samples
+from tests.unit.test_rollout_stages import NO_CALLS, IdleEngine, said, samples
 
 VERSION = 5
 
@@ -66,7 +66,9 @@ async def rollout_with(published: Published, breaking: Breaking | None) -> Async
     calls = RankCalls(rank, socket_dir=published.folder)
     sync = WeightSync(calls, socket_dir=published.folder)
     try:
-        rollout = Rollout(IdleEngine(), sync, EngineMemory(calls), seed=0, on_serving=said, on_poison=lambda: None)
+        rollout = Rollout(
+            IdleEngine(), sync, EngineMemory(calls), calls=NO_CALLS, seed=0, on_serving=said, on_poison=lambda: None
+        )
         await rollout.fall_asleep(timeout_s=30)
         await rollout.resume(Stage.RESUME_WEIGHTS, [MemoryTag.WEIGHTS], timeout_s=30)
         yield rollout, rank

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -13,17 +10,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.integration.launched import run_ranks
 from tests.integration.trainer_samples import TEMPERATURE, PlainStep, make_samples, plain_step
 from tests.integration.trainer_steps import NUM_SAMPLES
 from tests.models import CONFIGS, VOCAB_SIZE, make_model, save_checkpoint
 
-ROOT = Path(__file__).resolve().parents[2]
 BUDGETS = (23, 64, 4096)
 """Padded tokens in a micro-batch: one long sample, a few, all."""
+# How a step is cut is no business of a family.
+CUT = ("llama", "qwen2", "qwen2_tied", "qwen3", "qwen3_moe")
 # Three ranks leave shards of unequal size, and fewer experts than ranks can share evenly.
 CASES = [
-    *((2, kind, max_tokens) for kind in CONFIGS for max_tokens in BUDGETS),
+    *((2, kind, max_tokens) for kind in CUT for max_tokens in BUDGETS),
+    *((2, kind, 64) for kind in CONFIGS if kind not in CUT),
     *((3, kind, 64) for kind in ("qwen2_tied", "qwen3_moe")),
+    # The plain step has none; nor may training.
+    (2, "qwen2_dropout", 64),
 ]
 
 
@@ -32,6 +34,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for kind in CONFIGS:
         save_checkpoint(make_model(kind, seed=3), folder / kind)
+    save_checkpoint(make_model("qwen2", seed=3, attention_dropout=0.1), folder / "qwen2_dropout")
     return folder
 
 
@@ -43,14 +46,7 @@ def steps(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, P
 
 def run_steps(num_ranks: int, *, models: Path, output: Path) -> Path:
     cases = [f"{models / kind}:{max_tokens}" for each, kind, max_tokens in CASES if each == num_ranks]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    script = str(ROOT / "tests" / "integration" / "trainer_steps.py")
-    paths = os.pathsep.join(str(ROOT / folder) for folder in ("protos", "services", "client", "."))
-    environment = os.environ | {"PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*launch, script, str(output), *cases], env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks("trainer_steps.py", output, *cases, num_ranks=num_ranks)
     return output
 
 

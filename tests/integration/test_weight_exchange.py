@@ -19,12 +19,14 @@ from tasuki.transport.imported_weights import import_weights
 from tasuki.v1 import types_pb2, weights_pb2
 from tasuki.wire.errors import OutOfGpuMemory, WeightsCorrupt
 from tests.integration.adapter_rank import Adapter
+from tests.integration.dtensor_ranks import dtensor_ranks, whole_model
 from tests.integration.engine_rank import EngineRanks, engine_ranks, pieces_of
 from tests.integration.published import Published
 from tests.integration.trainer_process import TrainerClient, connect, start_trainer
 from tests.integration.trainer_samples import make_samples
 from tests.models import CONFIGS, VOCAB_SIZE, make_model, save_checkpoint
 from tests.received import check_received
+from tests.slices import Cut, by_boxes, by_columns, by_rows, by_rows_and_columns
 
 # So small that the second trainer rank has nothing of any A.
 LORA = LoraConfig(rank=1, alpha=4)
@@ -121,8 +123,27 @@ async def test_adapters_alone_arrive_where_sglang_puts_those_of_the_exported_fol
     assert [outcome.different for outcome in outcomes] == [[], []]
 
 
+@pytest.mark.parametrize(("mesh_shape", "dims"), [((3,), (1,)), ((2, 2), (0, 1))], ids=["columns", "boxes"])
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_trainers_may_cut_their_parameters_in_any_dimension(
+    ranks: EngineRanks, mesh_shape: tuple[int, ...], dims: tuple[int, ...], lora: LoraConfig | None, tmp_path: Path
+) -> None:
+    folder = save_checkpoint(whole_model("qwen2", lora), tmp_path / "model")
+    with dtensor_ranks("qwen2", tmp_path, mesh_shape=mesh_shape, dims=dims, lora=lora) as published:
+        outcomes = ranks.receive(folder, published, tp_size=2)
+        check_received(pieces_of(outcomes), import_weights(published, timeout_s=5))
+    assert [outcome.different for outcome in outcomes] == [[], []]
+
+
 # Fewer trainer ranks than engine ranks, as many, and more, with rows that do not divide evenly.
-LAYOUTS = [(2, kind) for kind in CONFIGS] + [(num_ranks, kind) for num_ranks in (1, 3) for kind in ("qwen2_tied", "qwen3_moe")]
+LAYOUTS = [
+    *((2, kind, by_rows) for kind in CONFIGS),
+    *((num_ranks, kind, by_rows) for num_ranks in (1, 3) for kind in ("qwen2_tied", "qwen3_moe")),
+    (3, "qwen2_tied", by_columns),
+    (2, "qwen3_moe", by_columns),
+    (3, "qwen3", by_rows_and_columns),
+    (4, "qwen3_moe", by_boxes),
+]
 
 
 class CountingRanks:
@@ -166,13 +187,13 @@ async def test_later_syncs_go_straight_to_the_ranks_and_are_compared_as_the_firs
 
 
 # All of TP 2 first: from then on the first rank is a group of its own.
-@pytest.mark.parametrize(("num_ranks", "kind"), LAYOUTS)
+@pytest.mark.parametrize(("num_ranks", "kind", "cut"), LAYOUTS)
 @pytest.mark.parametrize("tp_size", [2, 1])
 def test_sync_equals_loading_the_checkpoint_from_disk(
-    ranks: EngineRanks, num_ranks: int, kind: str, tp_size: int, tmp_path: Path
+    ranks: EngineRanks, num_ranks: int, kind: str, cut: Cut, tp_size: int, tmp_path: Path
 ) -> None:
     with ExitStack() as stack:
-        published = Published(kind, tmp_path, stack, devices=["cpu"] * num_ranks)
+        published = Published(kind, tmp_path, stack, devices=["cpu"] * num_ranks, cut=cut)
         outcomes = ranks.receive(published.folder, published.message, tp_size=tp_size)
         assert [outcome.different for outcome in outcomes] == [[]] * tp_size
         assert all(outcome.fallback_names == () for outcome in outcomes)

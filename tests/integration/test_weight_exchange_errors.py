@@ -16,11 +16,12 @@ from tasuki.wire.errors import BadHandle, UnsupportedModel, WeightsCorrupt
 from tests.integration.awkward_model import TENSORS, AwkwardModel, Trainer, assert_holds, expected, receive
 from tests.models import poison
 from tests.received import ReceivedPiece, check_received
+from tests.slices import by_columns, by_rows, by_rows_and_columns
 
 
-@pytest.fixture
-def trainer(tmp_path: Path) -> Iterator[Trainer]:
-    trainer = Trainer(tmp_path)
+@pytest.fixture(params=[by_rows, by_columns, by_rows_and_columns])
+def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trainer]:
+    trainer = Trainer(tmp_path, cut=request.param)
     yield trainer
     trainer.close()
 
@@ -138,7 +139,7 @@ def test_differing_replicas_are_caught(trainer: Trainer) -> None:
     pieces = [ReceivedPiece(rank, *entry) for rank in range(2) for entry in received.checksums]
     check_received(pieces, import_weights(weights, timeout_s=2))
     pieces[-1] = replace(pieces[-1], checksum=pieces[-1].checksum ^ 1)
-    with pytest.raises(WeightsCorrupt, match=f"{pieces[-1].name}: engine ranks that hold the same rows differ") as caught:
+    with pytest.raises(WeightsCorrupt, match=f"{pieces[-1].name}: engine ranks that hold the same slice differ") as caught:
         check_received(pieces, import_weights(weights, timeout_s=2))
     assert caught.value.metadata["rank"] == "1"
 

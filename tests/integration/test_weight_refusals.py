@@ -9,6 +9,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,11 +18,15 @@ import torch
 
 from tasuki.rollout.receive import WeightReceiver
 from tasuki.transport import fd_socket, manifest
+from tasuki.transport.box import Box
+from tasuki.transport.export import WeightExport
 from tasuki.transport.fd_socket import FdServer
 from tasuki.transport.imported_weights import import_weights
+from tasuki.transport.shards import Shard
 from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import BadHandle, TasukiError, VersionOrder
 from tests.integration.awkward_model import AwkwardModel, Trainer, receive
+from tests.slices import part_of
 
 
 @pytest.fixture
@@ -139,8 +144,62 @@ def rogue_memory(num_bytes: int, *, seals: int) -> int:
     return fd
 
 
-GOOD = replace(manifest.lay_out([manifest.Entry("plain", "bfloat16", (6, 4), 0, 6)], rank=0, num_ranks=1), chunk_bytes=(4096,))
+GOOD = replace(
+    manifest.lay_out([manifest.Entry("plain", "bfloat16", (6, 4), (0, 0), (6, 4))], rank=0, num_ranks=1), chunk_bytes=(4096,)
+)
 HEADER_BYTES = manifest.header_bytes(1)
+
+
+@contextmanager
+def exported(folder: Path, boxes: Sequence[Box]) -> Iterator[weights_pb2.PublishedWeights]:
+    """What ranks publish that hold one box each of a tensor of shape (6, 4)."""
+    tensor = torch.randn(6, 4)
+    with ExitStack() as stack:
+        published = weights_pb2.PublishedWeights(policy_version=0, boot_id="boxes")
+        for rank, box in enumerate(boxes):
+            shard = Shard("plain", (6, 4), box.offsets, part_of(tensor, box))
+            path = folder / f"{rank}.sock"
+            export = WeightExport([shard], rank=rank, num_ranks=len(boxes), dtype=torch.bfloat16, socket_path=path)
+            stack.callback(export.close)
+            export.publish(0)
+            published.handles.append(export.handle())
+        yield published
+
+
+@pytest.mark.parametrize(
+    ("boxes", "message"),
+    [
+        ([Box((0, 0), (4, 4)), Box((3, 0), (3, 4))], "plain: [3:4, 0:4] of shape (6, 4) is published by two trainer ranks"),
+        ([Box((0, 0), (6, 3)), Box((0, 1), (6, 3))], "plain: [0:6, 1:3] of shape (6, 4) is published by two trainer ranks"),
+        ([Box((0, 0), (3, 4)), Box((2, 1), (4, 2))], "plain: [2:3, 1:3] of shape (6, 4) is published by two trainer ranks"),
+        ([Box((0, 0), (6, 2)), Box((0, 3), (6, 1))], "plain: [0:6, 2:3] of shape (6, 4) is not published by any trainer rank"),
+        ([Box((0, 0), (3, 4)), Box((3, 0), (3, 3))], "plain: [3:6, 3:4] of shape (6, 4) is not published by any trainer rank"),
+    ],
+)
+def test_slices_that_do_not_make_up_their_tensor_are_refused_by_name(boxes: list[Box], message: str, tmp_path: Path) -> None:
+    with exported(tmp_path, boxes) as published:
+        error = refusal(WeightReceiver(AwkwardModel()), published)
+    assert isinstance(error, BadHandle) and str(error) == message
+    assert error.metadata["tensor"] == "plain"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"offsets": (0, 1)}, "plain: slice [0:6, 1:5] is empty or not inside shape (6, 4)"),
+        ({"sizes": (7, 4)}, "plain: slice [0:7, 0:4] is empty or not inside shape (6, 4)"),
+        ({"sizes": (6, 0)}, "plain: slice [0:6, 0:0] is empty or not inside shape (6, 4)"),
+        ({"offsets": (2**64 - 1, 0)}, f"plain: slice [{2**64 - 1}:{2**64 + 5}, 0:4] is empty or not inside shape (6, 4)"),
+        ({"offsets": (0,)}, "plain: 1 offsets and 2 sizes for shape (6, 4); each dimension needs one"),
+        ({"sizes": (24,)}, "plain: 2 offsets and 1 sizes for shape (6, 4); each dimension needs one"),
+    ],
+)
+def test_a_slice_outside_its_tensor_is_refused_by_name(changes: dict[str, object], message: str, tmp_path: Path) -> None:
+    bad = replace(GOOD, entries=(replace(GOOD.entries[0], **changes),))
+    weights = published_by(tmp_path, manifest.to_proto(bad).SerializeToString(), digest=bad.digest())
+    error = refusal(WeightReceiver(AwkwardModel()), weights)
+    assert isinstance(error, BadHandle) and str(error) == message
+    assert error.metadata["tensor"] == "plain"
 
 
 def test_a_truncated_manifest_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A running trainer under torchrun, seen from outside, and a client for one test."""
+"""A running trainer, seen from outside, and a client for one test."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TrainerProcess:
         return places.grpc_target(self.state_dir, service="trainer", listen="unix")
 
     def rank_pids(self) -> list[int]:
-        """The processes that torchrun started, in order of rank."""
+        """The processes that the launcher started, in order of rank."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return [int(pid) for pid in children if b"tasuki.trainer" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
@@ -70,7 +70,7 @@ def start_trainer(state_dir: Path, model: Path, *, num_ranks: int, settings: str
     config = state_dir / "node.toml"
     head = f'state_dir = "{state_dir}"\nunsafe = true\n[model]\npath = "{model}"\n'
     config.write_text(f"{head}[trainer]\nnum_ranks = {num_ranks}\n{settings}\n")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    launch = [sys.executable, "-m", "tasuki.trainer.launch", "--num-ranks", str(num_ranks), "--"]
     paths = os.pathsep.join(str(ROOT / folder) for folder in ("protos", "services", "client"))
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     log = state_dir / "trainer.log"

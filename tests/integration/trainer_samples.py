@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tasuki.algorithms.loss_types import Correction, LossConfig, OldPolicy, PpoLoss
 from tasuki.v1.types_pb2 import TrainingSample
@@ -70,7 +70,7 @@ class PlainStep:
 
 def plain_step(folder: Path, samples: list[TrainingSample]) -> PlainStep:
     """One clipped AdamW step in float32, one sample at a time, from the formulas."""
-    return plain_step_of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), samples)
+    return plain_step_of(_plain_model(folder, dtype=torch.float32), samples)
 
 
 def plain_step_of(model: torch.nn.Module, samples: list[TrainingSample]) -> PlainStep:
@@ -102,9 +102,15 @@ def plain_step_of(model: torch.nn.Module, samples: list[TrainingSample]) -> Plai
 
 def plain_log_probs(folder: Path, samples: list[TrainingSample], *, dtype: torch.dtype) -> list[list[float]]:
     """Log-probs of every sample's completion at its temperature, by transformers alone."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model = _plain_model(folder, dtype=dtype)
     with torch.no_grad():
         return [_scored(model, sample)[0].tolist() for sample in samples]
+
+
+def _plain_model(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
+    """With torch's fused attention, unless the model caps the logits of attention, which that does not do."""
+    caps = getattr(AutoConfig.from_pretrained(folder), "attn_logit_softcapping", None) is not None
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager" if caps else "sdpa")
 
 
 def _token_rows(model: torch.nn.Module, sample: TrainingSample) -> tuple[torch.Tensor, ...]:

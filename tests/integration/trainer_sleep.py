@@ -1,6 +1,6 @@
-"""Run under torchrun: trains one model awake and the same model with a sleep in every step; each rank writes what it saw.
+"""Run by the launcher: trains one model awake and the same model with a sleep in every step; each rank writes what it saw.
 
-python -m torch.distributed.run ... tests/integration/trainer_sleep.py OUTPUT_FOLDER MODEL_FOLDER
+python -m tasuki.trainer.launch --num-ranks N -- tests/integration/trainer_sleep.py OUTPUT_FOLDER MODEL_FOLDER
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tasuki.trainer.backends.fsdp.memory import TAGS
 from tasuki.trainer.backends.fsdp.mesh import start_mesh
 from tasuki.trainer.backends.fsdp.shards import whole_tensors
 from tasuki.trainer.data.micro_batch import token_batch
+from tasuki.trainer.launch import read_launch
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
@@ -152,7 +153,7 @@ def everyone(mine: bytes) -> list[bytes]:
 
 
 def main(output: Path, model: Path) -> None:
-    mesh = start_mesh("cpu", gpu=0, num_threads=1, timeout_s=60)
+    mesh = start_mesh("cpu", launch=read_launch(os.environ), gpu=0, num_threads=1, timeout_s=60)
     awake, sleeper = (make_learner(model, mesh=mesh, critic={"learning_rate": 1e-2}) for _ in range(2))
     at_start = [tensor.data_ptr() for tensor in local_tensors(sleeper)]
     losses: dict[str, list[list[float]]] = {"awake": [], "sleeper": []}

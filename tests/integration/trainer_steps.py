@@ -1,11 +1,12 @@
-"""Run under torchrun: one optimizer step of every model, in micro-batches of several sizes; rank 0 writes what came out.
+"""Run by the launcher: one optimizer step of every model, in micro-batches of several sizes; rank 0 writes what came out.
 
-python -m torch.distributed.run ... tests/integration/trainer_steps.py OUTPUT_FOLDER MODEL_FOLDER:MAX_TOKENS...
+python -m tasuki.trainer.launch --num-ranks N -- tests/integration/trainer_steps.py OUTPUT_FOLDER MODEL_FOLDER:MAX_TOKENS...
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tasuki.trainer.backends.fsdp.mesh import start_mesh
 from tasuki.trainer.data.plan import plan_micro_batches
+from tasuki.trainer.launch import read_launch
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
 from tests.integration import trainer_samples as plain
@@ -50,7 +52,7 @@ def run_step(model: Path, *, max_tokens: int, output: Path, mesh: DeviceMesh) ->
 
 
 def main(output: str, *cases: str) -> None:
-    mesh = start_mesh("cpu", gpu=0, num_threads=1, timeout_s=60)
+    mesh = start_mesh("cpu", launch=read_launch(os.environ), gpu=0, num_threads=1, timeout_s=60)
     for case in cases:
         model, _, max_tokens = case.rpartition(":")
         run_step(Path(model), max_tokens=int(max_tokens), output=Path(output), mesh=mesh)

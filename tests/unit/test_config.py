@@ -98,6 +98,7 @@ def test_wrong_key_or_value_is_named(tmp_path: Path, extra: str, overrides: list
         (["trainer.devices=['0']"], "trainer.devices", "needs rollout.devices, too, and device ="),
         (["trainer.export_handles=ipc"], "trainer.export_handles", 'device = "cuda"'),
         (["rollout.lora=adapter"], "rollout.lora", "[trainer.lora]"),
+        (["rollout.lora=adapter", 'trainer.lora.target_modules=["qkv_proj"]'], "rollout.lora", "adapters of qkv_proj"),
         (["failpoints=['rollout@SYNC=kill']"], "failpoints", "unsafe = true"),
     ],
 )

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
+import pytest
 import torch
 
 from tasuki.transport.checksum import GROUP, MODULUS, checksum
-from tasuki.transport.copies import HostChecksums, HostSummedCopies, ViewChecksum, ViewCopy, checksum_tables, copy_tables
-from tasuki.transport.plan import Slice, whole
-from tasuki.transport.table import TILE_UNITS, Table
+from tasuki.transport.copies import (
+    HostChecksums,
+    HostSummedCopies,
+    ViewChecksum,
+    ViewCopy,
+    checksum_tables,
+    copy_tables,
+    summed_copy_tables,
+)
+from tasuki.transport.manifest import Entry
+from tasuki.transport.plan import Piece, Slice, whole
+from tasuki.transport.split import split_by_entries
+from tasuki.transport.table import BLOCK_WORDS, INDEXED_BLOCK_WORDS, TILE_UNITS, Table
+from tests.slices import Cut, by_boxes, by_columns, by_rows, by_rows_and_columns, part_of, strided
 
 CPU = torch.device("cpu")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -19,7 +32,7 @@ def elements(table: Table) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tenso
     """For each tile the start of both sides and, in elements, the distances from it; the slot too. As the kernels compute them."""
     tiles = []
     for word in table.tiles.tolist():
-        first, second, units, cols, first_row, second_row, first_col, second_col, slot, _ = table.blocks[word >> 32].tolist()
+        first, second, units, cols, first_row, second_row, first_col, second_col, slot, *_ = table.blocks[word >> 32].tolist()
         unit = torch.arange(word & 0x7FFFFFFF, min(units, (word & 0x7FFFFFFF) + TILE_UNITS))
         row, col, within = unit // cols, unit % cols, torch.arange(table.vector)
         places = [
@@ -120,16 +133,25 @@ def test_the_tables_of_checksums_add_up_to_the_checksum() -> None:
 
 
 def summed(copies: list[ViewCopy], *, sources: torch.Tensor, num_sums: int) -> list[int]:
-    """What the kernel that copies and sums adds up: indices are where the source's elements lie, from the block's index on."""
+    """What the kernel that copies and sums adds up: without strides of their own, indices are where the source's elements lie."""
     sums = [0] * num_sums
-    for _, table in copy_tables(copies, device=CPU, first_owner=0, vector=GROUP):
-        numbers = [word >> 32 for word in table.tiles.tolist()]
-        for number, (starts, places, _, slot) in zip(numbers, elements(table), strict=True):
+    for _, table in summed_copy_tables(copies, device=CPU, first_owner=0):
+        for word, (starts, places, _, slot) in zip(table.tiles.tolist(), elements(table), strict=True):
             first = int(starts[0] - sources.data_ptr()) // sources.element_size()
-            for place in places.tolist():
-                where = Slice(int(table.blocks[number, 9]) + place, (1,), (1,))
-                sums[slot] = (sums[slot] + checksum(sources.view(-1)[first + place].view(1), where)) % MODULUS
+            block = table.blocks[word >> 32]
+            indices = int(block[9]) + (places if len(block) == BLOCK_WORDS else own_indices(table, word))
+            for place, index in zip(places.tolist(), indices.tolist(), strict=True):
+                value = sources.view(-1)[first + place].view(1)
+                sums[slot] = (sums[slot] + checksum(value, Slice(index, (1,), (1,)))) % MODULUS
     return sums
+
+
+def own_indices(table: Table, word: int) -> torch.Tensor:
+    """Of a tile whose block has strides for its indices, from the block's index on."""
+    block = table.blocks[word >> 32].tolist()
+    unit = torch.arange(word & 0x7FFFFFFF, min(block[2], (word & 0x7FFFFFFF) + TILE_UNITS))
+    row, col = unit // block[3], unit % block[3]
+    return ((row * block[10] + col * block[11])[:, None] * table.vector + torch.arange(table.vector)).flatten()
 
 
 def test_the_tables_of_summed_copies_add_up_to_the_checksums_of_the_slices() -> None:
@@ -145,13 +167,12 @@ def test_the_tables_of_summed_copies_add_up_to_the_checksums_of_the_slices() -> 
     ]
     views = [sources.as_strided(at.shape, at.strides, at.offset) for at in slices]
     copies = [
-        ViewCopy(torch.zeros(at.shape, dtype=torch.float32), view, index=first + at.offset, slot=slot % 3)
+        ViewCopy(torch.zeros(at.shape, dtype=torch.float32), view, where=replace(at, offset=first + at.offset), slot=slot % 3)
         for slot, (at, view) in enumerate(zip(slices, views, strict=True))
     ]
     expected = [0, 0, 0]
-    for slot, (at, view) in enumerate(zip(slices, views, strict=True)):
-        where = Slice(first + at.offset, at.shape, at.strides)
-        expected[slot % 3] = (expected[slot % 3] + checksum(view, where)) % MODULUS
+    for copy in copies:
+        expected[copy.slot] = (expected[copy.slot] + checksum(copy.source, copy.where)) % MODULUS
     assert summed(copies, sources=sources, num_sums=3) == expected
     on_host = HostSummedCopies(copies, num_sums=3)
     for _ in range(2):
@@ -160,3 +181,51 @@ def test_the_tables_of_summed_copies_add_up_to_the_checksums_of_the_slices() -> 
     assert all(torch.equal(copy.destination, view.float()) for copy, view in zip(copies, views, strict=True))
     copies[1].source.view(torch.int16)[0, 0, 0] ^= 1
     assert summed(copies, sources=sources, num_sums=3) != expected
+
+
+def copies_from(arena: torch.Tensor, tensor: torch.Tensor, views: list[torch.Tensor], *, cut: Cut) -> list[ViewCopy]:
+    """The copies of views of `tensor` from the slices of four ranks, which lie one behind the other in `arena`."""
+    copies: list[ViewCopy] = []
+    targets = [torch.full(view.shape, torch.nan, dtype=tensor.dtype) for view in views]
+    start = 0
+    for owner in range(4):
+        box = cut(tuple(tensor.shape), owner, 4)
+        if not box.numel:
+            continue
+        held = arena[start : start + box.numel].view(box.sizes)
+        held.copy_(part_of(tensor, box))
+        entry = Entry("t", "bfloat16", tuple(tensor.shape), box.offsets, box.sizes)
+        for slot, (view, target) in enumerate(zip(views, targets, strict=True)):
+            piece = Piece("t", Slice(view.storage_offset(), tuple(view.shape), view.stride()), "p", whole(view.shape))
+            for copy in split_by_entries(piece, [entry]):
+                source = held.as_strided(copy.source.shape, copy.source.strides, start + copy.source.offset)
+                copies.append(ViewCopy(strided(target, copy.destination), source, owner, where=copy.where, slot=slot))
+        start += -(-box.numel // 128) * 128
+    return copies
+
+
+@pytest.mark.parametrize("shape", [(24, 64), (30, 36)])
+@pytest.mark.parametrize("cut", [by_rows, by_columns, by_rows_and_columns, by_boxes])
+def test_what_is_read_from_any_slices_sums_to_the_checksums_of_the_whole(cut: Cut, shape: tuple[int, int]) -> None:
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    views = [tensor[:, : shape[1] // 2], tensor[5:], tensor[:5].t()]
+    arena = torch.zeros(tensor.numel() + 4 * 128, dtype=torch.bfloat16)
+    copies = copies_from(arena, tensor, views, cut=cut)
+    wheres = [Slice(view.storage_offset(), tuple(view.shape), view.stride()) for view in views]
+    expected = [checksum(view, where) for view, where in zip(views, wheres, strict=True)]
+    assert summed(copies, sources=arena, num_sums=3) == expected
+    on_host = HostSummedCopies(copies, num_sums=3)
+    on_host.start()
+    assert on_host.sums().tolist() == expected
+    copies[0].source.view(torch.int16)[0, 0] ^= 1
+    assert summed(copies, sources=arena, num_sums=3) != expected
+
+
+def test_rows_need_no_more_words_than_before_and_aligned_columns_go_by_vectors() -> None:
+    tensor = torch.zeros((64, 256), dtype=torch.bfloat16)
+    arena = torch.zeros(tensor.numel(), dtype=torch.bfloat16)
+    views = [tensor[:, :128], tensor[:, 128:], tensor]
+    for cut, words, num_blocks in ((by_rows, BLOCK_WORDS, 12), (by_columns, INDEXED_BLOCK_WORDS, 8)):
+        copies = copies_from(arena, tensor, views, cut=cut)
+        [(_, table)] = summed_copy_tables(copies, device=CPU, first_owner=0)
+        assert (table.vector, tuple(table.blocks.shape)) == (GROUP, (num_blocks, words))

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import time
 from dataclasses import replace
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from tasuki.transport.box import Box, first_gap, first_overlap
 from tasuki.transport.manifest import (
     ALIGNMENT,
     Entry,
@@ -18,14 +24,16 @@ from tasuki.transport.manifest import (
     to_proto,
 )
 from tasuki.wire.errors import BadHandle
+from tests.slices import Cut, by_boxes, by_columns, by_rows, by_rows_and_columns, part_of
+from tests.unit.boxes import boxes_in, partitions, shapes
 
 
-def entry(name: str = "a", *, shape: tuple[int, ...] = (6, 5), row_start: int = 0, num_rows: int = 6, offset: int = 0) -> Entry:
-    return Entry(name, "bfloat16", shape, row_start, num_rows, offset)
+def entry(name: str = "a", *, shape: tuple[int, ...] = (6, 5)) -> Entry:
+    return Entry(name, "bfloat16", shape, (0,) * len(shape), shape)
 
 
 def manifest() -> Manifest:
-    return lay_out([entry("a"), entry("b", shape=(300,), num_rows=300)], rank=0, num_ranks=1)
+    return lay_out([entry("a"), entry("b", shape=(300,))], rank=0, num_ranks=1)
 
 
 def with_entry(index: int, **changes: object) -> Manifest:
@@ -37,9 +45,9 @@ def with_entry(index: int, **changes: object) -> Manifest:
 
 def test_entries_are_aligned_and_apart() -> None:
     laid_out = manifest()
-    assert [e.offset % ALIGNMENT for e in laid_out.entries] == [0, 0]
-    assert laid_out.entries[1].offset >= laid_out.entries[0].offset + 6 * 5 * 2
-    assert laid_out.arena_bytes >= laid_out.entries[1].offset + 600
+    assert [e.arena_offset % ALIGNMENT for e in laid_out.entries] == [0, 0]
+    assert laid_out.entries[1].arena_offset >= laid_out.entries[0].arena_offset + 6 * 5 * 2
+    assert laid_out.arena_bytes >= laid_out.entries[1].arena_offset + 600
 
 
 def test_survives_the_wire_and_keeps_its_digest() -> None:
@@ -54,9 +62,11 @@ def test_survives_the_wire_and_keeps_its_digest() -> None:
         {"name": "b"},
         {"dtype": "float32"},
         {"global_shape": (6, 4)},
-        {"row_start": 1, "num_rows": 5},
-        {"num_rows": 5},
-        {"offset": 512},
+        {"offsets": (1, 0)},
+        {"offsets": (0, 1)},
+        {"sizes": (5, 5)},
+        {"sizes": (6, 4)},
+        {"arena_offset": 512},
     ],
 )
 def test_digest_sees_every_field(changes: dict[str, object]) -> None:
@@ -73,11 +83,16 @@ def test_digest_sees_every_field(changes: dict[str, object]) -> None:
         (0, {"dtype": "__class__"}, "a: dtype '__class__'"),
         (0, {"global_shape": ()}, "a: shape"),
         (0, {"global_shape": (6, 0)}, "a: shape"),
-        (0, {"num_rows": 0}, r"a: rows \[0, 0\)"),
-        (0, {"row_start": 1}, r"a: rows \[1, 7\) are not in \[0, 6\)"),
-        (0, {"offset": 257}, "a: offset 257"),
-        (1, {"offset": 1 << 40}, "b: ends at byte"),
-        (1, {"global_shape": (1 << 40,), "num_rows": 1 << 40}, "b: ends at byte"),
+        (0, {"sizes": (0, 5)}, r"a: slice \[0:0, 0:5\] is empty or not inside shape \(6, 5\)"),
+        (0, {"sizes": (6, 0)}, r"a: slice \[0:6, 0:0\] is empty"),
+        (0, {"offsets": (1, 0)}, r"a: slice \[1:7, 0:5\] is empty or not inside shape \(6, 5\)"),
+        (0, {"offsets": (0, 2), "sizes": (6, 4)}, r"a: slice \[0:6, 2:6\] is empty or not inside"),
+        (0, {"offsets": (0, -1)}, r"a: slice \[0:6, -1:4\] is empty or not inside"),
+        (0, {"offsets": (0,)}, r"a: 1 offsets and 2 sizes for shape \(6, 5\)"),
+        (0, {"sizes": (6, 5, 1)}, r"a: 2 offsets and 3 sizes for shape \(6, 5\)"),
+        (0, {"arena_offset": 257}, "a: arena_offset 257"),
+        (1, {"arena_offset": 1 << 40}, "b: ends at byte"),
+        (1, {"global_shape": (1 << 40,), "sizes": (1 << 40,)}, "b: ends at byte"),
     ],
 )
 def test_bad_entries_are_refused_by_name(index: int, changes: dict[str, object], message: str) -> None:
@@ -86,7 +101,7 @@ def test_bad_entries_are_refused_by_name(index: int, changes: dict[str, object],
 
 
 def test_overlapping_entries_are_refused() -> None:
-    bad = with_entry(1, offset=manifest().entries[0].offset)
+    bad = with_entry(1, arena_offset=manifest().entries[0].arena_offset)
     with pytest.raises(BadHandle, match="a and b overlap"):
         from_proto(to_proto(bad))
 
@@ -149,36 +164,88 @@ def test_rank_outside_the_number_of_ranks_is_refused() -> None:
         check(replace(manifest(), rank=2, num_ranks=2))
 
 
-def ranks(*rows: tuple[int, int], shape: tuple[int, ...] = (7, 2)) -> list[Manifest]:
+SHAPE = (7, 4)
+
+
+def ranks(*boxes: Box, shape: tuple[int, ...] = SHAPE) -> list[Manifest]:
+    """Of ranks that hold one box each; one with an empty box has no entry."""
     return [
-        lay_out([entry(shape=shape, row_start=start, num_rows=count)], rank=rank, num_ranks=len(rows))
-        for rank, (start, count) in enumerate(rows)
+        lay_out([Entry("a", "bfloat16", shape, box.offsets, box.sizes)] if box.numel else [], rank=rank, num_ranks=len(boxes))
+        for rank, box in enumerate(boxes)
     ]
 
 
-def test_uneven_rows_of_two_ranks_are_complete() -> None:
-    check_complete(ranks((0, 4), (4, 3)))
+@pytest.mark.parametrize("cut", [by_rows, by_columns, by_rows_and_columns, by_boxes])
+@pytest.mark.parametrize("shape", [(7, 4), (2, 3), (5,), (3, 5, 2), (7, 1)])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_uneven_and_empty_slices_of_all_ranks_are_complete(cut: Cut, shape: tuple[int, ...], num_ranks: int) -> None:
+    check_complete(ranks(*(cut(shape, rank, num_ranks) for rank in range(num_ranks)), shape=shape))
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("boxes", "message"),
     [
-        (((0, 4), (3, 4)), "row 3 is published twice"),
-        (((0, 3), (4, 3)), "row 3 is published twice or not at all"),
-        (((0, 4), (4, 2)), "rows from 6 to 7 are not published"),
+        ((((0, 0), (4, 4)), ((3, 0), (4, 4))), "[3:4, 0:4] of shape (7, 4) is published by two trainer ranks"),
+        ((((0, 0), (7, 3)), ((0, 2), (7, 2))), "[0:7, 2:3] of shape (7, 4) is published by two trainer ranks"),
+        ((((0, 0), (4, 4)), ((3, 3), (4, 1))), "[3:4, 3:4] of shape (7, 4) is published by two trainer ranks"),
+        ((((0, 0), (7, 4)), ((0, 0), (7, 4))), "[0:7, 0:4] of shape (7, 4) is published by two trainer ranks"),
+        ((((0, 0), (3, 4)), ((4, 0), (3, 4))), "[3:4, 0:4] of shape (7, 4) is not published"),
+        ((((0, 0), (4, 4)), ((4, 0), (2, 4))), "[6:7, 0:4] of shape (7, 4) is not published"),
+        ((((0, 0), (7, 2)), ((0, 3), (7, 1))), "[0:7, 2:3] of shape (7, 4) is not published"),
+        ((((0, 0), (4, 4)), ((4, 0), (3, 3))), "[4:7, 3:4] of shape (7, 4) is not published"),
+        ((((0, 0), (4, 2)), ((4, 2), (3, 2))), "[0:4, 2:4] of shape (7, 4) is not published"),
     ],
 )
-def test_rows_that_overlap_or_are_missing_are_refused(rows: tuple[tuple[int, int], ...], message: str) -> None:
-    with pytest.raises(BadHandle, match=f"a: {message}"):
-        check_complete(ranks(*rows))
+def test_slices_that_overlap_or_are_missing_are_refused(boxes: tuple[tuple[tuple[int, int], ...], ...], message: str) -> None:
+    with pytest.raises(BadHandle, match=re.escape(f"a: {message}")) as caught:
+        check_complete(ranks(*(Box(*box) for box in boxes)))
+    assert caught.value.metadata["tensor"] == "a"
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_random_boxes_are_refused_exactly_when_some_element_is_not_there_once(data: st.DataObject) -> None:
+    shape = data.draw(shapes())
+    boxes = data.draw(partitions(shape))
+    for _ in range(data.draw(st.integers(0, 2))):
+        index = data.draw(st.integers(0, len(boxes) - 1))
+        box = data.draw(boxes_in(boxes[index]))
+        boxes = [box if place == index else other for place, other in enumerate(boxes)]
+    boxes += data.draw(st.lists(boxes_in(Box((0,) * len(shape), shape)), max_size=1))
+    counts = torch.zeros(shape, dtype=torch.int64)
+    for box in boxes:
+        part_of(counts, box).add_(1)
+    shared, gap = first_overlap(boxes), first_gap(boxes, shape) if int(counts.max()) == 1 else None
+    assert (shared is None) == (int(counts.max()) == 1)
+    assert shared is None or int(part_of(counts, shared).min()) > 1
+    assert shared is not None or (gap is None) == bool(counts.all())
+    assert gap is None or (gap.numel > 0 and not part_of(counts, gap).any())
+    if bool((counts == 1).all()):
+        check_complete(ranks(*boxes, shape=shape))
+    else:
+        with pytest.raises(BadHandle, match="^a: "):
+            check_complete(ranks(*boxes, shape=shape))
+
+
+def test_a_gap_among_many_slices_of_many_dimensions_is_found_at_once() -> None:
+    shape = (64,) * 8
+    whole = Box((0,) * 8, shape)
+    boxes = [Box(tuple(index if dim == index % 8 else 0 for dim in range(8)), (1,) * 8) for index in range(64)]
+    started = time.monotonic()
+    gap = first_gap(boxes, shape)
+    assert gap is not None and gap.intersection(whole) == gap and not any(gap.intersection(box) for box in boxes)
+    assert time.monotonic() - started < 1.0
 
 
 def test_a_missing_rank_is_refused() -> None:
     with pytest.raises(BadHandle, match="one manifest for each trainer rank"):
-        check_complete(ranks((0, 4), (4, 3))[:1])
+        check_complete(ranks(Box((0, 0), (4, 4)), Box((4, 0), (3, 4)))[:1])
 
 
 def test_ranks_that_disagree_about_a_shape_are_refused() -> None:
-    first, second = ranks((0, 4), (4, 3))[0], ranks((0, 4), (4, 4), shape=(8, 2))[1]
+    first, second = (
+        ranks(Box((0, 0), (4, 4)), Box((4, 0), (3, 4)))[0],
+        ranks(Box((0, 0), (4, 4)), Box((4, 0), (4, 4)), shape=(8, 4))[1],
+    )
     with pytest.raises(BadHandle, match="disagree"):
         check_complete([first, second])

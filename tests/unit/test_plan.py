@@ -1,15 +1,12 @@
-"""Copy plans: pieces cut by trainer rows, and the account of what is written."""
+"""The account of what a copy plan writes."""
 
 from __future__ import annotations
-
-from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasuki.transport.manifest import Entry
 from tasuki.transport.plan import (
     Constant,
     CopyPlan,
@@ -18,71 +15,13 @@ from tasuki.transport.plan import (
     Slice,
     check_coverage,
     count_uncovered,
-    split_by_rows,
     whole,
 )
 from tasuki.wire.errors import WeightsCorrupt
 
 
-def entries(shape: tuple[int, ...], *cuts: int) -> list[Entry]:
-    bounds = [0, *cuts, shape[0]]
-    return [Entry("t", "bfloat16", shape, start, end - start) for start, end in pairwise(bounds) if end > start]
-
-
 def slice_of(view: torch.Tensor) -> Slice:
     return Slice(view.storage_offset(), tuple(view.shape), view.stride())
-
-
-def replay(source: torch.Tensor, view: torch.Tensor, *cuts: int) -> torch.Tensor:
-    """Copies the parts of `view`, a view of `source`, into a new tensor by way of the shards."""
-    destination = torch.full(view.shape, -1, dtype=source.dtype)
-    shards = entries(tuple(source.shape), *cuts)
-    for copy in split_by_rows(Piece("t", slice_of(view), "p", whole(view.shape)), shards):
-        shard = source[copy.entry.row_start : copy.entry.row_start + copy.entry.num_rows].clone()
-        values = shard.as_strided(copy.source.shape, copy.source.strides, copy.source.offset)
-        destination.as_strided(copy.destination.shape, copy.destination.strides, copy.destination.offset).copy_(values)
-    return destination
-
-
-@pytest.mark.parametrize("cuts", [(), (3,), (4,), (1, 2, 5)])
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda t: t,
-        lambda t: t[2:6],
-        lambda t: t[:, 1:3],
-        lambda t: t.t(),
-        lambda t: t[1::2],
-        lambda t: t.reshape(-1)[5:23],
-        lambda t: t.view(7, 2, 2)[:, 1],
-        lambda t: t[3:3],
-        lambda t: t.view(-1).unflatten(0, (4, 7)).transpose(0, 1),
-    ],
-)
-def test_any_view_arrives_whole_from_uneven_shards(view, cuts: tuple[int, ...]) -> None:
-    source = torch.arange(28).view(7, 4)
-    assert torch.equal(replay(source, view(source), *cuts), view(source))
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_random_boxes_arrive_whole(data: st.DataObject) -> None:
-    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
-    source = torch.arange(torch.tensor(shape).prod()).view(shape)
-    view = source
-    for dim, size in enumerate(shape):
-        start = data.draw(st.integers(0, size - 1))
-        view = view.narrow(dim, start, data.draw(st.integers(1, size - start)))
-    if data.draw(st.booleans()):
-        view = view.transpose(0, -1)
-    cuts = sorted(data.draw(st.sets(st.integers(1, shape[0] - 1), max_size=3))) if shape[0] > 1 else []
-    assert torch.equal(replay(source, view, *cuts), view)
-
-
-def test_a_slice_of_few_rows_makes_few_copies() -> None:
-    source = Slice(100 * 64, (4000, 16), (64, 1))
-    piece = Piece("t", source, "p", whole((4000, 16)))
-    assert len(split_by_rows(piece, entries((5000, 64), 2500))) == 2
 
 
 def covered(*writes: Slice, numel: int = 24) -> CopyPlan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.generate import Completion, EngineRequest, GenerationRequest
 from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.rollout import Rollout
+from tasuki.rollout.seeds import CallNumbers
 from tasuki.rollout.stages import check_stage, check_tags
 from tasuki.rollout.sync import SyncReport
 from tasuki.v1 import weights_pb2
@@ -33,7 +35,9 @@ from tasuki.wire.errors import (
 )
 
 RING = [Stage.RESUME_WEIGHTS, Stage.SYNC, Stage.RESUME_KV, Stage.DRAIN, Stage.PAUSE_KV, Stage.PAUSE_WEIGHTS]
-MODEL = ModelFacts(path="", architecture="", vocab_size=10, context_length=10, has_eos=True, is_seeded=True)
+MODEL = ModelFacts(path="", architecture="", vocab_size=10, context_length=10, stop_token_ids=(1,), is_seeded=False)
+# An engine that does not sample by seeds has no calls to number.
+NO_CALLS = CallNumbers(Path("/nonexistent/calls"), instance_id="")
 REQUEST = GenerationRequest([[1]], 1, {"max_new_tokens": 1})
 
 
@@ -88,7 +92,7 @@ async def said(is_serving: bool) -> None: ...
 
 
 def service() -> Rollout:
-    return Rollout(IdleEngine(), EasySync(), NoMemory(), seed=0, on_serving=said, on_poison=lambda: None)
+    return Rollout(IdleEngine(), EasySync(), NoMemory(), calls=NO_CALLS, seed=0, on_serving=said, on_poison=lambda: None)
 
 
 async def move(rollout: Rollout, stage: Stage, *, version: int = 0) -> None:

@@ -11,11 +11,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tasuki.config.schema import LoraConfig
+from tasuki.models.families import read_model
+from tasuki.models.shape import ModelShape, check_lora_targets
 from tasuki.trainer.backends.fsdp.checkpoint import CheckpointFacts, RoleFacts, load_checkpoint
 from tasuki.trainer.backends.fsdp.lora import add_adapters, base_parameters, trained_parameters
 from tasuki.trainer.roles import Role
 from tasuki.wire.errors import InvalidArgument
 from tests.models import CONFIGS
+
+
+def shape_of(model: torch.nn.Module) -> ModelShape:
+    return read_model(model.config.to_dict() | {"architectures": [type(model).__name__]}).shape
 
 
 def on_meta(kind: str) -> torch.nn.Module:
@@ -35,12 +41,39 @@ def test_adapters_alone_are_trained_and_every_weight_keeps_its_name(kind: str) -
 
 
 def test_experts_cannot_have_adapters_but_their_attention_can() -> None:
-    with pytest.raises(InvalidArgument, match="no linear gate_proj; experts cannot have adapters") as refused:
-        add_adapters(on_meta("qwen3_moe"), LoraConfig())
-    assert refused.value.metadata["field"] == "trainer.lora.target_modules"
+    with pytest.raises(InvalidArgument, match="no linear gate_proj, up_proj, down_proj; .* experts cannot have adapters"):
+        check_lora_targets(shape_of(on_meta("qwen3_moe")), LoraConfig().target_modules)
     model = on_meta("qwen3_moe")
+    check_lora_targets(shape_of(model), ("q_proj", "o_proj"))
     add_adapters(model, LoraConfig(target_modules=("q_proj", "o_proj")))
     assert len(dict(trained_parameters(model))) == 2 * 2 * 2
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_adapters_are_beside_every_linear_layer_that_the_family_names(kind: str) -> None:
+    model = on_meta(kind)
+    shape = shape_of(model)
+    targets = tuple(name for name in shape.linear_layers(0) if name in shape.linear_layers(1))
+    check_lora_targets(shape, targets)
+    linear = {
+        name.rpartition(".")[2] for name, module in model.model.layers[0].named_modules() if isinstance(module, torch.nn.Linear)
+    }
+    assert set(targets) == linear
+    add_adapters(model, LoraConfig(target_modules=targets))
+    assert len(dict(trained_parameters(model))) == 2 * 2 * len(targets)
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing", "there"),
+    [
+        ("phi3", "q_proj, k_proj, v_proj, gate_proj, up_proj", "qkv_proj, o_proj, gate_up_proj, down_proj"),
+        ("glm4", "gate_proj, up_proj", "q_proj, k_proj, v_proj, o_proj, gate_up_proj, down_proj"),
+    ],
+)
+def test_a_linear_layer_that_a_family_lacks_is_refused_by_name(kind: str, missing: str, there: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"has no linear {missing}; it has {there};") as refused:
+        check_lora_targets(shape_of(on_meta(kind)), LoraConfig().target_modules)
+    assert refused.value.metadata["field"] == "trainer.lora.target_modules"
 
 
 def facts(*, policy: int | None = None, critic: int | None = -1) -> CheckpointFacts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -84,12 +85,12 @@ class AsyncClient:
     ) -> list[Sample]:
         """`num_samples` completions of each prompt: those of the first prompt first, in the order of sample_index.
 
-        All of them are generated again if rollout restarts.
+        All of them are regenerated if rollout restarts meanwhile.
         """
+        requests = generation.requests(prompts, sampling_params or SamplingParams(), num_samples=num_samples)
         for number in range(_MAX_LOSSES + 1):
             try:
-                stream = self.generate_stream(prompts, sampling_params, num_samples=num_samples)
-                samples = [sample async for sample in stream]
+                samples = [sample async for sample in self._samples(requests, len(prompts) * num_samples)]
                 return sorted(samples, key=lambda sample: (sample.prompt_index, sample.sample_index))
             except PeerUnavailable as error:
                 if "peer" in error.metadata or number == _MAX_LOSSES:
@@ -103,6 +104,12 @@ class AsyncClient:
     ) -> AsyncGenerator[Sample, None]:
         """The same samples, each as soon as it is complete. Leaving early frees what still runs."""
         requests = generation.requests(prompts, sampling_params or SamplingParams(), num_samples=num_samples)
+        async with aclosing(self._samples(requests, len(prompts) * num_samples)) as samples:
+            async for sample in samples:
+                yield sample
+
+    async def _samples(self, requests: Sequence[generation.Request], num_samples: int) -> AsyncGenerator[Sample, None]:
+        """num_samples: of all requests together."""
         num_received = 0
         for is_last_try in (False, True):
             await self._hold(Phase.ROLLOUT)
@@ -116,8 +123,8 @@ class AsyncClient:
                 if is_last_try or num_received:
                     raise
                 self._connection.phase = None
-        if num_received != len(prompts) * num_samples:
-            raise InternalError(f"rollout ended the stream after {num_received} of {len(prompts) * num_samples} samples")
+        if num_received != num_samples:
+            raise InternalError(f"rollout ended the stream after {num_received} of {num_samples} samples")
 
     async def begin_run(self, *, keep_optimizer: bool = False) -> int:
         """Starts the schedules of all roles at step 0, with fresh optimizer state unless it is kept. Returns the policy version."""

@@ -25,7 +25,10 @@ Request = tuple[int, rollout_pb2.GenerateRequest]
 
 
 def requests(prompts: Sequence[TokenIds], sampling_params: SamplingParams, *, num_samples: int) -> list[Request]:
-    """Requests that each fit a message. Raises InvalidArgument for what no rollout would take."""
+    """Requests that each fit a message. Sent again they get the same samples on a CPU: each has an id.
+
+    Raises InvalidArgument for what no rollout would take.
+    """
     if not len(prompts):
         raise InvalidArgument("prompts", "empty; give at least one")
     if num_samples < 1:
@@ -39,7 +42,11 @@ def requests(prompts: Sequence[TokenIds], sampling_params: SamplingParams, *, nu
         (
             start,
             rollout_pb2.GenerateRequest(
-                request_id=uuid.uuid4().hex, prompts=chunk, num_samples=num_samples, sampling_params=sampling
+                request_id=uuid.uuid4().hex,
+                prompts=chunk,
+                num_samples=num_samples,
+                sampling_params=sampling,
+                first_prompt=start,
             ),
         )
         for start, chunk in encode.cut(parts, field="prompts", max_parts=max(1, _MAX_SAMPLES // num_samples))

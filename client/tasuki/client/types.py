@@ -76,9 +76,11 @@ class SamplingParams:
     repetition_penalty: float | None = None
     min_new_tokens: int | None = None
     stop_token_ids: Sequence[int] = ()
+    """Beside those of the model, see RolloutState."""
     ignore_eos: bool | None = None
+    """No token ends a completion, also none of stop_token_ids."""
     sampling_seed: int | None = None
-    """Seed of the first sample; sample i of a prompt uses seed + i."""
+    """Every sample is drawn by a seed made from this, the position of its prompt and its sample_index; not on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,9 +92,14 @@ class Sample:
     token_ids: NDArray[np.int32]
     """[T], without the prompt."""
     rollout_log_probs: NDArray[np.float32]
-    """[T], natural logarithms, under the sampling distribution."""
+    """[T], natural logarithms, under `temperature` and penalties; what top_p, top_k and min_p leave out still has its share."""
     finish_reason: FinishReason
     policy_version: int
+    temperature: float = 1.0
+    """That rollout_log_probs are under; 1 for greedy samples."""
+    has_exact_log_probs: bool = True
+    """Whether every token was drawn from softmax(logits / temperature). False for greedy samples, and where top_p, top_k, min_p,
+    min_new_tokens or a penalty changed what could be drawn: an importance ratio by these log-probs is then biased."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -242,3 +249,5 @@ class RolloutState:
     vocab_size: int
     context_length: int
     model_path: str
+    stop_token_ids: tuple[int, ...] = ()
+    """That end a completion unless ignore_eos is set."""

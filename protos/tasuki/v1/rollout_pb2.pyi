@@ -50,10 +50,15 @@ class GenerateRequest(_message.Message):
     PROMPTS_FIELD_NUMBER: _builtins.int
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     SAMPLING_PARAMS_FIELD_NUMBER: _builtins.int
+    FIRST_PROMPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Names the call in logs; optional."""
+    """Names the call; at most 128 characters, optional. A call that is repeated under its id while the same version is served, also by a
+    service that was restarted, samples by the same seeds. Any other call samples by others.
+    """
     num_samples: _builtins.int
     """Samples for each prompt; at least 1."""
+    first_prompt: _builtins.int
+    """Position of the first prompt among all prompts of a caller who splits them over several requests. Seeds count from it."""
     @_builtins.property
     def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prompt]:
         """At least one."""
@@ -67,10 +72,11 @@ class GenerateRequest(_message.Message):
         prompts: _abc.Iterable[Global___Prompt] | None = ...,
         num_samples: _builtins.int = ...,
         sampling_params: _types_pb2.SamplingParams | None = ...,
+        first_prompt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling_params", b"sampling_params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_samples", b"num_samples", "prompts", b"prompts", "request_id", b"request_id", "sampling_params", b"sampling_params"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_prompt", b"first_prompt", "num_samples", b"num_samples", "prompts", b"prompts", "request_id", b"request_id", "sampling_params", b"sampling_params"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -249,6 +255,7 @@ class GetRolloutStateResponse(_message.Message):
     MODEL_PATH_FIELD_NUMBER: _builtins.int
     IS_IN_STAGE_FIELD_NUMBER: _builtins.int
     DP_SIZE_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.str
     """Changes with every start of the service."""
     epoch: _builtins.int
@@ -274,6 +281,12 @@ class GetRolloutStateResponse(_message.Message):
     """Replicas, each with all weights."""
     @_builtins.property
     def resident_tags(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.MemoryTag.ValueType]: ...
+    @_builtins.property
+    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that end a completion unless ignore_eos is set: the end-of-sequence tokens of the model's config.json,
+        generation_config.json and tokenizer, ascending.
+        """
+
     def __init__(
         self,
         *,
@@ -293,10 +306,11 @@ class GetRolloutStateResponse(_message.Message):
         model_path: _builtins.str = ...,
         is_in_stage: _builtins.bool = ...,
         dp_size: _builtins.int = ...,
+        stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_received_version", b"_received_version", "policy_version", b"policy_version", "received_version", b"received_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_received_version", b"_received_version", "boot_id", b"boot_id", "context_length", b"context_length", "dp_size", b"dp_size", "epoch", b"epoch", "is_in_stage", b"is_in_stage", "is_poisoned", b"is_poisoned", "model_path", b"model_path", "num_running", b"num_running", "poison_reason", b"poison_reason", "policy_version", b"policy_version", "received_version", b"received_version", "resident_tags", b"resident_tags", "sequence", b"sequence", "stage", b"stage", "tp_size", b"tp_size", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_received_version", b"_received_version", "boot_id", b"boot_id", "context_length", b"context_length", "dp_size", b"dp_size", "epoch", b"epoch", "is_in_stage", b"is_in_stage", "is_poisoned", b"is_poisoned", "model_path", b"model_path", "num_running", b"num_running", "poison_reason", b"poison_reason", "policy_version", b"policy_version", "received_version", b"received_version", "resident_tags", b"resident_tags", "sequence", b"sequence", "stage", b"stage", "stop_token_ids", b"stop_token_ids", "tp_size", b"tp_size", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
     _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015

@@ -65,7 +65,7 @@ class RolloutServiceServicer(object):
         """Streams samples in the order of completion; each message has those that were complete when it left.
 
         Phase: ROLLOUT. Cancelling the call frees its requests in the engine.
-        Repeat: a new generation; give sampling_seed for a repeatable one.
+        Repeat: the same request_id, or a sampling_seed, repeats the samples on a CPU; else a new generation.
         Errors: UNAVAILABLE/ASLEEP with RetryInfo when rollout does not serve, UNAVAILABLE/DRAINING, INVALID_ARGUMENT/INVALID_ARGUMENT
         naming the field (empty prompt, token id outside the vocabulary, prompt plus max_new_tokens above the context length).
         """

@@ -37,7 +37,7 @@ class RolloutServiceStub:
     """Streams samples in the order of completion; each message has those that were complete when it left.
 
     Phase: ROLLOUT. Cancelling the call frees its requests in the engine.
-    Repeat: a new generation; give sampling_seed for a repeatable one.
+    Repeat: the same request_id, or a sampling_seed, repeats the samples on a CPU; else a new generation.
     Errors: UNAVAILABLE/ASLEEP with RetryInfo when rollout does not serve, UNAVAILABLE/DRAINING, INVALID_ARGUMENT/INVALID_ARGUMENT
     naming the field (empty prompt, token id outside the vocabulary, prompt plus max_new_tokens above the context length).
     """
@@ -68,7 +68,7 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """Streams samples in the order of completion; each message has those that were complete when it left.
 
     Phase: ROLLOUT. Cancelling the call frees its requests in the engine.
-    Repeat: a new generation; give sampling_seed for a repeatable one.
+    Repeat: the same request_id, or a sampling_seed, repeats the samples on a CPU; else a new generation.
     Errors: UNAVAILABLE/ASLEEP with RetryInfo when rollout does not serve, UNAVAILABLE/DRAINING, INVALID_ARGUMENT/INVALID_ARGUMENT
     naming the field (empty prompt, token id outside the vocabulary, prompt plus max_new_tokens above the context length).
     """
@@ -102,7 +102,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         """Streams samples in the order of completion; each message has those that were complete when it left.
 
         Phase: ROLLOUT. Cancelling the call frees its requests in the engine.
-        Repeat: a new generation; give sampling_seed for a repeatable one.
+        Repeat: the same request_id, or a sampling_seed, repeats the samples on a CPU; else a new generation.
         Errors: UNAVAILABLE/ASLEEP with RetryInfo when rollout does not serve, UNAVAILABLE/DRAINING, INVALID_ARGUMENT/INVALID_ARGUMENT
         naming the field (empty prompt, token id outside the vocabulary, prompt plus max_new_tokens above the context length).
         """

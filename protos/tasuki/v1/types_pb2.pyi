@@ -248,10 +248,15 @@ class SamplingParams(_message.Message):
     repetition_penalty: _builtins.float
     min_new_tokens: _builtins.int
     ignore_eos: _builtins.bool
+    """No token ends a completion, also none of stop_token_ids."""
     sampling_seed: _builtins.int
-    """Seed of the first sample; sample i of a prompt uses seed + i. Not on a GPU, where SGLang samples a batch from one generator."""
+    """Every sample is drawn by a seed of its own: the first 62 bits, most significant first, of the SHA-256 of "SEED/PROMPT/SAMPLE" in
+    decimal, PROMPT being first_prompt plus prompt_index. Not on a GPU, where SGLang samples a batch from one generator.
+    """
     @_builtins.property
-    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Beside those of the model, which GetRolloutState reports."""
+
     def __init__(
         self,
         *,
@@ -331,6 +336,8 @@ class Sample(_message.Message):
     ROLLOUT_LOG_PROBS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    TEMPERATURE_FIELD_NUMBER: _builtins.int
+    HAS_EXACT_LOG_PROBS_FIELD_NUMBER: _builtins.int
     prompt_index: _builtins.int
     """Position of the prompt in the request."""
     sample_index: _builtins.int
@@ -338,6 +345,12 @@ class Sample(_message.Message):
     finish_reason: Global___FinishReason.ValueType
     policy_version: _builtins.int
     """Version of the weights that made every token of this sample."""
+    temperature: _builtins.float
+    """Temperature that rollout_log_probs are under: the one that was asked for, and 1 for greedy samples."""
+    has_exact_log_probs: _builtins.bool
+    """Whether every token was drawn from softmax(logits / temperature), the distribution of rollout_log_probs. False for greedy samples,
+    and where top_p, top_k, min_p, min_new_tokens or a penalty changed what could be drawn.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Completion token ids, without the prompt."""
@@ -357,10 +370,12 @@ class Sample(_message.Message):
         rollout_log_probs: _abc.Iterable[_builtins.float] | None = ...,
         finish_reason: Global___FinishReason.ValueType = ...,
         policy_version: _builtins.int = ...,
+        temperature: _builtins.float = ...,
+        has_exact_log_probs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "policy_version", b"policy_version", "prompt_index", b"prompt_index", "rollout_log_probs", b"rollout_log_probs", "sample_index", b"sample_index", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "has_exact_log_probs", b"has_exact_log_probs", "policy_version", b"policy_version", "prompt_index", b"prompt_index", "rollout_log_probs", b"rollout_log_probs", "sample_index", b"sample_index", "temperature", b"temperature", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

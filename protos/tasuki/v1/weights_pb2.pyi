@@ -209,27 +209,35 @@ Global___IpcMemory: _TypeAlias = IpcMemory  # noqa: Y015
 
 @_typing.final
 class ManifestEntry(_message.Message):
-    """Rows [row_start, row_start + num_rows) of one checkpoint tensor, contiguous, at `offset`."""
+    """A slice of one checkpoint tensor, row-major and contiguous: rows, columns, or both. The slices of all ranks make up the tensor, each
+    element once.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     GLOBAL_SHAPE_FIELD_NUMBER: _builtins.int
-    ROW_START_FIELD_NUMBER: _builtins.int
-    NUM_ROWS_FIELD_NUMBER: _builtins.int
-    OFFSET_FIELD_NUMBER: _builtins.int
+    OFFSETS_FIELD_NUMBER: _builtins.int
+    SIZES_FIELD_NUMBER: _builtins.int
+    ARENA_OFFSET_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Hugging Face checkpoint name."""
     dtype: _builtins.str
     """Torch's name of the dtype, e.g. "bfloat16"."""
-    row_start: _builtins.int
-    num_rows: _builtins.int
-    offset: _builtins.int
+    arena_offset: _builtins.int
     """Bytes from the start of the arena."""
     @_builtins.property
     def global_shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Shape of the whole tensor."""
+
+    @_builtins.property
+    def offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Where the slice begins in the whole tensor, one index for each dimension."""
+
+    @_builtins.property
+    def sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Shape of the slice."""
 
     def __init__(
         self,
@@ -237,13 +245,13 @@ class ManifestEntry(_message.Message):
         name: _builtins.str = ...,
         dtype: _builtins.str = ...,
         global_shape: _abc.Iterable[_builtins.int] | None = ...,
-        row_start: _builtins.int = ...,
-        num_rows: _builtins.int = ...,
-        offset: _builtins.int = ...,
+        offsets: _abc.Iterable[_builtins.int] | None = ...,
+        sizes: _abc.Iterable[_builtins.int] | None = ...,
+        arena_offset: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "global_shape", b"global_shape", "name", b"name", "num_rows", b"num_rows", "offset", b"offset", "row_start", b"row_start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_offset", b"arena_offset", "dtype", b"dtype", "global_shape", b"global_shape", "name", b"name", "offsets", b"offsets", "sizes", b"sizes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

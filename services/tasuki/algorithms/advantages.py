@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from tasuki.algorithms.loss_types import SettingError
 from tasuki.algorithms.samples import Floats, Integers, from_rows, sample_ids, to_rows
 
 Std = Literal["none", "sample", "population"]
@@ -108,6 +109,10 @@ class RunningBaseline:
     total: float = 0.0
     weight: float = 0.0
     """0 before the first batch."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.decay < 1.0:
+            raise SettingError("decay", f"is {self.decay}; must be from 0 to less than 1")
 
     def advantages(self, rewards_S: Floats) -> NDArray[np.float32]:
         """[S]: reward minus the mean of past batches; of this batch if there is none."""

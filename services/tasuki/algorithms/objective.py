@@ -59,8 +59,8 @@ def value_loss(config: LossConfig, *, values_N: Tensor, batch: LossBatch) -> Los
     }
     if config.loss.clip is not None:
         assert batch.values_N is not None
-        moved_N = (values_N - batch.values_N).clamp(-config.loss.clip, config.loss.clip)
-        clipped_error_N = (batch.values_N + moved_N - batch.returns_N).square()
+        clipped_N = values_N.clamp(batch.values_N - config.loss.clip, batch.values_N + config.loss.clip)
+        clipped_error_N = (clipped_N - batch.returns_N).square()
         metrics["clip_fraction"] = mean_metric(clipped_error_N > error_N, batch.loss_mask_N)
         error_N = torch.maximum(error_N, clipped_error_N)
     return _loss_sum(0.5 * error_N, metrics, batch)

@@ -16,7 +16,8 @@ def sample_ids(num_completion_S: Integers) -> NDArray[np.int64]:
 
 def counted_tokens(loss_mask_N: Floats, num_completion_S: Integers) -> NDArray[np.float64]:
     """[S]: counted tokens of each sample."""
-    return np.bincount(sample_ids(num_completion_S), weights=loss_mask_N, minlength=len(num_completion_S))
+    counted_S = np.bincount(sample_ids(num_completion_S), weights=loss_mask_N, minlength=len(num_completion_S))
+    return counted_S.astype(np.float64, copy=False)  # bincount counts in integers where there is nothing to weigh
 
 
 def to_rows(x_N: Floats, num_completion_S: Integers) -> NDArray[np.float64]:

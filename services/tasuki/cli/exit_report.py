@@ -62,7 +62,7 @@ def write_exit_report(
     """Reports how the node ended. `first`: the service that ended by itself; exit codes as in `reap`. restarts: how
     often each service was started anew.
 
-    Of a service that ended when it was told to, an exit code says nothing: torchrun's is then 1.
+    Of a service that ended when it was told to, an exit code says nothing: a rank that was still starting has none of its own.
     """
     report = {
         "reason": reason,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tasuki.planner.model_shape import read_json_object
+from tasuki.models.config_json import read_json_object
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
 _KEY = "model.path"

@@ -16,9 +16,10 @@ from rich.console import Console
 from tasuki.cli.plan_arguments import DEFAULT_HOST_GB
 from tasuki.cli.plan_report import as_table, show
 from tasuki.config.load import load_config
+from tasuki.models.shape import ModelShape
 from tasuki.planner.advice import advise
 from tasuki.planner.layout import GB, Checkpointing, Layout, Strategy, named_as_given
-from tasuki.planner.model_shape import ModelShape, read_model_shape
+from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node_plan import node_layout
 from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS, find_preset

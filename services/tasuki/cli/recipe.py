@@ -30,7 +30,7 @@ def recipe(config: NodeConfig) -> Recipe:
     assert train is not None
     tables = {
         "trainer": config.trainer.model_dump(mode="json", exclude=_FREE_TRAINER_KEYS),
-        "rollout": config.rollout.model_dump(mode="json", include={"dtype", "lora", "seed"}),
+        "rollout": config.rollout.model_dump(mode="json", include={"dtype", "float32_logits", "lora", "seed"}),
         "train": train.model_dump(mode="json", exclude=_FREE_TRAIN_KEYS),
         "train.reward": train.reward.model_dump(mode="json", include={"function", "functions", "on_error"}),
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import sys
-import uuid
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ def node_services(config: NodeConfig) -> list[ServiceCommand]:
     # Engines and torch leave sockets and files in the temporary folder when they are killed; the run folder goes with the node.
     shared = {"PYTHONUNBUFFERED": "1", "TMPDIR": str(socket_dir(config.state_dir))}
     is_cpu = config.device == "cpu"
+    launch = [sys.executable, "-m", "tasuki.trainer.launch", "--num-ranks", str(config.trainer.num_ranks), "--"]
     return [
         ServiceCommand(
             name="coordinator",
@@ -50,7 +50,7 @@ def node_services(config: NodeConfig) -> list[ServiceCommand]:
         ),
         ServiceCommand(
             name="trainer",
-            argv=[*_torchrun(config.trainer.num_ranks), "-m", "tasuki.trainer", *arguments],
+            argv=[*launch, "-m", "tasuki.trainer", *arguments],
             target=targets["trainer"],
             health_name="tasuki.v1.TrainerService",
             environment={**shared, "OMP_NUM_THREADS": str(config.trainer.num_threads if is_cpu else 1)},
@@ -66,18 +66,3 @@ def listens(target: str) -> bool:
     with closing(socket.socket(socket.AF_UNIX if is_unix else socket.AF_INET)) as probe:
         probe.settimeout(1.0)
         return probe.connect_ex(target.removeprefix("unix:") if is_unix else (host, int(port))) == 0
-
-
-def _torchrun(num_ranks: int) -> list[str]:
-    """One attempt, ranks of this machine only, and a free port that the store picks itself."""
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        f"--nproc-per-node={num_ranks}",
-        "--max-restarts=0",
-        "--rdzv-backend=c10d",
-        "--rdzv-endpoint=127.0.0.1:0",
-        f"--rdzv-id={uuid.uuid4().hex}",
-        "--local-addr=127.0.0.1",
-    ]

@@ -11,6 +11,8 @@ from tasuki.config.failpoints import check_failpoint, parse_failpoint
 if TYPE_CHECKING:
     from tasuki.config.schema import NodeConfig
 
+FUSED_LINEAR = ("qkv_proj", "gate_up_proj")
+"""Linear layers that SGLang gives an adapter by their parts only."""
 HEARTBEAT_S = 0.25
 """A process shows so often that it lives."""
 _MISSED_BEATS = 4
@@ -40,6 +42,9 @@ def check_constraints(config: NodeConfig) -> None:
     _check_kind_of_device(config)
     if config.rollout.lora == "adapter" and config.trainer.lora is None:
         raise SettingsConflict("rollout.lora", '= "adapter" needs a table [trainer.lora]')
+    fused = [name for name in FUSED_LINEAR if config.served_adapter and name in config.served_adapter.target_modules]
+    if fused:
+        raise SettingsConflict("rollout.lora", f'= "adapter" cannot serve adapters of {", ".join(fused)}; leave it at "merged"')
     _check_critic(config)
     _check_failpoints(config)
     _check_deadlines(config)

@@ -67,7 +67,14 @@ def _apply(table: dict[str, Any], override: str) -> None:
     table[last] = value
 
 
-_PATH_KEYS = (("state_dir",), ("model", "path"), ("train", "dataset"), ("train", "eval_dataset"), ("train", "output_dir"))
+_PATH_KEYS = (
+    ("state_dir",),
+    ("model", "path"),
+    ("trainer", "critic", "path"),
+    ("train", "dataset"),
+    ("train", "eval_dataset"),
+    ("train", "output_dir"),
+)
 
 
 def _anchor_paths(table: dict[str, Any], folder: Path) -> None:

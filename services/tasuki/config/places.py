@@ -56,6 +56,11 @@ def instance_path(state_dir: Path) -> Path:
     return socket_dir(state_dir) / "instance"
 
 
+def generate_calls_path(state_dir: Path) -> Path:
+    """The generations of the policy version that rollout serves; it goes with the node's sockets."""
+    return socket_dir(state_dir) / "generate-calls"
+
+
 def stall_dir(state_dir: Path) -> Path:
     """Stacks of processes that hung, one file for each."""
     return state_dir / "stalls"

@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from tasuki.config.constraints import check_constraints
+from tasuki.config.constraints import FUSED_LINEAR, check_constraints
 from tasuki.config.devices import Devices
 from tasuki.config.table import Schema
 from tasuki.config.train_schema import TrainConfig
@@ -35,7 +35,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 Listen = Annotated[str, AfterValidator(_loopback)]
 Port = Annotated[int, Field(ge=1, le=MAX_PORT)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-LinearName = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LinearName = Literal["q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"]
 
 
 class ModelConfig(Schema):
@@ -63,8 +63,11 @@ class LoraConfig(Schema):
     """Rows of A and columns of B. Without this table every parameter is trained."""
     alpha: PositiveFloat = 32.0
     """An adapter's product counts `alpha / rank` times."""
-    target_modules: Annotated[tuple[LinearName, ...], Field(min_length=1)] = get_args(LinearName)
-    """Linear layers that get an adapter, in every layer of the model. Experts cannot have any."""
+    target_modules: Annotated[tuple[LinearName, ...], Field(min_length=1)] = tuple(
+        name for name in get_args(LinearName) if name not in FUSED_LINEAR
+    )
+    """Linear layers that get an adapter, in every layer of the model. Experts cannot have any. Phi 3 has "qkv_proj" and "gate_up_proj"
+    in the place of their parts, GLM 4 the latter."""
 
     @model_validator(mode="after")
     def _targets_differ(self) -> LoraConfig:
@@ -164,6 +167,9 @@ class RolloutConfig(Schema):
     devices: Devices | None = None
     """GPU of each engine rank, as `trainer.devices`: those of the first replica first."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    float32_logits: bool = True
+    """Whether the vocabulary projection gives float32 logits in place of bfloat16 ones, without a copy of the weight; log-probs come closer
+    to the trainer's then. Needs a GPU: torch has no such product on a CPU, where `dtype` decides."""
     context_length: PositiveInt | None = None
     """Longest prompt plus completion; by default the model's own."""
     max_total_tokens: PositiveInt | None = None

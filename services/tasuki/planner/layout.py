@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Literal
 
 from tasuki.config.devices import MAX_GPUS
-from tasuki.planner.model_shape import ModelShape
+from tasuki.models.shape import ModelShape
 from tasuki.wire.errors import InvalidArgument
 
 GB = 10**9
@@ -124,6 +124,10 @@ class Layout:
     """Rank of adapters at linear layers; the base is then frozen, in compute dtype, and stays in the engine."""
     lora_targets: tuple[str, ...] | None = None
     """Names of the layers that have adapters; by default every matrix but the router, each expert's apart."""
+    critic: ModelShape | None = None
+    """A second model that is trained, with its own gradients and optimizer state."""
+    critic_lora_rank: int | None = None
+    critic_lora_targets: tuple[str, ...] | None = None
     merges_adapters: bool = False
     """With `lora_rank`: whether adapters go to the engine within whole weights, which then leave as without LoRA."""
     strategy: Strategy = Strategy.STAGED
@@ -197,10 +201,24 @@ class Layout:
     def num_engine_ranks(self) -> int:
         return self.tp_size * self.num_engines
 
+    def of_critic(self) -> Layout | None:
+        """The critic as a policy of its shape, with nothing to publish; None without one."""
+        if self.critic is None:
+            return None
+        return replace(
+            self,
+            model=replace(self.critic, is_critic=True, is_tied=False),
+            lora_rank=self.critic_lora_rank,
+            lora_targets=self.critic_lora_targets,
+            critic=None,
+            has_reference=False,
+        )
+
 
 _POSITIVE = (
     "num_gpus", "gpu_bytes", "host_bytes", "num_ranks", "tp_size", "num_engines", "compute_bytes", "engine_bytes",
-    "param_bytes", "micro_batch_tokens", "logit_tokens", "lora_rank", "sync_bucket_bytes", "max_total_tokens", "context_length",
+    "param_bytes", "micro_batch_tokens", "logit_tokens", "lora_rank",
+    "critic_lora_rank", "sync_bucket_bytes", "max_total_tokens", "context_length",
     "max_running_requests",
 )  # fmt: skip
 assert set(_POSITIVE) <= {each.name for each in fields(Layout)}

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from tasuki.config.gpus import gpus_of
 from tasuki.config.schema import NodeConfig
+from tasuki.models.shape import ModelShape, check_lora_targets
 from tasuki.planner.layout import Checkpointing, Layout, Overheads, named_as_given
-from tasuki.planner.model_shape import ModelShape, read_model_shape
+from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.plan import Plan, plan
 
 _ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
@@ -44,6 +45,9 @@ def node_layout(
     Raises InvalidArgument naming the configuration's key.
     """
     trainer, rollout, gpus = config.trainer, config.rollout, gpus_of(config)
+    critic_lora = None if trainer.critic is None else trainer.critic.lora
+    if trainer.lora is not None:
+        check_lora_targets(model, trainer.lora.target_modules)
     layout = Layout(
         model=model,
         num_gpus=max(*gpus.trainer, *gpus.rollout) + 1 if num_gpus is None else num_gpus,
@@ -65,6 +69,9 @@ def node_layout(
         has_reference=config.train is not None and (config.train.loss.kl_coef > 0 or config.train.advantages.kl_coef > 0),
         lora_rank=None if trainer.lora is None else trainer.lora.rank,
         lora_targets=None if trainer.lora is None else trainer.lora.target_modules,
+        critic=_critic_shape(config, model),
+        critic_lora_rank=None if critic_lora is None else critic_lora.rank,
+        critic_lora_targets=None if critic_lora is None else critic_lora.target_modules,
         merges_adapters=config.served_adapter is None,
         kv_ratio=rollout.kv_ratio,
         max_total_tokens=rollout.max_total_tokens,
@@ -74,3 +81,10 @@ def node_layout(
     )
     is_open = trainer.export_stays is None and trainer.export_handles == "vmm"
     return replace(layout, export_stays=False) if is_open and not plan(layout).fits else layout
+
+
+def _critic_shape(config: NodeConfig, policy: ModelShape) -> ModelShape | None:
+    critic = config.trainer.critic
+    if critic is None:
+        return None
+    return policy if critic.path is None else read_model_shape(critic.path)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from tasuki.models.shape import ModelShape
 from tasuki.planner.layout import GB, TAGS, Part
-from tasuki.planner.model_shape import ModelShape
 from tasuki.wire.errors import InvalidArgument
 
 

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, replace
 
 from tasuki.memory.granularity import arena_bytes
+from tasuki.models.shape import ROUTER, Shapes
 from tasuki.planner.layout import Layout
-from tasuki.planner.model_shape import Shapes
 
 # SGLang pads the vocabulary to a multiple of this, for each rank of TP.
 _VOCABULARY_STEP = 64
@@ -86,5 +86,5 @@ def _rank_numel(name: str, shape: tuple[int, ...], tp_size: int) -> int:
     if name in ("embed_tokens.weight", "lm_head.weight"):
         rows = -(-shape[0] // _VOCABULARY_STEP) * _VOCABULARY_STEP
         return -(-rows // tp_size) * shape[1]
-    replicated = "norm" in name or name == "mlp.gate.weight" or name.endswith(("o_proj.bias", "down_proj.bias"))
+    replicated = "norm" in name or name == ROUTER or name.endswith(("o_proj.bias", "down_proj.bias"))
     return whole if replicated else -(-whole // tp_size)

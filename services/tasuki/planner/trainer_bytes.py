@@ -1,4 +1,4 @@
-"""Bytes of one FSDP2 rank: what it keeps, and the most that a step takes on top. See trainer/{model,memory,worker}.py."""
+"""Bytes of one FSDP2 rank: what it keeps, and the most that a step takes on top. See trainer/backends/fsdp/."""
 
 from __future__ import annotations
 
@@ -7,33 +7,47 @@ from collections.abc import Iterator
 from itertools import chain
 
 from tasuki.memory.granularity import CPU_MIN_TENSOR, arena_bytes, export_bytes
+from tasuki.models.shape import ROUTER, ModelShape, QkNorm, Shapes
 from tasuki.planner.layout import Checkpointing, Layout, Part
-from tasuki.planner.model_shape import ModelShape, Shapes
 
 Bytes = dict[Part, int]
 # Of what is computed in float32 whatever the parameters' dtype.
 _FLOAT32 = 4
 _ALIGNMENT = 256
-# algorithms/log_probs.py works on blocks of this many float32 values.
+# algorithms/token_log_probs.py works on blocks of this many float32 values.
 _BLOCK_VALUES = 1 << 24
 
 
 def trainer_tags(layout: Layout) -> Bytes:
-    """Weights, gradients and optimizer state of rank 0, which no rank exceeds."""
-    trained = [math.prod(shape) * layout.param_bytes for shape in _trained_shards(layout)]
-    weights, frozen = list(trained), [math.prod(shape) * layout.compute_bytes for shape in shards(layout)]
-    if layout.lora_rank is not None:
-        weights = frozen + weights
-    elif layout.model.is_tied and layout.device == "cuda":
-        # `to_empty` makes a tied tensor once for each of its names; torch keeps the first one's memory in the tag's pool.
-        weights.append(weights[0])
+    """Weights, gradients and optimizer state of rank 0, which no rank exceeds: of the policy and of the critic, if there is one."""
+    weights, trained = _kept_tensors(layout)
+    critic = layout.of_critic()
+    if critic is not None:
+        critic_weights, critic_trained = _kept_tensors(critic)
+        weights, trained = weights + critic_weights, trained + critic_trained
     if layout.has_reference and layout.lora_rank is None:
-        weights += frozen
+        weights += _frozen_shards(layout)
     return {
         Part.TRAINER_WEIGHTS: _tag_bytes(weights, layout),
         Part.GRADIENTS: _tag_bytes(trained, layout),
         Part.OPTIMIZER: _tag_bytes([size for size in trained for _ in range(2)], layout),
     }
+
+
+def _kept_tensors(layout: Layout) -> tuple[list[int], list[int]]:
+    """Bytes of every shard of a network, and of those that are trained."""
+    trained = [math.prod(shape) * layout.param_bytes for shape in _trained_shards(layout)]
+    if layout.lora_rank is not None:
+        return _frozen_shards(layout) + trained, trained
+    weights = list(trained)
+    if layout.model.is_tied and layout.device == "cuda":
+        # `to_empty` makes a tied tensor once for each of its names; torch keeps the first one's memory in the tag's pool.
+        weights.append(weights[0])
+    return weights, trained
+
+
+def _frozen_shards(layout: Layout) -> list[int]:
+    return [math.prod(shape) * layout.compute_bytes for shape in shards(layout)]
 
 
 def export_arena(layout: Layout) -> int:
@@ -52,8 +66,10 @@ def export_arena(layout: Layout) -> int:
 
 
 def training_peak(layout: Layout) -> Bytes:
-    """Working memory at the moment of a step that needs the most, beside the tags."""
-    return max(step_moments(layout).values(), key=lambda parts: sum(parts.values()))
+    """Working memory at the moment of a step that needs the most, of the policy or of the critic, beside the tags."""
+    critic = layout.of_critic()
+    moments = [*step_moments(layout).values(), *(step_moments(critic).values() if critic is not None else ())]
+    return max(moments, key=lambda parts: sum(parts.values()))
 
 
 def step_moments(layout: Layout) -> dict[str, Bytes]:
@@ -79,7 +95,7 @@ def _cached(layout: Layout, *, moment: str) -> int:
     model, ranks = layout.model, layout.num_ranks
     root, layer = _numel(model.root()), max(_numel(model.layer(index)) for index in range(model.num_layers))
     trains_base = layout.lora_rank is None
-    logits = _logit_places(layout) * model.vocab_size * layout.compute_bytes
+    logits = _logit_places(layout) * model.num_outputs * layout.compute_bytes
     if ranks > 1:
         arriving = root * layout.compute_bytes * (ranks + 1) // ranks
         reduced = _FLOAT32 * (root + layer) // ranks if trains_base else 0
@@ -89,17 +105,21 @@ def _cached(layout: Layout, *, moment: str) -> int:
     return (0 if layout.accumulates else logits) + (2 * _FLOAT32 * idle if trains_base else 0)
 
 
-def kept_per_token(model: ModelShape, layer: int, *, compute_bytes: int = 2, lora_rank: int | None = None) -> int:
+def kept_per_token(
+    model: ModelShape, layer: int, *, num_keys: int, compute_bytes: int = 2, lora_rank: int | None = None
+) -> int:
     """Bytes that autograd keeps of one token in one layer of transformers' implementation, with flash attention.
 
-    Each norm: its input in float32, one float32, and the two factors of its last product, the second being its result; rotated queries,
-    keys, values and the attention's output, one float32 for each head; four tensors of the MLP's width.
+    Each norm: its input in float32, one float32, and the two factors of its last product, the second being its result, which is kept where
+    it goes into a linear layer; attention; four tensors of the MLP's width. num_keys: of the padded sequence, where attention is capped.
     """
-    hidden, query, kv = model.hidden_size, model.query_size, model.kv_size
-    norms = 2 * (hidden * (4 + 2 * compute_bytes) + 4)
-    attention = (2 * query + 2 * kv) * compute_bytes + 4 * model.num_heads
-    if model.has_qk_norm:
-        attention += (query + kv) * (4 + compute_bytes) + 4 * (model.num_heads + model.num_kv_heads)
+    hidden = model.hidden_size
+    # Without a norm before them, attention and MLP keep their input itself.
+    own_inputs = (2 - len(model.norms)) * hidden * compute_bytes
+    post_norm = hidden * (4 + _norm_factor(model, compute_bytes)) + 4
+    pre_norm = post_norm + hidden * compute_bytes
+    norms = len(model.norms) * pre_norm + len(model.post_norms) * post_norm + own_inputs
+    attention = _kept_of_attention(model, compute_bytes, num_keys=num_keys)
     if model.is_sparse(layer):
         # For each chosen expert: the token, gate and up, what they make, the result and its weight; four indices and a mask to sort them.
         width = 2 * hidden + 4 * model.expert_size + 1
@@ -108,6 +128,33 @@ def kept_per_token(model: ModelShape, layer: int, *, compute_bytes: int = 2, lor
         mlp = 4 * model.intermediate_size * compute_bytes
     adapters = 0 if lora_rank is None else 7 * lora_rank * compute_bytes
     return norms + attention + mlp + adapters
+
+
+def _kept_of_attention(model: ModelShape, compute_bytes: int, *, num_keys: int) -> int:
+    """Of one token: norms of queries and keys; rotated queries, keys, values and the output, and one float32 for each head.
+
+    Where it is capped, all of queries' size, and for each key and head what the cap makes, the softmax in float32, and its copy.
+    """
+    query, kv, heads = model.query_size, model.kv_size, model.num_heads
+    norms = 0
+    if model.qk_norm is not None:
+        sums = heads + model.num_kv_heads if model.qk_norm is QkNorm.HEAD else 2
+        norms = (query + kv) * (4 + _norm_factor(model, compute_bytes)) + 4 * sums
+    if model.caps_attention:
+        copy = compute_bytes if compute_bytes < _FLOAT32 else 0
+        return norms + 4 * query * compute_bytes + heads * num_keys * (compute_bytes + _FLOAT32 + copy)
+    kept = 2 * query + 2 * kv
+    if model.has_fused_qkv:
+        # Values are a view of all three.
+        kept += query + kv
+    if model.joins_rotated:
+        # The output in another layout as well.
+        kept += query
+    return norms + kept * compute_bytes + 4 * heads
+
+
+def _norm_factor(model: ModelShape, compute_bytes: int) -> int:
+    return _FLOAT32 if model.has_float_norms else compute_bytes
 
 
 def offloaded_bytes(layout: Layout) -> int:
@@ -119,10 +166,13 @@ def offloaded_bytes(layout: Layout) -> int:
 
 def _at_loss(layout: Layout) -> Bytes:
     """The loss: logits, and in backward their gradient, while nothing of the activations has gone."""
-    values = _logit_places(layout) * layout.model.vocab_size
+    values = _logit_places(layout) * layout.model.num_outputs
     logits, block = values * layout.compute_bytes, min(values, _BLOCK_VALUES)
     # Forward: the scaled copy and two temporaries. Backward: the gradient of a block, in float32 and in compute dtype.
     forward, backward = logits + 3 * _FLOAT32 * block, 2 * logits + (_FLOAT32 + layout.compute_bytes) * block
+    if layout.model.caps_logits:
+        # What the cap made of them is kept, and their gradient passes through it.
+        forward, backward = forward + logits, backward + logits
     return {
         Part.LAYERS: _gathered(layout, layers=0 if layout.num_ranks == 1 else 1),
         Part.WHOLE_GRADIENTS: _whole_gradients(layout),
@@ -143,7 +193,7 @@ def _at_layer(layout: Layout) -> Bytes:
     gradients = 0
     if layout.lora_rank is None:
         # Of the layer and, until the step's end, of the vocabulary projection; the former again in float32 on their way to the owners.
-        vocabulary = model.vocab_size * model.hidden_size
+        vocabulary = model.num_outputs * model.hidden_size
         gradients = (layer + vocabulary) * compute + (0 if layout.accumulates else layer * _sent_bytes(layout))
     return {
         # This one, and for several ranks the next one's as it arrives and as it is copied out.
@@ -193,7 +243,13 @@ def _layer_input(layout: Layout) -> int:
 
 
 def _layer_activations(layout: Layout, index: int) -> int:
-    each = kept_per_token(layout.model, index, compute_bytes=layout.compute_bytes, lora_rank=layout.lora_rank)
+    each = kept_per_token(
+        layout.model,
+        index,
+        num_keys=min(layout.longest_sequence, layout.micro_batch_tokens),
+        compute_bytes=layout.compute_bytes,
+        lora_rank=layout.lora_rank,
+    )
     return layout.micro_batch_tokens * each
 
 
@@ -233,7 +289,7 @@ def _linear_layers(layer: Shapes, targets: tuple[str, ...] | None) -> Iterator[t
             continue
         if len(shape) == 3:
             yield from [(shape[1], shape[2])] * shape[0]
-        elif len(shape) == 2 and name != "mlp.gate.weight":
+        elif len(shape) == 2 and name != ROUTER:
             yield (shape[0], shape[1])
 
 

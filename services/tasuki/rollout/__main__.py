@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from multiprocessing.util import Finalize
 from pathlib import Path
 
@@ -18,13 +19,15 @@ from tasuki.config.gpus import show_gpus
 from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock
 from tasuki.config.schema import NodeConfig
-from tasuki.rollout.environment import engine_environment
+from tasuki.rollout.environment import engine_environment, foreign_variables
 from tasuki.rollout.model import read_model
 from tasuki.rollout.ranks import RankProcesses
 from tasuki.rollout.startup_deadline import StartupDeadline
 from tasuki.rpc.gpu_wait import wait_for_trainer_to_leave
 from tasuki.rpc.logs import configure_logging
 from tasuki.wire.errors import TasukiError
+
+_log = logging.getLogger(__name__)
 
 
 def main() -> int:
@@ -52,7 +55,7 @@ def _serve(config: NodeConfig, deadline: StartupDeadline) -> int:
         temp_dir.mkdir(mode=0o700)
         # Runs when the interpreter exits, after multiprocessing has removed what it keeps there itself (at priority -100).
         Finalize(None, shutil.rmtree, args=(temp_dir, True), exitpriority=-200)
-        os.environ.update(engine_environment(config, model, temp_dir=temp_dir))
+        _set_environment(engine_environment(config, model, temp_dir=temp_dir))
         show_gpus(config)
         ranks = RankProcesses()
         try:
@@ -65,6 +68,16 @@ def _serve(config: NodeConfig, deadline: StartupDeadline) -> int:
         finally:
             deadline.finish()
             ranks.kill()
+
+
+def _set_environment(ours: Mapping[str, str]) -> None:
+    """Of this process and of the engine's, which inherit it."""
+    dropped = foreign_variables(os.environ)
+    for name in dropped:
+        del os.environ[name]
+    if dropped:
+        _log.warning("event=environment_dropped names=%s", ",".join(dropped))
+    os.environ.update(ours)
 
 
 if __name__ == "__main__":

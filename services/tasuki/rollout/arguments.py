@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from tasuki.config.schema import LoraConfig, NodeConfig, RolloutConfig
@@ -33,6 +34,8 @@ def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
         "disable_radix_cache": not rollout.radix_cache,
         # Token ids in, token ids out.
         "skip_tokenizer_init": True,
+        # SGLang would take those of config.json and generation_config.json alone.
+        "json_model_override_args": json.dumps({"eos_token_id": model.stop_token_ids} if model.stop_token_ids else {}),
         "custom_weight_loader": [COMMAND_LOADER],
         # The saver is ours, see memory_saver.py.
         "enable_memory_saver": True,

@@ -1,14 +1,45 @@
-"""Environment variables that SGLang reads when it is imported; `__main__` sets them before that."""
+"""Environment variables that SGLang reads when it is imported; `__main__` sets ours and drops others before that."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
 from tasuki.config.schema import NodeConfig
 from tasuki.rollout.model import ModelFacts
 from tasuki.wire.errors import UnsupportedModel
+
+# Settings of the engine and of libraries that compute for it. One left in a shell would change log-probs without a word.
+_FAMILIES = (
+    "SGLANG_", "SGL_", "FLASHINFER_", "FLA_", "TRTLLM_", "VLLM_", "DG_JIT_", "AITER_", "ROCM_QUICK_REDUCE_",
+    "TORCH_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "PYTORCH_", "TRITON_", "CUBLAS_", "CUBLASLT_", "CUDNN_", "ONEDNN_", "DNNL_",
+)  # fmt: skip
+_OTHERS = frozenset(
+    {
+        "ATEN_CPU_CAPABILITY", "CK_MOE", "DISABLE_ADDMM_CUDA_LT", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "NVIDIA_TF32_OVERRIDE",
+        "SYNC_TOKEN_IDS_ACROSS_TP", "TIMM_FUSED_ATTN", "USE_TRITON_W8A8_FP8_KERNEL",
+    }
+)  # fmt: skip
+# Where libraries keep files, how they log, how memory and peers are reached: nothing that a number depends on.
+_KEPT_ENDS = ("_DIR", "_HOME", "_PATH", "_WORKSPACE_BASE", "_LOGS", "_LOG_LEVEL", "_ALLOC_CONF", "_ARCH_LIST", "_STACKTRACES")
+_KEPT_FAMILIES = ("TORCH_NCCL_", "TORCH_GLOO_", "TORCH_DISTRIBUTED_", "TORCH_FR_")
+
+
+def foreign_variables(names: Iterable[str]) -> list[str]:
+    """Variables that the engine must not inherit, sorted.
+
+    All of SGLang's, and those of torch, CUDA's libraries and kernel packages but for places, logs, allocators and transports. NCCL's and
+    OpenMP's stay: they belong to the machine.
+    """
+    return sorted(name for name in names if _is_foreign(name))
+
+
+def _is_foreign(name: str) -> bool:
+    if name.startswith(("SGLANG_", "SGL_")) or name in _OTHERS:
+        return True
+    return name.startswith(_FAMILIES) and not name.startswith(_KEPT_FAMILIES) and not name.endswith(_KEPT_ENDS)
 
 
 def engine_environment(config: NodeConfig, model: ModelFacts, *, temp_dir: Path) -> dict[str, str]:
@@ -18,6 +49,11 @@ def engine_environment(config: NodeConfig, model: ModelFacts, *, temp_dir: Path)
     """
     everywhere = {
         "TMPDIR": str(temp_dir),
+        # Ranks of one node need no network. Without these, gloo and NCCL listen on the address that the host's name stands for.
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        # A queue of pickles over a TCP port, for kinds of parallelism that we do not use.
+        "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "0",
         # Everything is on this machine; a look-up would only wait for a network.
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",

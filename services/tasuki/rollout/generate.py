@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,10 +10,21 @@ from dataclasses import dataclass
 from tasuki.rollout.model import ModelFacts
 from tasuki.wire.errors import InvalidArgument
 
-_MAX_SEED = 2**63 - 1
 _MAX_SAMPLES = 65_536
+_MAX_REQUEST_ID = 128
 # SGLang's own, when the request does not say.
 _DEFAULT_MAX_NEW_TOKENS = 128
+# SGLang's own.
+_GREEDY_BELOW = 1e-6
+_NEUTRAL = {
+    "top_p": 1,
+    "top_k": -1,
+    "min_p": 0,
+    "min_new_tokens": 0,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+}
 CUT = "abort"
 """SGLang's word for a completion that was cut."""
 
@@ -47,6 +59,15 @@ class GenerationRequest:
     prompts: Sequence[Sequence[int]]
     num_samples: int
     sampling: Mapping[str, object]
+    request_id: str = ""
+    """Under which the caller may repeat the call."""
+    first_prompt: int = 0
+    """Place of prompts[0] among all prompts of the caller."""
+
+    def question(self) -> str:
+        """Equal for calls that ask for the same, apart from their ids."""
+        asked = (self.prompts, self.num_samples, self.sampling, self.first_prompt)
+        return hashlib.sha256(repr(asked).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +78,10 @@ class Sample:
     sample_index: int
     completion: Completion
     policy_version: int
+    temperature: float
+    """That the log-probs are under."""
+    has_exact_log_probs: bool
+    """Whether every token was drawn from the distribution of its log-prob."""
 
 
 def check_request(request: GenerationRequest, model: ModelFacts) -> None:
@@ -68,10 +93,9 @@ def check_request(request: GenerationRequest, model: ModelFacts) -> None:
     if len(request.prompts) * request.num_samples > _MAX_SAMPLES:
         asked = len(request.prompts) * request.num_samples
         raise InvalidArgument("num_samples", f"{asked} samples in one call; at most {_MAX_SAMPLES}, split the call")
+    if len(request.request_id) > _MAX_REQUEST_ID:
+        raise InvalidArgument("request_id", f"has {len(request.request_id)} characters; at most {_MAX_REQUEST_ID}")
     _check_sampling(request.sampling, model)
-    seed = request.sampling.get("sampling_seed")
-    if isinstance(seed, int) and seed + request.num_samples > _MAX_SEED:
-        raise InvalidArgument("sampling_params.sampling_seed", f"plus num_samples must not exceed {_MAX_SEED}")
     for index, token_ids in enumerate(request.prompts):
         _check_prompt(f"prompts[{index}]", token_ids, request.sampling, model)
 
@@ -129,7 +153,7 @@ def _check_combinations(sampling: Mapping[str, object], model: ModelFacts) -> No
     assert isinstance(least, int) and isinstance(most, int)
     if least > most:
         raise InvalidArgument("sampling_params.min_new_tokens", f"{least} is more than max_new_tokens, {most}")
-    if least and not model.has_eos:
+    if least and not model.stop_token_ids:
         raise InvalidArgument("sampling_params.min_new_tokens", "the model names no end-of-sequence token to hold back")
     if model.is_seeded and sampling.get("min_p"):
         raise InvalidArgument("sampling_params.min_p", "SGLang cannot combine it with seeds, by which this engine samples")
@@ -137,12 +161,36 @@ def _check_combinations(sampling: Mapping[str, object], model: ModelFacts) -> No
         raise InvalidArgument("sampling_params.sampling_seed", "this engine does not sample by seeds")
 
 
-def sampling_of(request: GenerationRequest, prompt_index: int, sample_index: int, model: ModelFacts) -> dict[str, object]:
-    """SGLang's sampling parameters of one sample, without a seed unless the caller gave one."""
+def is_greedy(sampling: Mapping[str, object]) -> bool:
+    """Whether only the likeliest token can be drawn."""
+    temperature = sampling.get("temperature", 1.0)
+    assert isinstance(temperature, (int, float))
+    return temperature < _GREEDY_BELOW or sampling.get("top_k") == 1
+
+
+def log_prob_temperature(sampling: Mapping[str, object]) -> float:
+    """Temperature of the distribution that log-probs are reported under."""
+    temperature = 1.0 if is_greedy(sampling) else sampling.get("temperature", 1.0)
+    assert isinstance(temperature, (int, float))
+    return temperature
+
+
+def has_exact_log_probs(sampling: Mapping[str, object]) -> bool:
+    """Whether tokens are drawn from softmax(logits / temperature), of which log-probs are reported, and from nothing else.
+
+    Penalties and min_new_tokens change the logits, so that a trainer's log-probs are others; top_p, top_k and min_p leave tokens out
+    that the reported distribution has.
+    """
+    return not is_greedy(sampling) and all(sampling.get(name, neutral) == neutral for name, neutral in _NEUTRAL.items())
+
+
+def sampling_of(request: GenerationRequest, prompt_index: int, model: ModelFacts) -> dict[str, object]:
+    """SGLang's sampling parameters of the samples of one prompt, but for their seeds."""
     sampling = dict(request.sampling)
     room = model.context_length - len(request.prompts[prompt_index])
     sampling.setdefault("max_new_tokens", min(_DEFAULT_MAX_NEW_TOKENS, room))
-    seed = sampling.get("sampling_seed")
-    if isinstance(seed, int):
-        sampling["sampling_seed"] = seed + sample_index
+    if is_greedy(sampling):
+        # With top_k = 1 alone SGLang's log-probs are under the temperature or not, depending on what else is in the batch.
+        sampling["temperature"] = 0.0
+        sampling.pop("top_k", None)
     return sampling

@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from tasuki.config.schema import NodeConfig
+from tasuki.models import families
+from tasuki.models.families import FAMILIES
+from tasuki.models.family import Model
+from tasuki.rollout.stop_tokens import read_stop_token_ids
 from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
 
 
@@ -20,21 +24,24 @@ class ModelFacts:
     vocab_size: int
     context_length: int
     """Longest prompt plus completion that is served."""
-    has_eos: bool
-    """Whether the model names an end-of-sequence token."""
+    stop_token_ids: tuple[int, ...]
+    """That end a completion unless the request ignores them: every end-of-sequence token that the model folder names."""
     is_seeded: bool
     """Whether every request is sampled by a seed of its own."""
 
 
 def read_model(config: NodeConfig) -> ModelFacts:
-    """Raises PathNotFound without a model folder, UnsupportedModel for a config.json that describes no language model, InvalidArgument
-    when the context is longer than the model's or than the KV cache, or the heads cannot be split.
+    """Raises PathNotFound without a model folder, UnsupportedModel for a config.json that describes no language model or one that the
+    engine computes otherwise than the trainer, InvalidArgument when the context is longer than the model's or than the KV cache, or the
+    heads cannot be split.
     """
     path = config.model.path
     table = _read_json(path / "config.json", path)
     architectures = table.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise UnsupportedModel(f"model.path: {path}/config.json names no architecture")
+    if architectures[0] in FAMILIES:
+        _check_engine(families.read_model(table), device=config.device)
     # A multimodal model keeps its language model's sizes one level down.
     text: dict[str, Any] = table.get("text_config", table)
     longest = _size(text, "max_position_embeddings", path)
@@ -44,16 +51,25 @@ def read_model(config: NodeConfig) -> ModelFacts:
     heads, tp_size = _size(text, "num_attention_heads", path), config.rollout.tp_size
     if heads % tp_size:
         raise InvalidArgument("rollout.tp_size", f"the model's {heads} attention heads cannot be split over {tp_size} ranks")
+    vocab_size = _size(text, "vocab_size", path)
     model = ModelFacts(
         path=str(path),
         architecture=str(architectures[0]),
-        vocab_size=_size(text, "vocab_size", path),
+        vocab_size=vocab_size,
         context_length=longest if wanted is None else wanted,
-        has_eos=text.get("eos_token_id") is not None,
+        stop_token_ids=read_stop_token_ids(path, vocab_size=vocab_size),
         is_seeded=config.device == "cpu",
     )
     check_capacity(config.rollout.max_total_tokens, model)
     return model
+
+
+def _check_engine(model: Model, *, device: str) -> None:
+    """Raises UnsupportedModel for logits that are capped, on a CPU."""
+    if device == "cpu" and (model.attention.logit_softcap, model.final_logit_softcap) != (None, None):
+        architecture = model.shape.architecture
+        problem = f"{architecture} caps logits, which SGLang's attention on a CPU leaves out; serve it on GPUs"
+        raise UnsupportedModel(f"model.path: {problem}", architecture=architecture, field="device")
 
 
 def check_capacity(total_tokens: int | None, model: ModelFacts) -> None:

@@ -17,7 +17,8 @@ from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
 from tasuki.transport.checksum import checksum
 from tasuki.transport.copies import ViewChecksum, ViewCopy, prepare_checksums, prepare_copies, prepare_summed_copies
 from tasuki.transport.imported_weights import ImportedWeights, import_weights
-from tasuki.transport.plan import Constant, CopyPlan, Slice, split_by_rows, whole
+from tasuki.transport.plan import Constant, CopyPlan, Slice, whole
+from tasuki.transport.split import split_by_entries
 from tasuki.transport.verify import HeldSlice
 from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import InternalError, UnsupportedModel, WeightsCorrupt
@@ -140,11 +141,11 @@ class _PreparedPlan:
                 parameters.view(piece.parameter, copy.destination),
                 _strided(imported.tensor(copy.entry), copy.source),
                 imported.owner(copy.entry),
-                index=copy.entry.first_element + copy.source.offset,
+                where=copy.where,
                 slot=slot,
             )
             for slot, piece in enumerate(plan.pieces)
-            for copy in split_by_rows(piece, imported.entries[piece.name])
+            for copy in split_by_entries(piece, imported.entries[piece.name])
         ]
         fallback_bytes = sum(entry.num_bytes for name in plan.fallback_names for entry in imported.entries[name])
         self.copied_bytes = fallback_bytes + sum(copy.source.numel() * copy.source.element_size() for copy in copies)

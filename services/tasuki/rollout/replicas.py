@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from typing import Any
 
 import zmq
 from sglang.srt.server_args import PortArgs, ServerArgs
-from sglang.srt.utils.network import bind_port, get_zmq_socket
+from sglang.srt.utils.network import get_zmq_socket
 
 Launch = tuple[ServerArgs, PortArgs]
 """What the ranks of one replica start with."""
 
 
 def launches_of(server_args: ServerArgs, port_args: PortArgs, *, num_replicas: int) -> list[Launch]:
-    """The first replica's are SGLang's own; the others have sockets, a port and a seed of their own, and answer to the same front."""
+    """The first replica's are SGLang's own; the others have their own sockets and seed, and answer to the same front."""
     launches = [(server_args, port_args)]
-    with ExitStack() as stack:
-        # Held until all have one, so that no two get the same.
-        stack.enter_context(bind_port(port_args.nccl_port))
-        for replica in range(1, num_replicas):
-            ports = PortArgs.init_new(server_args)
-            stack.enter_context(bind_port(ports.nccl_port))
-            same = {name: getattr(port_args, name) for name in ("tokenizer_ipc_name", "detokenizer_ipc_name", "instance_id")}
-            arguments = copy(server_args)
-            # Else replicas would draw the same samples of the same prompt.
-            arguments.random_seed = (server_args.random_seed or 0) + replica
-            launches.append((arguments, replace(ports, **same)))
+    for replica in range(1, num_replicas):
+        same = {name: getattr(port_args, name) for name in ("tokenizer_ipc_name", "detokenizer_ipc_name", "instance_id")}
+        arguments = copy(server_args)
+        # Else replicas would draw the same samples of the same prompt.
+        arguments.random_seed = (server_args.random_seed or 0) + replica
+        launches.append((arguments, replace(PortArgs.init_new(server_args), **same)))
     return launches
 
 

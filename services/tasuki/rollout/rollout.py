@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import math
-import random
 import time
 import uuid
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tasuki.memory.stages import START, Stage
 from tasuki.memory.tags import MemoryTag
-from tasuki.rollout.generate import EngineRequest, GenerationRequest, Sample, check_request, sampling_of
+from tasuki.rollout.generate import (
+    EngineRequest,
+    GenerationRequest,
+    Sample,
+    check_request,
+    has_exact_log_probs,
+    log_prob_temperature,
+    sampling_of,
+)
 from tasuki.rollout.memory import EngineMemory
+from tasuki.rollout.seeds import CallNumbers, sample_seed
 from tasuki.rollout.stages import check_idle, check_stage, check_tags, is_serving
 from tasuki.rollout.sync import SyncReport, WeightSync
 from tasuki.rpc.commands import REFUSALS
@@ -40,7 +46,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _DRAIN_POLL_S = 0.05
-_SEED_BITS = 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,7 @@ class Drained:
 class Rollout:
     """One engine, its weights' version, its memory, and where the service stands in the ring of stages.
 
-    seed: of the seeds of samples whose request gives none. on_serving: called whenever generation opens or closes. on_poison: called
+    calls, seed: of the seeds of samples whose request gives none. on_serving: called whenever generation opens or closes. on_poison: called
     when the engine's memory can no longer be trusted.
     """
 
@@ -64,6 +69,7 @@ class Rollout:
         sync: WeightSync,
         memory: EngineMemory,
         *,
+        calls: CallNumbers,
         seed: int,
         on_serving: Callable[[bool], Awaitable[None]],
         on_poison: Callable[[], None],
@@ -75,9 +81,7 @@ class Rollout:
         self.memory = memory
         self._sync = sync
         self._on_serving, self._on_poison = on_serving, on_poison
-        self._seed = seed
-        self._num_asked: Counter[str] = Counter()
-        """How often each request has come since the version was committed."""
+        self._calls, self._rollout_seed = calls, seed
         self._held_version: int | None = None
         self._highest_served: int | None = None
         self._is_open = False
@@ -114,7 +118,7 @@ class Rollout:
         self.stage = stage
         if is_serving(stage):
             self._highest_served = self._held_version
-            self._num_asked.clear()
+            self._calls.begin_version(self._held_version)
             await self._open()
         _log.info("event=stage stage=%s mapped_bytes=%d policy_version=%s", stage, mapped, self._held_version)
         return mapped
@@ -192,13 +196,9 @@ class Rollout:
         call, version = uuid.uuid4().hex, self._held_version
         assert version is not None
 
-        # SGLang aborts by prefix: the dot keeps sample 1 from taking sample 10 with it.
-        seeds = self._seeds(request)
         places = [(prompt, sample) for prompt in range(len(request.prompts)) for sample in range(request.num_samples)]
-        requests = [
-            EngineRequest(f"{call}-{prompt}-{sample}.", request.prompts[prompt], self._sampling(request, prompt, sample, seeds))
-            for prompt, sample in places
-        ]
+        requests = self._engine_requests(request, places, call=call)
+        temperature, is_exact = log_prob_temperature(request.sampling), has_exact_log_probs(request.sampling)
         async with aclosing(self.engine.generate(requests)) as completions:
             async for ended in completions:
                 if not all(math.isfinite(log_prob) for _, completion in ended for log_prob in completion.log_probs):
@@ -206,26 +206,36 @@ class Rollout:
                         f"policy version {version} gives log-probs that are not finite; load a checkpoint",
                         policy_version=version,
                     )
-                yield [Sample(*places[index], completion, version) for index, completion in ended]
+                yield [Sample(*places[index], completion, version, temperature, is_exact) for index, completion in ended]
 
-    def _seeds(self, request: GenerationRequest) -> random.Random:
-        """Of the samples of a request that names no seed.
+    def _engine_requests(
+        self, request: GenerationRequest, places: Sequence[tuple[int, int]], *, call: str
+    ) -> list[EngineRequest]:
+        """places: prompt and sample of each, counted within the request."""
+        seed = self._seed(request, call=call)
+        requests: list[EngineRequest] = []
+        for prompt, sample in places:
+            sampling = sampling_of(request, prompt, self.engine.model)
+            if seed is not None:
+                sampling["sampling_seed"] = sample_seed(seed, prompt=request.first_prompt + prompt, sample=sample)
+            # SGLang aborts by prefix: the dot keeps sample 1 from taking sample 10 with it.
+            requests.append(EngineRequest(f"{call}-{prompt}-{sample}.", request.prompts[prompt], sampling))
+        return requests
 
-        They depend on the version and on what is asked, so that an engine that was started anew makes what the lost one would have
-        made, and on how often it was asked, so that asking twice gives two answers.
+    def _seed(self, request: GenerationRequest, *, call: str) -> int | str | None:
+        """What the seeds of the samples are made from; None where the engine does not sample by seeds.
+
+        Without a seed of the caller it depends on the version, on what is asked, and on how often that was asked before, so that a
+        restarted engine makes the samples that the lost one would have made, and asking twice gives two answers.
         """
-        asked = hashlib.sha256(repr((request.prompts, request.num_samples, request.sampling)).encode()).hexdigest()
-        self._num_asked[asked] += 1
-        # To be repeatable, not secret.
-        return random.Random(f"{self._seed}/{self._held_version}/{asked}/{self._num_asked[asked]}")  # noqa: S311
-
-    def _sampling(
-        self, request: GenerationRequest, prompt_index: int, sample_index: int, seeds: random.Random
-    ) -> dict[str, object]:
-        sampling = sampling_of(request, prompt_index, sample_index, self.engine.model)
-        if self.engine.model.is_seeded:
-            sampling.setdefault("sampling_seed", seeds.getrandbits(_SEED_BITS))
-        return sampling
+        if not self.engine.model.is_seeded:
+            return None
+        given = request.sampling.get("sampling_seed")
+        if isinstance(given, int):
+            return given
+        question = request.question()
+        number = self._calls.number(question, call_id=request.request_id or call)
+        return f"{self._rollout_seed}/{self._held_version}/{question}/{number}"
 
     def _check_open(self) -> None:
         if self.poison_reason is not None:

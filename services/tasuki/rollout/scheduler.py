@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any, cast
 
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.layers import sampler as sglang_sampler
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.managers import scheduler as sglang_scheduler
@@ -21,6 +22,7 @@ from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import set_host_budget
 from tasuki.rollout.adapter import AdapterBuffers, UnpinnedLora, serve_adapter
 from tasuki.rollout.cpu_attention import BatchedAttention
+from tasuki.rollout.float32_logits import install_float32_logits
 from tasuki.rollout.memory_saver import install_saver
 from tasuki.rollout.rank_commands import EngineRank, register_rank
 from tasuki.rollout.rank_memory import rank_allocator
@@ -28,6 +30,7 @@ from tasuki.rollout.rank_report import RankReport, reporting
 from tasuki.rollout.record import EngineModel
 from tasuki.rollout.seeded_sampling import multinomial_with_seed
 from tasuki.rollout.turn import Turn
+from tasuki.transport.gloo_peers import check_gloo_peers
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +145,21 @@ def run_scheduler(
         set_host_budget(config.memory.host_budget_bytes // config.num_engine_ranks)
     allocator = rank_allocator("cpu" if server_args.device == "cpu" else f"{server_args.device}:{gpu_id}")
     install_saver(allocator)
+    _meet_in_private(port_args)
     number = tp_rank if rank is None else rank
     setup = RankSetup(config=config, rank=number, tp_rank=tp_rank, allocator=allocator, pipe_writer=pipe_writer)
     _install_scheduler(setup, device=server_args.device)
     sglang_scheduler.run_scheduler_process(
         server_args, port_args, gpu_id, tp_rank, attn_cp_rank, moe_dp_rank, moe_ep_rank, pp_rank, dp_rank, pipe_writer
     )
+
+
+def _meet_in_private(port_args: PortArgs) -> None:
+    """Has the ranks of a replica find each other by a file; SGLang's TCP store answers to every user of the machine."""
+    # Beside the replica's sockets: the name is one of this launch and this replica only.
+    socket_path = port_args.scheduler_input_ipc_name.removeprefix("ipc://")
+    envs.SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE.set(f"file://{socket_path}.store")
+    check_gloo_peers()
 
 
 def _select_gpu(gpu_id: int, pipe_writer: Connection) -> bool:
@@ -163,6 +175,8 @@ def _select_gpu(gpu_id: int, pipe_writer: Connection) -> bool:
 def _install_scheduler(setup: RankSetup, *, device: str | None) -> None:
     """Has SGLang make our scheduler in the place of its own, and ours of the parts that do not do here."""
     sglang_scheduler.Scheduler = cast(Any, functools.partial(ReportingScheduler, setup=setup))
+    if setup.config is not None and setup.config.rollout.float32_logits:
+        install_float32_logits()
     if device == "cpu":
         attention_registry.ATTENTION_BACKENDS["torch_native"] = BatchedAttention
         model_runner.LoRAManager = UnpinnedLora

@@ -8,6 +8,7 @@ import logging
 import uvloop
 
 from tasuki.config import places
+from tasuki.config.instance import read_instance
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.engine import start_engine
@@ -17,6 +18,7 @@ from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.ranks import RankProcesses
 from tasuki.rollout.rollout import Rollout
+from tasuki.rollout.seeds import CallNumbers
 from tasuki.rollout.servicer import RolloutServicer
 from tasuki.rollout.startup_deadline import StartupDeadline
 from tasuki.rollout.sync import WeightSync
@@ -48,11 +50,13 @@ async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, de
     calls = RankCalls(engine, socket_dir=socket_dir)
     sync = WeightSync(calls, socket_dir=socket_dir, num_replicas=config.dp_size, full_read_back=config.rollout.full_read_back)
     heartbeat = Heartbeat(config.state_dir, "rollout")
+    numbers = CallNumbers(places.generate_calls_path(config.state_dir), instance_id=read_instance(config.state_dir).id)
     try:
         rollout = Rollout(
             engine,
             sync,
             EngineMemory(calls, staying=frozenset() if config.served_adapter is None else frozenset({MemoryTag.WEIGHTS})),
+            calls=numbers,
             seed=config.rollout.seed,
             on_poison=shutdown.on_poison,
             on_serving=lambda is_serving: server.set_serving(f"{_SERVICE}/Generate", is_serving),
@@ -71,6 +75,8 @@ async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, de
         sync.close()
         calls.close()
         engine.stop()
+    if not shutdown.is_death:
+        numbers.remove()
     return 1 if shutdown.is_death else 0
 
 

@@ -37,7 +37,13 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         sampling = {field.name: value for field, value in request.sampling_params.ListFields()}
         if "stop_token_ids" in sampling:
             sampling["stop_token_ids"] = list(sampling["stop_token_ids"])
-        generation = GenerationRequest([list(prompt.token_ids) for prompt in request.prompts], request.num_samples, sampling)
+        generation = GenerationRequest(
+            [list(prompt.token_ids) for prompt in request.prompts],
+            request.num_samples,
+            sampling,
+            request_id=request.request_id,
+            first_prompt=request.first_prompt,
+        )
         async for samples in self._rollout.generate(generation):
             for bundle in _bundles(samples):
                 yield rollout_pb2.GenerateResponse(samples=map(_encode_sample, bundle))
@@ -89,6 +95,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             vocab_size=engine.model.vocab_size,
             model_path=engine.model.path,
             is_in_stage=self._gate.is_in_stage,
+            stop_token_ids=engine.model.stop_token_ids,
         )
 
 
@@ -114,4 +121,6 @@ def _encode_sample(sample: Sample) -> types_pb2.Sample:
         rollout_log_probs=sample.completion.log_probs,
         finish_reason=_REASONS[sample.completion.reason],
         policy_version=sample.policy_version,
+        temperature=sample.temperature,
+        has_exact_log_probs=sample.has_exact_log_probs,
     )

@@ -1,6 +1,6 @@
 """Runs one rank of the trainer; rank 0 also serves:
 
-python -m torch.distributed.run --standalone --nproc-per-node N -m tasuki.trainer --config node.toml [--set a.b=c]...
+python -m tasuki.trainer.launch --num-ranks N -- -m tasuki.trainer --config node.toml [--set a.b=c]...
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import sys
 import threading
 import uuid
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -36,6 +35,7 @@ from tasuki.trainer.backends.fsdp.backend import FsdpBackend
 from tasuki.trainer.backends.fsdp.mesh import start_mesh
 from tasuki.trainer.durable.restore import restore
 from tasuki.trainer.durable.training_log import TrainingLog
+from tasuki.trainer.launch import Launch, read_launch
 from tasuki.trainer.learner import Learner, trained_roles
 from tasuki.trainer.ranks.commands import RankCommands
 from tasuki.trainer.ranks.front import TrainerRanks
@@ -54,17 +54,6 @@ _log = logging.getLogger("tasuki.trainer")
 _GRACE_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """What torchrun tells a rank."""
-
-    rank: int
-    local_rank: int
-    num_ranks: int
-    launcher_fd: int
-    """pidfd of torchrun, which shows when it is gone."""
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tasuki.trainer")
     parser.add_argument("--config", type=Path, required=True)
@@ -72,12 +61,12 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     configure_logging("trainer")
     try:
-        launch = _read_launch()
+        launch = read_launch(os.environ)
+        # Ranks of one node need no network; without these, gloo and NCCL listen on the address that the host's name stands for.
+        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         config = load_config(arguments.config, overrides=arguments.overrides)
         if launch.num_ranks != config.trainer.num_ranks:
-            raise InvalidArgument(
-                "trainer.num_ranks", f"is {config.trainer.num_ranks}, but torchrun started {launch.num_ranks}"
-            )
+            raise InvalidArgument("trainer.num_ranks", f"is {config.trainer.num_ranks}, but {launch.num_ranks} were started")
         show_gpus(config)
         if config.device == "cuda":
             staying = [] if config.served_adapter is None else [MEMORY_TAG_WEIGHTS]
@@ -92,21 +81,6 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
-def _read_launch() -> Launch:
-    if "LOCAL_RANK" not in os.environ:
-        raise InvalidArgument(
-            "launch", "start the trainer under torchrun: python -m torch.distributed.run ... -m tasuki.trainer"
-        )
-    # Ranks of one node need no network, and a machine without one may not resolve its own name.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return Launch(
-        rank=int(os.environ["RANK"]),
-        local_rank=int(os.environ["LOCAL_RANK"]),
-        num_ranks=int(os.environ["WORLD_SIZE"]),
-        launcher_fd=os.pidfd_open(os.getppid()),
-    )
-
-
 def _run_rank(config: NodeConfig, *, launch: Launch) -> bool:
     """Works for the front until it stops; False when the start failed."""
 
@@ -114,6 +88,7 @@ def _run_rank(config: NodeConfig, *, launch: Launch) -> bool:
         trainer = config.trainer
         mesh = start_mesh(
             config.device,
+            launch=launch,
             gpu=gpus_of(config).trainer[launch.local_rank],
             num_threads=trainer.num_threads,
             timeout_s=trainer.collective_timeout_s,

@@ -118,13 +118,15 @@ class ChunkMemory:
             start = self._exported.offset_of(address, num_bytes)
             assert start is not None, "a block lies in its arena's chunks"
             for index, entry in zip(copied, placed, strict=True):
-                offsets[index] = start + entry.offset
+                offsets[index] = start + entry.arena_offset
             view = arena.view(address, num_bytes) if self._device.type == "cpu" else None
             for index, tensor in zip(
                 copied, tensors_at(address, placed, num_bytes, device=self._device, view=view), strict=True
             ):
                 tensors[index] = tensor
-        return self._complete(manifest, [replace(entry, offset=offsets[index]) for index, entry in enumerate(entries)]), tensors
+        return self._complete(
+            manifest, [replace(entry, arena_offset=offsets[index]) for index, entry in enumerate(entries)]
+        ), tensors
 
     def let_go(self) -> None:
         """Closes every descriptor, so that a pause of the arenas gives the memory back. Idempotent."""
@@ -221,5 +223,5 @@ def tensor_in(storage: torch.UntypedStorage, entry: Entry, *, device: torch.devi
     """The entry in the storage of an arena."""
     dtype: torch.dtype = getattr(torch, entry.dtype)
     flat = torch.empty(0, dtype=dtype, device=device)
-    flat.set_(storage, entry.offset // dtype.itemsize, (entry.numel,), (1,))
-    return flat.view(entry.shape)
+    flat.set_(storage, entry.arena_offset // dtype.itemsize, (entry.numel,), (1,))
+    return flat.view(entry.sizes)

@@ -21,13 +21,13 @@ _NUM_WARPS = 4
 class ViewCopy:
     """One copy between views of the same shape. owner: the trainer rank in whose memory the source lies.
 
-    Of copies that are summed, index: of the source's first element in the whole tensor, whose strides the source has; slot: of the sum.
+    Of copies that are summed, where: the elements' indices in the whole tensor, in the same shape; slot: of the sum.
     """
 
     destination: torch.Tensor
     source: torch.Tensor
     owner: int = 0
-    index: int = 0
+    where: Slice | None = None
     slot: int = 0
 
 
@@ -110,8 +110,8 @@ class HostSummedCopies:
         self._sums = [0] * len(self._sums)
         for copy in self._copies:
             copy.destination.copy_(copy.source)
-            where = Slice(copy.index, tuple(copy.source.shape), copy.source.stride())
-            held = checksum(copy.destination, where, dtype=copy.source.dtype)
+            assert copy.where is not None, "a copy that is summed"
+            held = checksum(copy.destination, copy.where, dtype=copy.source.dtype)
             self._sums[copy.slot] = (self._sums[copy.slot] + held) % MODULUS
 
     def sums(self) -> np.ndarray:
@@ -155,7 +155,7 @@ class DeviceSummedCopies:
         self._copies = list(copies)
         self._launches = [
             (table, *_copy_types(*dtypes), *_sum_types(dtypes[1], dtypes[0])[1:])
-            for dtypes, table in copy_tables(copies, device=device, first_owner=first_owner, vector=GROUP)
+            for dtypes, table in summed_copy_tables(copies, device=device, first_owner=first_owner)
         ]
         self._sums = torch.zeros(num_sums, dtype=torch.int64, device=device)
 
@@ -166,7 +166,7 @@ class DeviceSummedCopies:
             self._sums.zero_()
             for table, source, destination, bits, cast in self._launches:
                 types = {"SOURCE": source, "DESTINATION": destination, "BITS": bits, "CAST": cast}
-                _launch(copy_and_sum_tiles, table, self._sums, **types)
+                _launch(copy_and_sum_tiles, table, self._sums, **types, WORDS=table.blocks.shape[1])
 
     def sums(self) -> np.ndarray:
         return self._sums.cpu().numpy().view(np.uint64)
@@ -193,19 +193,34 @@ class DeviceChecksums:
 Dtypes = tuple[torch.dtype, torch.dtype]
 
 
-def copy_tables(
-    copies: Sequence[ViewCopy], *, device: torch.device, first_owner: int, vector: int | None = None
-) -> list[tuple[Dtypes, Table]]:
-    """Tables for each pair of source and destination dtype. vector: elements of a unit; by default 16 bytes of the smaller dtype."""
+def copy_tables(copies: Sequence[ViewCopy], *, device: torch.device, first_owner: int) -> list[tuple[Dtypes, Table]]:
+    """Tables for each pair of source and destination dtype; a unit is 16 bytes of the smaller one."""
     by_dtypes: defaultdict[Dtypes, list[Transfer]] = defaultdict(list)
     for copy in copies:
         sides = memory_side(copy.source), memory_side(copy.destination)
-        transfer = Transfer(tuple(copy.destination.shape), *sides, slot=copy.slot, lane=copy.owner, index=copy.index)
+        transfer = Transfer(tuple(copy.destination.shape), *sides, lane=copy.owner)
         by_dtypes[copy.source.dtype, copy.destination.dtype].append(transfer)
     return [
         (dtypes, _on(table, device))
         for dtypes, transfers in by_dtypes.items()
-        for table in build_tables(transfers, vector=vector or _vector(*dtypes), first_lane=first_owner)
+        for table in build_tables(transfers, vector=_vector(*dtypes), first_lane=first_owner)
+    ]
+
+
+def summed_copy_tables(copies: Sequence[ViewCopy], *, device: torch.device, first_owner: int) -> list[tuple[Dtypes, Table]]:
+    """The same of copies that are summed; a unit is a checksum's group of elements."""
+    by_dtypes: defaultdict[Dtypes, list[Transfer]] = defaultdict(list)
+    for copy in copies:
+        assert copy.where is not None, "a copy that is summed"
+        sides = memory_side(copy.source), memory_side(copy.destination)
+        transfer = Transfer(
+            tuple(copy.destination.shape), *sides, slot=copy.slot, lane=copy.owner, indices=_index_side(copy.where)
+        )
+        by_dtypes[copy.source.dtype, copy.destination.dtype].append(transfer)
+    return [
+        (dtypes, _on(table, device))
+        for dtypes, transfers in by_dtypes.items()
+        for table in build_tables(transfers, vector=GROUP, first_lane=first_owner)
     ]
 
 
@@ -213,14 +228,17 @@ def checksum_tables(views: Sequence[ViewChecksum], *, device: torch.device) -> l
     """Tables for each pair of held and counted dtype; the slot is the view's place."""
     by_dtypes: defaultdict[Dtypes, list[Transfer]] = defaultdict(list)
     for slot, view in enumerate(views):
-        indices = Side(view.where.offset, view.where.strides, item_bytes=1, alignment=GROUP)
-        transfer = Transfer(view.where.shape, memory_side(view.values), indices, slot=slot)
+        transfer = Transfer(view.where.shape, memory_side(view.values), _index_side(view.where), slot=slot)
         by_dtypes[view.values.dtype, view.dtype].append(transfer)
     return [
         (dtypes, _on(table, device))
         for dtypes, transfers in by_dtypes.items()
         for table in build_tables(transfers, vector=GROUP)
     ]
+
+
+def _index_side(where: Slice) -> Side:
+    return Side(where.offset, where.strides, item_bytes=1, alignment=GROUP)
 
 
 def _vector(*dtypes: torch.dtype) -> int:

@@ -18,8 +18,8 @@ from tasuki.transport.fd_socket import FdServer
 from tasuki.transport.header import ArenaState, Header, create_sealed
 from tasuki.transport.ipc_memory import IpcAllocation
 from tasuki.transport.manifest import Entry, Manifest, check, header_bytes, lay_out, to_proto
-from tasuki.transport.plan import whole
 from tasuki.transport.shards import Shard
+from tasuki.transport.split import indices_of
 from tasuki.transport.weight_arena import WeightArena
 from tasuki.v1 import weights_pb2
 
@@ -72,7 +72,7 @@ class WeightExport:
         self._device = shards[0].local.device if shards else torch.device("cpu")
         self._leaves = memory is not None and memory.leaves
         entries = [
-            Entry(shard.name, str(dtype).removeprefix("torch."), shard.global_shape, shard.row_start, shard.local.shape[0])
+            Entry(shard.name, str(dtype).removeprefix("torch."), shard.global_shape, shard.offsets, tuple(shard.local.shape))
             for shard in self._shards
         ]
         self._layout = lay_out(entries, rank=rank, num_ranks=num_ranks)
@@ -113,7 +113,7 @@ class WeightExport:
         """Brings every shard up to date where readers see it, and marks all as `version`. Returns the bytes published.
 
         What is published in place is only summed. Memory that was given back must be there again.
-        replaced: name and rows of tensors that are published in the place of the shards of these names; taken one by one.
+        replaced: name and slice of tensors that are published in the place of the shards of these names; taken one by one.
         """
         if self._is_away or self._opened_for != self._addresses():
             self._hand_out_anew()
@@ -191,9 +191,7 @@ class WeightExport:
                 for (_, held), shard in zip(published, self._shards, strict=True)
                 if held.data_ptr() != shard.local.data_ptr()
             ]
-            views = [
-                ViewChecksum(held, whole(entry.shape, offset=entry.first_element), held.dtype) for entry, held in published
-            ]
+            views = [ViewChecksum(held, indices_of(entry), held.dtype) for entry, held in published]
             self._prepared = prepare_copies(copies, device=self._device), prepare_checksums(views, device=self._device)
         return self._prepared
 

@@ -19,7 +19,7 @@ from tasuki.transport.device import check_reach, device_uuid
 from tasuki.transport.header import Header, map_sealed
 from tasuki.transport.ipc_memory import ImportedAllocation
 from tasuki.transport.manifest import Entry, Manifest, check_complete, entries_by_name, from_proto, header_bytes
-from tasuki.transport.plan import whole
+from tasuki.transport.split import indices_of
 from tasuki.transport.weight_arena import WeightArena
 from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import BadHandle, VersionOrder
@@ -38,7 +38,7 @@ class ImportedWeights:
         places = {name: place for place, name in enumerate(self.entries)}
         self._places = [np.array([places[entry.name] for entry in arena.manifest.entries], dtype=np.intp) for arena in arenas]
         self._tensors = {
-            (entry.name, entry.row_start): (tensor, arena.manifest.rank)
+            (entry.name, entry.offsets): (tensor, arena.manifest.rank)
             for arena in arenas
             if arena.is_mapped
             for entry, tensor in zip(arena.manifest.entries, arena.tensors, strict=True)
@@ -97,12 +97,12 @@ class ImportedWeights:
         return {name: (entries[0].global_shape, getattr(torch, entries[0].dtype)) for name, entries in self.entries.items()}
 
     def tensor(self, entry: Entry) -> torch.Tensor:
-        """The rows of `entry`, in the owner's memory. Not to be written."""
-        return self._tensors[entry.name, entry.row_start][0]
+        """The slice of `entry`, in the owner's memory. Not to be written."""
+        return self._tensors[entry.name, entry.offsets][0]
 
     def owner(self, entry: Entry) -> int:
-        """The trainer rank that holds the rows of `entry`."""
-        return self._tensors[entry.name, entry.row_start][1]
+        """The trainer rank that holds the slice of `entry`."""
+        return self._tensors[entry.name, entry.offsets][1]
 
     def first_owner(self, device: torch.device) -> int:
         """Whose memory `device` should read first, so that the GPUs begin at different owners: the rank after its own."""
@@ -114,7 +114,11 @@ class ImportedWeights:
 
     def gathered(self, name: str) -> torch.Tensor:
         """A copy of the whole tensor."""
-        return torch.cat([self.tensor(entry) for entry in self.entries[name]])
+        entries = self.entries[name]
+        copy = self.tensor(entries[0]).new_empty(entries[0].global_shape)
+        for entry in entries:
+            copy[tuple(map(slice, entry.offsets, entry.box.ends))] = self.tensor(entry)
+        return copy
 
     def check_version(self, version: int) -> None:
         """Raises VersionOrder unless every rank has `version` published now."""
@@ -137,11 +141,11 @@ class ImportedWeights:
         return totals
 
     def changed_ranks(self, name: str) -> set[int]:
-        """Trainer ranks whose rows of the tensor no longer have the checksum that they were published with."""
+        """Trainer ranks whose slice of the tensor no longer have the checksum that they were published with."""
         changed: set[int] = set()
         for arena in self._arenas:
             for entry, value in zip(arena.manifest.entries, arena.header.checksums().tolist(), strict=True):
-                if entry.name == name and checksum(self.tensor(entry), whole(entry.shape, offset=entry.first_element)) != value:
+                if entry.name == name and checksum(self.tensor(entry), indices_of(entry)) != value:
                     changed.add(arena.manifest.rank)
         return changed
 

@@ -89,15 +89,17 @@ def copy_and_sum_tiles(
     DESTINATION: tl.constexpr,
     BITS: tl.constexpr,
     CAST: tl.constexpr,
+    WORDS: tl.constexpr,
     VECTOR: tl.constexpr,
     UNITS: tl.constexpr,
 ):
     """As copy_tiles; then reads back what it has written, past the first cache, and adds it to sums[slot] as sum_tiles does.
 
     SOURCE is DESTINATION is BITS where nothing is cast; else CAST is the source's type, whose bit patterns count.
+    WORDS: of a block. Without strides of their own the indices are where the source's elements lie, from the block's index on.
     """
     word = tl.load(tiles + tl.program_id(0))
-    block = blocks + (word >> 32) * _BLOCK_WORDS
+    block = blocks + (word >> 32) * WORDS
     within = tl.arange(0, VECTOR)[None, :]
     totals = tl.zeros((_STEP_UNITS,), tl.int64)
     # In steps, since what a whole tile needs in registers would leave few programs on a processor.
@@ -110,7 +112,8 @@ def copy_and_sum_tiles(
         tl.store(destination, tl.load(source, mask=is_there[:, None]).to(DESTINATION), mask=is_there[:, None])
         # Volatile: not what a register or this processor's own cache still holds, but what the GPU's memory system answers.
         held = tl.load(destination, mask=is_there[:, None], other=0, volatile=True)
-        totals += _terms(held, tl.load(block + 9) + sources, within, DESTINATION, BITS, CAST, VECTOR)
+        places = sources if WORDS == _BLOCK_WORDS else (rows * tl.load(block + 10) + cols * tl.load(block + 11)) * VECTOR
+        totals += _terms(held, tl.load(block + 9) + places, within, DESTINATION, BITS, CAST, VECTOR)
     tl.atomic_add(sums + tl.load(block + 8), tl.sum(totals, axis=0), sem="relaxed")
 
 

@@ -1,4 +1,4 @@
-"""What one trainer rank's arena holds: names, dtypes, shapes, row ranges and offsets. Pure data and its checks."""
+"""What one trainer rank's arena holds: names, dtypes, slices and where they are. Pure data and its checks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
+from operator import gt
 
+from tasuki.transport.box import Box, first_gap, first_overlap
 from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import BadHandle
 
@@ -28,35 +30,29 @@ _MAX_DIMS = 8
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Rows [row_start, row_start + num_rows) of one checkpoint tensor, contiguous, `offset` bytes from the arena's start."""
+    """A slice of one checkpoint tensor, row-major and contiguous, `arena_offset` bytes from the arena's start.
+
+    In each dimension of `global_shape` the slice begins at the offset and has the size of the same place in `offsets` and `sizes`.
+    """
 
     name: str
     dtype: str
     global_shape: tuple[int, ...]
-    row_start: int
-    num_rows: int
-    offset: int = 0
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    arena_offset: int = 0
 
     @property
-    def row_numel(self) -> int:
-        return math.prod(self.global_shape[1:])
-
-    @property
-    def first_element(self) -> int:
-        """Flat index of the first element in the whole tensor."""
-        return self.row_start * self.row_numel
+    def box(self) -> Box:
+        return Box(self.offsets, self.sizes)
 
     @property
     def numel(self) -> int:
-        return self.num_rows * self.row_numel
+        return math.prod(self.sizes)
 
     @property
     def num_bytes(self) -> int:
         return self.numel * ELEMENT_BYTES[self.dtype]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.num_rows, *self.global_shape[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +88,7 @@ class Manifest:
         digest.update(repr((self.rank, self.num_ranks, self.arena_bytes)).encode())
         digest.update(repr((self.device_uuid, self.chunk_bytes, self.ipc_memory)).encode())
         for entry in self.entries:
-            fields = (entry.name, entry.dtype, entry.global_shape, entry.row_start, entry.num_rows, entry.offset)
+            fields = (entry.name, entry.dtype, entry.global_shape, entry.offsets, entry.sizes, entry.arena_offset)
             digest.update(repr(fields).encode())
         return digest.hexdigest()
 
@@ -115,7 +111,7 @@ def place(entries: Iterable[Entry]) -> tuple[list[Entry], int]:
     placed: list[Entry] = []
     for entry in entries:
         _check_content(entry)
-        placed.append(replace(entry, offset=end))
+        placed.append(replace(entry, arena_offset=end))
         end = _aligned(end + entry.num_bytes)
     return placed, end
 
@@ -132,22 +128,22 @@ def check(manifest: Manifest) -> None:
 
 
 def check_complete(manifests: Sequence[Manifest]) -> None:
-    """Raises BadHandle unless the manifests are those of all ranks and hold every row of every tensor exactly once."""
+    """Raises BadHandle unless the manifests are those of all ranks and hold every element of every tensor exactly once."""
     ranks = sorted(manifest.rank for manifest in manifests)
     if ranks != list(range(len(manifests))) or any(manifest.num_ranks != len(manifests) for manifest in manifests):
         declared = sorted({manifest.num_ranks for manifest in manifests})
         raise BadHandle(f"expected one manifest for each trainer rank, got ranks {ranks} of {declared}", ranks=ranks)
     for name, entries in entries_by_name(manifests).items():
-        _check_rows(name, entries)
+        _check_slices(name, entries)
 
 
 def entries_by_name(manifests: Iterable[Manifest]) -> dict[str, list[Entry]]:
-    """The entries of each tensor over all ranks, in the order of their rows."""
+    """The entries of each tensor over all ranks, in the order of their offsets."""
     by_name: defaultdict[str, list[Entry]] = defaultdict(list)
     for manifest in manifests:
         for entry in manifest.entries:
             by_name[entry.name].append(entry)
-    return {name: sorted(entries, key=lambda entry: entry.row_start) for name, entries in by_name.items()}
+    return {name: sorted(entries, key=lambda entry: entry.offsets) for name, entries in by_name.items()}
 
 
 def to_proto(manifest: Manifest) -> weights_pb2.WeightManifest:
@@ -160,9 +156,9 @@ def to_proto(manifest: Manifest) -> weights_pb2.WeightManifest:
                 name=entry.name,
                 dtype=entry.dtype,
                 global_shape=entry.global_shape,
-                row_start=entry.row_start,
-                num_rows=entry.num_rows,
-                offset=entry.offset,
+                offsets=entry.offsets,
+                sizes=entry.sizes,
+                arena_offset=entry.arena_offset,
             )
             for entry in manifest.entries
         ],
@@ -185,9 +181,9 @@ def from_proto(message: weights_pb2.WeightManifest) -> Manifest:
                 name=entry.name,
                 dtype=entry.dtype,
                 global_shape=tuple(entry.global_shape),
-                row_start=entry.row_start,
-                num_rows=entry.num_rows,
-                offset=entry.offset,
+                offsets=tuple(entry.offsets),
+                sizes=tuple(entry.sizes),
+                arena_offset=entry.arena_offset,
             )
             for entry in message.entries
         ),
@@ -214,9 +210,12 @@ def _check_content(entry: Entry) -> None:
         raise BadHandle(f"{entry.name}: dtype {entry.dtype!r} is none of {sorted(ELEMENT_BYTES)}", tensor=entry.name)
     if not 0 < len(entry.global_shape) <= _MAX_DIMS or min(entry.global_shape) < 1:
         raise BadHandle(f"{entry.name}: shape {entry.global_shape} is empty or has too many dimensions", tensor=entry.name)
-    if entry.row_start < 0 or entry.num_rows < 1 or entry.row_start + entry.num_rows > entry.global_shape[0]:
-        rows = f"[{entry.row_start}, {entry.row_start + entry.num_rows})"
-        raise BadHandle(f"{entry.name}: rows {rows} are not in [0, {entry.global_shape[0]})", tensor=entry.name)
+    if not len(entry.offsets) == len(entry.sizes) == len(entry.global_shape):
+        text = f"{len(entry.offsets)} offsets and {len(entry.sizes)} sizes for shape {entry.global_shape}; each dimension needs one"
+        raise BadHandle(f"{entry.name}: {text}", tensor=entry.name)
+    box = entry.box
+    if min(box.offsets) < 0 or min(box.sizes) < 1 or any(map(gt, box.ends, entry.global_shape)):
+        raise BadHandle(f"{entry.name}: slice {box} is empty or not inside shape {entry.global_shape}", tensor=entry.name)
 
 
 def _check_names(manifest: Manifest) -> None:
@@ -228,10 +227,10 @@ def _check_names(manifest: Manifest) -> None:
 
 
 def _check_places(manifest: Manifest) -> None:
-    spans = [(entry.offset, entry.offset + entry.num_bytes, entry.name) for entry in manifest.entries]
+    spans = [(entry.arena_offset, entry.arena_offset + entry.num_bytes, entry.name) for entry in manifest.entries]
     for start, end, name in spans:
         if start % ALIGNMENT:
-            raise BadHandle(f"{name}: offset {start} is not a multiple of {ALIGNMENT}", tensor=name)
+            raise BadHandle(f"{name}: arena_offset {start} is not a multiple of {ALIGNMENT}", tensor=name)
         if end > manifest.arena_bytes:
             raise BadHandle(f"{name}: ends at byte {end} of an arena of {manifest.arena_bytes} bytes", tensor=name)
     for (_, end, name), (start, _, next_name) in pairwise(sorted(spans)):
@@ -268,14 +267,14 @@ def _check_ipc(manifest: Manifest, ipc: IpcMemory) -> None:
         )
 
 
-def _check_rows(name: str, entries: Sequence[Entry]) -> None:
-    first = entries[0]
-    if any((entry.dtype, entry.global_shape) != (first.dtype, first.global_shape) for entry in entries):
+def _check_slices(name: str, entries: Sequence[Entry]) -> None:
+    shape = entries[0].global_shape
+    if any((entry.dtype, entry.global_shape) != (entries[0].dtype, shape) for entry in entries):
         raise BadHandle(f"{name}: trainer ranks disagree about its dtype or shape", tensor=name)
-    next_row = 0
-    for entry in entries:
-        if entry.row_start != next_row:
-            raise BadHandle(f"{name}: row {min(entry.row_start, next_row)} is published twice or not at all", tensor=name)
-        next_row += entry.num_rows
-    if next_row != first.global_shape[0]:
-        raise BadHandle(f"{name}: rows from {next_row} to {first.global_shape[0]} are not published", tensor=name)
+    boxes = [entry.box for entry in entries]
+    shared = first_overlap(boxes)
+    if shared is not None:
+        raise BadHandle(f"{name}: {shared} of shape {shape} is published by two trainer ranks", tensor=name)
+    gap = first_gap(boxes, shape)
+    if gap is not None:
+        raise BadHandle(f"{name}: {gap} of shape {shape} is not published by any trainer rank", tensor=name)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from tasuki.transport.manifest import Entry
 from tasuki.wire.errors import WeightsCorrupt
 
 
@@ -35,6 +34,12 @@ class Slice:
     def narrowed(self, dim: int, start: int, length: int) -> Slice:
         shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
         return Slice(self.offset + start * self.strides[dim], shape, self.strides)
+
+    def unflattened(self, dim: int, size: int) -> Slice:
+        """The slice with `dim` in two dimensions, the inner one of `size`."""
+        stride = self.strides[dim]
+        shape = (*self.shape[:dim], self.shape[dim] // size, size, *self.shape[dim + 1 :])
+        return Slice(self.offset, shape, (*self.strides[:dim], stride * size, stride, *self.strides[dim + 1 :]))
 
     def selected(self, dim: int, index: int) -> Slice:
         """The slice at `index` of `dim`, without that dimension."""
@@ -82,51 +87,6 @@ class CopyPlan:
     constants: tuple[Constant, ...]
     fallback_names: tuple[str, ...]
     fallback_writes: tuple[FallbackWrite, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """A part of a piece that lies in the rows of one trainer rank. `source` counts from the first element of `entry`."""
-
-    entry: Entry
-    source: Slice
-    destination: Slice
-
-
-def split_by_rows(piece: Piece, entries: Sequence[Entry]) -> list[Copy]:
-    """Cuts a piece where the rows of its tensor pass from one trainer rank to the next.
-
-    entries: those of the piece's tensor over all ranks, in the order of their rows, without gaps.
-    """
-    copies: list[Copy] = []
-    for entry in entries:
-        first, last = entry.first_element, entry.first_element + entry.numel
-        for source, destination in _within(piece.source, piece.destination, first, last):
-            copies.append(Copy(entry, replace(source, offset=source.offset - first), destination))
-    return copies
-
-
-def _within(source: Slice, destination: Slice, first: int, last: int) -> list[tuple[Slice, Slice]]:
-    """The parts of `source`, with their destinations, whose flat indices lie in [first, last)."""
-    if source.numel == 0 or source.end <= first or source.offset >= last:
-        return []
-    if source.offset >= first and source.end <= last:
-        return [(source, destination)]
-    dim = max(range(len(source.shape)), key=lambda dim: source.strides[dim] if source.shape[dim] > 1 else -1)
-    stride, size = source.strides[dim], source.shape[dim]
-    extent = source.selected(dim, 0).end - source.offset
-    # Of the indices along `dim`, [touch, done) have elements inside, and [enter, leave) have nothing but those.
-    touch = max(0, (first - extent - source.offset) // stride + 1)
-    enter = min(size, max(0, -((source.offset - first) // stride)))
-    leave = min(size, max(enter, (last - extent - source.offset) // stride + 1))
-    done = min(size, -((source.offset - last) // stride))
-    parts: list[tuple[Slice, Slice]] = []
-    for index in [*range(touch, enter), *range(leave, done)]:
-        parts += _within(source.selected(dim, index), destination.selected(dim, index), first, last)
-    if leave > enter:
-        length = leave - enter
-        parts.append((source.narrowed(dim, enter, length), destination.narrowed(dim, enter, length)))
-    return parts
 
 
 def check_coverage(plan: CopyPlan, parameter_numels: Mapping[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""A trainer rank's part of one checkpoint tensor, and the names under which module parameters appear in a checkpoint."""
+"""A trainer rank's slice of one checkpoint tensor, and the names under which module parameters appear in a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,42 +6,60 @@ from dataclasses import dataclass
 
 import torch
 
-_EXPERTS = ".mlp.experts."
+from tasuki.models.checkpoint import CheckpointNames
+from tasuki.transport.box import Box
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rows [row_start, row_start + local.shape[0]) of the checkpoint tensor `name` of shape `global_shape`.
+    """The slice of the checkpoint tensor `name` that begins at `offsets` and has the shape of `local`: rows, columns, or both.
 
-    local: a live, contiguous view of the rank's master weights; read anew at every publish.
+    offsets: one for each dimension of `global_shape`. local: a live view of the rank's master weights; read at every publish.
     """
 
     name: str
     global_shape: tuple[int, ...]
-    row_start: int
+    offsets: tuple[int, ...]
     local: torch.Tensor
 
+    @property
+    def box(self) -> Box:
+        return Box(self.offsets, tuple(self.local.shape))
 
-def checkpoint_shards(name: str, global_shape: tuple[int, ...], row_start: int, local: torch.Tensor) -> list[Shard]:
-    """The checkpoint-named shards in rows [row_start, ...) of the module parameter `name`; none when there are no rows.
 
-    The same name and rows, but for the experts of Qwen3-MoE: transformers 5 keeps them fused, one row an expert
-    (gate_up_proj [E, 2 I, H], gate first, and down_proj [E, H, I]), while a checkpoint has two-dimensional tensors for each expert.
+def checkpoint_shards(
+    name: str, global_shape: tuple[int, ...], offsets: tuple[int, ...], local: torch.Tensor, *, names: CheckpointNames
+) -> list[Shard]:
+    """The checkpoint-named shards in the slice `local` at `offsets` of the module parameter `name`; none when it is empty.
+
+    The same slice, but for experts: transformers 5 keeps them fused, one row an expert (gate_up_proj [E, 2 I, H], gate first, and down_proj
+    [E, H, I]), while a checkpoint has two-dimensional tensors for each expert. names: of the model's family.
     """
-    if local.shape[0] == 0:
+    if local.numel() == 0:
         return []
-    prefix, experts, fused = name.rpartition(_EXPERTS)
-    if not experts or fused not in ("gate_up_proj", "down_proj"):
-        return [Shard(name, global_shape, row_start, local)]
+    parts = names.fused(name)
+    if not parts:
+        return [Shard(names.tensor(name), global_shape, offsets, local)]
     shards: list[Shard] = []
-    for index, expert in enumerate(local, start=row_start):
-        for part, weight in _expert_parts(fused, expert):
-            shards.append(Shard(f"{prefix}{experts}{index}.{part}.weight", tuple(weight.shape), 0, weight))
+    for index, expert in enumerate(local, start=offsets[0]):
+        for part, shape, at, weight in _expert_parts(parts, global_shape[1:], offsets[1:], expert):
+            shards.append(Shard(names.expert(name, index, part), shape, at, weight))
     return shards
 
 
-def _expert_parts(fused: str, expert: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    if fused == "down_proj":
-        return [("down_proj", expert)]
-    gate, up = expert.chunk(2)
-    return [("gate_proj", gate), ("up_proj", up)]
+_Part = tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]
+
+
+def _expert_parts(
+    names: tuple[str, ...], shape: tuple[int, ...], offsets: tuple[int, ...], expert: torch.Tensor
+) -> list[_Part]:
+    """Name, shape, offsets and values of the tensors of which the slice of a fused one holds anything."""
+    num_rows = shape[0] // len(names)
+    parts: list[_Part] = []
+    for place, part in enumerate(names):
+        start = max(0, offsets[0] - place * num_rows)
+        skipped = place * num_rows + start - offsets[0]
+        length = min(num_rows - start, expert.shape[0] - skipped)
+        if length > 0:
+            parts.append((part, (num_rows, *shape[1:]), (start, *offsets[1:]), expert.narrow(0, skipped, length)))
+    return parts

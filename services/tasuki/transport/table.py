@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 BLOCK_WORDS = 10
 """64-bit words of a block: start of both sides, units, columns, row stride of both, column stride of both, slot, index."""
+INDEXED_BLOCK_WORDS = 12
+"""The same, and row and column stride of the indices, where they are not those of the first side."""
 TILE_UNITS = 2048
 """Units that one program of the kernel handles."""
 VECTOR_BYTES = 16
@@ -34,7 +36,11 @@ class Side:
         return Side(self.start + index * self.strides[dim] * self.item_bytes, self.strides, self.item_bytes, self.alignment)
 
     def without(self, dim: int) -> Side:
-        return Side(self.start, self.strides[:dim] + self.strides[dim + 1 :], self.item_bytes, self.alignment)
+        return self.stepping(self.strides[:dim] + self.strides[dim + 1 :])
+
+    def stepping(self, strides: tuple[int, ...]) -> Side:
+        """From the same start by other strides."""
+        return Side(self.start, strides, self.item_bytes, self.alignment)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +48,7 @@ class Transfer:
     """Elements of one shape that lie differently on two sides.
 
     slot: for checksums the sum that they add to. lane: tiles of different lanes are interleaved, such as those of several owners.
-    index: for copies that are summed the index of the first element; the first side's strides are then those of the indices, too.
+    indices: a third side for copies that are summed.
     """
 
     shape: tuple[int, ...]
@@ -50,18 +56,23 @@ class Transfer:
     second: Side
     slot: int = 0
     lane: int = 0
-    index: int = 0
+    indices: Side | None = None
 
-    def part(self, shape: tuple[int, ...], first: Side, second: Side, *, skipped: int = 0) -> Transfer:
-        """A part of this transfer whose first element comes `skipped` elements later on the first side."""
-        return Transfer(shape, first, second, self.slot, self.lane, self.index + skipped)
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        return (self.first, self.second) if self.indices is None else (self.first, self.second, self.indices)
+
+    def part(self, shape: tuple[int, ...], sides: Iterable[Side]) -> Transfer:
+        """A part of this transfer, of another shape, or in other dimensions."""
+        first, second, *indices = sides
+        return Transfer(shape, first, second, self.slot, self.lane, indices[0] if indices else None)
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
     """The work of one launch. A unit is `vector` elements, contiguous on both sides; strides in `blocks` count units.
 
-    blocks: [num_blocks, BLOCK_WORDS] int64. tiles: [num_tiles] int64, each a block's number << 32 | its first unit.
+    blocks: [num_blocks, BLOCK_WORDS or INDEXED_BLOCK_WORDS] int64. tiles: [num_tiles] int64, each a block's number << 32 | its first unit.
     """
 
     vector: int
@@ -74,79 +85,78 @@ def memory_side(tensor: torch.Tensor) -> Side:
 
 
 def build_tables(transfers: Sequence[Transfer], *, vector: int, first_lane: int = 0) -> list[Table]:
-    """At most two tables: what can be accessed by vectors of `vector` elements, and the rest, element by element.
+    """A table for each kind of access and size of a block: by vectors of `vector` elements where that can be, else element by element.
 
     first_lane: which lane has the first tile; ranks that read from the same owners pass different ones.
     """
-    blocks: defaultdict[int, list[tuple[list[int], int]]] = defaultdict(list)
+    blocks: defaultdict[tuple[int, int], list[tuple[list[int], int]]] = defaultdict(list)
     for transfer in transfers:
         for block in _blocks(_collapsed(transfer)):
             width = vector if _is_vectorizable(block, vector) else 1
-            blocks[width].append((_words(block, width), block.lane))
-    return [_table(width, rows, first_lane) for width, rows in sorted(blocks.items(), reverse=True)]
+            words = _words(block, width)
+            blocks[width, len(words)].append((words, block.lane))
+    return [_table(width, rows, first_lane) for (width, _), rows in sorted(blocks.items(), reverse=True)]
 
 
 def _collapsed(transfer: Transfer) -> Transfer:
-    """The same elements with as few dimensions as both sides allow, the second side's largest strides first."""
-    sides = zip(transfer.shape, transfer.first.strides, transfer.second.strides, strict=True)
+    """The same elements with as few dimensions as all sides allow, the second side's largest strides first."""
+    sides = zip(transfer.shape, *(side.strides for side in transfer.sides), strict=True)
     dims = sorted((dim for dim in sides if dim[0] != 1), key=lambda dim: (dim[2], dim[1]), reverse=True)
-    merged: list[tuple[int, int, int]] = []
-    for size, first, second in dims:
-        if merged and merged[-1][1:] == (first * size, second * size):
-            merged[-1] = (merged[-1][0] * size, first, second)
+    merged: list[tuple[int, ...]] = []
+    for size, *strides in dims:
+        if merged and merged[-1][1:] == tuple(stride * size for stride in strides):
+            merged[-1] = (merged[-1][0] * size, *strides)
         else:
-            merged.append((size, first, second))
-    shape = tuple(size for size, _, _ in merged)
-    first, second = transfer.first, transfer.second
+            merged.append((size, *strides))
     return transfer.part(
-        shape,
-        Side(first.start, tuple(stride for _, stride, _ in merged), first.item_bytes, first.alignment),
-        Side(second.start, tuple(stride for _, _, stride in merged), second.item_bytes, second.alignment),
+        tuple(dim[0] for dim in merged),
+        [side.stepping(tuple(dim[1 + place] for dim in merged)) for place, side in enumerate(transfer.sides)],
     )
 
 
 def _blocks(transfer: Transfer) -> Iterator[Transfer]:
     """Parts of two dimensions, small enough that their units are counted in 31 bits."""
-    shape, first, second = transfer.shape, transfer.first, transfer.second
+    shape, sides = transfer.shape, transfer.sides
     if math.prod(shape) == 0:
         return
     if len(shape) > 2:
         for index in range(shape[0]):
-            sides = first.shifted(0, index).without(0), second.shifted(0, index).without(0)
-            yield from _blocks(transfer.part(shape[1:], *sides, skipped=index * first.strides[0]))
+            yield from _blocks(transfer.part(shape[1:], [side.shifted(0, index).without(0) for side in sides]))
     elif math.prod(shape) > _MAX_BLOCK_ELEMENTS:
         dim = max(range(len(shape)), key=lambda dim: shape[dim])
         half = -(-shape[dim] // 2 // 64) * 64
         for start, size in ((0, half), (half, shape[dim] - half)):
-            sides = first.shifted(dim, start), second.shifted(dim, start)
             part = (*shape[:dim], size, *shape[dim + 1 :])
-            yield from _blocks(transfer.part(part, *sides, skipped=start * first.strides[dim]))
+            yield from _blocks(transfer.part(part, [side.shifted(dim, start) for side in sides]))
     else:
         missing = 2 - len(shape)
-        padded = [
-            Side(side.start, (*[0] * missing, *side.strides), side.item_bytes, side.alignment) for side in (first, second)
-        ]
-        yield transfer.part((*[1] * missing, *shape), *padded)
+        padded = [side.stepping((*[0] * missing, *side.strides)) for side in sides]
+        yield transfer.part((*[1] * missing, *shape), padded)
 
 
 def _is_vectorizable(block: Transfer, vector: int) -> bool:
     rows, cols = block.shape
-    return block.index % vector == 0 and all(
+    return all(
         side.strides[1] == 1
         and cols % vector == 0
         and side.start % side.alignment == 0
         and (rows == 1 or (side.strides[0] % vector == 0 and side.strides[0] * side.item_bytes % side.alignment == 0))
-        for side in (block.first, block.second)
+        for side in block.sides
     )
 
 
 def _words(block: Transfer, width: int) -> list[int]:
-    (rows, cols), (first_row, first_col), (second_row, second_col) = block.shape, block.first.strides, block.second.strides
-    units, cols = rows * cols // width, cols // width
-    if width > 1:
-        first_row, second_row, first_col, second_col = first_row // width, second_row // width, 1, 1
+    rows, cols = block.shape
+    # Row and column stride of each side; those of dimensions without a step do not matter.
+    steps = [
+        (side.strides[0] // width if rows > 1 else 0, (1 if width > 1 else side.strides[1]) if cols > 1 else 0)
+        for side in block.sides
+    ]
+    (first_row, first_col), (second_row, second_col) = steps[:2]
     strides = [first_row, second_row, first_col, second_col]
-    return [block.first.start, block.second.start, units, cols, *strides, block.slot, block.index]
+    index = 0 if block.indices is None else block.indices.start
+    words = [block.first.start, block.second.start, rows * cols // width, cols // width, *strides, block.slot, index]
+    return words if block.indices is None or steps[2] == steps[0] else [*words, *steps[2]]
 
 
 def _table(width: int, rows: Sequence[tuple[list[int], int]], first_lane: int) -> Table:

@@ -45,7 +45,7 @@ class Comparison:
 
     def refuse(self, sums: np.ndarray) -> None:
         """Raises WeightsCorrupt for sums that do not agree."""
-        problems = dict.fromkeys(self._names(self._differing(sums)), "engine ranks that hold the same rows differ")
+        problems = dict.fromkeys(self._names(self._differing(sums)), "engine ranks that hold the same slice differ")
         problems = self._gaps | problems
         names = list(self._published.entries)
         for place in self._wrong(sums).nonzero()[0].tolist():

@@ -37,7 +37,7 @@ def export_model(path: Path, *, causal_lm: nn.Module, source: Path) -> int:
     try:
         for name, param in base_parameters(causal_lm):
             tensor = adapted[name].merged() if name in adapted else param
-            tensors = {shard.name: shard.local for shard in whole_tensors(name, tensor)}
+            tensors = {shard.name: shard.local for shard in whole_tensors(causal_lm, name, tensor)}
             on_first_rank(lambda tensors=tensors: writer.add(tensors), path=path)
         on_first_rank(writer.finish, path=path)
         on_first_rank(lambda: _copy_other_files(source, aside), path=path)

@@ -17,10 +17,9 @@ from typing import Any, cast
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from tasuki.config.schema import LoraConfig
-from tasuki.wire.errors import InvalidArgument
 
 _BASE, _A, _B = ".base_layer", ".lora_A.default.weight", ".lora_B.default.weight"
 
@@ -28,20 +27,12 @@ _BASE, _A, _B = ".base_layer", ".lora_A.default.weight", ".lora_B.default.weight
 def add_adapters(causal_lm: nn.Module, config: LoraConfig) -> None:
     """Freezes the model and puts adapters, in float32 and not yet initialized, beside the layers that `config` names.
 
-    Raises InvalidArgument when a layer of the model has no such linear module.
+    The model has such linear layers (models.shape.check_lora_targets).
     """
     # Two seconds to import, for those who need it only.
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 
-    layers = cast(nn.ModuleList, cast(Any, causal_lm).model.layers)
-    for target in config.target_modules:
-        for index, layer in enumerate(layers):
-            if not any(isinstance(module, nn.Linear) for name, module in layer.named_modules() if name.endswith(f".{target}")):
-                raise InvalidArgument(
-                    "trainer.lora.target_modules",
-                    f"layer {index} of this {type(causal_lm).__name__} has no linear {target}; experts cannot have adapters",
-                )
     settings = PeftConfig(r=config.rank, lora_alpha=cast(int, config.alpha), target_modules=list(config.target_modules))
     inject_adapter_in_model(settings, causal_lm)
     for _, param in trained_parameters(causal_lm):
@@ -93,10 +84,20 @@ class AdaptedWeight:
 
     @torch.no_grad()
     def merged(self) -> DTensor:
-        """W + alpha / rank B A in float32, sharded as W: B is cut into the same rows. Every rank must call it."""
-        local = torch.addmm(self.base.to_local().float(), self.b.to_local(), self.a.full_tensor(), alpha=self.scaling)
+        """W + alpha / rank B A in float32, sharded as W: B is cut into the same rows and A into the same columns.
+
+        Every rank must call it.
+        """
+        rows, columns = _cut_as(self.base, self.b, dim=0), _cut_as(self.base, self.a, dim=1)
+        local = torch.addmm(self.base.to_local().float(), rows, columns, alpha=self.scaling)
         mesh, placements = self.base.device_mesh, self.base.placements
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=self.base.shape, stride=self.base.stride())
+
+
+def _cut_as(base: DTensor, factor: DTensor, *, dim: int) -> Tensor:
+    """The part of a factor of an adapter that belongs to this rank's slice of the weight: of its rows, dim 0, or columns, dim 1."""
+    placements = [placement if placement.is_shard(dim) else Replicate() for placement in base.placements]
+    return factor.redistribute(placements=placements).to_local()
 
 
 def adapted_weights(causal_lm: nn.Module) -> dict[str, AdaptedWeight]:
@@ -112,10 +113,10 @@ def adapted_weights(causal_lm: nn.Module) -> dict[str, AdaptedWeight]:
 
 
 def merged_rows(causal_lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """This rank's rows of every adapted weight, merged, one by one. Every rank must take all of them; one without rows gets none."""
+    """This rank's slice of every adapted weight, merged, one by one. Every rank must take all of them; one without any gets none."""
     for name, adapted in adapted_weights(causal_lm).items():
         local = adapted.merged().to_local()
-        if len(local):
+        if local.numel():
             yield name, local
 
 

@@ -10,15 +10,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tasuki.config.gpus import gpu_not_shown
+from tasuki.trainer.launch import Launch
+from tasuki.transport.gloo_peers import check_gloo_peers
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
-def start_mesh(device: Literal["cpu", "cuda"], *, gpu: int, num_threads: int, timeout_s: float) -> DeviceMesh:
+def start_mesh(device: Literal["cpu", "cuda"], *, launch: Launch, gpu: int, num_threads: int, timeout_s: float) -> DeviceMesh:
     """Joins this launch's process group and returns its 1-D mesh. Torch's thread count is set for the calling thread.
 
-    gpu: this rank's, on "cuda". A collective that waits longer than `timeout_s` for a peer fails. Raises InvalidArgument without the GPU.
+    gpu: this rank's, on "cuda". A collective that waits longer than `timeout_s` for a peer fails. Raises InvalidArgument without the GPU,
+    PeerUnavailable when another user's process has taken the place of a rank.
     """
+    check_gloo_peers()
     if device == "cuda":
         if gpu >= torch.cuda.device_count():
             raise gpu_not_shown("trainer", gpu, num_shown=torch.cuda.device_count())
@@ -26,7 +30,10 @@ def start_mesh(device: Literal["cpu", "cuda"], *, gpu: int, num_threads: int, ti
     else:
         torch.set_num_threads(num_threads)
     timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(_BACKENDS[device], timeout=timeout)
+    # Torch's default, a TCP store, answers to every user of the machine.
+    store = dist.FileStore(str(launch.store_path), launch.num_ranks)
+    store.set_timeout(timeout)
+    dist.init_process_group(_BACKENDS[device], store=store, rank=launch.rank, world_size=launch.num_ranks, timeout=timeout)
     mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp",))
     # A mesh may make a group of its own, which does not inherit the time-out. Torch has no public name for this yet:
     # https://github.com/pytorch/pytorch/issues/115121

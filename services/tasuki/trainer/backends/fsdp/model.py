@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,15 +15,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from tasuki.algorithms.token_log_probs import token_log_probs
 from tasuki.config.schema import LoraConfig
+from tasuki.models.config_json import read_json_object
+from tasuki.models.families import FAMILIES, read_model
+from tasuki.models.family import Model
+from tasuki.models.shape import check_lora_targets
 from tasuki.trainer.backends.fsdp.lora import add_adapters, initialize_adapters
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
+from tasuki.trainer.backends.fsdp.model_buffers import check_module, set_buffers
 from tasuki.trainer.backends.fsdp.shards import head_shards, load_shards, local_shards, tensor_files
 from tasuki.trainer.data.micro_batch import TokenBatch
 from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
 
-# Each was trained and published by the tests. All have `model`, a stack of `model.layers`, and `lm_head`.
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-
+# All have `model`, a stack of `model.layers`, and `lm_head`.
+ARCHITECTURES = tuple(FAMILIES)
 
 # On a CPU torch's flash attention takes three times as long as plain matrix products to train bfloat16 sequences of tens of tokens.
 _ATTENTION = {"cpu": "eager", "cuda": "sdpa"}
@@ -31,13 +36,16 @@ _ATTENTION = {"cpu": "eager", "cuda": "sdpa"}
 class Policy(nn.Module):
     """Scores completion tokens. Only the places that predict one pass through the vocabulary projection."""
 
-    def __init__(self, causal_lm: PreTrainedModel) -> None:
+    def __init__(self, causal_lm: PreTrainedModel, *, final_logit_softcap: float | None = None) -> None:
         super().__init__()
         self.causal_lm = causal_lm
+        self.final_logit_softcap = final_logit_softcap
 
     def forward(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Log-probs [N] with gradient, and entropies [N]; float32."""
         logits_NV = self.causal_lm.lm_head(_hidden_states(self.causal_lm, batch))
+        if self.final_logit_softcap is not None:
+            logits_NV = torch.tanh(logits_NV / self.final_logit_softcap) * self.final_logit_softcap
         return token_log_probs(logits_NV, batch.token_ids_N, temperature_N=batch.temperature_N)
 
 
@@ -73,8 +81,8 @@ def _hidden_states(causal_lm: PreTrainedModel, batch: TokenBatch) -> Tensor:
 def read_model_config(path: Path) -> PreTrainedConfig:
     """config.json of a model folder.
 
-    Raises PathNotFound without the folder or the file, UnsupportedModel for an architecture that is not in ARCHITECTURES or weights
-    that are quantized, InvalidArgument for a file that transformers cannot read.
+    Raises PathNotFound without the folder or the file, UnsupportedModel for an architecture that is not in ARCHITECTURES, weights that are
+    quantized, or a key that its family does not support, InvalidArgument for a file that transformers cannot read.
     """
     if not (path / "config.json").is_file():
         raise PathNotFound(f"model.path: {path} is no Hugging Face model folder: config.json is missing", path=path)
@@ -92,6 +100,7 @@ def read_model_config(path: Path) -> PreTrainedConfig:
         raise UnsupportedModel(
             f"{path} holds quantized weights; the trainer needs floating-point ones", architecture=architecture
         )
+    read_model(read_json_object(path / "config.json", field="model.path"))
     return config
 
 
@@ -113,13 +122,18 @@ class NetworkSource:
     seed: int = 0
     """Of adapters that have just been added."""
 
+    @property
+    def model(self) -> Model:
+        """What its family says, with the defaults that transformers has for keys that config.json lacks."""
+        return read_model(self.config.to_dict())
+
 
 def load_policy(source: NetworkSource, *, region: AbstractContextManager[None]) -> Policy:
     """The model of `source`, sharded. Every rank reads its own rows only. The shards are made inside `region`.
 
-    Gradients are summed over ranks, not averaged, in float32. Raises as load_shards and add_adapters.
+    Gradients are summed over ranks, not averaged, in float32. Raises as read_model, check_module, check_lora_targets and load_shards.
     """
-    policy = Policy(_on_meta(source))
+    policy = Policy(_on_meta(source), final_logit_softcap=source.model.final_logit_softcap)
     _materialize(policy, source, region=region)
     load_shards(source.path, local_shards(policy.causal_lm))
     return policy
@@ -134,7 +148,7 @@ def load_critic(source: NetworkSource, *, region: AbstractContextManager[None]) 
     fully_shard(critic.value_head, mesh=source.mesh, mp_policy=precision)
     _materialize(critic, source, region=region)
     load_shards(source.path, local_shards(critic.causal_lm))
-    head = head_shards(critic.value_head)
+    head = head_shards(critic)
     if all(shard.name in tensor_files(source.path) for shard in head):
         load_shards(source.path, head)
     else:
@@ -144,11 +158,16 @@ def load_critic(source: NetworkSource, *, region: AbstractContextManager[None]) 
 
 def _on_meta(source: NetworkSource) -> PreTrainedModel:
     """The model without memory, with adapters where they are asked for."""
+    model = source.model
+    # torch's fused attention caps no logits.
+    attention = "eager" if model.attention.logit_softcap is not None else _ATTENTION[source.mesh.device_type]
     with torch.device("meta"):
         causal_lm = AutoModelForCausalLM.from_config(
-            source.config, dtype=source.param_dtype, attn_implementation=_ATTENTION[source.mesh.device_type]
+            _without_dropout(source.config), dtype=source.param_dtype, attn_implementation=attention
         )
+        check_module(causal_lm, model)
         if source.lora is not None:
+            check_lora_targets(model.shape, source.lora.target_modules)
             add_adapters(causal_lm, source.lora)
     return causal_lm
 
@@ -156,12 +175,11 @@ def _on_meta(source: NetworkSource) -> PreTrainedModel:
 def _materialize(network: Policy | Critic, source: NetworkSource, *, region: AbstractContextManager[None]) -> None:
     """Shards a network that is on meta and gives its shards memory; adapters get their start values."""
     _shard(network, mesh=source.mesh, compute_dtype=source.compute_dtype)
-    device, model = mesh_device(source.mesh), network.causal_lm.model
+    device = mesh_device(source.mesh)
     with region:
         # FSDP2 also pads the shards here, so that they stay where they are from now on.
         network.to_empty(device=device)
-    # The one module with buffers; they follow from the configuration and are in no checkpoint.
-    model.rotary_emb = type(model.rotary_emb)(config=source.config, device=device)
+    set_buffers(network.causal_lm, source.model, device=device)
     initialize_adapters(network.causal_lm, seed=source.seed)
 
 
@@ -175,6 +193,15 @@ def _shard(network: Policy | Critic, *, mesh: DeviceMesh, compute_dtype: torch.d
             module.set_gradient_divide_factor(1.0)
             # Without it a factor other than the number of ranks takes an NCCL-only operation.
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy in which every dropout probability is 0: a token must have the same log-prob at every call."""
+    copy = deepcopy(config)
+    for name, value in vars(copy).items():
+        if isinstance(value, float) and ("dropout" in name or "pdrop" in name):
+            setattr(copy, name, 0.0)
+    return copy
 
 
 def _unreadable(path: Path, error: Exception) -> InvalidArgument | UnsupportedModel:

@@ -1,4 +1,4 @@
-"""Local FSDP2 shards under the names of the Hugging Face checkpoint: loading, publishing and exporting go by them."""
+"""Local shards of DTensors under the names of the Hugging Face checkpoint: loading, publishing and exporting go by them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from tasuki.models.checkpoint import CheckpointNames
+from tasuki.models.families import find_family
 from tasuki.trainer.backends.fsdp.lora import adapter_parameters, base_parameters
 from tasuki.transport.shards import Shard, checkpoint_shards
 from tasuki.wire.errors import InvalidArgument, PathNotFound
@@ -23,39 +26,48 @@ SINGLE_FILE = "model.safetensors"
 
 def local_shards(causal_lm: nn.Module) -> list[Shard]:
     """This rank's part of every checkpoint tensor, without adapters, as live views of the parameters. Tied tensors come once."""
-    return _shards_of(base_parameters(causal_lm))
+    return _shards_of(causal_lm, base_parameters(causal_lm))
 
 
 def adapter_shards(causal_lm: nn.Module) -> list[Shard]:
     """The same of every adapter's A and B."""
-    return _shards_of(adapter_parameters(causal_lm))
+    return _shards_of(causal_lm, adapter_parameters(causal_lm))
 
 
-def head_shards(value_head: nn.Linear) -> list[Shard]:
+def head_shards(critic: nn.Module) -> list[Shard]:
     """The same of a critic's head, as `value_head.weight`."""
-    return _shards_of((f"value_head.{name}", param) for name, param in value_head.named_parameters())
+    head = critic.get_submodule("value_head")
+    return _shards_of(
+        critic.get_submodule("causal_lm"), ((f"value_head.{name}", param) for name, param in head.named_parameters())
+    )
 
 
-def _shards_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[Shard]:
+def _shards_of(causal_lm: nn.Module, parameters: Iterable[tuple[str, nn.Parameter]]) -> list[Shard]:
+    names = _checkpoint_names(causal_lm)
     shards: list[Shard] = []
     for name, param in parameters:
         assert isinstance(param, DTensor), "fully_shard makes every parameter a DTensor"
-        # FSDP2 cuts dim 0 as torch.chunk does: every rank but the last ones has ceil(rows / ranks).
-        rows_per_rank = -(-param.shape[0] // param.device_mesh.size())
-        row_start = param.device_mesh.get_local_rank() * rows_per_rank
-        shards += checkpoint_shards(name, tuple(param.shape), row_start, cast(DTensor, param.detach()).to_local())
+        # Of any dimension, cut as torch.chunk does: the last ranks have less, or nothing.
+        _, offsets = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+        local = cast(DTensor, param.detach()).to_local()
+        shards += checkpoint_shards(name, tuple(param.shape), offsets, local, names=names)
     return shards
 
 
-def whole_tensors(name: str, param: Tensor) -> list[Shard]:
-    """The checkpoint tensors behind one parameter, gathered. Every rank must call it, for the same parameter."""
+def whole_tensors(causal_lm: nn.Module, name: str, param: Tensor) -> list[Shard]:
+    """The checkpoint tensors behind one parameter of `causal_lm`, gathered. Every rank must call it, for the same parameter."""
     assert isinstance(param, DTensor), "fully_shard makes every parameter a DTensor"
-    return checkpoint_shards(name, tuple(param.shape), 0, cast(DTensor, param.detach()).full_tensor())
+    whole = cast(DTensor, param.detach()).full_tensor()
+    return checkpoint_shards(name, tuple(param.shape), (0,) * param.dim(), whole, names=_checkpoint_names(causal_lm))
+
+
+def _checkpoint_names(causal_lm: nn.Module) -> CheckpointNames:
+    return find_family(type(causal_lm).__name__).checkpoint
 
 
 @torch.no_grad()
 def load_shards(folder: Path, shards: Sequence[Shard]) -> None:
-    """Fills the shards from the safetensors of a Hugging Face folder, reading only their rows.
+    """Fills the shards from the safetensors of a Hugging Face folder, reading only their slices.
 
     Raises PathNotFound without safetensors, InvalidArgument for a damaged file or a tensor that is missing or has another shape.
     """
@@ -73,7 +85,7 @@ def load_shards(folder: Path, shards: Sequence[Shard]) -> None:
                     f"{folder}: {shard.name} has shape {stored.get_shape()}, config.json asks for {list(shard.global_shape)}"
                 )
                 raise InvalidArgument("model.path", problem)
-            shard.local.copy_(stored[shard.row_start : shard.row_start + shard.local.shape[0]])
+            shard.local.copy_(stored[tuple(map(slice, shard.offsets, shard.box.ends))])
 
 
 def tensor_files(folder: Path) -> dict[str, str]:

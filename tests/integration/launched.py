@@ -1,4 +1,4 @@
-"""Scripts of the tests under torchrun."""
+"""Scripts of the tests in the ranks of one launch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def torchrun(script: str, *arguments: object, num_ranks: int) -> None:
-    """Runs a script of this folder in `num_ranks` processes on a CPU until it ends well."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+def run_ranks(script: str, *arguments: object, num_ranks: int) -> None:
+    """Runs a script of this folder in `num_ranks` processes on a CPU until all have ended well."""
+    launch = [sys.executable, "-m", "tasuki.trainer.launch", "--num-ranks", str(num_ranks), "--"]
     paths = os.pathsep.join(str(ROOT / folder) for folder in ("protos", "services", "client", "."))
     environment = os.environ | {"PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -1,0 +1,61 @@
+"""Values out of a parsed config.json, each checked and named when it is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tasuki.wire.errors import InvalidArgument, UnsupportedModel
+
+Config = Mapping[str, Any]
+
+
+def read_json_object(file: Path, *, field: str) -> dict[str, Any]:
+    """Raises InvalidArgument naming `field` for a file that holds anything else."""
+    try:
+        table = json.loads(file.read_text())
+    except ValueError as error:
+        raise InvalidArgument(field, f"{file} is not JSON: {error}") from error
+    if not isinstance(table, dict):
+        raise InvalidArgument(field, f"{file} holds no JSON object")
+    return table
+
+
+def size(config: Config, key: str, *, default: int | None = None) -> int:
+    """A whole number above 0. A key that is missing or null has the default; without one it raises InvalidArgument."""
+    value = config.get(key, default)
+    value = default if value is None else value
+    if value is None:
+        raise InvalidArgument(key, "missing in the model's config.json")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InvalidArgument(key, f"must be a whole number above 0 in the model's config.json, not {value!r}")
+    return value
+
+
+def cap(config: Config, key: str, *, default: float | None) -> float | None:
+    """A number above 0, or None where the key is null. Raises InvalidArgument for another value."""
+    value = config.get(key, default)
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        raise InvalidArgument(key, f"must be a number above 0 or null in the model's config.json, not {value!r}")
+    return float(value)
+
+
+def flag(config: Config, key: str, *, default: bool = False) -> bool:
+    value = config.get(key, default)
+    return default if value is None else value is True
+
+
+def architecture_of(config: Config) -> str:
+    """The first name in `architectures`; "none" where there is none."""
+    architectures = config.get("architectures")
+    return str(architectures[0]) if isinstance(architectures, list) and architectures else "none"
+
+
+def unsupported(config: Config, key: str, reason: str) -> UnsupportedModel:
+    """The refusal of a key of config.json."""
+    architecture = architecture_of(config)
+    return UnsupportedModel(f"{architecture} with {key} {config.get(key)!r}: {reason}", architecture=architecture, field=key)

@@ -1,0 +1,134 @@
+"""What a family of models says of itself: read by trainer, planner and rollout's recorder, and free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tasuki.models import rope
+from tasuki.models.checkpoint import CheckpointNames
+from tasuki.models.config_json import Config, unsupported
+from tasuki.models.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """Attention of a model's layers, beside its sizes."""
+
+    query_scale: float
+    """Factor of the products of queries and keys."""
+    windows: tuple[int | None, ...]
+    """By layer, how many tokens a token sees, itself among them; None: all before it."""
+    logit_softcap: float | None = None
+    """c in c tanh(x / c), of the scaled products; None: not capped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """One config.json, as its family reads it."""
+
+    shape: ModelShape
+    attention: Attention
+    rotary_buffers: tuple[str, ...] = ("inv_freq", "original_inv_freq")
+    """Of the module `model.rotary_emb`, which makes them of the configuration."""
+    constant_buffers: Mapping[str, float] = field(default_factory=dict)
+    """Every other buffer by its full name, and its value."""
+    final_logit_softcap: float | None = None
+    """c in c tanh(x / c), of the logits before the temperature; None: not capped."""
+
+    def buffers(self) -> frozenset[str]:
+        """Full names of all buffers."""
+        return frozenset(self.constant_buffers) | {f"{ROTARY}.{name}" for name in self.rotary_buffers}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """An architecture of transformers that was trained and published by the tests."""
+
+    architecture: str
+    read: Callable[[Config], Model]
+    """Raises InvalidArgument for a key that is missing or wrong, UnsupportedModel for one that makes the model another."""
+    keys: Mapping[str, tuple[Any, ...] | None] = field(default_factory=dict)
+    """Keys of config.json beside those of every decoder, with the values that trainer and engine compute alike; None: all values."""
+    rope_types: frozenset[str] = rope.SCALED
+    has_partial_rope: bool = False
+    """Whether a part of each head may be rotated."""
+    checkpoint: CheckpointNames = field(default_factory=CheckpointNames)
+
+
+ROTARY = "model.rotary_emb"
+
+_DECODER_KEYS: dict[str, tuple[Any, ...] | None] = {
+    "hidden_size": None,
+    "intermediate_size": None,
+    "num_hidden_layers": None,
+    "num_attention_heads": None,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "vocab_size": None,
+    "max_position_embeddings": None,
+    "rms_norm_eps": None,
+    "tie_word_embeddings": None,
+    # Dropout would make the trainer's log-probs other than the policy's.
+    "attention_dropout": (0,),
+    "hidden_act": ("silu",),
+    **dict.fromkeys(rope.KEYS),
+}
+# Of these no computation depends. Keys that begin with "_" are transformers' own notes.
+_NEUTRAL_KEYS = frozenset({
+    "architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "name_or_path", "auto_map", "tokenizer_class",
+    "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "initializer_range", "pretraining_tp", "use_cache",
+    "cache_implementation", "id2label", "label2id", "return_dict", "output_attentions", "output_hidden_states", "problem_type",
+    "task_specific_params", "output_router_logits", "router_aux_loss_coef", "is_llama_config", "transformers.js_config",
+    "unsloth_fixed", "unsloth_version", "max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "typical_p",
+    "num_beams", "num_beam_groups", "num_return_sequences", "length_penalty", "repetition_penalty", "diversity_penalty",
+})  # fmt: skip
+
+
+def check_keys(config: Config, family: Family) -> None:
+    """Raises UnsupportedModel for a key that says something and that nobody has accounted for, and for a value that is not supported."""
+    known = {**_DECODER_KEYS, **family.keys}
+    for key, value in config.items():
+        if key in _NEUTRAL_KEYS or key.startswith("_"):
+            continue
+        if key not in known:
+            if value:
+                raise unsupported(config, key, "nobody has accounted for this key; unset it if nothing is computed from it")
+        elif (values := known[key]) is not None and value is not None and value not in values:
+            raise unsupported(config, key, f"trainer and engine agree on {' or '.join(map(repr, values))} only")
+    rope.check_rope(config, types=family.rope_types, is_partial=family.has_partial_rope)
+
+
+def full_attention(shape: ModelShape) -> Attention:
+    """Every token sees all before it, and the products are divided by the root of the head's size."""
+    return Attention(query_scale=shape.head_dim**-0.5, windows=(None,) * shape.num_layers)
+
+
+def refuse_window(config: Config, *, default: int | None) -> None:
+    """Raises UnsupportedModel for a sliding window that a sequence can leave, of a family for which the engine has none.
+
+    default: where config.json lacks `sliding_window`.
+    """
+    window, longest = config.get("sliding_window", default), config.get("max_position_embeddings")
+    if isinstance(window, int) and isinstance(longest, int) and window < longest:
+        reason = (
+            "the engine has no sliding window for this family; lower max_position_embeddings to the window, or set it to null"
+        )
+        raise unsupported({**config, "sliding_window": window}, "sliding_window", reason)
+
+
+def refuse_head_dim(config: Config) -> None:
+    """Raises UnsupportedModel for heads that are not the hidden size divided by their number."""
+    hidden, heads, head_dim = (config.get(key) for key in ("hidden_size", "num_attention_heads", "head_dim"))
+    if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 and head_dim not in (None, hidden // heads):
+        raise unsupported(
+            config, "head_dim", f"the engine has hidden_size / num_attention_heads = {hidden // heads} for this family"
+        )
+
+
+def refuse_layer_types(config: Config) -> None:
+    """Raises UnsupportedModel unless all layers attend to all tokens before."""
+    listed = config.get("layer_types")
+    if listed is not None and set(listed) - {"full_attention"}:
+        raise unsupported(config, "layer_types", "the engine has full attention only for this family")

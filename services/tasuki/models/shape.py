@@ -1,0 +1,228 @@
+"""Names and shapes of a decoder's parameters, as its transformers module has them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from tasuki.models.config_json import Config, architecture_of, flag, size
+from tasuki.wire.errors import InvalidArgument
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Name of a parameter -> shape."""
+
+
+class QkNorm(StrEnum):
+    """What the norms of queries and keys go over."""
+
+    HEAD = "head"
+    PROJECTION = "projection"
+    """All heads at once, before they are split."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What decides the bytes of a decoder-only model."""
+
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    context_length: int
+    is_tied: bool = False
+    """Whether the vocabulary projection is the embedding."""
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False
+    qk_norm: QkNorm | None = None
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    """Before attention and before the MLP, each as wide as the hidden states."""
+    post_norms: tuple[str, ...] = ()
+    """After attention and after the MLP."""
+    has_float_norms: bool = False
+    """Whether norms multiply with their weights in float32, before they round."""
+    has_fused_qkv: bool = False
+    """Whether one linear layer makes queries, keys and values, in this order."""
+    has_fused_gate_up: bool = False
+    """Whether one linear layer makes gate and up, in this order."""
+    joins_rotated: bool = False
+    """Whether heads are joined of a rotated part and the rest."""
+    caps_attention: bool = False
+    """Whether the logits of attention are capped, which takes the whole matrix of them."""
+    caps_logits: bool = False
+    is_critic: bool = False
+    """Whether a value head is in place of the vocabulary projection."""
+    num_experts: int = 0
+    """0: every layer is dense."""
+    experts_per_token: int = 0
+    expert_size: int = 0
+    dense_layers: frozenset[int] = frozenset()
+    """Layers of a mixture of experts that are dense after all."""
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def num_outputs(self) -> int:
+        """Of one token: logits, or a value."""
+        return 1 if self.is_critic else self.vocab_size
+
+    def is_sparse(self, layer: int) -> bool:
+        return self.num_experts > 0 and layer not in self.dense_layers
+
+    def layer(self, index: int) -> Shapes:
+        """Parameters of one decoder layer: one unit of FSDP2."""
+        mlp = self._experts() if self.is_sparse(index) else self._mlp()
+        return self._attention() | mlp | {f"{norm}.weight": (self.hidden_size,) for norm in self.norms + self.post_norms}
+
+    def root(self) -> Shapes:
+        """Parameters outside the layers, which stay gathered during a whole step."""
+        table = (self.vocab_size, self.hidden_size)
+        shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": table, "norm.weight": (self.hidden_size,)}
+        if self.is_critic:
+            return shapes | {"value_head.weight": (1, self.hidden_size)}
+        return shapes if self.is_tied else shapes | {"lm_head.weight": table}
+
+    def units(self) -> tuple[Shapes, ...]:
+        """The root first, then the layers in their order: all parameters, each once."""
+        return _units(self)
+
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """All parameters, under the names that they have in the module of transformers."""
+        root, *layers = self.units()
+        named = {name if name.startswith("lm_head") else f"model.{name}": shape for name, shape in root.items()}
+        for index, layer in enumerate(layers):
+            named |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+        return named
+
+    def linear_layers(self, index: int) -> tuple[str, ...]:
+        """The last names of the linear layers of decoder layer `index`, which can have adapters: q_proj, ..."""
+        return tuple(
+            name.removesuffix(".weight").rpartition(".")[2]
+            for name, shape in self.layer(index).items()
+            if len(shape) == 2 and name != ROUTER
+        )
+
+    def count_by_kind(self) -> dict[str, int]:
+        """Parameters in embedding, vocabulary projection, attention, MLP, experts, router and norms; kinds without any are left out."""
+        counts: dict[str, int] = {}
+        for unit in self.units():
+            for name, shape in unit.items():
+                kind = _kind(name)
+                counts[kind] = counts.get(kind, 0) + math.prod(shape)
+        return counts
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(self.count_by_kind().values())
+
+    def _attention(self) -> dict[str, tuple[int, ...]]:
+        query, kv = self.query_size, self.kv_size
+        rows = {"qkv_proj": query + 2 * kv} if self.has_fused_qkv else {"q_proj": query, "k_proj": kv, "v_proj": kv}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, num_rows in rows.items():
+            shapes |= _linear(f"self_attn.{name}", num_rows, self.hidden_size, has_bias=self.has_qkv_bias)
+        shapes |= _linear("self_attn.o_proj", self.hidden_size, query, has_bias=self.has_output_bias)
+        if self.qk_norm is not None:
+            widths = (self.head_dim, self.head_dim) if self.qk_norm is QkNorm.HEAD else (query, kv)
+            shapes |= {f"self_attn.{name}.weight": (width,) for name, width in zip(("q_norm", "k_norm"), widths, strict=True)}
+        return shapes
+
+    def _mlp(self) -> dict[str, tuple[int, ...]]:
+        inner, hidden = self.intermediate_size, self.hidden_size
+        rows = {"gate_up_proj": 2 * inner} if self.has_fused_gate_up else {"gate_proj": inner, "up_proj": inner}
+        return {f"mlp.{name}.weight": (num_rows, hidden) for name, num_rows in rows.items()} | {
+            "mlp.down_proj.weight": (hidden, inner)
+        }
+
+    def _experts(self) -> dict[str, tuple[int, ...]]:
+        hidden, inner = self.hidden_size, self.expert_size
+        return {
+            ROUTER: (self.num_experts, hidden),
+            "mlp.experts.gate_up_proj": (self.num_experts, 2 * inner, hidden),
+            "mlp.experts.down_proj": (self.num_experts, hidden, inner),
+        }
+
+
+ROUTER = "mlp.gate.weight"
+
+
+def check_lora_targets(shape: ModelShape, targets: Sequence[str]) -> None:
+    """Raises InvalidArgument for a target that is no linear layer of every decoder layer, with the names of those that are."""
+    for index in range(shape.num_layers):
+        there = shape.linear_layers(index)
+        missing = [target for target in targets if target not in there]
+        if missing:
+            has = f"it has {', '.join(there)}; experts cannot have adapters"
+            raise InvalidArgument(
+                "trainer.lora.target_modules",
+                f"layer {index} of {shape.architecture} has no linear {', '.join(missing)}; {has}",
+            )
+
+
+def decoder_shape(
+    config: Config,
+    *,
+    is_tied: bool = False,
+    head_dim: int | None = None,
+    **special: Any,
+) -> ModelShape:
+    """The shape that the keys of every decoder describe. special: the other fields of ModelShape.
+
+    is_tied, head_dim: where config.json lacks them; without a head_dim it is the hidden size divided by the heads.
+    Raises InvalidArgument naming a key that is missing or wrong.
+    """
+    hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
+    kv_heads = size(config, "num_key_value_heads", default=heads)
+    if heads % kv_heads:
+        raise InvalidArgument("num_key_value_heads", f"{heads} attention heads cannot share {kv_heads} key-value heads evenly")
+    return ModelShape(
+        architecture=architecture_of(config),
+        hidden_size=hidden,
+        intermediate_size=size(config, "intermediate_size"),
+        num_layers=size(config, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=size(config, "head_dim", default=hidden // heads if head_dim is None else head_dim),
+        vocab_size=size(config, "vocab_size"),
+        context_length=size(config, "max_position_embeddings"),
+        is_tied=flag(config, "tie_word_embeddings", default=is_tied),
+        **special,
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _units(model: ModelShape) -> tuple[Shapes, ...]:
+    return (model.root(), *(model.layer(index) for index in range(model.num_layers)))
+
+
+def _linear(name: str, rows: int, columns: int, *, has_bias: bool) -> dict[str, tuple[int, ...]]:
+    weight: dict[str, tuple[int, ...]] = {f"{name}.weight": (rows, columns)}
+    return weight | {f"{name}.bias": (rows,)} if has_bias else weight
+
+
+def _kind(name: str) -> str:
+    for mark, kind in (
+        ("embed_tokens", "embedding"),
+        ("lm_head", "vocabulary projection"),
+        ("value_head", "value head"),
+        ("norm", "norms"),
+        ("self_attn", "attention"),
+        ("experts", "experts"),
+        ("mlp.gate.", "router"),
+    ):
+        if mark in name:
+            return kind
+    return "mlp"

@@ -1,0 +1,139 @@
+"""Starts the ranks of a trainer on this machine, and ends them together:
+
+python -m tasuki.trainer.launch --num-ranks N -- -m tasuki.trainer --config node.toml [--set a.b=c]...
+
+torchrun's ranks find each other through a TCP store, which takes keys from every user of the machine and unpickles some of them. These
+ranks meet in a file that only their user can open.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasuki.wire.errors import InvalidArgument
+
+# A rank needs up to 5 s for the calls that run and 5 s more for its threads.
+_GRACE_S = 15.0
+_LAST_WORDS_S = 2.0
+"""What the other ranks have, when one fails, to say why: often all fail of the same cause, but rank 0 alone writes it."""
+_TICK_S = 0.05
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A rank's place among the ranks that were started together."""
+
+    rank: int
+    local_rank: int
+    num_ranks: int
+    launcher_fd: int
+    """pidfd of the launcher, readable once it has ended."""
+    store_path: Path
+    """File, private to this launch, in which the ranks find each other."""
+
+    def environment(self) -> dict[str, str]:
+        """Variables from which `read_launch` makes this value again. The first three are torchrun's."""
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.local_rank),
+            "WORLD_SIZE": str(self.num_ranks),
+            "TASUKI_LAUNCHER_FD": str(self.launcher_fd),
+            "TASUKI_STORE": str(self.store_path),
+        }
+
+
+def read_launch(environment: Mapping[str, str]) -> Launch:
+    """What the launcher told this rank. Raises InvalidArgument in a process that it did not start."""
+    try:
+        return Launch(
+            rank=int(environment["RANK"]),
+            local_rank=int(environment["LOCAL_RANK"]),
+            num_ranks=int(environment["WORLD_SIZE"]),
+            launcher_fd=int(environment["TASUKI_LAUNCHER_FD"]),
+            store_path=Path(environment["TASUKI_STORE"]),
+        )
+    except KeyError as error:
+        raise InvalidArgument(
+            "launch",
+            f"{error.args[0]} is not set; start the trainer by: python -m tasuki.trainer.launch --num-ranks N -- -m tasuki.trainer ...",
+        ) from error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tasuki.trainer.launch")
+    parser.add_argument("--num-ranks", type=int, required=True)
+    parser.add_argument("command", nargs="+", help="of every rank, after --: -m module, or a script, and its arguments")
+    arguments = parser.parse_args(argv)
+    if arguments.num_ranks < 1:
+        parser.error("--num-ranks must be at least 1")
+    # Its mode is 0700, whatever the umask.
+    with tempfile.TemporaryDirectory(prefix="tasuki-ranks-") as folder:
+        return run_ranks(
+            [sys.executable, *arguments.command],
+            environment=os.environ,  # noqa: TID251 - the ranks' own `__main__` reads it
+            num_ranks=arguments.num_ranks,
+            store_path=Path(folder, "store"),
+        )
+
+
+def run_ranks(command: Sequence[str], *, environment: Mapping[str, str], num_ranks: int, store_path: Path) -> int:
+    """Runs `command` once for each rank and returns when all have ended: 0, or the exit code of the first that failed.
+
+    environment: of every rank, to which the variables of `Launch.environment` are added.
+    Soon after a rank has failed, or when this process is told to stop, all get SIGTERM, and those left after a grace period SIGKILL.
+    Death by signal N counts as exit code 128 + N. Takes over this process's stop signals.
+    """
+    orders: list[int] = []
+    for number in _STOP_SIGNALS:
+        signal.signal(number, lambda order, _: orders.append(order))
+    launcher_fd = os.pidfd_open(os.getpid())
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(num_ranks):
+            launch = Launch(rank=rank, local_rank=rank, num_ranks=num_ranks, launcher_fd=launcher_fd, store_path=store_path)
+            ranks.append(subprocess.Popen(command, env={**environment, **launch.environment()}, pass_fds=(launcher_fd,)))
+        return _wait(ranks, orders)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+        os.close(launcher_fd)
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], orders: Sequence[int]) -> int:
+    """orders: stop signals that have come, filled from outside."""
+    exit_code, stop_at, kill_at = 0, math.inf, math.inf
+    while running := [rank for rank in ranks if rank.poll() is None]:
+        exit_code, now = exit_code or _failure(ranks), time.monotonic()
+        if orders or exit_code:
+            stop_at = min(stop_at, now if orders else now + _LAST_WORDS_S)
+        if now >= stop_at and kill_at == math.inf:
+            kill_at = now + _GRACE_S
+            for rank in running:
+                rank.terminate()
+        if now >= kill_at:
+            for rank in running:
+                rank.kill()
+        time.sleep(_TICK_S)
+    return exit_code or _failure(ranks)
+
+
+def _failure(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Exit code of a rank that has failed, 0 when none has."""
+    code = next((rank.returncode for rank in ranks if rank.returncode), 0)
+    return 128 - code if code < 0 else code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""Every family generates, after a sync, with the log-probs that transformers gives its samples. Part of `make chaos`.
+
+An engine is started for each, on a CPU, in float32.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration.rollout_process import (
+    TestTrainer,
+    connected,
+    log_probs_of,
+    start_rollout,
+    stop_rollout,
+    wait_until_serving,
+)
+from tests.models import CONFIGS, make_model, save_checkpoint
+
+# SGLang's attention on a CPU caps no logits: rollout refuses to serve it there (tests/unit/test_rollout_model.py).
+NEEDS_GPU = {"gemma2"}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind not in NEEDS_GPU])
+async def test_a_family_generates_as_transformers_scores(kind: str, tmp_path: Path) -> None:
+    folder = save_checkpoint(make_model(kind, seed=0), tmp_path / "model")
+    rollout = start_rollout(tmp_path / "node", folder, 'rollout.dtype="float32"')
+    try:
+        wait_until_serving(rollout)
+        trainer = TestTrainer(rollout.socket_dir, "trainer", make_model(kind, seed=1), dtype=torch.float32)
+        prompts = [list(range(3, 20)), [40, 7], [90, 3, 3, 61, 8]]
+        async with connected(rollout) as client:
+            await client.wake(trainer.publish(1))
+            samples = await client.generate(prompts, num_samples=2, max_new_tokens=12, temperature=0.7, ignore_eos=True)
+        trainer.close()
+        for sample in samples:
+            prompt, completion = prompts[sample.prompt_index], list(sample.token_ids)
+            theirs = log_probs_of(trainer.model, prompt, completion, temperature=0.7)
+            torch.testing.assert_close(torch.tensor(sample.rollout_log_probs), theirs, rtol=1e-3, atol=1e-3)
+    finally:
+        stop_rollout(rollout)

@@ -1,0 +1,62 @@
+"""What a whole node listens on: nothing that another user of the machine could give an order or an object to."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from tasuki.config.lock import NODE_LOCK, holder
+from tasuki.config.places import socket_dir
+from tests.conftest import RunningNode
+from tests.sockets import NOBODY, Listener, is_private, listeners, process_tree, takes_store_commands, who_can_connect
+
+NUM_TRAINER_RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def listening(node: RunningNode) -> list[Listener]:
+    pid = holder(node.state_dir, name=NODE_LOCK)
+    assert pid is not None
+    return listeners(process_tree(pid))
+
+
+def unix_paths(listening: list[Listener]) -> list[Path]:
+    return sorted({Path(listener.address) for listener in listening if listener.kind == "unix"})
+
+
+def test_every_unix_socket_has_a_name_in_the_private_folder(node: RunningNode, listening: list[Listener]) -> None:
+    paths = unix_paths(listening)
+    assert {f"{service}.sock" for service in ("coordinator", "trainer", "rollout")} <= {path.name for path in paths}
+    for path in paths:
+        assert path.is_relative_to(socket_dir(node.state_dir)), f"{path}: abstract, or elsewhere"
+        assert is_private(path), path
+
+
+def test_the_only_ports_are_those_on_which_gloo_waits_for_ranks_of_the_trainer(
+    node: RunningNode, listening: list[Listener]
+) -> None:
+    others = [listener for listener in listening if listener.kind != "unix"]
+    for listener in others:
+        command = Path(f"/proc/{listener.pid}/cmdline").read_bytes().split(b"\0")
+        assert (listener.kind, listener.address.rpartition(":")[0]) == ("tcp", "127.0.0.1"), (listener, command)
+    ranks = {listener.pid for listener in others if b"RANK=" in Path(f"/proc/{listener.pid}/environ").read_bytes()}
+    assert ranks == {listener.pid for listener in others}
+    assert len(ranks) == NUM_TRAINER_RANKS
+
+
+def test_nothing_answers_to_a_client_of_torchs_store(listening: list[Listener]) -> None:
+    ports = sorted({listener.port for listener in listening if listener.kind != "unix"})
+    assert [port for port in ports if takes_store_commands(port)] == []
+    # The same client gets in where there is a store.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert takes_store_commands(store.port)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+def test_another_user_can_connect_to_no_socket_of_the_node(listening: list[Listener]) -> None:
+    paths = unix_paths(listening)
+    assert len(who_can_connect(paths, uid=0)) == len(paths)
+    assert who_can_connect(paths, uid=NOBODY) == []

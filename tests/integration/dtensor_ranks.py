@@ -1,0 +1,115 @@
+"""Trainer ranks whose parameters are DTensors of any placement, which publish them and stay."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_module, distribute_tensor
+from transformers import PreTrainedModel
+
+from tasuki.config.schema import LoraConfig
+from tasuki.trainer.backends.fsdp.lora import add_adapters, merged_rows
+from tasuki.trainer.backends.fsdp.shards import local_shards
+from tasuki.transport.export import WeightExport
+from tasuki.v1 import weights_pb2
+from tests.models import make_model
+
+_TIMEOUT_S = 240
+
+
+@contextmanager
+def dtensor_ranks(
+    kind: str, folder: Path, *, mesh_shape: tuple[int, ...], dims: tuple[int, ...], lora: LoraConfig | None = None
+) -> Iterator[weights_pb2.PublishedWeights]:
+    """What a process for each place of the mesh publishes of make_model(kind, seed=1); vectors are cut in their only dimension.
+
+    dims: the tensor dimension that each axis of the mesh cuts. lora: adapters whose product is published in the weights.
+    """
+    context = multiprocessing.get_context("spawn")
+    num_ranks = torch.Size(mesh_shape).numel()
+    pipes, processes = [], []
+    for rank in range(num_ranks):
+        ours, theirs = context.Pipe()
+        arguments = (theirs, kind, folder, rank, num_ranks, mesh_shape, dims, lora)
+        processes.append(context.Process(target=_run_rank, args=arguments, daemon=True))
+        processes[-1].start()
+        theirs.close()
+        pipes.append(ours)
+    try:
+        handles = []
+        for pipe in pipes:
+            assert pipe.poll(_TIMEOUT_S), "a rank published nothing"
+            handles.append(weights_pb2.WeightHandle.FromString(pipe.recv_bytes()))
+        yield weights_pb2.PublishedWeights(policy_version=1, boot_id=str(folder), handles=handles)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _run_rank(
+    pipe: Connection,
+    kind: str,
+    folder: Path,
+    rank: int,
+    num_ranks: int,
+    mesh_shape: tuple[int, ...],
+    dims: tuple[int, ...],
+    lora: LoraConfig | None,
+) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=num_ranks)
+    model = make_model(kind, seed=1)
+    if lora is not None:
+        model = _adapted(model, lora)
+    _distribute(model, init_device_mesh("cpu", mesh_shape), dims)
+    export = WeightExport(
+        local_shards(model), rank=rank, num_ranks=num_ranks, dtype=torch.bfloat16, socket_path=folder / f"w{rank}.sock"
+    )
+    export.publish(1, replaced=merged_rows(model))
+    pipe.send_bytes(export.handle().SerializeToString())
+    pipe.poll(None)  # until the test ends
+
+
+def whole_model(kind: str, lora: LoraConfig | None) -> PreTrainedModel:
+    """The model that the ranks share, in one process, with PEFT's own product of the adapters added."""
+    model = make_model(kind, seed=1)
+    if lora is not None:
+        from peft.tuners.lora import LoraLayer
+
+        adapted = _adapted(make_model(kind, seed=1), lora)
+        for name, layer in adapted.named_modules():
+            if isinstance(layer, LoraLayer):
+                weight = model.get_parameter(f"{name}.weight")
+                weight.data += layer.get_delta_weight("default")
+    return model
+
+
+def _adapted(model: PreTrainedModel, lora: LoraConfig) -> PreTrainedModel:
+    """With adapters of whole numbers of few bits, whose products are the same however they are summed up."""
+    add_adapters(model, lora)
+    generator = torch.Generator().manual_seed(2)
+    for name, param in model.named_parameters():
+        if ".lora_" in name:
+            param.data = torch.randint(-4, 5, param.shape, generator=generator).float() / 64
+    return model
+
+
+def _distribute(model: nn.Module, mesh: DeviceMesh, dims: Sequence[int]) -> None:
+    def distribute(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for name, param in list(module.named_parameters(recurse=False)):
+            placements: list[Placement] = [Shard(min(dim, param.dim() - 1)) for dim in dims]
+            sharded: DTensor = distribute_tensor(param.detach(), mesh, placements)
+            module.register_parameter(name, nn.Parameter(sharded, requires_grad=param.requires_grad))
+
+    distribute_module(model, mesh, distribute)

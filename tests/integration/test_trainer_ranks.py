@@ -1,0 +1,88 @@
+"""A trainer rank's life, in processes without a model: how it starts, stops, and ends with its launcher."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tasuki.rpc.failpoints import NO_FAILPOINTS
+from tasuki.rpc.heartbeat import Heartbeat
+from tasuki.rpc.rank_server import Handlers
+from tasuki.trainer.ranks.front import TrainerRanks
+from tasuki.trainer.ranks.loop import run_rank
+from tasuki.v1.ranks_pb2 import RankReady
+from tasuki.wire.errors import PathNotFound
+
+_spawn = multiprocessing.get_context("spawn")
+
+
+def run(folder: str, rank: int, launcher: int, *, fails: bool) -> None:
+    """Exits with 0 when the rank was told to stop, or its launcher ended; with 3 when it could not start."""
+
+    def start() -> tuple[RankReady, Handlers]:
+        if fails:
+            raise PathNotFound("no model")
+        return RankReady(vocab_size=7), {}
+
+    heartbeat = Heartbeat(Path(folder), f"trainer{rank}")
+    has_served = run_rank(
+        start,
+        rank=rank,
+        socket_dir=Path(folder),
+        launcher_fd=os.pidfd_open(launcher),
+        heartbeat=heartbeat,
+        failpoints=NO_FAILPOINTS,
+    )
+    heartbeat.close()
+    sys.exit(0 if has_served else 3)
+
+
+def start_ranks(folder: Path, launcher: int, *, fails: bool = False) -> list[multiprocessing.process.BaseProcess]:
+    processes = [
+        _spawn.Process(target=run, args=(str(folder), rank, launcher), kwargs={"fails": fails}, daemon=True)
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def exit_codes(processes: list[multiprocessing.process.BaseProcess]) -> list[int | None]:
+    for process in processes:
+        process.join(20)
+        process.kill()
+    return [process.exitcode for process in processes]
+
+
+async def test_ranks_report_and_leave_when_they_are_told(tmp_path: Path) -> None:
+    front = TrainerRanks(socket_dir=tmp_path, num_ranks=2, collective_timeout_s=1.0)
+    processes = start_ranks(tmp_path, os.getpid())
+    assert (await asyncio.wait_for(front.ready(), 60)).vocab_size == 7
+    await front.stop()
+    assert exit_codes(processes) == [0, 0]
+
+
+async def test_the_error_of_a_failed_start_reaches_the_front(tmp_path: Path) -> None:
+    front = TrainerRanks(socket_dir=tmp_path, num_ranks=2, collective_timeout_s=1.0)
+    processes = start_ranks(tmp_path, os.getpid(), fails=True)
+    with pytest.raises(PathNotFound, match="^no model$"):
+        await asyncio.wait_for(front.ready(), 60)
+    front.close()
+    assert exit_codes(processes) == [3, 3]
+
+
+async def test_ranks_leave_with_their_launcher(tmp_path: Path) -> None:
+    front = TrainerRanks(socket_dir=tmp_path, num_ranks=2, collective_timeout_s=1.0)
+    launcher = await asyncio.create_subprocess_exec("sleep", "600")
+    processes = start_ranks(tmp_path, launcher.pid)
+    await asyncio.wait_for(front.ready(), 60)
+    launcher.kill()
+    await launcher.wait()
+    await asyncio.wait_for(front.broken.wait(), 20)
+    assert await asyncio.to_thread(exit_codes, processes) == [0, 0]
+    front.close()

@@ -1,0 +1,30 @@
+"""What the engine inherits of the shell that the node was started from."""
+
+from __future__ import annotations
+
+import pytest
+
+from tasuki.rollout.environment import foreign_variables
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_CACHE_DIR", "SGL_ENABLE_JIT_DEEPGEMM", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG",
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCHINDUCTOR_MAX_AUTOTUNE", "TRITON_INTERPRET", "ONEDNN_DEFAULT_FPMATH_MODE",
+        "SYNC_TOKEN_IDS_ACROSS_TP", "FLASHINFER_LOGGING",
+    ],
+)  # fmt: skip
+def test_what_may_change_a_number_is_dropped(name: str) -> None:
+    assert foreign_variables([name, "HOME"]) == [name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "PATH", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "NCCL_P2P_DISABLE", "OMP_NUM_THREADS", "TASUKI_SERVICE", "TRITON_CACHE_DIR",
+        "TORCH_HOME", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "PYTORCH_CUDA_ALLOC_CONF", "FLASHINFER_WORKSPACE_BASE", "TORCH_LOGS", "CUDA_HOME",
+    ],
+)  # fmt: skip
+def test_places_logs_memory_and_transports_stay(name: str) -> None:
+    assert foreign_variables([name]) == []

@@ -1,0 +1,122 @@
+"""Ranges of the losses' settings, and what each loss needs from a sample."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import subprocess
+import sys
+
+import pytest
+
+from tasuki.algorithms import loss_types
+from tasuki.algorithms.loss_types import (
+    Aggregation,
+    CispoLoss,
+    Correction,
+    GspoLoss,
+    KlEstimator,
+    LossConfig,
+    OldPolicy,
+    PolicyGradientLoss,
+    PpoLoss,
+    SettingError,
+    SftLoss,
+    ValueLoss,
+)
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("cls", "field", "value"),
+    [
+        *((cls, "clip_low", value) for cls in (PpoLoss, GspoLoss, CispoLoss) for value in (-0.1, 1.1, NAN)),
+        *((cls, "clip_high", value) for cls in (PpoLoss, GspoLoss, CispoLoss) for value in (-0.1, INF, NAN)),
+        *((PpoLoss, "dual_clip", value) for value in (1.0, 0.5, INF, NAN)),
+        *((ValueLoss, "clip", value) for value in (0.0, -1.0, INF, NAN)),
+        *((Correction, "token_truncation", value) for value in (0.9, INF, NAN)),
+        *((Correction, "token_mask", value) for value in ((1.1, 2.0), (0.5, 0.9), (-0.1, 2.0), (0.5, INF), (NAN, 2.0), (0.5,))),
+        *((Correction, "geometric_mask", value) for value in ((1.1, 2.0), (0.5, NAN))),
+        *((LossConfig, "kl_coef", value) for value in (-0.1, INF, NAN)),
+        *((LossConfig, "entropy_coef", value) for value in (INF, NAN)),
+        *((LossConfig, "denominator", value) for value in (0.0, -1.0, INF, NAN)),
+        (LossConfig, "aggregation_length", 10),
+    ],
+)
+def test_a_setting_out_of_range_is_named(cls: type, field: str, value: object) -> None:
+    with pytest.raises(SettingError) as caught:
+        cls(**{field: value})
+    assert caught.value.field == field
+    assert str(caught.value) == f"{field}: {caught.value.problem}"
+
+
+@pytest.mark.parametrize("value", [0.9, math.inf])
+def test_sequence_truncation_has_the_range_of_the_tokens(value: float) -> None:
+    with pytest.raises(SettingError, match="sequence_truncation"):
+        Correction(token_truncation=None, sequence_truncation=value)
+
+
+def test_token_and_sequence_truncation_exclude_each_other() -> None:
+    with pytest.raises(SettingError, match="excludes token_truncation"):
+        Correction(sequence_truncation=2.0)
+
+
+@pytest.mark.parametrize("length", [None, 0])
+def test_the_constant_needs_a_length(length: int | None) -> None:
+    with pytest.raises(SettingError, match="aggregation_length"):
+        LossConfig(aggregation=Aggregation.CONSTANT, aggregation_length=length)
+
+
+@pytest.mark.parametrize("loss", [PolicyGradientLoss(), SftLoss(), ValueLoss()])
+@pytest.mark.parametrize("old_policy", [OldPolicy.GIVEN, OldPolicy.ROLLOUT])
+def test_a_loss_without_ratio_takes_no_old_policy(loss: loss_types.Loss, old_policy: OldPolicy) -> None:
+    with pytest.raises(SettingError, match="old_policy"):
+        LossConfig(loss=loss, old_policy=old_policy)
+
+
+@pytest.mark.parametrize("field", ["kl_coef", "entropy_coef"])
+def test_a_value_loss_has_no_term_of_a_policy(field: str) -> None:
+    with pytest.raises(SettingError, match=field):
+        LossConfig(loss=ValueLoss(), **{field: 0.1})
+
+
+@pytest.mark.parametrize(
+    ("config", "required"),
+    [
+        (LossConfig(), {"advantages", "rollout_log_probs"}),
+        (LossConfig(correction=Correction(token_truncation=None)), {"advantages"}),
+        (LossConfig(old_policy=OldPolicy.GIVEN), {"advantages", "old_log_probs", "rollout_log_probs"}),
+        (LossConfig(old_policy=OldPolicy.GIVEN, correction=Correction(token_truncation=None)), {"advantages", "old_log_probs"}),
+        (LossConfig(old_policy=OldPolicy.ROLLOUT), {"advantages", "rollout_log_probs"}),
+        (LossConfig(correction=Correction(token_truncation=None, token_mask=(0.5, 5))), {"advantages", "rollout_log_probs"}),
+        (LossConfig(loss=PolicyGradientLoss(), kl_coef=0.1), {"advantages", "rollout_log_probs", "ref_log_probs"}),
+        (LossConfig(loss=SftLoss()), set()),
+        (LossConfig(loss=SftLoss(), kl_coef=0.1), {"ref_log_probs"}),
+        (LossConfig(loss=ValueLoss()), {"values", "returns"}),
+        (LossConfig(loss=ValueLoss(clip=None)), {"returns"}),
+    ],
+)
+def test_required_fields(config: LossConfig, required: set[str]) -> None:
+    assert config.required_fields == required
+
+
+def test_values_are_lower_case_words() -> None:
+    for enum in (Aggregation, KlEstimator, OldPolicy):
+        assert all(member.value == member.name.lower() for member in enum)
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        LossConfig().kl_coef = 1.0
+
+
+def test_the_module_imports_the_standard_library_only() -> None:
+    script = (
+        "import sys, runpy; before = set(sys.modules); runpy.run_path(sys.argv[1], run_name='loss_types');"
+        "print({name.partition('.')[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, loss_types.__file__], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.strip() == "set()", done.stderr

@@ -1,0 +1,271 @@
+"""What a family says of a model against the module that transformers makes, and what is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tasuki.models.families import FAMILIES, read_model
+from tasuki.models.family import Model
+from tasuki.trainer.backends.fsdp.model import Policy
+from tasuki.trainer.backends.fsdp.model_buffers import check_module, set_buffers
+from tasuki.trainer.data.micro_batch import TokenBatch
+from tasuki.wire.errors import UnsupportedModel
+from tests.models import CONFIGS, make_model
+
+CPU = torch.device("cpu")
+
+
+def module_of(kind: str, *, device: str = "meta", **changes: Any) -> PreTrainedModel:
+    config = CONFIGS[kind]()
+    for key, value in changes.items():
+        setattr(config, key, value)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def table_of(module: PreTrainedModel, **changes: Any) -> dict[str, Any]:
+    """A config.json of the module."""
+    return module.config.to_dict() | {"architectures": [type(module).__name__]} | changes
+
+
+def model_of(module: PreTrainedModel) -> Model:
+    return read_model(table_of(module))
+
+
+def test_every_family_has_a_tiny_model_that_is_tested() -> None:
+    assert {type(module_of(kind)).__name__ for kind in CONFIGS} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_parameters_and_buffers_are_those_of_the_module(kind: str) -> None:
+    module = module_of(kind)
+    model = model_of(module)
+    assert model.shape.parameters() == {name: tuple(param.shape) for name, param in module.named_parameters()}
+    assert model.buffers() == {name for name, _ in module.named_buffers()}
+    check_module(module, model)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_attention_is_that_of_the_module(kind: str) -> None:
+    module = module_of(kind)
+    attention = model_of(module).attention
+    layers = [layer.self_attn for layer in module.model.layers]
+    assert [layer.scaling for layer in layers] == [attention.query_scale] * len(layers)
+    assert [getattr(layer, "sliding_window", None) for layer in layers] == list(attention.windows)
+    assert {getattr(layer, "attn_logit_softcapping", None) for layer in layers} == {attention.logit_softcap}
+    assert all(layer.is_causal for layer in layers)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_buffers_have_their_values_after_a_module_was_emptied(kind: str) -> None:
+    expected = dict(module_of(kind, device="cpu").named_buffers())
+    module = module_of(kind)
+    module.to_empty(device=CPU)
+    for buffer in module.buffers():
+        buffer.fill_(float("nan"))
+    set_buffers(module, model_of(module), device=CPU)
+    found = dict(module.named_buffers())
+    assert found.keys() == expected.keys()
+    for name, buffer in found.items():
+        assert torch.equal(buffer, expected[name]) and buffer.dtype == expected[name].dtype, name
+
+
+SCORED = [torch.tensor([3, 17, 45, 9, 88, 61, 17, 30, 29, 101, 7, 12]), torch.tensor([5, 6, 99, 4, 4, 71, 13])]
+
+
+def scores(policy: Policy) -> torch.Tensor:
+    """Log-probs of every token but each first, of both sequences in one batch; 0.7 divides the logits."""
+    lengths = torch.tensor([len(tokens) - 1 for tokens in SCORED])
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    batch = TokenBatch(
+        input_ids_T=torch.cat([tokens[:-1] for tokens in SCORED]),
+        position_ids_T=positions,
+        cu_seqlens_S=torch.tensor([0, *lengths.cumsum(0)], dtype=torch.int32),
+        max_seqlen=int(lengths.max()),
+        places_N=torch.arange(len(positions)),
+        token_ids_N=torch.cat([tokens[1:] for tokens in SCORED]),
+        temperature_N=torch.full((len(positions),), 0.7),
+    )
+    with torch.no_grad():
+        return policy(batch)[0]
+
+
+def plain_scores(module: PreTrainedModel) -> torch.Tensor:
+    """The same by transformers alone, sequence by sequence."""
+    parts = []
+    for tokens in SCORED:
+        with torch.no_grad():
+            log_probs = torch.log_softmax(module(input_ids=tokens[None]).logits[0, :-1] / 0.7, dim=-1)
+        parts.append(log_probs.gather(-1, tokens[1:, None])[:, 0])
+    return torch.cat(parts)
+
+
+def loaded(kind: str) -> PreTrainedModel:
+    """With weights that tell, and attention as the trainer has it on a CPU."""
+    module = make_model(kind, seed=7)
+    module.set_attn_implementation("eager")
+    return module.eval()
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_policy_scores_as_transformers_and_a_poisoned_buffer_shows(kind: str) -> None:
+    module = loaded(kind)
+    model = model_of(module)
+    policy = Policy(module, final_logit_softcap=model.final_logit_softcap)
+    expected = plain_scores(module)
+    torch.testing.assert_close(scores(policy), expected, rtol=1e-5, atol=1e-5)
+    for name in model.buffers():
+        if name.endswith("original_inv_freq"):
+            continue  # the copy that "dynamic" and "longrope" go back to
+        buffer = module.get_buffer(name)
+        right = buffer.clone()
+        buffer.mul_(1.5)
+        assert not torch.allclose(scores(policy), expected, atol=1e-2), f"{name} is not seen"
+        buffer.copy_(right)
+    torch.testing.assert_close(scores(policy), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_logits_that_are_not_capped_show() -> None:
+    module = loaded("gemma2")
+    expected = plain_scores(module)
+    assert not torch.allclose(scores(Policy(module)), expected, atol=1e-2)
+    module.set_attn_implementation("sdpa")
+    assert not torch.allclose(plain_scores(module), expected, atol=1e-2)
+
+
+def test_a_window_shows() -> None:
+    module = loaded("gemma3")
+    expected = plain_scores(module)
+    module.config.sliding_window = 64
+    assert not torch.allclose(plain_scores(module), expected, atol=1e-2)
+
+
+def test_a_buffer_that_nobody_has_accounted_for_is_refused() -> None:
+    module = module_of("llama")
+    module.model.layers[1].mlp.register_buffer("gain", torch.ones(1, device="meta"))
+    with pytest.raises(UnsupportedModel, match=r"buffer model\.layers\.1\.mlp\.gain is there in transformers and absent"):
+        check_module(module, model_of(module))
+
+
+def test_a_parameter_that_nobody_has_accounted_for_is_refused() -> None:
+    module = module_of("llama")
+    module.model.layers[0].self_attn.sinks = torch.nn.Parameter(torch.ones(4, device="meta"))
+    with pytest.raises(
+        UnsupportedModel, match=r"parameter model\.layers\.0\.self_attn\.sinks is \[4\] in transformers and absent"
+    ):
+        check_module(module, model_of(module))
+
+
+def test_a_parameter_of_another_shape_is_refused() -> None:
+    module = module_of("llama")
+    model = read_model(table_of(module, vocab_size=132))
+    with pytest.raises(UnsupportedModel, match=r"lm_head\.weight is \[131, 64\] in transformers and \[132, 64\]"):
+        check_module(module, model)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("logit_scale", 0.0625),
+        ("embedding_multiplier", 12),
+        ("clip_qkv", 8.0),
+        ("attention_dropout", 0.1),
+        ("quantization_config", {"quant_method": "gptq"}),
+        ("rope_parameters", {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}),
+        ("rope_parameters", {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0], "long_factor": [2.0]}),
+        ("rope_scaling", {"type": "su"}),
+    ],
+)
+def test_a_key_that_changes_the_computation_is_refused_by_name(kind: str, key: str, value: object) -> None:
+    table = table_of(module_of(kind), **{key: value})
+    with pytest.raises(UnsupportedModel, match=key) as caught:
+        read_model(table)
+    assert caught.value.metadata == {"architecture": table["architectures"][0], "field": key}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_keys_that_compute_nothing_are_accepted(kind: str) -> None:
+    module = module_of(kind)
+    notes = {
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 5,
+        "_attn_implementation_autoset": True,
+        "transformers.js_config": {"dtype": "q4"},
+        "logit_scale": None,
+        "clip_qkv": False,
+    }
+    assert read_model(table_of(module, **notes)) == model_of(module)
+
+
+# Those that only some families have.
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        ("llama", "mlp_bias", True),
+        ("llama", "hidden_act", "gelu"),
+        ("qwen2", "use_sliding_window", True),
+        ("qwen2", "attention_bias", True),
+        ("qwen3", "layer_types", ["full_attention", "sliding_attention"]),
+        ("mistral", "sliding_window", 255),
+        ("mixtral", "sliding_window", 255),
+        ("mixtral", "router_jitter_noise", 0.1),
+        ("mixtral", "head_dim", 24),
+        ("mixtral", "rope_parameters", {"rope_type": "yarn", "factor": 4.0}),
+        ("phi3", "sliding_window", 255),
+        ("phi3", "resid_pdrop", 0.1),
+        ("phi3", "rope_parameters", {"rope_type": "default", "partial_rotary_factor": 0.75}),
+        ("phi3", "partial_rotary_factor", 0.75),
+        ("glm4", "rope_parameters", {"rope_type": "linear", "factor": 2.0}),
+        ("olmo2", "head_dim", 24),
+        ("olmo2", "layer_types", ["sliding_attention", "full_attention"]),
+        ("gemma2", "layer_types", ["full_attention", "sliding_attention"]),
+        ("gemma2", "hidden_act", None),
+        ("gemma2", "hidden_activation", "gelu"),
+        ("gemma2", "use_bidirectional_attention", True),
+        ("gemma3", "layer_types", ["full_attention", "chunked_attention"]),
+        ("gemma3", "attn_logit_softcapping", 50.0),
+        ("gemma3", "use_bidirectional_attention", True),
+        ("gemma3", "rope_scaling", {"rope_type": "linear", "factor": 8.0}),
+    ],
+)
+def test_what_a_family_does_not_support_is_refused_by_name(kind: str, key: str, value: object) -> None:
+    with pytest.raises(UnsupportedModel, match=key):
+        read_model(table_of(module_of(kind), **{key: value}))
+
+
+def test_a_window_that_no_sequence_leaves_is_accepted() -> None:
+    module = module_of("mistral")
+    assert read_model(table_of(module, sliding_window=256)) == model_of(module)
+
+
+def test_keys_that_a_family_of_old_config_files_leaves_out_have_its_defaults() -> None:
+    module = module_of("gemma3")
+    table = table_of(module)
+    for key in ("layer_types", "tie_word_embeddings", "_sliding_window_pattern"):
+        table.pop(key, None)
+    model = read_model(table | {"sliding_window_pattern": 2, "rope_theta": 1e6, "rope_local_base_freq": 1e4})
+    assert model == model_of(module)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rope"),
+    [
+        ("llama", {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
+        ("qwen3", {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}),
+        ("qwen2", {"rope_type": "linear", "factor": 2.0}),
+    ],
+)
+def test_rope_types_that_both_sides_compute_alike_are_accepted(kind: str, rope: dict[str, Any]) -> None:
+    module = module_of(kind)
+    assert read_model(table_of(module, rope_parameters=None, rope_scaling=rope, rope_theta=10000.0)) == model_of(module)
+
+
+def test_a_rope_parameter_that_nobody_has_accounted_for_is_refused() -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "mscale_all_dim": 0.7}
+    with pytest.raises(UnsupportedModel, match="rope_scaling.*mscale_all_dim"):
+        read_model(table_of(module_of("qwen3"), rope_scaling=rope))

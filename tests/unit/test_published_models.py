@@ -1,0 +1,77 @@
+"""Families against models that are published: their config.json is accepted, and they have as many parameters as their files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tasuki.models.families import FAMILIES, read_model
+
+NOTES = {"bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.02, "torch_dtype": "bfloat16", "use_cache": True}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+CAPPED = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+HYBRID = {"cache_implementation": "hybrid", "attention_bias": False, "attention_dropout": 0.0, "query_pre_attn_scalar": 256}
+
+
+def table(
+    architecture: str, hidden: int, inner: int, layers: int, heads: tuple[int, int], vocab: int, positions: int, **rest: Any
+) -> dict[str, Any]:
+    """heads: of queries, and of keys and values."""
+    sizes = {
+        "architectures": [architecture],
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "vocab_size": vocab,
+        "max_position_embeddings": positions,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+    }
+    return sizes | NOTES | rest
+
+
+# As on huggingface.co: HuggingFaceTB/SmolLM2-135M, meta-llama/Llama-3.1-8B, Qwen/Qwen2.5-7B, Qwen/Qwen3-8B, Qwen/Qwen3-30B-A3B,
+# mistralai/Mistral-7B-v0.3, google/gemma-2-2b, google/gemma-3-1b-it, microsoft/phi-4, THUDM/GLM-4-9B-0414, allenai/OLMo-2-1124-7B,
+# mistralai/Mixtral-8x7B-v0.1.
+PUBLISHED = [
+    (134_515_008, table("LlamaForCausalLM", 576, 1536, 30, (9, 3), 49152, 8192, tie_word_embeddings=True, is_llama_config=True,
+                        rope_interleaved=False, pretraining_tp=1, **{"transformers.js_config": {"kv_cache_dtype": "float32"}})),
+    (8_030_261_248, table("LlamaForCausalLM", 4096, 14336, 32, (32, 8), 128256, 131072, mlp_bias=False, attention_bias=False,
+                          rope_scaling={"rope_type": "llama3", **LLAMA3}, tie_word_embeddings=False)),
+    (7_615_616_512, table("Qwen2ForCausalLM", 3584, 18944, 28, (28, 4), 152064, 131072, use_sliding_window=False,
+                          sliding_window=131072, max_window_layers=28, use_mrope=False, tie_word_embeddings=False)),
+    (8_190_735_360, table("Qwen3ForCausalLM", 4096, 12288, 36, (32, 8), 151936, 40960, head_dim=128, use_sliding_window=False,
+                          sliding_window=None, max_window_layers=36, attention_bias=False)),
+    (30_532_122_624, table("Qwen3MoeForCausalLM", 2048, 6144, 48, (32, 4), 151936, 40960, head_dim=128, num_experts=128,
+                           num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1,
+                           mlp_only_layers=[], router_aux_loss_coef=0.001, output_router_logits=False)),
+    (7_248_023_552, table("MistralForCausalLM", 4096, 14336, 32, (32, 8), 32768, 32768, sliding_window=None)),
+    (2_614_341_888, table("Gemma2ForCausalLM", 2304, 9216, 26, (8, 4), 256000, 8192, head_dim=256, sliding_window=4096,
+                          **HYBRID, **CAPPED, **GELU)),
+    (999_885_952, table("Gemma3ForCausalLM", 1152, 6912, 26, (4, 1), 262144, 32768, head_dim=256, sliding_window=512,
+                        sliding_window_pattern=6, rope_local_base_freq=10000, **HYBRID, **GELU)),
+    (14_659_507_200, table("Phi3ForCausalLM", 5120, 17920, 40, (40, 10), 100352, 16384, original_max_position_embeddings=16384,
+                           sliding_window=None, embd_pdrop=0.0, resid_pdrop=0.0, auto_map={}, attention_bias=False)),
+    (9_400_279_040, table("Glm4ForCausalLM", 4096, 13696, 40, (32, 2), 151552, 32768, head_dim=128, attention_bias=True,
+                          partial_rotary_factor=0.5, tie_word_embeddings=False)),
+    (7_298_617_344, table("Olmo2ForCausalLM", 4096, 11008, 32, (32, 32), 100352, 4096, attention_bias=False)),
+    (46_702_792_704, table("MixtralForCausalLM", 4096, 14336, 32, (32, 8), 32000, 32768, num_local_experts=8,
+                           num_experts_per_tok=2, sliding_window=None, output_router_logits=False, router_aux_loss_coef=0.02)),
+]  # fmt: skip
+
+
+def test_every_family_has_a_published_model() -> None:
+    assert {config["architectures"][0] for _, config in PUBLISHED} == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("num_parameters", "config"), PUBLISHED, ids=lambda value: str(value) if isinstance(value, int) else ""
+)
+def test_a_published_model_is_read_and_counted(num_parameters: int, config: dict[str, Any]) -> None:
+    assert read_model(config).shape.num_parameters == num_parameters

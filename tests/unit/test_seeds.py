@@ -1,0 +1,134 @@
+"""Seeds of samples: what repeats and what does not, also over a killed service and a phase of training."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tasuki.memory.stages import Stage
+from tasuki.rollout.generate import EngineRequest, GenerationRequest
+from tasuki.rollout.rollout import Rollout
+from tasuki.rollout.seeds import CallNumbers, sample_seed
+from tasuki.wire.errors import DiskFull
+from tests.unit.test_rollout_stages import MODEL, RING, EasySync, IdleEngine, NoMemory, move, said
+
+
+class SeededEngine(IdleEngine):
+    """Remembers the seeds that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = replace(MODEL, is_seeded=True)
+        self.seeds: list[object] = []
+
+    def generate(self, requests: Sequence[EngineRequest]):
+        self.seeds += [request.sampling["sampling_seed"] for request in requests]
+        return super().generate(requests)
+
+
+class Node:
+    """A rollout service that can be killed, and what its client asks."""
+
+    def __init__(self, path: Path, *, instance_id: str = "node") -> None:
+        self._path, self._instance_id = path, instance_id
+        self.start()
+
+    def start(self) -> None:
+        """Also after a kill: nothing was closed."""
+        calls = CallNumbers(self._path, instance_id=self._instance_id)
+        self.engine = SeededEngine()
+        self.rollout = Rollout(
+            self.engine, EasySync(), NoMemory(), calls=calls, seed=0, on_serving=said, on_poison=lambda: None
+        )
+
+    async def wake(self, version: int) -> None:
+        if self.rollout.stage is Stage.RESUME_KV:
+            for stage in RING[3:]:
+                await move(self.rollout, stage)
+        for stage in RING[:3]:
+            await move(self.rollout, stage, version=version)
+
+    async def ask(self, call: str = "", *, seed: int | None = None, prompts: int = 2, first_prompt: int = 0) -> list[object]:
+        """Seeds of the samples of `prompts` equal prompts."""
+        sampling: dict[str, object] = {"max_new_tokens": 1} | ({} if seed is None else {"sampling_seed": seed})
+        request = GenerationRequest([[1]] * prompts, 2, sampling, request_id=call, first_prompt=first_prompt)
+        before = len(self.engine.seeds)
+        assert sum([len(ended) async for ended in self.rollout.generate(request)]) == 2 * prompts
+        return self.engine.seeds[before:]
+
+
+def test_a_seed_is_the_documented_hash() -> None:
+    digest = hashlib.sha256(b"-7/3/11").digest()
+    assert sample_seed(-7, prompt=3, sample=11) == int.from_bytes(digest, "big") >> (256 - 62)
+
+
+async def test_an_explicit_seed_gives_every_sample_its_own_and_the_same_in_every_split(tmp_path: Path) -> None:
+    node = Node(tmp_path / "calls")
+    await node.wake(0)
+    whole = await node.ask(seed=5, prompts=3)
+    assert whole == await node.ask(seed=5, prompts=1) + await node.ask(seed=5, prompts=2, first_prompt=1)
+    assert len(set(whole + await node.ask(seed=6, prompts=3))) == 12
+
+
+async def test_calls_without_a_seed_differ_also_after_a_phase_of_training_at_one_version(tmp_path: Path) -> None:
+    node = Node(tmp_path / "calls")
+    await node.wake(4)
+    seeds = await node.ask("a") + await node.ask() + await node.ask(first_prompt=2)
+    await node.wake(4)
+    seeds += await node.ask("b") + await node.ask()
+    await node.wake(5)
+    seeds += await node.ask("b")
+    assert len(set(seeds)) == len(seeds) == 24
+
+
+async def test_a_run_whose_rollout_is_killed_draws_what_an_undisturbed_one_draws(tmp_path: Path) -> None:
+    """Calls have other ids in every run, and the one that was lost is repeated under its own."""
+    calm = Node(tmp_path / "calm")
+    await calm.wake(4)
+    expected = [await calm.ask("one"), await calm.ask("two")]
+    await calm.wake(4)
+    expected += [await calm.ask("three"), await calm.ask("four")]
+
+    struck = Node(tmp_path / "struck")
+    await struck.wake(4)
+    drawn = [await struck.ask("a"), await struck.ask("b")]
+    await struck.wake(4)
+    await struck.ask("c")
+    struck.start()
+    await struck.wake(4)
+    drawn += [await struck.ask("c"), await struck.ask("d")]
+    assert drawn == expected
+
+
+async def test_a_node_that_starts_from_its_model_begins_to_count_again(tmp_path: Path) -> None:
+    first = Node(tmp_path / "calls", instance_id="first")
+    await first.wake(0)
+    seeds = await first.ask()
+    second = Node(tmp_path / "calls", instance_id="second")
+    await second.wake(0)
+    assert await second.ask() == seeds
+
+
+def test_a_line_that_was_cut_off_by_a_kill_costs_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "calls"
+    calls = CallNumbers(path, instance_id="")
+    calls.begin_version(3)
+    assert [calls.number("q", call_id=call) for call in ("a", "b")] == [0, 1]
+    path.write_text(path.read_text()[:-4])
+    again = CallNumbers(path, instance_id="")
+    again.begin_version(3)
+    assert [again.number("q", call_id=call) for call in ("b", "c")] == [1, 2]
+    last = CallNumbers(path, instance_id="")
+    last.begin_version(3)
+    assert [last.number("q", call_id=call) for call in ("a", "b", "c")] == [0, 1, 2]
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    calls = CallNumbers(tmp_path / "calls", instance_id="")
+    (tmp_path / "calls").symlink_to("/dev/full")
+    with pytest.raises(DiskFull, match="calls cannot be written: No space left on device; make room, and repeat"):
+        calls.number("q", call_id="a")
