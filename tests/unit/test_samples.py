@@ -13,20 +13,27 @@ from tasuki.v1.types_pb2 import TrainingSample
 from tests.unit.training_samples import make_sample
 
 
-@st.composite
-def many_messages(draw: st.DrawFn) -> list[TrainingSample]:
-    """Samples of any lengths, each with the same columns."""
-    given_columns = draw(st.lists(st.sampled_from(COLUMNS), unique=True))
-    messages: list[TrainingSample] = []
-    for lengths in draw(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=8)):
-        floats = st.lists(st.floats(-9, 9, width=32), min_size=lengths[1], max_size=lengths[1])
-        tokens = [draw(st.lists(st.integers(0, 99), min_size=length, max_size=length)) for length in lengths]
-        columns = {name: draw(floats) for name in given_columns}
-        version = draw(st.integers(0, 2**40))
-        messages.append(
-            TrainingSample(prompt_token_ids=tokens[0], completion_token_ids=tokens[1], policy_version=version, **columns)
+def made(lengths: list[tuple[int, int]], columns: set[str], seed: int) -> list[TrainingSample]:
+    """Samples of these prompt and completion lengths, each with the same columns."""
+    generator = np.random.default_rng(seed)
+    return [
+        TrainingSample(
+            prompt_token_ids=generator.integers(0, 99, num_prompt).tolist(),
+            completion_token_ids=generator.integers(0, 99, num_completion).tolist(),
+            policy_version=int(generator.integers(0, 2**40)),
+            temperature=float(generator.random() + 0.5),
+            **{name: generator.normal(size=num_completion).tolist() for name in sorted(columns)},
         )
-    return messages
+        for num_prompt, num_completion in lengths
+    ]
+
+
+many_messages = st.builds(
+    made,
+    lengths=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=8),
+    columns=st.sets(st.sampled_from(COLUMNS)),
+    seed=st.integers(0, 2**32),
+)
 
 
 def assert_equal(one: Samples, other: Samples) -> None:
@@ -37,13 +44,13 @@ def assert_equal(one: Samples, other: Samples) -> None:
         np.testing.assert_array_equal(column_N, other.columns[name], err_msg=name)
 
 
-@given(many_messages())
+@given(many_messages)
 def test_ranks_get_what_the_front_has(messages: list[TrainingSample]) -> None:
     samples = decode_samples(messages)
     assert_equal(decode_columns(encode_samples(samples)), samples)
 
 
-@given(many_messages(), st.data())
+@given(many_messages, st.data())
 def test_chosen_samples_are_those_of_a_call_with_them_alone(messages: list[TrainingSample], data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(len(messages))))
     indices = order[: data.draw(st.integers(1, len(messages)))]
