@@ -123,7 +123,8 @@ def publish_rounds(learner: Learner, *, engine_dtype: str = "bfloat16") -> dict[
         reader.renew(weights, timeout_s=10)
         reader.check_version(version)
         causal_lm, dtype = trained(learner, Role.POLICY).network.causal_lm, getattr(torch, engine_dtype)
-        wanted = [shard for name, param in causal_lm.named_parameters() for shard in whole_tensors(name, param)]
+        parameters = causal_lm.named_parameters()
+        wanted = [shard for name, param in parameters for shard in whole_tensors(causal_lm, name, param)]
         facts["is_equal"].append(all(torch.equal(reader.gathered(shard.name), shard.local.to(dtype)) for shard in wanted))
         reader.let_go()
         dist.barrier()
