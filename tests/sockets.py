@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,19 @@ from pathlib import Path
 NOBODY = 65534
 _LISTEN, _BOUND_UDP = "0A", "07"
 _ACCEPTS = 0x10000
+_STORE_CLIENT = """
+import os, sys, threading, time
+from datetime import timedelta
+from torch.distributed import TCPStore
+def ask(port):
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=2), wait_for_workers=False)
+    store.set("tasuki-test", "stranger")
+    print(port, flush=True)
+for port in map(int, sys.argv[1:]):
+    threading.Thread(target=ask, args=(port,), daemon=True).start()
+time.sleep(6)
+os._exit(0)
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,15 +126,11 @@ def _connects(path: Path) -> bool:
     return False
 
 
-def takes_store_commands(port: int) -> bool:
-    """Whether a torch store answers on the port of this machine: the attack that a store without a secret allows."""
-    from datetime import timedelta
+def torch_stores(ports: Iterable[int]) -> list[int]:
+    """Those ports of this machine on which a torch store takes keys from anybody.
 
-    from torch.distributed import TCPStore
-
-    try:
-        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=2), wait_for_workers=False)
-        store.set("tasuki-test", "stranger")
-    except (RuntimeError, ValueError):
-        return False
-    return True
+    A process asks all at once: the client of a port that accepts and never answers waits for minutes, whatever its time-out.
+    """
+    argv = [sys.executable, "-c", _STORE_CLIENT, *map(str, ports)]
+    asked = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=120, check=True)
+    return sorted(map(int, asked.stdout.split()))

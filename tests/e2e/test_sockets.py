@@ -11,9 +11,9 @@ from torch.distributed import TCPStore
 from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.places import socket_dir
 from tests.conftest import RunningNode
-from tests.sockets import NOBODY, Listener, is_private, listeners, process_tree, takes_store_commands, who_can_connect
+from tests.sockets import NOBODY, Listener, is_private, listeners, process_tree, torch_stores, who_can_connect
 
-NUM_TRAINER_RANKS = 2
+NUM_TRAINER_RANKS, NUM_ENGINE_RANKS = 2, 1
 
 
 @pytest.fixture(scope="module")
@@ -35,24 +35,20 @@ def test_every_unix_socket_has_a_name_in_the_private_folder(node: RunningNode, l
         assert is_private(path), path
 
 
-def test_the_only_ports_are_those_on_which_gloo_waits_for_ranks_of_the_trainer(
-    node: RunningNode, listening: list[Listener]
-) -> None:
+def test_the_only_ports_are_those_on_which_gloo_waits_for_ranks(node: RunningNode, listening: list[Listener]) -> None:
     others = [listener for listener in listening if listener.kind != "unix"]
-    for listener in others:
-        command = Path(f"/proc/{listener.pid}/cmdline").read_bytes().split(b"\0")
-        assert (listener.kind, listener.address.rpartition(":")[0]) == ("tcp", "127.0.0.1"), (listener, command)
-    ranks = {listener.pid for listener in others if b"RANK=" in Path(f"/proc/{listener.pid}/environ").read_bytes()}
-    assert ranks == {listener.pid for listener in others}
-    assert len(ranks) == NUM_TRAINER_RANKS
+    assert {(listener.kind, listener.address.rpartition(":")[0]) for listener in others} == {("tcp", "127.0.0.1")}
+    commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in {listener.pid for listener in others}]
+    assert sum(b"tasuki.trainer" in command for command in commands) == NUM_TRAINER_RANKS
+    assert sum(b"multiprocessing.spawn" in command for command in commands) == NUM_ENGINE_RANKS
+    assert len(commands) == NUM_TRAINER_RANKS + NUM_ENGINE_RANKS
 
 
 def test_nothing_answers_to_a_client_of_torchs_store(listening: list[Listener]) -> None:
-    ports = sorted({listener.port for listener in listening if listener.kind != "unix"})
-    assert [port for port in ports if takes_store_commands(port)] == []
+    ports = {listener.port for listener in listening if listener.kind != "unix"}
     # The same client gets in where there is a store.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert takes_store_commands(store.port)
+    assert torch_stores([*ports, store.port]) == [store.port]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")

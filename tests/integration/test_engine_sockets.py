@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.rollout_process import RolloutProcess, start_rollout, stop_rollout, wait_until_serving
-from tests.sockets import Listener, is_private, listeners, process_tree, takes_store_commands
+from tests.sockets import Listener, is_private, listeners, process_tree, torch_stores
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_ports_are_gloos_on_loopback_and_no_store_answers(two_ranks: RolloutProc
     assert two_ranks.process.pid not in counts
     assert len(counts) == 2
     assert len(set(counts.values())) == 1
-    assert [listener.port for listener in others if takes_store_commands(listener.port)] == []
+    assert torch_stores([listener.port for listener in others]) == []
 
 
 def test_the_ranks_have_met_in_a_file_of_the_private_folder(two_ranks: RolloutProcess) -> None:
