@@ -126,7 +126,7 @@ class ScriptedNode(
             self._refused()
             self.samples += samples
             self.num_forward_backward += 1
-            return trainer.ForwardBackwardResponse(loss=header.loss.clip_high, num_samples=len(samples))
+            return trainer.ForwardBackwardResponse(loss=header.loss.ppo.clip_high, num_samples=len(samples))
 
         response = await self.gate.once(header, work)
         self._answered()
@@ -139,7 +139,7 @@ class ScriptedNode(
             if not self.num_forward_backward:
                 raise NoGradients("call ForwardBackward first")
             self.policy_version += 1
-            return trainer.OptimStepResponse(policy_version=self.policy_version, learning_rate=request.learning_rate)
+            return trainer.OptimStepResponse(version=self.policy_version, learning_rate=request.learning_rate)
 
         response = await self.gate.once(request, work)
         self._answered()
