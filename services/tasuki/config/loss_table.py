@@ -20,16 +20,16 @@ _SHARED = {field.name for field in dataclasses.fields(LossConfig)} - {"loss", "o
 
 
 def read_loss(table: Mapping[str, Any]) -> LossConfig:
-    """Raises ValueError naming the key."""
+    """Raises SettingError naming the key."""
     settings = dict(table)
     name = settings.pop("name", "ppo")
-    if name not in LOSSES:
-        raise ValueError(f"name: {name!r} is no loss; give one of {', '.join(LOSSES)}")
+    if not isinstance(name, str) or name not in LOSSES:
+        raise SettingError("name", f"{name!r} is no loss; give one of {', '.join(LOSSES)}")
     cls = LOSSES[name]
     own = {field.name for field in dataclasses.fields(cls)}
     unknown = settings.keys() - own - _SHARED
     if unknown:
-        raise ValueError(f"{min(unknown)}: unknown key; {name} has {', '.join(sorted(own | _SHARED))}")
+        raise SettingError(min(unknown), f"unknown key; {name} has {', '.join(sorted(own | _SHARED))}")
     if isinstance(settings.get("correction"), Mapping):
         settings["correction"] = _read_correction(settings["correction"])
     shared = {key: value for key, value in settings.items() if key in _SHARED}
@@ -51,11 +51,11 @@ def _read_correction(table: Mapping[str, Any]) -> Correction:
     known = {field.name: None for field in dataclasses.fields(Correction)}
     unknown = table.keys() - known.keys()
     if unknown:
-        raise ValueError(f"correction.{min(unknown)}: unknown key; it has {', '.join(known)}")
-    return _built(Correction, {**known, **table})
+        raise SettingError(f"correction.{min(unknown)}", f"unknown key; it has {', '.join(known)}")
+    return _built(Correction, {**known, **table}, below="correction.")
 
 
-def _built(cls: type, settings: Mapping[str, Any]) -> Any:
+def _built(cls: type, settings: Mapping[str, Any], *, below: str = "") -> Any:
     """The dataclass, with the types of its fields checked, which its own checks of ranges rely on."""
     try:
         return TypeAdapter(cls).validate_python(dict(settings))
@@ -63,10 +63,9 @@ def _built(cls: type, settings: Mapping[str, Any]) -> Any:
         first = error.errors()[0]
         cause = first.get("ctx", {}).get("error")
         if isinstance(cause, SettingError):
-            raise ValueError(f"{cause.field}: {cause.problem}") from error
-        raise ValueError(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}") from error
-    except SettingError as error:
-        raise ValueError(f"{error.field}: {error.problem}") from error
+            raise SettingError(f"{below}{cause.field}", cause.problem) from error
+        key = below + ".".join(str(part) for part in first["loc"])
+        raise SettingError(key, f"{first['msg']} (got {first['input']!r})") from error
 
 
 def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
