@@ -19,7 +19,7 @@ ROWS = [{"prompt": str(number)} for number in range(10)]
 
 def step(number: int, *, version: int | None = None) -> Step:
     """One that learned."""
-    return Step(number, policy_version=number if version is None else version, mean_reward=0.5, grad_norm=1.0)
+    return Step(number, policy_version=number if version is None else version, mean_reward=0.5, num_policy_steps=1)
 
 
 def earlier(*steps: Step, saved: Step | None = None) -> EarlierRun:
