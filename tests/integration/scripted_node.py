@@ -201,7 +201,9 @@ class ScriptedNode(
         return trainer.GetTrainerStateResponse(
             policy_version=self.policy_version,
             has_gradients=bool(self.pending),
-            roles=[trainer.RoleState(role=role, version=self.policy_version, has_gradients=role in self.pending) for role in roles],
+            roles=[
+                trainer.RoleState(role=role, version=self.policy_version, has_gradients=role in self.pending) for role in roles
+            ],
         )
 
     # rollout

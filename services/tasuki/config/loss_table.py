@@ -16,7 +16,10 @@ LOSSES: Mapping[str, type] = {
     re.sub(r"(?<=[a-z])(?=[A-Z])", "_", loss.__name__.removesuffix("Loss")).lower(): loss for loss in get_args(Loss)
 }
 """By name: "ppo", "policy_gradient", ..."""
-_SHARED = {field.name for field in dataclasses.fields(LossConfig)} - {"loss", "old_policy", "denominator"}
+SHARED = tuple(
+    field.name for field in dataclasses.fields(LossConfig) if field.name not in ("loss", "old_policy", "denominator")
+)
+"""Settings of every loss. `old_policy` is a key of [train]; `denominator` is for loops that add up several calls."""
 
 
 def read_loss(table: Mapping[str, Any]) -> LossConfig:
@@ -27,12 +30,12 @@ def read_loss(table: Mapping[str, Any]) -> LossConfig:
         raise SettingError("name", f"{name!r} is no loss; give one of {', '.join(LOSSES)}")
     cls = LOSSES[name]
     own = {field.name for field in dataclasses.fields(cls)}
-    unknown = settings.keys() - own - _SHARED
+    unknown = settings.keys() - own.union(SHARED)
     if unknown:
-        raise SettingError(min(unknown), f"unknown key; {name} has {', '.join(sorted(own | _SHARED))}")
+        raise SettingError(min(unknown), f"unknown key; {name} has {', '.join(sorted(own.union(SHARED)))}")
     if isinstance(settings.get("correction"), Mapping):
         settings["correction"] = _read_correction(settings["correction"])
-    shared = {key: value for key, value in settings.items() if key in _SHARED}
+    shared = {key: value for key, value in settings.items() if key in SHARED}
     loss = _built(cls, {key: value for key, value in settings.items() if key in own})
     return _built(LossConfig, {**shared, "loss": loss})
 
@@ -40,7 +43,7 @@ def read_loss(table: Mapping[str, Any]) -> LossConfig:
 def write_loss(config: LossConfig) -> dict[str, Any]:
     """The table that read_loss reads back; None is left out."""
     name = next(name for name, cls in LOSSES.items() if isinstance(config.loss, cls))
-    shared = {field: getattr(config, field) for field in sorted(_SHARED - {"correction"})}
+    shared = {field: getattr(config, field) for field in SHARED if field != "correction"}
     table = {"name": name, **dataclasses.asdict(config.loss), **shared}
     table["correction"] = _without_none(dataclasses.asdict(config.correction))
     return {key: str(value) if isinstance(value, StrEnum) else value for key, value in _without_none(table).items()}
