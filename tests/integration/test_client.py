@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tasuki.client import AsyncClient, Client, LossConfig, Phase, PpoLoss, SamplingParams, Stage, TrainingSample
+from tasuki.client import AsyncClient, Client, LossConfig, Phase, PpoLoss, Role, SamplingParams, Stage, TrainingSample
 from tasuki.client.types import FinishReason, StageStatus
 from tasuki.v1 import types_pb2
 from tasuki.wire.channel import MAX_CHUNK_BYTES
@@ -204,6 +204,27 @@ async def test_a_service_that_hangs_ends_at_the_deadline(node: ScriptedNode, tmp
         assert time.monotonic() - started < 5
         with pytest.raises(DeadlineExceeded):
             await client.generate([[1], [2]])
+
+
+async def test_every_role_has_gradients_and_steps_of_its_own(node: ScriptedNode, client: AsyncClient):
+    await client.forward_backward([SAMPLE], role=Role.CRITIC)
+    with pytest.raises(NoGradients):
+        await client.optim_step()
+    await client.optim_step(role=Role.CRITIC, schedule_step=3)
+    assert node.steps == [(types_pb2.ROLE_CRITIC, 3)]
+    assert node.policy_version == 0
+
+
+async def test_values_come_in_the_order_of_the_samples(client: AsyncClient):
+    samples = [TrainingSample([1], np.full(50_000, index, dtype=np.int32)) for index in range(20)]
+    values = await client.compute_values(samples)
+    assert [one[0] for one in values] == [float(index) for index in range(20)]
+
+
+async def test_a_run_is_begun_with_or_without_the_optimizers_state(node: ScriptedNode, client: AsyncClient):
+    await client.begin_run()
+    await client.begin_run(keep_optimizer=True)
+    assert node.begun == [False, True]
 
 
 async def test_log_probs_come_in_the_order_of_the_samples(node: ScriptedNode, client: AsyncClient):
