@@ -59,7 +59,6 @@ CONFIGS = {
     "qwen3-moe, some dense": Qwen3MoeConfig(**TINY, **EXPERTS, mlp_only_layers=[1]),
     "mistral": MistralConfig(**TINY, head_dim=24, sliding_window=None),
     "gemma2": Gemma2Config(**GEMMA),
-    "gemma2, not tied": Gemma2Config(**GEMMA, tie_word_embeddings=False),
     "gemma3": Gemma3TextConfig(**GEMMA),
     "phi3": Phi3Config(**TINY | {"pad_token_id": 0}),
     "glm4": Glm4Config(**TINY | {"pad_token_id": 0}, head_dim=32),
