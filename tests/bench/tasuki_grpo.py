@@ -12,10 +12,11 @@ import json
 import time
 from pathlib import Path
 
+from tasuki.client.grpo_loop import Grpo, Settings
+
 from tasuki.cli.node import running_node
 from tasuki.cli.tokenizer import ModelTokenizer
 from tasuki.client.dataset import Dataset, read_jsonl
-from tasuki.client.grpo_loop import Grpo, Settings
 from tasuki.client.rewards import RewardPool
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client

@@ -6,8 +6,8 @@ import inspect
 from pathlib import Path
 
 import pytest
-
 import tasuki.client.grpo_loop
+
 from tasuki.client import AsyncClient, Client
 
 ROOT = Path(__file__).parents[2]
