@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -17,7 +18,7 @@ from tasuki.config.schema import NodeConfig
 HEAD = """# Configuration
 
 One TOML file tells a node everything. Unknown keys are errors, and so are values out of range; the message names the key. On the command
-line `--set trainer.num_ranks=4` overrides a key, and may stand more than once. Relative paths in the file are relative to the file's
+line `--set trainer.num_ranks=4` overrides a key, and may be given more than once. Relative paths in the file are relative to the file's
 folder; on the command line, to the working folder. This page is made by `tools/config_page.py` out of `tasuki.config.schema`.
 """
 
@@ -35,6 +36,8 @@ def _tables(table: type[BaseModel], name: str) -> Iterator[str]:
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             below.append((kind, f"{name}.{key}" if name else key))
         else:
+            if get_origin(kind) is dict:
+                below.append((get_args(kind)[1], f"{name}.{key}.NAME"))
             meaning = " ".join((field.description or "").split())
             yield f"| `{key}` | {_value(kind, field)} | {_default(field)} | {meaning} |\n"
     for kind, full_name in below:
@@ -56,6 +59,8 @@ def _value(kind: Any, field: FieldInfo) -> str:
         return f"[{_value(get_args(kind)[0], field)}, ...]"
     if get_origin(kind) is tuple:
         return f"[{', '.join(_value(part, field) for part in get_args(kind))}]"
+    if get_origin(kind) is dict or is_dataclass(kind):
+        return "table"
     if kind == Device:
         return "int or string"
     limits = (*getattr(kind, "__metadata__", ()), *field.metadata)  # Annotated's, where the type has any
@@ -71,6 +76,8 @@ def _bound(limit: object) -> str:
             return f"> {bound}"
         case Ge(ge=bound):
             return f">= {bound}"
+        case Le(le=bound):
+            return f"<= {bound}"
         case Lt(lt=bound):
             return f"< {bound}"
         case _:
@@ -80,6 +87,8 @@ def _bound(limit: object) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
+    if is_dataclass(field.default):
+        return "its defaults"
     return "none" if field.default is None else f"`{json.dumps(field.default)}`"
 
 
