@@ -109,7 +109,7 @@ async def test_sequence_that_no_coordinator_comes_to_is_refused_and_changes_noth
     servicer.gate.look(7)
     first = await refused(publish("wild at first", 10**9))
     assert isinstance(first, InvalidArgument) and first.metadata["field"] == "command.sequence"
-    # A service that was started anew late in an epoch sees a large number first.
+    # A service that was restarted late in an epoch sees a large number first.
     assert (await publish("late in the epoch", 5_000_000)).published_bytes == 5_000_000
     later = await refused(publish("wild later", 10**9))
     assert isinstance(later, InvalidArgument) and later.metadata["current_sequence"] == "5000000"

@@ -141,7 +141,7 @@ def test_a_layer_keeps_as_many_bytes_for_backward_as_predicted(name: str, dtype:
 
 
 def test_tags_of_a_trainer_are_those_that_were_measured():
-    # docs/memory.md, one rank with the shapes of Qwen2.5-1.5B on an H200.
+    # docs/benchmarks.md, one rank with the shapes of Qwen2.5-1.5B on an H200.
     layout = Layout(model=MODELS["qwen2.5-1.5b"], num_gpus=1, gpu_bytes=150 * GB, host_bytes=200 * GB, num_ranks=1)
     tags = {part: round(size / GB, 1) for part, size in trainer_tags(layout).items()}
     assert tags == {Part.TRAINER_WEIGHTS: pytest.approx(7.3, abs=0.11), Part.GRADIENTS: 6.4, Part.OPTIMIZER: 12.7}

@@ -106,7 +106,7 @@ async def test_any_damaged_byte_of_what_was_done_is_told_and_nothing_is_changed(
     for at in range(second):
         damaged = whole[:at] + bytes([whole[at] ^ 0x40]) + whole[at + 1 :]
         path.write_bytes(damaged)
-        with pytest.raises(InvalidArgument, match=f"damaged at byte {0 if at < first else first}; start the node anew and"):
+        with pytest.raises(InvalidArgument, match=f"damaged at byte {0 if at < first else first}; restart the node and"):
             opened(path)
         with pytest.raises(InvalidArgument, match=r"damaged at byte \d+$"):  # who only reads it has no node to start
             read_training_log(path)
