@@ -48,7 +48,7 @@ class RlTraining:
 
             def loop(client: Client, dataset: Dataset[Row], start: Continuation, report: Callable[[Step], None]) -> None:
                 settings = loop_settings(inputs.train)
-                state = EstimatorState.of(start.steps[-1].estimator if start.steps else {}, settings=settings.advantages)
+                state = EstimatorState.of(start.steps[-1].estimator if start.steps else {})
                 rl = RlLoop(client, dataset, inputs.eval_rows, inputs.tokenizer, rewards, settings, state)
                 rl.run(report, first_step=start.first_step)
 
