@@ -36,7 +36,7 @@ class SftClient(LoopClient):
 
     def compute_log_probs(self, samples: Sequence[TrainingSample], *, role: Role = Role.POLICY) -> list[NDArray[np.float32]]:
         LoopClient.compute_log_probs(self, samples, role=role)
-        return [np.asarray(sample.completion_token_ids, dtype=np.float32) / -10 for sample in samples]
+        return [(np.asarray(sample.completion_token_ids) / -10).astype(np.float32) for sample in samples]
 
     def forward_backward(
         self, samples: Sequence[TrainingSample], loss: LossConfig, *, role: Role = Role.POLICY
