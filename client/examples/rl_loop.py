@@ -137,7 +137,7 @@ class RlLoop:
 
         if settings.max_batches == 1:
             groups = generate(settings.prompts_per_step)
-            step.num_equal_groups = sum(not group.differs() for group in groups)
+            step.num_equal_groups = sum(not group.differs() for group in groups if len(group.samples) > 1)
         else:
             num_groups = settings.prompts_per_step
             found = collect(generate, num_groups=num_groups, max_batches=settings.max_batches, is_kept=Group.differs)

@@ -167,6 +167,12 @@ def test_dynamic_sampling_ends_at_its_bound_with_the_groups_it_has(settings: Set
     assert step.position["next"] == 12
 
 
+def test_one_completion_a_prompt_is_no_group_that_agrees(settings: Settings):
+    own = replace(settings, group_size=1, advantages=AdvantageSettings(estimator=Estimator.BATCH_BASELINE))
+    (step,) = steps_of(loop_of(LoopClient(), own, reward=lambda prompt, number: prompt))
+    assert (step.num_equal_groups, step.num_policy_steps) == (0, 1)
+
+
 def test_remax_takes_the_greedy_completions_reward_off(settings: Settings):
     client = LoopClient()
     estimator = AdvantageSettings(estimator=Estimator.GREEDY_BASELINE)
