@@ -16,6 +16,7 @@ from tasuki.cli.loop_settings import loop_settings, named_rewards
 from tasuki.cli.node import running_node
 from tasuki.cli.tokenizer import ModelTokenizer
 from tasuki.client.dataset import Dataset, read_jsonl
+from tasuki.client.estimation import EstimatorState
 from tasuki.client.rewards import RewardPool
 from tasuki.client.rl_loop import RlLoop
 from tasuki.client.step import Step
@@ -33,6 +34,7 @@ def main() -> None:
     config = load_config(args.config)
     train = config.train
     assert train is not None
+    settings = loop_settings(train)
     steps: list[Step] = []
     ends: list[float] = []
 
@@ -53,7 +55,9 @@ def main() -> None:
         Client(node_targets(config)["coordinator"]) as client,
     ):
         dataset = Dataset(read_jsonl(train.dataset), seed=train.seed)
-        RlLoop(client, dataset, [], ModelTokenizer(config.model.path), rewards, loop_settings(train)).run(report)
+        client.begin_run()
+        state = EstimatorState.of({}, settings=settings.advantages)
+        RlLoop(client, dataset, [], ModelTokenizer(config.model.path), rewards, settings, state).run(report)
     # The last report is of the closing evaluation's step, which learns nothing.
     timed = slice(args.warmup_steps, train.num_steps)
     seconds = [end - start for start, end in itertools.pairwise(ends)]

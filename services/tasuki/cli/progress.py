@@ -86,7 +86,7 @@ def step_line(step: Step) -> str:
 
 
 class _StageFollower(threading.Thread):
-    """Watches the node on a loop of its own, so that it shows a stage while the training loop waits for it."""
+    """Watches the node on its own event loop, so that it shows a stage while the training loop waits for it."""
 
     def __init__(self, target: str, show: Callable[[str], None]) -> None:
         super().__init__(name="tasuki-stages", daemon=True)
