@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ from tasuki.algorithms.loss_types import Correction, LossConfig, PolicyGradientL
 from tasuki.client.dataset import Dataset
 from tasuki.client.estimation import AdvantageSettings, Estimator
 from tasuki.client.rl_loop import Settings
-from tasuki.client.types import Role, SamplingParams, TrainingSample
-from tests.unit.loop_node import ROWS, LoopClient, loop_of, steps_of
+from tasuki.client.types import Role, SamplingParams
+from tests.unit.loop_node import ROWS, LoopClient, equal, keys, loop_of, steps_of
 
 NAN = float("nan")
 
@@ -25,15 +24,6 @@ NAN = float("nan")
 def settings(tmp_path: Path) -> Settings:
     sampling = SamplingParams(max_new_tokens=8, temperature=0.5)
     return Settings(num_steps=1, prompts_per_step=3, group_size=4, sampling=sampling, output_dir=tmp_path)
-
-
-def keys(samples: Sequence[TrainingSample]) -> list[tuple[int, ...]]:
-    """Which completions these are."""
-    return [tuple(map(int, sample.completion_token_ids)) for sample in samples]
-
-
-def equal(prompt: int, number: int) -> float:
-    return 1.0
 
 
 def test_a_step_of_grpo_is_one_generation_and_one_update(settings: Settings):

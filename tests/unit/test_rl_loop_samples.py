@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -18,10 +17,10 @@ from tasuki.client.dataset import Dataset
 from tasuki.client.estimation import AdvantageSettings, Estimator, EstimatorState
 from tasuki.client.evaluation import EvalSettings
 from tasuki.client.loop_state import read_loop_state, read_pending
-from tasuki.client.rl_loop import Settings
+from tasuki.client.rl_loop import Settings, averaged
 from tasuki.client.step import Step
-from tasuki.client.types import SamplingParams, TrainingSample
-from tests.unit.loop_node import ROWS, LoopClient, by_number, loop_of, steps_of
+from tasuki.client.types import SamplingParams
+from tests.unit.loop_node import ROWS, LoopClient, by_number, equal, keys, loop_of, steps_of
 
 NAN = float("nan")
 
@@ -30,15 +29,6 @@ NAN = float("nan")
 def settings(tmp_path: Path) -> Settings:
     sampling = SamplingParams(max_new_tokens=8, temperature=0.5)
     return Settings(num_steps=1, prompts_per_step=3, group_size=4, sampling=sampling, output_dir=tmp_path)
-
-
-def keys(samples: Sequence[TrainingSample]) -> list[tuple[int, ...]]:
-    """Which completions these are."""
-    return [tuple(map(int, sample.completion_token_ids)) for sample in samples]
-
-
-def equal(prompt: int, number: int) -> float:
-    return 1.0
 
 
 @pytest.mark.parametrize("num_epochs", [1, 2])
@@ -158,9 +148,17 @@ def test_samples_whose_log_probs_are_not_exact_are_counted(settings: Settings):
 
 
 def test_a_skipped_update_makes_no_version(settings: Settings):
-    client = LoopClient(skips={1})
+    client = LoopClient(skips={2})
     (step,) = steps_of(loop_of(client, replace(settings, num_mini_batches=3)))
     assert (step.num_policy_steps, step.num_skipped_updates, step.next_version()) == (2, 1, client.policy_version)
+    assert (step.grad_norm, step.learning_rate) == (2.0, 0.5)
+
+
+def test_figures_that_are_not_finite_are_left_out():
+    assert averaged([{"a": 1.0, "a_max": 2.0}, {"a": NAN, "a_max": float("inf")}, {"a": 2.0, "b": NAN}]) == {
+        "a": 1.5,
+        "a_max": 2.0,
+    }
 
 
 def test_what_is_known_of_a_step_is_on_disk_before_its_first_update(settings: Settings):
