@@ -89,7 +89,7 @@ class Arena {
  private:
   Arena(Driver& driver, std::string tag, int device, uint64_t id, uintptr_t base, size_t capacity, ChunkSizes sizes, Exports& exports);
   Status back_with_memory(const Range& block);
-  // needed_bytes: of the whole chunks that it takes anew.
+  // needed_bytes: of the whole chunks that it takes in addition.
   Status back_exactly(const Range& block, bool grow_ahead, size_t* needed_bytes);
   void trim(const Range& block);
 

@@ -124,7 +124,7 @@ int tasuki_drop_import(uint64_t import_id);
 int tasuki_renew_import(uint64_t import_id, const tasuki_chunk* chunks, size_t num_chunks);
 int tasuki_close_import(uint64_t import_id);
 
-/* torch.cuda.memory.CUDAPluggableAllocator(path, "tasuki_torch_alloc_<slot>", "tasuki_torch_free"): each slot stands for one tag. */
+/* torch.cuda.memory.CUDAPluggableAllocator(path, "tasuki_torch_alloc_<slot>", "tasuki_torch_free"): each slot is for one tag. */
 #define TASUKI_NUM_SLOTS 8
 #define TASUKI_NUM_DEVICES 16
 int tasuki_bind_slot(int slot, int device, uint64_t arena);

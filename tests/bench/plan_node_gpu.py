@@ -1,7 +1,8 @@
-"""The planner against a whole node: `python tests/bench/plan_node_gpu.py [--out FOLDER] [--sizes qwen2.5-0.5b ...] [--gpus N]`.
+"""The planner against a whole node: `python tests/bench/plan_node_gpu.py [--out FOLDER] [--sizes qwen2.5-0.5b ...] [--gpus N] [--critic]`.
 
 Starts a node for each size with N trainer ranks and TP N on N GPUs, random weights, float32 masters, checkpointing, and two micro-batches
-of 8,192 tokens whose places are completions, so that `tasuki plan` of the same configuration is what is held against it. After each stage,
+of 8,192 tokens whose places are completions, so that `tasuki plan` of the same configuration is what is held against it. With --critic a
+critic of the same size takes a step as well, as in PPO. After each stage,
 and at the highest moment of a training step and of a full batch, what NVML says is taken of the first GPU, less what was before the node
 started. Writes plan_node_gpu.json and prints a table.
 """
@@ -18,13 +19,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 
-from tasuki.client import Client, Phase, SamplingParams, TrainingSample
+from tasuki.client import Client, LossConfig, Phase, Role, SamplingParams, TrainingSample, ValueLoss
 from tasuki.config.load import load_config
 from tasuki.config.places import node_targets
 from tasuki.memory.stages import RING, Stage
@@ -55,6 +57,10 @@ tp_size = {gpus}
 max_running_requests = {requests}
 attention_backend = "triton"
 sampling_backend = "pytorch"
+"""
+CRITIC = """
+[trainer.critic]
+learning_rate = 1e-6
 """
 
 
@@ -88,7 +94,18 @@ def highest(seen: dict[PlanStage, int], stage: PlanStage, before: int) -> Iterat
         thread.join()
 
 
-def measure(config: Path, *, gpus: int, before: int) -> dict[PlanStage, int]:
+def train(client: Client, samples: list[TrainingSample], *, has_critic: bool) -> None:
+    """One step of the policy, and of PPO's critic."""
+    if has_critic:
+        values = client.compute_values(samples)
+        with_values = [replace(sample, values=row, returns=row + 1.0) for sample, row in zip(samples, values, strict=True)]
+        client.forward_backward(with_values, LossConfig(loss=ValueLoss(clip=0.2)), role=Role.CRITIC)
+        client.optim_step(role=Role.CRITIC, learning_rate=1e-6)
+    client.forward_backward(samples)
+    client.optim_step(learning_rate=1e-6)
+
+
+def measure(config: Path, *, gpus: int, before: int, has_critic: bool) -> dict[PlanStage, int]:
     """Walks the ring of a running node once, stage by stage, after a full turn that makes everything that is made only once."""
     state_dir, seen = config.parent / "node", dict[PlanStage, int]()
     random = np.random.default_rng(0)
@@ -108,8 +125,7 @@ def measure(config: Path, *, gpus: int, before: int) -> dict[PlanStage, int]:
                 for _ in range(2 * gpus)
             ]
             with highest(seen, Phase.TRAIN, before):
-                client.forward_backward(samples)
-                client.optim_step(learning_rate=1e-6)
+                train(client, samples, has_critic=has_critic)
             if turn == 0:
                 client.acquire(Phase.ROLLOUT)
                 client.generate(prompts, SamplingParams(max_new_tokens=NEW_TOKENS))
@@ -134,7 +150,7 @@ def tasuki(*arguments: str | Path) -> None:
         raise SystemExit(f"tasuki {arguments[0]}: {done.stderr}")
 
 
-def one(size: str, *, gpus: int) -> tuple[dict[str, dict[str, float]], list[str]]:
+def one(size: str, *, gpus: int, has_critic: bool) -> tuple[dict[str, dict[str, float]], list[str]]:
     """GB by stage, and lines of the table."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -142,16 +158,17 @@ def one(size: str, *, gpus: int) -> tuple[dict[str, dict[str, float]], list[str]
         make = [sys.executable, "-c", f"from tests.bench.plan_node_gpu import make; make({size!r}, {str(folder / 'model')!r})"]
         subprocess.run(make, check=True, stderr=subprocess.DEVNULL)
         config = folder / "node.toml"
-        config.write_text(CONFIG.format(gpus=gpus, tokens=NUM_TOKENS, requests=NUM_REQUESTS))
+        config.write_text(CONFIG.format(gpus=gpus, tokens=NUM_TOKENS, requests=NUM_REQUESTS) + (CRITIC if has_critic else ""))
         started = time.monotonic()
         tasuki("up", config)
         try:
             start_s = time.monotonic() - started
-            measured = measure(config, gpus=gpus, before=before)
+            measured = measure(config, gpus=gpus, before=before, has_critic=has_critic)
         finally:
             tasuki("down", config)
         planned = plan_node(load_config(config), gpu_bytes=gpu_bytes - before, host_bytes=1000 * GB)
-    rows, lines = dict[str, dict[str, float]](), [f"{size}, {gpus} GPUs, started in {start_s:.0f} s"]
+    what = f"{size}{' with a critic' if has_critic else ''}, {gpus} GPUs"
+    rows, lines = dict[str, dict[str, float]](), [f"{what}, started in {start_s:.0f} s"]
     for stage in PLAN_STAGES:
         predicted = sum(planned.stage(stage).gpus[0].values())
         rows[stage] = {"predicted": predicted / GB, "measured": measured[stage] / GB, "error": predicted / measured[stage] - 1}
@@ -170,12 +187,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES)
     parser.add_argument("--gpus", type=at_least_one, default=1)
+    parser.add_argument("--critic", action="store_true")
     arguments = parser.parse_args()
     require_gpus(arguments.gpus)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = {"gpus": arguments.gpus}
+    results: dict[str, Any] = {"gpus": arguments.gpus, "critic": arguments.critic}
     for size in arguments.sizes:
-        results[size], lines = one(size, gpus=arguments.gpus)
+        results[size], lines = one(size, gpus=arguments.gpus, has_critic=arguments.critic)
         print("\n".join(lines), flush=True)
         (arguments.out / "plan_node_gpu.json").write_text(json.dumps(results, indent=1) + "\n")
 

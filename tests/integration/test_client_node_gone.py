@@ -20,7 +20,7 @@ async def test_a_node_that_was_started_anew_is_not_trained_by_the_client_of_the_
         node.instance_id = "first"
         await client.generate([[1]])
         node.instance_id, node.phase = "second", types_pb2.PHASE_TRAIN
-        with pytest.raises(NodeDown, match="started anew, from its model"):
+        with pytest.raises(NodeDown, match="restarted, from its model"):
             await client.forward_backward([SAMPLE])
         assert node.num_forward_backward == 0
 
@@ -32,7 +32,7 @@ async def test_a_command_that_the_new_node_gets_first_is_not_repeated_there(refu
         await client.acquire(Phase.TRAIN)
         node.instance_id = "second"
         node.refusals.append(refusal)
-        with pytest.raises(NodeDown, match="started anew"):
+        with pytest.raises(NodeDown, match="restarted"):
             await client.forward_backward([SAMPLE])
         assert node.num_forward_backward == 0
 
@@ -42,7 +42,7 @@ async def test_a_client_waits_for_a_service_while_the_node_is_locked_and_not_a_m
         with StateLock.take(tmp_path, name=NODE_LOCK):
             async with scripted_node(tmp_path) as node:
                 node.instance_id, node.lock_path = "first", str(lock_path(tmp_path, name=NODE_LOCK))
-                node.failures.append(PeerUnavailable("being started anew"))
+                node.failures.append(PeerUnavailable("being restarted"))
                 await client.forward_backward([SAMPLE])
                 assert node.num_forward_backward == 1
         started = time.monotonic()

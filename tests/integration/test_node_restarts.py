@@ -1,4 +1,4 @@
-"""The supervisor with real processes: what ends or hangs is started anew, as often as it may be."""
+"""The supervisor with real processes: what ends or hangs is restarted, as often as it may be."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ async def test_repeated_request_id_runs_once_even_while_it_runs(served: Served) 
     await asyncio.sleep(0.05)
     servicer.release.set()
     answers = [await call for call in calls]
-    assert [answer.policy_version for answer in answers] == [1, 1, 1, 1]
+    assert [answer.version for answer in answers] == [1, 1, 1, 1]
     assert servicer.num_steps == 1
 
 
@@ -60,7 +60,7 @@ async def test_command_outlives_a_caller_that_times_out(served: Served) -> None:
     assert error.reason == "DEADLINE_EXCEEDED"
     servicer.release.set()
     answer = await stub.OptimStep(trainer_pb2.OptimStepRequest(command=command("slow")), timeout=5)
-    assert answer.policy_version == servicer.num_steps == 1
+    assert answer.version == servicer.num_steps == 1
 
 
 async def test_lower_epoch_and_old_sequence_are_refused(served: Served) -> None:
@@ -109,7 +109,7 @@ async def test_sequence_that_no_coordinator_comes_to_is_refused_and_changes_noth
     servicer.gate.look(7)
     first = await refused(publish("wild at first", 10**9))
     assert isinstance(first, InvalidArgument) and first.metadata["field"] == "command.sequence"
-    # A service that was started anew late in an epoch sees a large number first.
+    # A service that was restarted late in an epoch sees a large number first.
     assert (await publish("late in the epoch", 5_000_000)).published_bytes == 5_000_000
     later = await refused(publish("wild later", 10**9))
     assert isinstance(later, InvalidArgument) and later.metadata["current_sequence"] == "5000000"

@@ -43,7 +43,7 @@ async def test_services_that_are_away_are_marked_and_the_others_told(
             assert await asyncio.to_thread(show_state, config, as_json=False, must_serve=True) == 0
         with NodeReader(config) as reader:
             snapshot = await asyncio.to_thread(reader.read)
-        assert dict(snapshot.absent) == dict.fromkeys(("trainer", "rollout"), "is being started anew")
+        assert dict(snapshot.absent) == dict.fromkeys(("trainer", "rollout"), "is being restarted")
         assert snapshot.node.phase == PHASE_TRAIN
         assert snapshot.node.instance_id
         assert Instance(snapshot.node.instance_id, snapshot.node.lock_path) == read_instance(config.state_dir)
@@ -52,7 +52,7 @@ async def test_services_that_are_away_are_marked_and_the_others_told(
         text = capsys.readouterr().out
         assert [
             line.split(maxsplit=1)[1].strip() for line in text.splitlines() if line.startswith(("trainer ", "rollout "))
-        ] == ["is being started anew"] * 2
+        ] == ["is being restarted"] * 2
         assert await asyncio.to_thread(show_state, config, as_json=False, must_serve=True) == 1
         watching = asyncio.create_task(asyncio.to_thread(watch, config))
         await asyncio.sleep(1.0)
@@ -60,7 +60,7 @@ async def test_services_that_are_away_are_marked_and_the_others_told(
         await asyncio.wait_for(process.wait(), DEADLINE_S)
         await asyncio.to_thread(show_state, config, as_json=True)
         told = capsys.readouterr().out
-        assert json.loads(told[told.index("{") :])["absent"]["coordinator"] == "is being started anew"
+        assert json.loads(told[told.index("{") :])["absent"]["coordinator"] == "is being restarted"
         assert not watching.done()
         write_exit_report(config.state_dir, reason="the supervisor was killed by SIGKILL", first=None)
     assert await asyncio.wait_for(watching, DEADLINE_S) == 1

@@ -143,10 +143,10 @@ async def test_acquire_finishes_what_was_begun_by_hand(node: Node, services: Fak
 async def test_node_in_the_middle_of_nowhere_says_so_and_refuses(node: Node, services: FakeServices) -> None:
     await acquire(node, Phase.ROLLOUT)
     services.stage[Service.TRAINER] = Stage.LOAD_TRAINER
-    with pytest.raises(StageOrder, match="start the node anew"):
+    with pytest.raises(StageOrder, match="restart the node"):
         await acquire(node, Phase.TRAIN)
     assert (node.state().phase, node.state().at) == (None, None)
-    assert "start the node anew" in node.state().last_error
+    assert "restart the node" in node.state().last_error
 
 
 async def test_full_disk_under_the_journal_is_told_and_the_node_goes_on_when_there_is_room(

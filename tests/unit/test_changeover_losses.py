@@ -74,7 +74,7 @@ async def test_corrupt_weights_are_not_served_and_rollout_is_synced_anew_once_it
         await asyncio.sleep(0)
     state = node.state()
     assert (state.phase, state.policy_version, services.served) == (Phase.TRAIN, None, None)
-    assert "lm_head.weight differs on rank 0; rollout is unusable until it is started anew: planted" in state.last_error
+    assert "lm_head.weight differs on rank 0; rollout is unusable until it is restarted: planted" in state.last_error
     services.kill(Service.ROLLOUT)
     services.start(Service.ROLLOUT)
     await acquiring
@@ -85,7 +85,7 @@ async def test_poisoned_rollout_that_nobody_starts_anew_is_an_error_and_the_trai
     node: Node, services: FakeServices
 ) -> None:
     services.poison = "planted"
-    with pytest.raises(EnginePoisoned, match=r"not been started anew in 0\.3 s: planted"):
+    with pytest.raises(EnginePoisoned, match=r"not been restarted in 0\.3 s: planted"):
         await acquire(node, Phase.ROLLOUT)
     await acquire(node, Phase.TRAIN)
     assert node.state().phase is Phase.TRAIN

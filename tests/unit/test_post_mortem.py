@@ -35,7 +35,7 @@ def test_a_service_that_ended_too_often_is_named_in_words_with_what_it_said(conf
     log_path(config.state_dir, "coordinator").write_text("event=epoch epoch=6\n")
     error = why_it_ended(config)
     assert isinstance(error, ServiceFailed)
-    assert error.message.startswith(f"{reason} (signal SIGKILL, started anew 5 times); ")
+    assert error.message.startswith(f"{reason} (signal SIGKILL, restarted 5 times); ")
     assert error.message.endswith("coordinator.log says:\nevent=epoch epoch=6")
     log_path(config.state_dir, "coordinator").write_text("tasuki: error UNSUPPORTED_MODEL: none of ours\n")
     assert isinstance(why_it_ended(config), UnsupportedModel)

@@ -197,7 +197,7 @@ async def test_what_one_rank_refuses_while_others_write_is_told_as_a_failure() -
     rollout = service()
     rollout._sync.failure = BadHandle("engine rank 1: trainer rank 0 is gone", rank=1)
     await move(rollout, Stage.RESUME_WEIGHTS)
-    with pytest.raises(InternalError, match="SYNC failed half-way, and the engine is started anew: engine rank 1: ") as caught:
+    with pytest.raises(InternalError, match="SYNC failed half-way, and the engine is restarted: engine rank 1: ") as caught:
         await move(rollout, Stage.SYNC)
     assert caught.value.metadata == {"rank": "1"}
     assert rollout.poison_reason is not None

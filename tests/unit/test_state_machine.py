@@ -87,7 +87,7 @@ class NodeMachine(RuleBasedStateMachine):
     async def _come_to_rest(self) -> None:
         """When nothing fails any more, whatever is asked for is done at once."""
         self.faults, self.node.failpoints.armed = [], None
-        # A trainer that was started anew while rollout serves may have learned since: it is served from the next changeover on.
+        # A trainer that was restarted while rollout serves may have learned since: it is served from the next changeover on.
         for number, phase in enumerate((Phase.ROLLOUT, Phase.TRAIN, Phase.ROLLOUT)):
             assert await self.node.acquire(phase, f"at last {number}") is None
         assert self.node.rollout is not None and self.node.rollout.served == len(self.node.disk.steps)

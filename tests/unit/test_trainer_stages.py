@@ -11,7 +11,7 @@ from tasuki.wire.errors import StageOrder, WrongPhase
 PLACES = (None, Stage.LOAD_TRAINER, Stage.LOAD_WEIGHTS, Stage.OFFLOAD)
 ACCEPTED = {
     (None, Stage.LOAD_WEIGHTS),
-    (None, Stage.LOAD_TRAINER),  # started anew in the middle of a changeover
+    (None, Stage.LOAD_TRAINER),  # restarted in the middle of a changeover
     (Stage.LOAD_TRAINER, Stage.LOAD_WEIGHTS),
     (Stage.LOAD_WEIGHTS, Stage.OFFLOAD),
     (None, Stage.OFFLOAD),  # to make room for an engine that starts

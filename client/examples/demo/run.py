@@ -80,7 +80,7 @@ def demo(output: Path, *, seed: int, overrides: list[str], started: float) -> in
 
     sys.stdout.write(f"making the task in {output / 'task'}: tokenizer, tiny model, supervised start\n")
     sys.stdout.flush()
-    # In a process of its own: its torch must not sit in memory beside the services.
+    # In another process: its torch must not sit in memory beside the services.
     subprocess.run([sys.executable, HERE / "make_task.py", output / "task", "--seed", str(seed)], check=True)
     seeds = [f"{table}.seed={seed}" for table in ("trainer", "rollout", "train")]
     return run(load_config(config, overrides=[*seeds, *overrides]), config_dir=HERE, started=started)

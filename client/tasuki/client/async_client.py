@@ -59,7 +59,7 @@ class AsyncClient:
         """target: of the coordinator, e.g. "unix:/run/tasuki/coordinator.sock" or "127.0.0.1:50050"; or the node's state folder.
 
         timeout_s: deadline of each verb that generates, trains, saves or changes the phase. recovery_timeout_s: how long a verb waits
-        for a service that was there and is being started anew.
+        for a service that was there and is being restarted.
         """
         self._recovery_timeout_s = recovery_timeout_s
         self._target = resolve_target(target, state_dir)

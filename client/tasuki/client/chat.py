@@ -55,5 +55,5 @@ def _no_prefix(index: int, *, is_prompt: bool) -> str:
         cure = "remove white space around its content"
     else:
         cause = f"the conversation up to message {index} is rendered otherwise when more messages follow"
-        cure = "give each answer a row of its own, as the last message"
+        cure = "give each answer its own row, as the last message"
     return f"the assistant's tokens cannot be told apart: by the chat template, {cause}; {cure}, or mark them with {{% generation %}}"

@@ -55,7 +55,7 @@ class Connection:
     """Made and used inside one event loop."""
 
     def __init__(self, target: str, *, recovery_timeout_s: float) -> None:
-        """recovery_timeout_s: how long a service that was there may be away before a call fails; it may have been started anew."""
+        """recovery_timeout_s: how long a service that was there may be away before a call fails; it may have been restarted."""
         self._target = target
         self._recovery_timeout_s = recovery_timeout_s
         self._coordinator_channel = open_channel(target)
@@ -69,7 +69,7 @@ class Connection:
         self._lock_path = ""
 
     async def refresh(self) -> NodeState:
-        """Asks the coordinator where the node stands and where its services are."""
+        """Asks the coordinator where the node is and where its services are."""
 
         async def ask() -> coordinator_pb2.GetStateResponse:
             return await self.coordinator.GetState(coordinator_pb2.GetStateRequest(), timeout=READ_TIMEOUT_S)
@@ -82,7 +82,7 @@ class Connection:
         return state_from_proto(response.state)
 
     async def read(self, ask: Callable[[], Awaitable[_Answer]]) -> _Answer:
-        """Asks something that is harmless to repeat; waits for a service that is being started anew."""
+        """Asks something that is harmless to repeat; waits for a service that is being restarted."""
         loss = _Loss(self._recovery_timeout_s if self.epoch else 0.0)
         while True:
             try:
@@ -96,7 +96,7 @@ class Connection:
         """Remembers what a message of the coordinator says of the node. Raises NodeDown when it is another node than before."""
         if self._instance_id not in (None, state.instance_id):
             raise NodeDown(
-                "the node was stopped and started anew, from its model: what it had learned is not there; load a checkpoint and begin "
+                "the node was stopped and restarted, from its model: what it had learned is not there; load a checkpoint and begin "
                 "again, with a new client",
                 instance_id=state.instance_id,
             )

@@ -65,7 +65,7 @@ class Dataset(Generic[_Item]):
         return taken
 
     def position(self) -> dict[str, int]:
-        """Where the order stands, for `seek`."""
+        """Position in the order, for `seek`."""
         return {"seed": self._seed, "epoch": self._epoch, "next": self._next, "num_rows": len(self._rows)}
 
     def seek(self, position: Mapping[str, int]) -> None:

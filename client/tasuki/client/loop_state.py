@@ -17,7 +17,7 @@ _PENDING_FILE = "pending.json"
 
 @dataclass(frozen=True, slots=True)
 class LoopState:
-    """Where a loop stands when a checkpoint has been saved."""
+    """Place of a loop when a checkpoint has been saved."""
 
     step: Step
     """The last one that is in the checkpoint."""

@@ -1,4 +1,4 @@
-"""The client without asyncio: the same verbs, carried out by an AsyncClient on a thread of its own."""
+"""The client without asyncio: the same verbs, carried out by an AsyncClient on its own thread."""
 
 from __future__ import annotations
 

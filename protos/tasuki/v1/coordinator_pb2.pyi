@@ -115,7 +115,7 @@ class Changeover(_message.Message):
     def start_time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageEvent]:
-        """One for each stage, as it stands."""
+        """One for each stage, as it is now."""
 
     def __init__(
         self,

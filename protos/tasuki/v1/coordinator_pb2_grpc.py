@@ -85,7 +85,7 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RunStage(self, request, context):
-        """Runs one stage by hand: the next one of the ring, no other.
+        """Runs a single stage: the next one of the ring, no other.
 
         Phase: the one that the stage starts from. Repeat: the same request_id gets the first answer.
         Errors: FAILED_PRECONDITION/STAGE_ORDER naming the stage that may come next;

@@ -43,7 +43,7 @@ class CoordinatorServiceStub:
     The finished stages are undone.
     """
     RunStage: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RunStageRequest, _coordinator_pb2.RunStageResponse]
-    """Runs one stage by hand: the next one of the ring, no other.
+    """Runs a single stage: the next one of the ring, no other.
 
     Phase: the one that the stage starts from. Repeat: the same request_id gets the first answer.
     Errors: FAILED_PRECONDITION/STAGE_ORDER naming the stage that may come next;
@@ -82,7 +82,7 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     The finished stages are undone.
     """
     RunStage: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RunStageRequest, _coordinator_pb2.RunStageResponse]  # type: ignore[assignment]
-    """Runs one stage by hand: the next one of the ring, no other.
+    """Runs a single stage: the next one of the ring, no other.
 
     Phase: the one that the stage starts from. Repeat: the same request_id gets the first answer.
     Errors: FAILED_PRECONDITION/STAGE_ORDER naming the stage that may come next;
@@ -130,7 +130,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.RunStageRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.RunStageResponse, _abc.Awaitable[_coordinator_pb2.RunStageResponse]]:
-        """Runs one stage by hand: the next one of the ring, no other.
+        """Runs a single stage: the next one of the ring, no other.
 
         Phase: the one that the stage starts from. Repeat: the same request_id gets the first answer.
         Errors: FAILED_PRECONDITION/STAGE_ORDER naming the stage that may come next;

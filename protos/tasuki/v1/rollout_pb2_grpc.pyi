@@ -48,7 +48,7 @@ class RolloutServiceStub:
     Repeat: the same request_id gets the first answer.
     Errors: FAILED_PRECONDITION/STAGE_ORDER; DATA_LOSS/WEIGHTS_CORRUPT naming tensors; FAILED_PRECONDITION/VERSION_ORDER;
     INVALID_ARGUMENT/BAD_HANDLE. After DATA_LOSS, DEADLINE_EXCEEDED or INTERNAL, when ranks may have written, the engine is poisoned: it
-    refuses every stage until it is started anew.
+    refuses every stage until it is restarted.
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.DrainRequest, _rollout_pb2.DrainResponse]
     """Stage DRAIN: stops taking requests; running ones finish, or are cut at the deadline of the request and returned as CUT.
@@ -79,7 +79,7 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     Repeat: the same request_id gets the first answer.
     Errors: FAILED_PRECONDITION/STAGE_ORDER; DATA_LOSS/WEIGHTS_CORRUPT naming tensors; FAILED_PRECONDITION/VERSION_ORDER;
     INVALID_ARGUMENT/BAD_HANDLE. After DATA_LOSS, DEADLINE_EXCEEDED or INTERNAL, when ranks may have written, the engine is poisoned: it
-    refuses every stage until it is started anew.
+    refuses every stage until it is restarted.
     """
     Drain: _aio.UnaryUnaryMultiCallable[_rollout_pb2.DrainRequest, _rollout_pb2.DrainResponse]  # type: ignore[assignment]
     """Stage DRAIN: stops taking requests; running ones finish, or are cut at the deadline of the request and returned as CUT.
@@ -119,7 +119,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         Repeat: the same request_id gets the first answer.
         Errors: FAILED_PRECONDITION/STAGE_ORDER; DATA_LOSS/WEIGHTS_CORRUPT naming tensors; FAILED_PRECONDITION/VERSION_ORDER;
         INVALID_ARGUMENT/BAD_HANDLE. After DATA_LOSS, DEADLINE_EXCEEDED or INTERNAL, when ranks may have written, the engine is poisoned: it
-        refuses every stage until it is started anew.
+        refuses every stage until it is restarted.
         """
 
     @_abc_1.abstractmethod

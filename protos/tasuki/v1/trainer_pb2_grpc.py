@@ -202,7 +202,7 @@ class TrainerServiceServicer(object):
         Phase: TRAIN. Repeat: the same request_id gets the first answer.
         Errors: NOT_FOUND/PATH_NOT_FOUND, FAILED_PRECONDITION/VERSION_ORDER, FAILED_PRECONDITION/WRONG_PHASE,
         INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL, after which nothing is trained until a load succeeds or the trainer
-        was started anew.
+        was restarted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

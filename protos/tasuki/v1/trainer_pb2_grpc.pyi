@@ -98,7 +98,7 @@ class TrainerServiceStub:
     Phase: TRAIN. Repeat: the same request_id gets the first answer.
     Errors: NOT_FOUND/PATH_NOT_FOUND, FAILED_PRECONDITION/VERSION_ORDER, FAILED_PRECONDITION/WRONG_PHASE,
     INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL, after which nothing is trained until a load succeeds or the trainer
-    was started anew.
+    was restarted.
     """
     ExportModel: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ExportModelRequest, _trainer_pb2.ExportModelResponse]
     """Writes a Hugging Face folder (safetensors, config, tokenizer) that from_pretrained loads.
@@ -178,7 +178,7 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     Phase: TRAIN. Repeat: the same request_id gets the first answer.
     Errors: NOT_FOUND/PATH_NOT_FOUND, FAILED_PRECONDITION/VERSION_ORDER, FAILED_PRECONDITION/WRONG_PHASE,
     INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL, after which nothing is trained until a load succeeds or the trainer
-    was started anew.
+    was restarted.
     """
     ExportModel: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ExportModelRequest, _trainer_pb2.ExportModelResponse]  # type: ignore[assignment]
     """Writes a Hugging Face folder (safetensors, config, tokenizer) that from_pretrained loads.
@@ -315,7 +315,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         Phase: TRAIN. Repeat: the same request_id gets the first answer.
         Errors: NOT_FOUND/PATH_NOT_FOUND, FAILED_PRECONDITION/VERSION_ORDER, FAILED_PRECONDITION/WRONG_PHASE,
         INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL, after which nothing is trained until a load succeeds or the trainer
-        was started anew.
+        was restarted.
         """
 
     @_abc_1.abstractmethod

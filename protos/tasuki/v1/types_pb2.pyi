@@ -250,7 +250,7 @@ class SamplingParams(_message.Message):
     ignore_eos: _builtins.bool
     """No token ends a completion, also none of stop_token_ids."""
     sampling_seed: _builtins.int
-    """Every sample is drawn by a seed of its own: the first 62 bits, most significant first, of the SHA-256 of "SEED/PROMPT/SAMPLE" in
+    """Every sample is drawn by its own seed: the first 62 bits, most significant first, of the SHA-256 of "SEED/PROMPT/SAMPLE" in
     decimal, PROMPT being first_prompt plus prompt_index. Not on a GPU, where SGLang samples a batch from one generator.
     """
     @_builtins.property

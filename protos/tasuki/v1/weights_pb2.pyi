@@ -64,9 +64,9 @@ class WeightHandle(_message.Message):
     """Digest of the rank's manifest: names, dtypes, shapes, offsets."""
     kind: Global___HandleKind.ValueType
     generation: _builtins.int
-    """Which memory is behind the descriptors: another number after it was given back and taken anew, at the same places of the manifest."""
+    """Which memory is behind the descriptors: another number after it was given back and taken again, at the same places of the manifest."""
     leaves: _builtins.bool
-    """Whether the memory is given back at OFFLOAD. Who reads it lets go of it as soon as it has read, and fetches descriptors anew."""
+    """Whether the memory is given back at OFFLOAD. Who reads it lets go of it as soon as it has read, and fetches new descriptors."""
     def __init__(
         self,
         *,

@@ -100,7 +100,7 @@ class VersionOrder(TasukiError):
 
 
 class EnginePoisoned(TasukiError):
-    """The engine's memory can no longer be trusted; it must be started anew."""
+    """The engine's memory can no longer be trusted; it must be restarted."""
 
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "ENGINE_POISONED"
 

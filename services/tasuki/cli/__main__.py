@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         "run_path", type=Path, metavar="RUN", help="a state folder, an output folder, a journal, or a node's CONFIG"
     )
     audit.add_argument("--json", action="store_true", help="the same as one JSON object")
-    supervise = commands.add_parser("supervise")  # started by `up` and `train`, not by hand
+    supervise = commands.add_parser("supervise")  # started by `up` and `train`, not by users
     supervise.add_argument("state_dir", type=Path)
     supervise.add_argument("lock_fd", type=int)
     supervise.add_argument("starter_fd", type=int)

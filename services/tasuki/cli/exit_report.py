@@ -43,11 +43,11 @@ def is_requested(report: Mapping[str, Any]) -> bool:
 
 
 def describe_exit(report: Mapping[str, Any], service: str) -> str:
-    """E.g. "signal SIGKILL, started anew 5 times"; empty of a service that the report does not name."""
+    """E.g. "signal SIGKILL, restarted 5 times"; empty of a service that the report does not name."""
     how = report.get("services", {}).get(service, {})
     words = [f"{name.replace('_', ' ')} {value}" for name, value in how.items() if name != "stopped"]
     if times := report.get("restarts", {}).get(service):
-        words.append(f"started anew {times} time{'s' if times > 1 else ''}")
+        words.append(f"restarted {times} time{'s' if times > 1 else ''}")
     return ", ".join(words)
 
 
@@ -60,9 +60,9 @@ def write_exit_report(
     restarts: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
     """Reports how the node ended. `first`: the service that ended by itself; exit codes as in `reap`. restarts: how
-    often each service was started anew.
+    often each service was restarted.
 
-    Of a service that ended when it was told to, an exit code says nothing: a rank that was still starting has none of its own.
+    Of a service that ended when it was told to, an exit code says nothing: a rank that was still starting has none.
     """
     report = {
         "reason": reason,

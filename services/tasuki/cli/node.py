@@ -135,7 +135,7 @@ def _check_state_folder(state_dir: Path) -> None:
         (state_dir / name).exists() for name in (f"{NODE_LOCK}.lock", f"{TRAINING_LOCK}.lock", journal_path(state_dir).name)
     )
     if state_dir.is_dir() and any(state_dir.iterdir()) and not is_ours:
-        raise InvalidArgument("state_dir", f"{state_dir} holds files that are no node's; give the node a folder of its own")
+        raise InvalidArgument("state_dir", f"{state_dir} holds files that are no node's; give the node its own folder")
 
 
 def stop_node(state_dir: Path) -> bool:

@@ -99,7 +99,7 @@ class NodeReader:
             if service == "coordinator" and not has_node and isinstance(known, PeerUnavailable):
                 raise node_down(self._state_dir) from error
             if isinstance(known, PeerUnavailable):
-                absent[service] = "is being started anew" if has_node else "is not there"
+                absent[service] = "is being restarted" if has_node else "is not there"
             elif isinstance(known, DeadlineExceeded):
                 absent[service] = f"has not answered for {_TIMEOUT_S:.0f} s"
             return nothing

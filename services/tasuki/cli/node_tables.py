@@ -66,7 +66,7 @@ def _facts(snapshot: NodeSnapshot) -> Table:
 
 
 def _ring(snapshot: NodeSnapshot) -> Table:
-    """The nine stages with the figures of their last run; the mark is where the node stands."""
+    """The nine stages with the figures of their last run; the mark is where the node is."""
     last: dict[int, coordinator_pb2.StageEvent] = {}
     for changeover in reversed(snapshot.changeovers):
         last.update({event.stage: event for event in changeover.stages})

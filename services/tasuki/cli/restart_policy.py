@@ -1,4 +1,4 @@
-"""How often a service may be started anew: a bound, so that a node that cannot live ends with a report instead of trying for ever."""
+"""How often a service may be restarted: a bound, so that a node that cannot live ends with a report instead of trying for ever."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RestartPolicy:
         self.counts: Counter[str] = Counter()
 
     def next_pause(self, service: str, *, now: float) -> float | None:
-        """Seconds to wait before the service is started anew, which counts as a restart; None when it must not be any more."""
+        """Seconds to wait before the service is restarted, which counts as a restart; None when it must not be any more."""
         times = self._times[service]
         while times and now - times[0] > self._window_s:
             times.popleft()

@@ -1,4 +1,4 @@
-"""What a training run leaves in its output folder of its own: metrics as they come, then the summary and the curve."""
+"""What a training run leaves in its output folder: metrics as they come, then the summary and the curve."""
 
 from __future__ import annotations
 

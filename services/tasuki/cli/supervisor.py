@@ -1,4 +1,4 @@
-"""The process above a node's services: starts them, starts one that ends or hangs anew, and leaves nothing behind.
+"""The process above a node's services: starts them, restarts one that ends or hangs, and leaves nothing behind.
 
 Two processes, so that neither can be killed without the other cleaning up: the guard, which adopts whatever is orphaned, and below it
 the supervisor proper, whose death signal is the guard's end.
@@ -43,7 +43,7 @@ def supervise(
     environment: Mapping[str, str],
     restart: RestartConfig,
 ) -> int:
-    """Runs the services, and starts one that ends anew, until one has ended too often, somebody asks for a stop, or the starter goes
+    """Runs the services, and restarts one that ends, until one has ended too often, somebody asks for a stop, or the starter goes
     away without having let the node go.
 
     starter_fd: read end of a pipe; a byte lets the node live on without its starter, the end of the file alone stops it.

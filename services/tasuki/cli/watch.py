@@ -1,4 +1,4 @@
-"""`tasuki watch`: the node while it runs, drawn anew on a terminal, one line for each event elsewhere."""
+"""`tasuki watch`: the node while it runs, redrawn on a terminal, one line for each event elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REDRAW_S = 0.5
 
 
 def watch(config: NodeConfig) -> int:
-    """Follows the node until Ctrl-C, also over services that are started anew. Returns 0 when somebody stops it, 1, with the reason, when
+    """Follows the node until Ctrl-C, also over services that are restarted. Returns 0 when somebody stops it, 1, with the reason, when
     it ends by itself. Raises NodeDown when none runs.
     """
     console = Console()

@@ -27,7 +27,7 @@ _SERVICE_OF = {"scheduler": "rollout"}
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A process that hangs, or is gone. `service`: what has to be started anew for it."""
+    """A process that hangs, or is gone. `service`: what has to be restarted for it."""
 
     service: str
     process: str

@@ -72,7 +72,7 @@ def check_gpu_is_shown(config: NodeConfig) -> None:
 
 
 def gpu_not_shown(service: str, gpu: int, *, num_shown: int) -> InvalidArgument:
-    """What is wrong when a rank finds fewer GPUs than the number of its own asks for."""
+    """What is wrong when a rank finds fewer GPUs than its number asks for."""
     if num_shown == 0:
         return InvalidArgument("device", 'device = "cuda", but CUDA shows no GPU on this machine: nvidia-smi may say why')
     problem = f"this rank's GPU is number {gpu}, counted from 0, but CUDA shows {num_shown}; by default rank i is on GPU i"

@@ -19,7 +19,7 @@ class Instance:
 
 
 def begin_instance(state_dir: Path) -> None:
-    """Names the node that is being started; every process of it that is started anew finds the same name."""
+    """Names the node that is being started; every process of it that is restarted finds the same name."""
     instance_path(state_dir).write_text(uuid.uuid4().hex)
 
 

@@ -47,7 +47,7 @@ def pulse_dir(state_dir: Path) -> Path:
 
 
 def restart_request_path(state_dir: Path, service: str) -> Path:
-    """A file that asks the supervisor to kill the service and start it anew; its text is the cause."""
+    """A file that asks the supervisor to kill the service and restart it; its text is the cause."""
     return socket_dir(state_dir) / f"restart-{service}"
 
 

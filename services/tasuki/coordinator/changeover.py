@@ -29,13 +29,13 @@ _log = logging.getLogger("tasuki.coordinator")
 _OUTCOME_UNKNOWN = (DeadlineExceeded, DiskFull, InternalError, PeerUnavailable)
 
 Tell = Callable[[StageEvent, Stage], None]
-"""Takes what happened, and where the node stands after it."""
+"""Takes what happened, and where the node is after it."""
 Restart = Callable[[Service, str], None]
-"""Has a service that hangs killed and started anew; takes the cause."""
+"""Has a service that hangs killed and restarted; takes the cause."""
 
 
 class Changeover:
-    """Runs the stages of one hand-over. `at` is where the node stands."""
+    """Runs the stages of one hand-over. `at` is where the node is."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Changeover:
         seen = await self._peers.observe()
         for service in seen.absent:
             if self._boots[f"{service}_boot_id"]:  # it counts as freshly started, and may hold all that it held
-                raise PeerUnavailable(f"{service} does not say where it stands after the undo", peer=service)
+                raise PeerUnavailable(f"{service} does not say where it is after the undo", peer=service)
         self.stands(seen)
 
     async def _take_back_after(self, cause: TasukiError, stages: Sequence[Stage]) -> None:

@@ -64,7 +64,7 @@ class Journal:
     def end_changeover(
         self, changeover_id: str, *, seconds: float, policy_version: int | None = None, error: TasukiError | None = None
     ) -> ChangeoverRecord:
-        """Writes down how a changeover ended. Returns it as it stands then."""
+        """Writes down how a changeover ended. Returns it as it is then."""
         self._write(
             "INSERT INTO outcomes VALUES (?, ?, ?, ?, ?, ?)",
             (

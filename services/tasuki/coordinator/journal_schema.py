@@ -1,4 +1,4 @@
-"""The tables of the journal, as SQLite makes them. What a row of each stands for: docs/changeover.md."""
+"""The tables of the journal, as SQLite makes them. What a row of each says: docs/changeover.md."""
 
 from __future__ import annotations
 

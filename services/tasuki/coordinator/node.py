@@ -1,4 +1,4 @@
-"""The node as its coordinator knows it: where it stands, the one operation that runs, and who watches."""
+"""The node as its coordinator knows it: where it is, the one operation that runs, and who watches."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Node:
         self._last_error = close_interrupted(journal)
 
     def state(self) -> NodeState:
-        poison = f"rollout is unusable until it is started anew: {self._readiness.poison}" if self._readiness.poison else ""
+        poison = f"rollout is unusable until it is restarted: {self._readiness.poison}" if self._readiness.poison else ""
         return NodeState(
             at=self._at,
             epoch=self._journal.epoch,
@@ -104,7 +104,7 @@ class Node:
         return self._operation(request_id, f"stage {stage}", lambda: self._run_by_hand(stage, request_id))
 
     async def recover(self) -> None:
-        """Asks the services, once they answer, where the node stands; from the middle of the ring it is brought to TRAIN."""
+        """Asks the services, once they answer, where the node is; from the middle of the ring it is brought to TRAIN."""
         while self._at is None:
             with suppress(DiskFull, PeerUnavailable, StageOrder):
                 async with self._turn:
@@ -176,12 +176,12 @@ class Node:
                 return
 
     def _close_left(self, at: Stage, phase: Phase) -> None:
-        """Ends the changeover that was begun by hand, before another one begins."""
+        """Ends the changeover that RunStage began, before another one begins."""
         if self._open is not None:
             self._close(self._open, Interrupted(f"left at {at} when phase {phase} was asked for"))
 
     async def _make_room(self, phase: Phase, request_id: str, seen: Observed) -> None:
-        """An engine that is being started anew takes what memory is free, and waits for the trainer to leave. Raises what it ended in:
+        """An engine that is being restarted takes what memory is free, and waits for the trainer to leave. Raises what it ended in:
         Interrupted when the trainer has left, for it takes another changeover to reach `phase`."""
         changeover = self._begin(request_id, seen, target=phase)
         try:
@@ -206,14 +206,14 @@ class Node:
         self._close(changeover)
 
     async def _cause(self, error: TasukiError, seen: Observed) -> TasukiError:
-        """Looks where a failed changeover led. A service that is gone, or was started anew since it was `seen`, is the cause of it."""
+        """Looks where a failed changeover led. A service that is gone, or was restarted since it was `seen`, is the cause of it."""
         now = await self._peers.observe()
         if not now.absent and not now.in_stage:
-            with suppress(StageOrder):  # then nobody knows where the node stands, and the state says so
+            with suppress(StageOrder):  # then nobody knows where the node is, and the state says so
                 self._take(now)
         lost = now.other_than(seen)
         if lost is None and isinstance(error, StageOrder) and self._at is not None:
-            # One stage by hand without an answer was carried out late, after the services were asked.
+            # A single stage without an answer was carried out late, after the services were asked.
             return PeerUnavailable(f"a service went on after it was seen ({error.message})")
         if lost is None or isinstance(error, _LOSSES):
             return error
@@ -225,7 +225,7 @@ class Node:
         advance(at, stage)
         target = leads_to(at)
         if self._open is not None and (self._open.target is not target or not self._open.knows(seen)):
-            self._close_left(at, target)  # what was started anew may have moved the node
+            self._close_left(at, target)  # what was restarted may have moved the node
         changeover = self._open or self._begin(next_attempt_id(self._journal, request_id), seen, target=target)
         changeover.stands(seen)
         await changeover.run_if_admitted(stage)
@@ -233,7 +233,7 @@ class Node:
             self._close(changeover)
 
     async def _look(self) -> tuple[Observed, Stage]:
-        """Asks the services where the node stands. Raises PeerUnavailable, or StageOrder when they do not fit together."""
+        """Asks the services where the node is. Raises PeerUnavailable, or StageOrder when they do not fit together."""
         seen = await self._peers.observe()
         seen.require_all()
         return seen, self._take(seen)
@@ -282,7 +282,7 @@ class Node:
         self._tell(ended.ending(), self._at)
 
     def _tell(self, event: StageEvent, at: Stage | None) -> None:
-        """Passes an event on to the running operation and to the watchers; the node stands at `at` after it."""
+        """Passes an event on to the running operation and to the watchers; the node is at `at` after it."""
         self._at = at
         update = StateUpdate(event, self.state())
         if self._running is not None:

@@ -50,7 +50,7 @@ class Operation:
         self._task.result()
 
     async def stop(self) -> None:
-        """Ends the work where it stands."""
+        """Ends the work where it is."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])

@@ -60,7 +60,7 @@ class Observed:
         return Service.ROLLOUT not in self.absent and self.rollout_stage in (None, Stage.PAUSE_WEIGHTS)
 
     def other_than(self, before: Observed) -> Service | None:
-        """A service that is gone, or was started anew, since `before`."""
+        """A service that is gone, or was restarted, since `before`."""
         if self.trainer_boot_id != before.trainer_boot_id:
             return Service.TRAINER
         return Service.ROLLOUT if self.rollout_boot_id != before.rollout_boot_id else None
@@ -91,11 +91,11 @@ class Observed:
         return Service.ROLLOUT in self.absent and Service.TRAINER not in self.absent and is_resident
 
     def place(self) -> Stage:
-        """Where the node stands. Raises StageOrder when the two services do not fit together."""
+        """Where the node is. Raises StageOrder when the two services do not fit together."""
         trainer, rollout = self.trainer_stage, self.rollout_stage
         at = standing(trainer=trainer, rollout=rollout)
         if at is None:
-            text = f"trainer is at {trainer} and rollout at {rollout}, where no changeover leads; start the node anew"
+            text = f"trainer is at {trainer} and rollout at {rollout}, where no changeover leads; restart the node"
             raise StageOrder(text, trainer=trainer, rollout=rollout)
         return at
 

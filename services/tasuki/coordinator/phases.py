@@ -1,6 +1,6 @@
-"""The ring of stages: where a node stands, what may come next, and the way back. Pure: no I/O, no proto.
+"""The ring of stages: where a node is, what may come next, and the way back. Pure: no I/O, no proto.
 
-A node *stands* at the stage that was completed last: at LOAD_TRAINER it is in phase TRAIN, at RESUME_KV in phase ROLLOUT,
+A node is *at* the stage that was completed last: at LOAD_TRAINER it is in phase TRAIN, at RESUME_KV in phase ROLLOUT,
 elsewhere in the middle of a changeover. The rows of the ring are in memory/stages.py.
 """
 
@@ -23,7 +23,7 @@ def phase_of(at: Stage) -> Phase | None:
 
 
 def advance(at: Stage, stage: Stage) -> Stage:
-    """Where the node stands after `stage`. Raises StageOrder when another one must come first."""
+    """Where the node is after `stage`. Raises StageOrder when another one must come first."""
     if RULES[stage].after is not at:
         raise StageOrder(
             f"{stage} cannot come after {at}; the next stage is {NEXT[at]}", stage=stage, after=at, allowed=NEXT[at]
@@ -79,10 +79,10 @@ def turns_back(at: Stage, to: Phase) -> bool:
 
 
 def standing(*, trainer: Stage | None, rollout: Stage | None) -> Stage | None:
-    """Where the node stands, from the last stage that each service says it completed (None: freshly started).
+    """Where the node is, from the last stage that each service says it completed (None: freshly started).
 
-    A rollout that was started anew is asleep, which fits wherever the trainer is. A trainer that was started anew is loaded, and the
-    node stands where rollout is: it goes on to LOAD_TRAINER, or back (`lost_weights`). None when the two do not fit together.
+    A rollout that was restarted is asleep, which fits wherever the trainer is. A trainer that was restarted is loaded, and the
+    node is where rollout is: it goes on to LOAD_TRAINER, or back (`lost_weights`). None when the two do not fit together.
     """
     if trainer is None and rollout is not None and rollout is not Stage.PAUSE_WEIGHTS:
         return rollout
@@ -93,7 +93,7 @@ def standing(*, trainer: Stage | None, rollout: Stage | None) -> Stage | None:
 
 
 def lost_weights(*, trainer: Stage | None, rollout: Stage | None) -> bool:
-    """Whether rollout is to receive weights that are no longer published: the trainer was started anew, or took them back, and perhaps
+    """Whether rollout is to receive weights that are no longer published: the trainer was restarted, or took them back, and perhaps
     made room, while rollout did not answer. The only way is back."""
     if trainer is Stage.OFFLOAD:
         return rollout is Stage.RESUME_WEIGHTS

@@ -12,7 +12,7 @@ _POLL_S, _POLL_IDLE_S = 0.2, 0.02
 
 
 class ReadinessProbe:
-    """`waiting` says for whom, empty when for nobody; `poison` why rollout must be started anew, as it was seen last."""
+    """`waiting` says for whom, empty when for nobody; `poison` why rollout must be restarted, as it was seen last."""
 
     def __init__(self, peers: Peers, *, timeout_s: float) -> None:
         """timeout_s: how long a service is waited for."""
@@ -46,7 +46,7 @@ class ReadinessProbe:
             if lacking is None:
                 return seen
             if clock() > ends and seen.poison:
-                raise EnginePoisoned(f"rollout has not been started anew in {self._timeout_s:g} s: {seen.poison}")
+                raise EnginePoisoned(f"rollout has not been restarted in {self._timeout_s:g} s: {seen.poison}")
             if clock() > ends:
                 raise PeerUnavailable(f"{lacking} did not come back in {self._timeout_s:g} s", peer=lacking)
             await asyncio.sleep(_POLL_S)

@@ -74,7 +74,7 @@ class ChangeoverRecord:
     events: tuple[StageEvent, ...]
 
     def stages(self) -> tuple[StageEvent, ...]:
-        """One event for each stage, as it stands: a stage that was taken back is UNDONE."""
+        """One event for each stage, as it is now: a stage that was taken back is UNDONE."""
         latest: dict[Stage | None, StageEvent] = {}
         for event in self.events:
             latest[event.stage] = event
@@ -95,7 +95,7 @@ class ChangeoverRecord:
 
 @dataclass(frozen=True, slots=True)
 class NodeState:
-    """The node as the coordinator tells it. `at` is None while nobody knows where it stands."""
+    """The node as the coordinator tells it. `at` is None while nobody knows where it is."""
 
     at: Stage | None
     epoch: int

@@ -12,7 +12,7 @@ _BACKLOG = 1024
 
 
 class Watchers:
-    """Each has a queue of its own."""
+    """Each has its own queue."""
 
     def __init__(self) -> None:
         self._queues: set[asyncio.Queue[StateUpdate | None]] = set()

@@ -43,7 +43,7 @@ def _gpu(device: str, rank: int) -> DeviceUsage:
     by_pid = _bytes_by_pid(str(torch.cuda.get_device_properties(device).uuid))
     ours = by_pid.get(os.getpid())
     if ours is None:
-        # In a PID namespace of its own a process does not find itself in NVML's list; what it knows of is then a lower bound.
+        # In its own PID namespace a process does not find itself in NVML's list; what it knows of is then a lower bound.
         arenas = native.totals()
         ours = arenas.mapped_bytes + arenas.kept_bytes + reserved
     ours = min(ours, total - free)

@@ -71,7 +71,7 @@ def _library() -> ctypes.CDLL:
 def call(name: str, *arguments: Any, num_outs: int = 0, device: str = "", tags: Sequence[str] = ()) -> list[int]:
     """Calls tasuki_<name>. Returns the numbers and addresses that it writes through its last `num_outs` arguments.
 
-    device, tags: what an error is about. Raises the error that the library's code stands for, with the library's message.
+    device, tags: what an error is about. Raises the error of the library's code, with the library's message.
     """
     # Wide enough for any of them; the machine is little-endian, so a narrower one fills the low bytes.
     outs = [ctypes.c_uint64() for _ in range(num_outs)]

@@ -1,6 +1,6 @@
 """What follows from a plan: the least that must leave, the largest KV cache, and which setting to change when it does not fit.
 
-Every answer is found by planning anew with the change, never by a rule of thumb.
+Every answer is found by planning again with the change, never by a rule of thumb.
 """
 
 from __future__ import annotations

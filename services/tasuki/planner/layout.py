@@ -46,7 +46,7 @@ class Strategy(StrEnum):
     RESIDENT = "v0"
     """Both keep everything."""
     RELAUNCH = "v1"
-    """The trainer leaves, weights go to disk, and an engine starts anew from there."""
+    """The trainer leaves, weights go to disk, and a new engine starts from there."""
     ONE_STAGE = "v2"
     """The engine sleeps, and wakes weights and KV cache at once, before the trainer leaves."""
     STAGED = "v3"
@@ -58,7 +58,7 @@ class Checkpointing(StrEnum):
 
     NONE = "none"
     FULL = "full"
-    """The input of each layer; a layer's activations are computed anew."""
+    """The input of each layer; a layer's activations are recomputed."""
     OFFLOADED = "offloaded"
     """As full, with the inputs in host memory, two at a time on the GPU."""
 
@@ -67,7 +67,7 @@ class Checkpointing(StrEnum):
 class Overheads:
     """Bytes of a process that no setting decides.
 
-    Their sums are what sleeping services still held on an H200 (docs/plan.md: 1.8 GB the trainer, 1.8 GB the engine); how they are
+    Their sums are what sleeping services still held on an H200 (docs/benchmarks.md: 1.8 GB the trainer, 1.8 GB the engine); how they are
     divided, CUDA graphs, NCCL above one rank and host processes are estimates.
     """
 

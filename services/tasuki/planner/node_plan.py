@@ -25,7 +25,7 @@ _KEYS = {
 def plan_node(
     config: NodeConfig, *, gpu_bytes: int, host_bytes: int, num_gpus: int | None = None, overheads: Overheads | None = None
 ) -> Plan:
-    """The plan of a node as its configuration stands. Raises what read_model_shape and Layout raise."""
+    """The plan of a node's configuration. Raises what read_model_shape and Layout raise."""
     shape = read_model_shape(config.model.path)
     return plan(node_layout(config, shape, gpu_bytes=gpu_bytes, host_bytes=host_bytes, num_gpus=num_gpus, overheads=overheads))
 

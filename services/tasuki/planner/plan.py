@@ -90,7 +90,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a stage takes anew."""
+    """What a stage takes in addition."""
 
     gpus: tuple[Mapping[Part, int], ...]
     host_bytes: int

@@ -1,6 +1,6 @@
 """python -m tasuki.rollout --config node.toml [--set a.b=c]...
 
-Every engine rank's process imports this file anew: what is heavy is imported by `main`.
+Every engine rank's process imports this file again: what is heavy is imported by `main`.
 """
 
 from __future__ import annotations

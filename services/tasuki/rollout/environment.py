@@ -49,7 +49,7 @@ def engine_environment(config: NodeConfig, model: ModelFacts, *, temp_dir: Path)
     """
     everywhere = {
         "TMPDIR": str(temp_dir),
-        # Ranks of one node need no network. Without these, gloo and NCCL listen on the address that the host's name stands for.
+        # Ranks of one node need no network. Without these, gloo and NCCL listen on the address of the host's name.
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
         # A queue of pickles over a TCP port, for kinds of parallelism that we do not use.

@@ -27,7 +27,7 @@ class ModelFacts:
     stop_token_ids: tuple[int, ...]
     """That end a completion unless the request ignores them: every end-of-sequence token that the model folder names."""
     is_seeded: bool
-    """Whether every request is sampled by a seed of its own."""
+    """Whether every request is sampled by its own seed."""
 
 
 def read_model(config: NodeConfig) -> ModelFacts:

@@ -86,7 +86,7 @@ class RankMemory:
         return self._allocator.arena(tag).usage().state in (ArenaState.PAUSED, ArenaState.PAUSING)
 
     def _spans_to_keep(self, tag: MemoryTag) -> list[Span]:
-        """Looked for anew only when something was freed: nothing is made in a region once the engine is built."""
+        """Looked for again only when something was freed: nothing is made in a region once the engine is built."""
         usage = self._allocator.arena(tag).usage()
         seen = (usage.num_blocks, usage.used_bytes)
         if tag not in self._found or self._found[tag][0] != seen:

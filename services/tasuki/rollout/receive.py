@@ -103,7 +103,7 @@ class WeightReceiver:
         return self._imported
 
     def _replay(self, imported: ImportedWeights) -> _PreparedPlan | None:
-        """Brings the weights in. None when parameters have moved: they went to where the plan had them, and the next one is made anew."""
+        """Brings the weights in. None when parameters have moved: they went to where the plan had them, and the next plan is a new one."""
         with self._timed("record"):
             prepared = self._prepare(imported)
         with self._timed("copy"):

@@ -57,7 +57,7 @@ class Drained:
 
 
 class Rollout:
-    """One engine, its weights' version, its memory, and where the service stands in the ring of stages.
+    """One engine, its weights' version, its memory, and where the service is in the ring of stages.
 
     calls, seed: of the seeds of samples whose request gives none. on_serving: called whenever generation opens or closes. on_poison: called
     when the engine's memory can no longer be trusted.
@@ -239,7 +239,7 @@ class Rollout:
 
     def _check_open(self) -> None:
         if self.poison_reason is not None:
-            raise EnginePoisoned(f"the engine must be started anew: {self.poison_reason}")
+            raise EnginePoisoned(f"the engine must be restarted: {self.poison_reason}")
         if not self._is_open:
             if self.stage in (Stage.RESUME_KV, Stage.DRAIN):
                 raise Draining("rollout is draining; acquire phase ROLLOUT again")
@@ -270,6 +270,6 @@ class Rollout:
             _log.error("event=poisoned reason=%s", self.poison_reason)
             self._on_poison()
             if isinstance(error, TasukiError) and error.code in REFUSALS:
-                text = f"{stage} failed half-way, and the engine is started anew: {error.message}"
+                text = f"{stage} failed half-way, and the engine is restarted: {error.message}"
                 raise InternalError(text, **error.metadata) from error
             raise

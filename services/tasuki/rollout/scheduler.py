@@ -173,7 +173,7 @@ def _select_gpu(gpu_id: int, pipe_writer: Connection) -> bool:
 
 
 def _install_scheduler(setup: RankSetup, *, device: str | None) -> None:
-    """Has SGLang make our scheduler in the place of its own, and ours of the parts that do not do here."""
+    """Has SGLang make our scheduler in place of SGLang's, and ours in place of unsupported parts."""
     sglang_scheduler.Scheduler = cast(Any, functools.partial(ReportingScheduler, setup=setup))
     if setup.config is not None and setup.config.rollout.float32_logits:
         install_float32_logits()

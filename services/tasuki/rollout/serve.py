@@ -96,7 +96,7 @@ class _Shutdown:
         self._ranks.unwatch()
 
     def on_poison(self) -> None:
-        # The answer goes out first; then the engine dies with this process, and a supervisor starts both anew.
+        # The answer goes out first; then the engine dies with this process, and a supervisor restarts both.
         asyncio.get_running_loop().call_later(_POISON_GRACE_S, self.on_death)
 
 

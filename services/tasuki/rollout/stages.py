@@ -18,7 +18,7 @@ def check_stage(stage: Stage, *, after: Stage | None, poison_reason: str | None)
     accepted = allowed_after(Service.ROLLOUT, after)
     if poison_reason is not None:
         if RULES[stage].rpc is not Rpc.PAUSE:
-            raise EnginePoisoned(f"the engine must be started anew: {poison_reason}", stage=stage)
+            raise EnginePoisoned(f"the engine must be restarted: {poison_reason}", stage=stage)
     elif stage not in accepted:
         place, allowed = after or START, ", ".join(accepted)
         raise StageOrder(f"stage {stage} cannot follow {place}; allowed: {allowed}", stage=stage, after=place, allowed=allowed)

@@ -29,7 +29,7 @@ _MAX_REQUEST_ID = 128
 _MAX_STEP = 10**6
 """Numbers between two stage commands of an epoch at one service: the other one may be asked again and again meanwhile."""
 _MAX_FIRST = 10**8
-"""The first number of an epoch at a service, which may be started anew late in it. An epoch of so many stages lasts for weeks."""
+"""The first number of an epoch at a service, which may be restarted late in it. An epoch of so many stages lasts for weeks."""
 _STAGES: dict[str, Stage] = {rule.rpc: rule.stage for rule in RING if rule.rpc not in (Rpc.PAUSE, Rpc.RESUME)}
 REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
 """Codes of the errors after which nothing has changed."""

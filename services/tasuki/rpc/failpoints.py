@@ -56,7 +56,7 @@ class Failpoints:
         return bool(asked) or _is_taken(_planted(self._folder, self._process, point, Action.CORRUPT))
 
     def _fires(self, one: Failpoint, point: str, nth: int) -> bool:
-        """Whether it does, and has not: a process that was started anew must not die of the same failpoint again."""
+        """Whether it does, and has not: a process that was restarted must not die of the same failpoint again."""
         assert self._folder is not None
         return one.point == point and one.nth == nth and _is_first(self._folder / f"fired-{one.process}-{point}-{nth}")
 

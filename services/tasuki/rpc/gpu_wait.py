@@ -1,4 +1,4 @@
-"""A service that was started anew beside the other one waits here until that one has left the GPU."""
+"""A service that was restarted beside the other one waits here until that one has left the GPU."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     configure_logging("trainer")
     try:
         launch = read_launch(os.environ)
-        # Ranks of one node need no network; without these, gloo and NCCL listen on the address that the host's name stands for.
+        # Ranks of one node need no network; without these, gloo and NCCL listen on the address of the host's name.
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         config = load_config(arguments.config, overrides=arguments.overrides)
         if launch.num_ranks != config.trainer.num_ranks:

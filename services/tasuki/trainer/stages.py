@@ -14,7 +14,7 @@ _LOADED = (None, Stage.LOAD_TRAINER)
 def raise_unless_next(stage: Stage | None, *, after: Stage | None) -> None:
     """Raises StageOrder unless `stage` may follow `after`; None is a stage that this build does not know.
 
-    LOAD_TRAINER may also come first: a trainer that was started anew in the middle of a changeover is loaded already. OFFLOAD may
+    LOAD_TRAINER may also come first: a trainer that was restarted in the middle of a changeover is loaded already. OFFLOAD may
     come without a publication: it takes LOAD_TRAINER back, and makes room for an engine that starts.
     """
     if stage is None or stage not in allowed_after(Service.TRAINER, after):

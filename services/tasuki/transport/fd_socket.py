@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class FdServer:
-    """Sends every peer that connects a message and descriptors, from a thread of its own, until `close`.
+    """Sends every peer that connects a message and descriptors, from its own thread, until `close`.
 
     fds: 1 to MAX_FDS, which stay the caller's. Raises NodeRunning when something answers on the socket; a left-over file is replaced.
     """
@@ -83,7 +83,7 @@ class FdServer:
             if sent < len(frame):  # one that has all may have hung up already
                 peer.sendall(frame[sent:])
         except OSError as error:
-            # The peer hung up or stands still: its loss alone.
+            # The peer hung up or hangs: its loss alone.
             _log.warning("event=fd_send_failed socket=%s error=%s", self.path.name, error)
 
 

@@ -69,7 +69,7 @@ class IpcMemory:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Layout of one rank's arena. The header has memory of its own, on the host.
+    """Layout of one rank's arena. The header has its own memory, on the host.
 
     device_uuid: of the GPU that holds the entries; empty in host memory. Their memory is chunks of these sizes, or `ipc_memory`.
     """

@@ -93,7 +93,7 @@ class _Comparison:
 
     def _check_answer(self, intent: StageIntent, result: StageResult, command: LoggedCommand) -> None:
         known = intent.boot_ids[self._service]  # empty when it was silent then
-        # It may have been started anew since it was seen; then nobody had seen the new life before.
+        # It may have been restarted since it was seen; then nobody had seen the new life before.
         if known and command.boot_id not in ("", known) and self._first_seen.get(command.boot_id, intent.id + 1) <= intent.id:
             expected = f"{self._service} with boot id {command.boot_id}, which carried it out, found {known}"
             raise Broken.at_intent(intent, Invariant.AS_ASKED, expected)

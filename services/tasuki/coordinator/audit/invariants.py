@@ -34,7 +34,7 @@ class Invariant(StrEnum):
     SERVED = "served-after-sync"
     """A version is served only after its SYNC into the same life of rollout."""
     VERSIONS_GROW = "versions-grow"
-    """A life of rollout never serves an older version than before, and the trainer publishes an older one only after it began anew in
+    """A life of rollout never serves an older version than before, and the trainer publishes an older one only after it was restarted in
     another epoch: a checkpoint that is older than the present version is refused."""
     TARGET = "target"
     """A changeover that is done has reached its phase, and tells the version that is served there."""

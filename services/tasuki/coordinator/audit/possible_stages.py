@@ -37,7 +37,7 @@ class PossibleStages:
     """Whether it did not answer when the coordinator looked last: what was seen then says nothing of it."""
     at: set[_At] = field(default_factory=lambda: {None})
     at_if_new: set[_At] = field(default_factory=lambda: {None})
-    """The same, if it was started anew since its boot id was seen last."""
+    """The same, if it was restarted since its boot id was seen last."""
     unknown: list[tuple[Stage, bool]] = field(default_factory=list)
     """Commands without an answer. They may be carried out until the service answers a later one."""
 
@@ -58,7 +58,7 @@ class PossibleStages:
             self.at_if_new = {None}
 
     def seen_again(self) -> None:
-        """A new look at the same boot id: it was not started anew before."""
+        """A new look at the same boot id: it was not restarted before."""
         self.at_if_new = {None}
 
     def carried_out(self, stage: Stage, *, is_undo: bool) -> bool:
@@ -76,7 +76,7 @@ class PossibleStages:
             self.at, self.unknown = self.may_be(), []
 
     def out_of_order(self, stage: Stage, *, is_undo: bool) -> None:
-        """The service says that the command does not fit where it is: it was started anew, unless there is such a place."""
+        """The service says that the command does not fit where it is: it was restarted, unless there is such a place."""
         self.refused(stage, is_undo=is_undo)
         if _is_command(stage, is_undo=is_undo):
             moves = (_UNDOS if is_undo else _RUNS)[stage]

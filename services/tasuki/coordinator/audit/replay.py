@@ -1,6 +1,6 @@
 """Replays a journal against the ring of stages, and names the first promise that it shows broken. Pure: no I/O.
 
-The journal tells what the coordinator asked and what it heard. A lost answer and a service that was started anew leave more than one
+The journal tells what the coordinator asked and what it heard. A lost answer and a service that was restarted leave more than one
 place where a service may be (`possible_stages`); what fits none of them is broken.
 """
 
@@ -36,7 +36,7 @@ class Audit:
     num_unanswered: int = 0
     num_versions_served: int = 0
     num_rewinds: int = 0
-    """How often training began anew, or at an older checkpoint."""
+    """How often training restarted, or went back to an older checkpoint."""
     violation: Violation | None = None
 
 
@@ -264,7 +264,7 @@ class _Replay:
             raise Broken.at_changeover(Invariant.TARGET, expected, changeover.id, epoch=changeover.epoch)
 
     def _places(self, *, or_new: bool = False) -> set[Stage]:
-        """Where the node may stand. or_new: also if a service was started anew of which the journal does not know yet."""
+        """Where the node may be. or_new: also if a service was restarted of which the journal does not know yet."""
         return {at for _, at in self._standings(or_new=or_new)}
 
     def _narrow(self, at: Stage, *, or_new: bool = False) -> bool:

@@ -1,4 +1,4 @@
-"""Brings a trainer that was started anew to where the one before it was: the last checkpoint, and what was trained since."""
+"""Brings a trainer that was restarted to where the one before it was: the last checkpoint, and what was trained since."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class TrainingLog:
             for record in self.records():
                 self._advance(record)
         except InvalidArgument as error:
-            text = f"{path} is damaged at byte {error.metadata['byte']}; start the node anew and load a checkpoint"
+            text = f"{path} is damaged at byte {error.metadata['byte']}; restart the node and load a checkpoint"
             raise InvalidArgument("state_dir", text) from error
         os.ftruncate(self._fd, self._end)
 
@@ -88,7 +88,7 @@ class TrainingLog:
     async def loaded(self, checkpoint: TrainingRecord) -> None:
         """Forgets everything: training goes on from the checkpoint, without gradients.
 
-        Raises DiskFull; until it succeeds, or the trainer is started anew, nothing is trained: the log leads elsewhere.
+        Raises DiskFull; until it succeeds, or the trainer is restarted, nothing is trained: the log no longer matches the weights.
         """
         self._is_behind = True
         await asyncio.to_thread(self._replace, checkpoint, b"")
@@ -97,7 +97,7 @@ class TrainingLog:
     def check_not_behind(self) -> None:
         """Raises DiskFull while something was carried out that the log does not have."""
         if self._is_behind:
-            raise DiskFull(f"{self._path} lacks a command that was carried out; start the trainer anew", path=self._path)
+            raise DiskFull(f"{self._path} lacks a command that was carried out; restart the trainer", path=self._path)
 
     def _begin(self, record: TrainingRecord) -> None:
         self.check_not_behind()
@@ -116,12 +116,12 @@ class TrainingLog:
             os.fdatasync(self._fd)
         except OSError as error:
             self._is_behind = True
-            text = f"{self._path} cannot be written: {error.strerror}; the trainer is ahead of it, start it anew"
+            text = f"{self._path} cannot be written: {error.strerror}; the trainer is ahead of it, restart it"
             raise DiskFull(text, path=self._path) from error
         self._advance(record)
 
     def _advance(self, record: TrainingRecord) -> None:
-        """The record, which stands at the end, was done."""
+        """The last record was done."""
         self._end += _HEADER.size + record.ByteSize()
         if record.WhichOneof("command") != "forward_backward":
             self._pending_start = self._end

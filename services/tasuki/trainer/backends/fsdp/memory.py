@@ -96,7 +96,7 @@ class TrainerMemory:
                     }
 
     def export(self, make: Callable[[ExportMemory], WeightExport]) -> WeightExport:
-        """The export, with its memory: made at the first call, and taken anew after it has left. Every rank must call it.
+        """The export, with its memory: made at the first call, and taken again after it has left. Every rank must call it.
 
         Raises OutOfGpuMemory on all ranks when one of them has no room.
         """

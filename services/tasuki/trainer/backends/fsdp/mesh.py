@@ -35,7 +35,7 @@ def start_mesh(device: Literal["cpu", "cuda"], *, launch: Launch, gpu: int, num_
     store.set_timeout(timeout)
     dist.init_process_group(_BACKENDS[device], store=store, rank=launch.rank, world_size=launch.num_ranks, timeout=timeout)
     mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp",))
-    # A mesh may make a group of its own, which does not inherit the time-out. Torch has no public name for this yet:
+    # A mesh may make its own group, which does not inherit the time-out. Torch has no public name for this yet:
     # https://github.com/pytorch/pytorch/issues/115121
     dist.distributed_c10d._set_pg_timeout(timeout, mesh.get_group("dp"))
     return mesh
