@@ -142,7 +142,7 @@ def begun(config: Path) -> Path:
     ("override", "problem"),
     [
         ("train.seed=1", "INVALID_ARGUMENT: train.seed: is 1, but the run was begun with 0; put it back to resume"),
-        ("train.num_steps=3", "train.num_steps: is 3, but the run has done 4 steps"),
+        ("train.num_steps=3", "train.num_steps: makes 3 steps, but the run has done 4"),
         ("train.dataset=/nowhere/train.jsonl", "/nowhere/train.jsonl does not exist"),
     ],
 )
@@ -187,7 +187,7 @@ def test_a_run_that_its_score_has_ended_goes_on_with_another_target(
 
 def test_a_file_without_a_train_table_cannot_be_trained(config: Path, capsys: pytest.CaptureFixture[str]):
     config.write_text(config.read_text().partition("[train]")[0])
-    assert "no [train] table" in _error(config, capsys)
+    assert "no [train] table and no [sft] table" in _error(config, capsys)
 
 
 def test_seconds_of_a_steps_parts_add_up():

@@ -13,6 +13,7 @@ from tasuki.cli.continuation import Continuation
 from tasuki.cli.earlier_run import read_earlier_run
 from tasuki.cli.node import _begin_anew
 from tasuki.cli.resume import begin, go_on, resumable_run
+from tasuki.cli.rl_training import rl_run_settings
 from tasuki.cli.run_folder import MetricsFile
 from tasuki.client import Client
 from tasuki.client.dataset import Dataset
@@ -59,12 +60,13 @@ class Run:
     def _with_client(self, action: str) -> Continuation:
         config = load_config(self.folder / "node.toml")
         assert config.train is not None
+        settings = rl_run_settings(config.train)
         with Client(state_dir=config.state_dir) as client:
             if action == "begin":
-                return begin(client, config, self.output_dir)
-            earlier = resumable_run(config, config.train, Dataset([{"prompt": "a"}]))
+                return begin(client, config, settings)
+            earlier = resumable_run(config, settings, Dataset([{"prompt": "a"}]))
             assert earlier is not None
-            return go_on(client, config, config.train, earlier)
+            return go_on(client, config, settings, earlier)
 
 
 @pytest.fixture
