@@ -10,6 +10,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do $$p
   'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && { echo $$python; break; }; done)
 UV_VERSION := 0.13.8
 GRPCURL_VERSION := v1.9.3
+VERL_VERSION := 0.9.1
 
 # Only the system's Python, only this folder's environment, whatever is active in the caller's shell.
 export UV_PYTHON_DOWNLOADS := never
@@ -23,11 +24,12 @@ BIN := .venv/bin
 ENV := .venv/.synced
 NODE := tools/node_modules/.installed
 TRL := .bench-venv/.installed
+ORACLES := .oracles-venv/.installed
 WITH_BIN := PATH="$(CURDIR)/.venv/bin:$$PATH"
 PROTOS := $(wildcard protos/tasuki/v1/*.proto)
 SOURCES := protos services client tests tools
 
-.PHONY: help setup demo test chaos check protos native lint types buf bench bench-memory bench-memory-gpu bench-sync-gpu grpcurl clean
+.PHONY: help setup demo test oracles chaos check protos native lint types buf bench bench-memory bench-memory-gpu bench-sync-gpu grpcurl clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +42,9 @@ demo: setup  ## train a small model with GRPO through all three services; leaves
 test: setup grpcurl  ## all tests; none needs the network
 	$(MAKE) -s -C csrc test
 	$(BIN)/python -m pytest tests/unit tests/contract tests/integration tests/e2e tests/gpu $(PYTEST_ARGS)
+
+oracles: $(ORACLES)  ## every advantage and loss against verl's and TRL's own functions
+	.oracles-venv/bin/python -m pytest -c tests/oracles/pytest.ini tests/oracles $(PYTEST_ARGS)
 
 chaos: setup  ## every process killed and stopped in every stage, and other long proofs; writes runs/chaos
 	$(BIN)/python -m pytest tests/chaos $(PYTEST_ARGS)
@@ -85,7 +90,7 @@ grpcurl: $(if $(shell command -v go),.tools/grpcurl-$(GRPCURL_VERSION))  ## buil
 
 clean:  ## remove what make installed and built
 	$(MAKE) -s -C csrc clean
-	rm -rf .uv .venv .tools .bench-venv tools/node_modules .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf .uv .venv .tools .bench-venv .oracles-venv tools/node_modules .pytest_cache .ruff_cache .import_linter_cache
 
 $(UV):
 	@[ -n "$(PYTHON)" ] || { echo "no Python 3.11, 3.12 or 3.13 found (python3 is $$(python3 --version 2>&1 || true));" \
@@ -103,6 +108,13 @@ $(NODE): tools/package.json tools/package-lock.json | $(ENV)
 $(TRL): tests/bench/trl-requirements.txt | $(UV)
 	$(UV) venv --quiet --clear --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')" .bench-venv
 	$(UV) pip install --quiet --python .bench-venv/bin/python -r $<
+	@touch $@
+
+# verl alone: its dependencies are engines and CUDA packages that its arithmetic does not need.
+$(ORACLES): tests/oracles/requirements.txt | $(UV)
+	$(UV) venv --quiet --clear --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')" .oracles-venv
+	$(UV) pip install --quiet --python .oracles-venv/bin/python -r $<
+	$(UV) pip install --quiet --python .oracles-venv/bin/python --no-deps verl==$(VERL_VERSION)
 	@touch $@
 
 # Without grpcurl its test says so and is skipped.

@@ -53,7 +53,7 @@ class ChaosNode:
     def step(self) -> int:
         """One optimizer step on samples that depend on the version alone. Returns the version after it."""
         self.client.forward_backward(_samples(self.client.trainer_state().policy_version))
-        version = self.client.optim_step(learning_rate=1e-3).policy_version
+        version = self.client.optim_step(learning_rate=1e-3).version
         self.learned = self.log_probs()
         return version
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +54,13 @@ def tasuki(*arguments: str | Path, timeout_s: float) -> subprocess.CompletedProc
 @pytest.fixture(scope="session")
 def node() -> Iterator[RunningNode]:
     """One whole node on a tiny model: coordinator, a trainer of two ranks, rollout. Any phase; a test acquires the one that it needs."""
+    with started_node() as started:
+        yield started
+
+
+@contextmanager
+def started_node(*, tables: str = "") -> Iterator[RunningNode]:
+    """A node by `tasuki up`. tables: of the configuration, beside its usual ones."""
     from tests.models import make_model, save_checkpoint  # takes seconds: only when a test asks for it
 
     # Not pytest's own folder: a unix socket's path must be short.
@@ -73,6 +81,7 @@ def node() -> Iterator[RunningNode]:
         export_stays = false
         [rollout]
         max_total_tokens = 4096
+        {tables}
         """
     )
     try:

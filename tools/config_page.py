@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import inspect
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import is_dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from enum import StrEnum
+from itertools import pairwise
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from tasuki.algorithms.loss_types import Correction, LossConfig
 from tasuki.config.devices import Device
+from tasuki.config.loss_table import LOSSES, SHARED
 from tasuki.config.schema import NodeConfig
 
 HEAD = """# Configuration
 
 One TOML file tells a node everything. Unknown keys are errors, and so are values out of range; the message names the key. On the command
-line `--set trainer.num_ranks=4` overrides a key, and may be given more than once. Relative paths in the file are relative to the file's
+line `--set trainer.num_ranks=4` overrides a key, and may stand more than once. Relative paths in the file are relative to the file's
 folder; on the command line, to the working folder. This page is made by `tools/config_page.py` out of `tasuki.config.schema`.
 """
 
@@ -33,15 +39,65 @@ def _tables(table: type[BaseModel], name: str) -> Iterator[str]:
     yield f"\n## {f'`[{name}]`' if name else 'Top of the file'}\n\n| key | value | default | meaning |\n|---|---|---|---|\n"
     for key, field in table.model_fields.items():
         kind = _without_none(field.annotation)
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            below.append((kind, f"{name}.{key}" if name else key))
+        full_name = f"{name}.{key}" if name else key
+        if _is_table(kind) or kind is LossConfig:
+            below.append((kind, full_name))
         else:
             if get_origin(kind) is dict:
-                below.append((get_args(kind)[1], f"{name}.{key}.NAME"))
+                below.append((get_args(kind)[1], f"{full_name}.NAME"))
             meaning = " ".join((field.description or "").split())
             yield f"| `{key}` | {_value(kind, field)} | {_default(field)} | {meaning} |\n"
     for kind, full_name in below:
-        yield from _tables(kind, full_name)
+        yield from _loss_tables(full_name) if kind is LossConfig else _tables(kind, full_name)
+
+
+def _is_table(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _loss_tables(name: str) -> Iterator[str]:
+    """The sections of a loss, whose keys come from its dataclasses, and of its correction."""
+    learning = {loss: cls for loss, cls in LOSSES.items() if LossConfig(loss=cls()).has_advantages}
+    yield f"\n## `[{name}]`\n\n| key | of | value | default | meaning |\n|---|---|---|---|---|\n"
+    names = " or ".join(f'`"{loss}"`' for loss in learning)
+    yield f'| `name` | every loss | {names} | `"ppo"` | Which loss; docs/algorithms.md has the formulas. |\n'
+    tables = [("every loss", LossConfig), *((f'`"{loss}"`', cls) for loss, cls in learning.items())]
+    for owner, cls in tables:
+        for key, value, default, meaning in _dataclass_rows(cls):
+            if cls is not LossConfig or (key in SHARED and key != "correction"):
+                yield f"| `{key}` | {owner} | {value} | {default} | {meaning} |\n"
+    head = "A table corrects what it names, and an empty one nothing; the defaults are those without a table."
+    yield f"\n## `[{name}.correction]`\n\n{head}\n\n| key | value | default | meaning |\n|---|---|---|---|\n"
+    for key, value, default, meaning in _dataclass_rows(Correction):
+        yield f"| `{key}` | {value} | {default} | {meaning} |\n"
+
+
+def _dataclass_rows(cls: type) -> Iterator[tuple[str, str, str, str]]:
+    """Key, value, default and meaning of each field."""
+    kinds, meanings, defaults = get_type_hints(cls), _attribute_docstrings(cls), cls()
+    for field in dataclasses.fields(cls):
+        default = getattr(defaults, field.name)
+        shown = "none" if default is None else f"`{json.dumps(default)}`" if not dataclasses.is_dataclass(default) else ""
+        yield field.name, _plain_value(_without_none(kinds[field.name])), shown, meanings.get(field.name, "")
+
+
+def _plain_value(kind: Any) -> str:
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return " or ".join(f'`"{choice}"`' for choice in kind)
+    if get_origin(kind) is tuple:
+        return f"[{', '.join(_plain_value(part) for part in get_args(kind))}]"
+    return kind.__name__ if isinstance(kind, type) else ""
+
+
+def _attribute_docstrings(cls: type) -> dict[str, str]:
+    (tree,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(tree, ast.ClassDef)
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in pairwise(tree.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }
 
 
 def _without_none(annotation: Any) -> Any:
@@ -59,8 +115,8 @@ def _value(kind: Any, field: FieldInfo) -> str:
         return f"[{_value(get_args(kind)[0], field)}, ...]"
     if get_origin(kind) is tuple:
         return f"[{', '.join(_value(part, field) for part in get_args(kind))}]"
-    if get_origin(kind) is dict or is_dataclass(kind):
-        return "table"
+    if get_origin(kind) is dict:
+        return "tables by name"
     if kind == Device:
         return "int or string"
     limits = (*getattr(kind, "__metadata__", ()), *field.metadata)  # Annotated's, where the type has any
@@ -76,10 +132,10 @@ def _bound(limit: object) -> str:
             return f"> {bound}"
         case Ge(ge=bound):
             return f">= {bound}"
-        case Le(le=bound):
-            return f"<= {bound}"
         case Lt(lt=bound):
             return f"< {bound}"
+        case Le(le=bound):
+            return f"<= {bound}"
         case _:
             return ""
 
@@ -87,8 +143,6 @@ def _bound(limit: object) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    if is_dataclass(field.default):
-        return "its defaults"
     return "none" if field.default is None else f"`{json.dumps(field.default)}`"
 
 

@@ -14,11 +14,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tasuki.algorithms.advantages import has_signal
 from tasuki.algorithms.loss_types import LossConfig, OldPolicy
 from tasuki.algorithms.overlong import soft_overlong_penalty
 from tasuki.client.dataset import Dataset, Row
-from tasuki.client.dynamic_sampling import collect
+from tasuki.client.dynamic_sampling import Group, collect, groups_of
 from tasuki.client.estimation import AdvantageSettings, Estimator, EstimatorState, estimate_advantages
 from tasuki.client.evaluation import EvalSettings, eval_figures
 from tasuki.client.loop_state import LoopState, write_loop_state, write_pending
@@ -64,20 +63,6 @@ class Settings:
     save_every: int | None = None
     seed: int = 0
     """Of the order of samples in mini-batches."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Group:
-    """The completions of one prompt and their rewards."""
-
-    prompt_token_ids: list[int]
-    samples: Sequence[Sample]
-    rewards: NDArray[np.float32]
-    """[G]; NaN for a failed one."""
-    greedy_reward: float | None = None
-
-    def differs(self) -> bool:
-        return bool(has_signal(self.rewards[None])[0])
 
 
 @dataclass(slots=True)
@@ -147,18 +132,17 @@ class RlLoop:
                 scores = self.score(rows, prompts, samples)
             generated.append((samples, scores))
             rewards_PG = self.shaped(samples, scores.rewards).reshape(len(rows), settings.group_size)
-            by_prompt = [samples[start : start + settings.group_size] for start in range(0, len(samples), settings.group_size)]
-            greedy_P = self.greedy_rewards(rows, step)
-            return [Group(*parts) for parts in zip(prompts, by_prompt, rewards_PG, greedy_P, strict=True)]
+            made = zip(groups_of(prompts, samples, rewards_PG), self.greedy_rewards(rows, step), strict=True)
+            return [replace(group, greedy_reward=greedy) for group, greedy in made]
 
         if settings.max_batches == 1:
             groups = generate(settings.prompts_per_step)
+            step.num_equal_groups = sum(not group.differs() for group in groups)
         else:
             num_groups = settings.prompts_per_step
             found = collect(generate, num_groups=num_groups, max_batches=settings.max_batches, is_kept=Group.differs)
-            groups = found.groups
+            groups, step.num_equal_groups = found.groups, found.num_equal
             step.metrics["num_generated_groups"] = found.num_generated
-        step.num_equal_groups = sum(not group.differs() for group in groups)
         measure_samples(step, generated)
         return groups
 
@@ -215,7 +199,7 @@ class RlLoop:
                 completion_token_ids=sample.token_ids,
                 rollout_log_probs=sample.rollout_log_probs,
                 policy_version=sample.policy_version,
-                temperature=settings.sampling.temperature,
+                temperature=sample.temperature,
             )
             for group, sample in (completions[place] for place in places)
         ]
@@ -314,9 +298,12 @@ def measure_samples(step: Step, generated: Sequence[tuple[list[Sample], Scores]]
     step.mean_reward = float(rewards_S[np.isfinite(rewards_S)].mean()) if np.isfinite(rewards_S).any() else 0.0
     step.mean_num_tokens = float(np.mean([len(sample.token_ids) for sample in samples]))
     step.metrics["truncated_fraction"] = truncated_fraction(samples)
+    step.metrics["inexact_fraction"] = sum(not sample.has_exact_log_probs for sample in samples) / len(samples)
     names = generated[0][1].by_name
     for name in names if len(names) > 1 else ():
-        step.metrics[f"reward/{name}"] = float(np.nanmean(np.concatenate([scores.by_name[name] for _, scores in generated])))
+        values_S = np.concatenate([scores.by_name[name] for _, scores in generated])
+        if np.isfinite(values_S).any():
+            step.metrics[f"reward/{name}"] = float(values_S[np.isfinite(values_S)].mean())
 
 
 def averaged(measured: Sequence[dict[str, float]]) -> dict[str, float]:

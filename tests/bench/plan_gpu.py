@@ -66,20 +66,27 @@ def make_model(folder: Path, layout: Layout, device: str) -> None:
 
 def measure(folder: Path, layout: Layout, device: str, num_micro_batches: int) -> dict[str, Any]:
     """Bytes by stage and kind, and the tags' bytes."""
-    from tasuki.trainer.worker import PolicyLossConfig, Worker
-
-    from tasuki.config.schema import NodeConfig
+    from tasuki.algorithms.loss_types import LossConfig
     from tasuki.trainer.backends.fsdp.memory import TAGS
     from tasuki.trainer.backends.fsdp.mesh import start_mesh
-    from tasuki.trainer.data.micro_batch import loss_batch
+    from tasuki.trainer.data.micro_batch import micro_batch
     from tasuki.trainer.launch import read_launch
+    from tasuki.trainer.roles import Role
+    from tasuki.trainer.service.requests import decode_samples
     from tasuki.v1.types_pb2 import TrainingSample
+    from tests.integration.learning import fsdp, start_learner
 
     launch = read_launch(os.environ)
     mesh = start_mesh(device, launch=launch, gpu=launch.local_rank, num_threads=1, timeout_s=60)
-    trainer = {"gradient_checkpointing": True, "micro_batch_tokens": layout.micro_batch_tokens, "export_stays": True}
-    node = {"state_dir": folder / "state", "device": device, "model": {"path": folder}, "trainer": trainer}
-    worker = Worker(NodeConfig.model_validate(node), mesh=mesh)
+    learner = start_learner(
+        folder,
+        mesh=mesh,
+        compute_dtype="bfloat16",
+        gradient_checkpointing=True,
+        micro_batch_tokens=layout.micro_batch_tokens,
+        export_stays=True,
+    )
+    memory = fsdp(learner).memory
     # A sample is one token longer than what it puts into the model, since nothing is predicted from its last one.
     half = layout.micro_batch_tokens // 2
     tokens = torch.randint(layout.model.vocab_size, (2 * half + 1,)).tolist()
@@ -89,23 +96,22 @@ def measure(folder: Path, layout: Layout, device: str, num_micro_batches: int) -
         rollout_log_probs=[-11.0] * half,
         advantages=[1.0] * half,
     )
-    batch = loss_batch([sample], policy_version=0, device=worker.device)
+    config = LossConfig(denominator=half * num_micro_batches)
+    batch = micro_batch(decode_samples([sample]), config=config, policy_version=0, device=learner.backend.device)
     for _ in range(NUM_STEPS):
-        counted = half * num_micro_batches
-        batches = [batch] * num_micro_batches
-        worker.forward_backward(batches, loss=PolicyLossConfig(), num_loss_tokens=counted, num_gap_tokens=counted)
-        worker.optim_step(learning_rate=1e-6)
-    tags = {usage.tag: usage.total_bytes for usage in worker.memory.usage()}
+        learner.forward_backward(Role.POLICY, [batch] * num_micro_batches, config=config)
+        learner.optim_step(Role.POLICY, learning_rate=1e-6)
+    tags = {usage.tag: usage.total_bytes for usage in memory.usage()}
     # The tags' blocks are torch's too; what a step adds to them lies in torch's own pool.
-    stages = {Phase.TRAIN: {"allocated": sum(tags.values()) + step_bytes(worker.memory, device), "driver": used_bytes(device)}}
-    worker.publish_weights()
+    stages = {Phase.TRAIN: {"allocated": sum(tags.values()) + step_bytes(memory, device), "driver": used_bytes(device)}}
+    learner.publish()
     stages[Stage.LOAD_WEIGHTS] = {"driver": used_bytes(device)}
-    worker.memory.pause(TAGS)
+    memory.pause(TAGS)
     stages[Stage.OFFLOAD] = {"driver": used_bytes(device)}
-    worker.memory.resume(TAGS)
-    worker.memory.wait_for_optimizer()
+    memory.resume(TAGS)
+    memory.wait_for_optimizer()
     stages[Stage.LOAD_TRAINER] = {"driver": used_bytes(device)}
-    worker.close()
+    learner.backend.close()
     return {"tags": tags, "stages": stages if device == "cuda" else {}}
 
 

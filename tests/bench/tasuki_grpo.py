@@ -12,14 +12,15 @@ import json
 import time
 from pathlib import Path
 
+from tasuki.cli.loop_settings import loop_settings, named_rewards
 from tasuki.cli.node import running_node
 from tasuki.cli.tokenizer import ModelTokenizer
 from tasuki.client.dataset import Dataset, read_jsonl
-from tasuki.client.grpo_loop import Grpo, Settings
+from tasuki.client.estimation import EstimatorState
 from tasuki.client.rewards import RewardPool
+from tasuki.client.rl_loop import RlLoop
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
-from tasuki.client.types import LossConfig
 from tasuki.config.load import load_config
 from tasuki.config.places import node_targets
 
@@ -33,15 +34,7 @@ def main() -> None:
     config = load_config(args.config)
     train = config.train
     assert train is not None
-    settings = Settings(
-        num_steps=train.num_steps,
-        prompts_per_step=train.prompts_per_step,
-        group_size=train.group_size,
-        max_new_tokens=train.max_new_tokens,
-        output_dir=train.output_dir,
-        loss=LossConfig(clip_low=train.clip_low, clip_high=train.clip_high),
-        temperature=train.temperature,
-    )
+    settings = loop_settings(train)
     steps: list[Step] = []
     ends: list[float] = []
 
@@ -52,7 +45,7 @@ def main() -> None:
     reward = train.reward
     with (
         RewardPool(
-            reward.function,
+            named_rewards(reward),
             folders=(args.config.parent,),
             num_workers=reward.num_workers,
             timeout_s=reward.timeout_s,
@@ -62,7 +55,9 @@ def main() -> None:
         Client(node_targets(config)["coordinator"]) as client,
     ):
         dataset = Dataset(read_jsonl(train.dataset), seed=train.seed)
-        Grpo(client, dataset, [], ModelTokenizer(config.model.path), rewards, settings).run(report)
+        client.begin_run()
+        state = EstimatorState.of({}, settings=settings.advantages)
+        RlLoop(client, dataset, [], ModelTokenizer(config.model.path), rewards, settings, state).run(report)
     # The last report is of the closing evaluation's step, which learns nothing.
     timed = slice(args.warmup_steps, train.num_steps)
     seconds = [end - start for start, end in itertools.pairwise(ends)]
@@ -71,7 +66,7 @@ def main() -> None:
             {
                 "seconds": seconds[args.warmup_steps - 1 : train.num_steps - 1],
                 "mean_rewards": [step.mean_reward for step in steps[timed]],
-                "skipped_groups": [step.num_skipped_groups for step in steps[timed]],
+                "equal_groups": [step.num_equal_groups for step in steps[timed]],
                 "parts": [{**step.seconds, **step.stage_seconds} for step in steps[timed]],
             }
         )

@@ -48,41 +48,41 @@ def make_model(folder: Path, *, is_tiny: bool) -> None:
 
 def train(model: Path, *, device: str, sleeps: bool) -> dict[str, Any]:
     """Losses, gradient norms and seconds of NUM_STEPS steps, with a sleep of all tags between any two if asked."""
-    from tasuki.trainer.worker import PolicyLossConfig, Worker
-
-    from tasuki.config.schema import NodeConfig
+    from tasuki.algorithms.loss_types import LossConfig
     from tasuki.trainer.backends.fsdp.memory import TAGS
     from tasuki.trainer.backends.fsdp.mesh import start_mesh
-    from tasuki.trainer.data.micro_batch import loss_batch
+    from tasuki.trainer.data.micro_batch import micro_batch
     from tasuki.trainer.launch import read_launch
+    from tasuki.trainer.roles import Role
+    from tasuki.trainer.service.requests import decode_samples
+    from tests.integration.learning import fsdp, start_learner
 
     torch.use_deterministic_algorithms(True)
     mesh = start_mesh(device, launch=read_launch(os.environ), gpu=0, num_threads=1, timeout_s=60)
-    node = {"state_dir": model, "device": device, "model": {"path": model}}
-    settings = {"learning_rate": 1e-4, "gradient_checkpointing": True}
-    worker = Worker(NodeConfig.model_validate(node | {"trainer": settings}), mesh=mesh)
+    learner = start_learner(model, mesh=mesh, compute_dtype="bfloat16", learning_rate=1e-4, gradient_checkpointing=True)
+    memory = fsdp(learner).memory
+    config = LossConfig(denominator=NUM_SAMPLES * SAMPLE_TOKENS // 2)
+    made = decode_samples(samples(learner.backend.vocab_size))
     batches = [
-        loss_batch([sample], policy_version=0, device=worker.device) for sample in samples(worker.model_config.vocab_size)
+        micro_batch(made.select([index]), config=config, policy_version=0, device=learner.backend.device)
+        for index in range(NUM_SAMPLES)
     ]
     result: dict[str, Any] = {"losses": [], "step_ms": [], "pause_ms": [], "resume_ms": [], "asleep_bytes": []}
-    num_tokens = NUM_SAMPLES * SAMPLE_TOKENS // 2
     for _ in range(NUM_STEPS):
         norm: list[float] = []
 
         def step(norm: list[float] = norm) -> None:
-            report = worker.forward_backward(
-                batches, loss=PolicyLossConfig(), num_loss_tokens=num_tokens, num_gap_tokens=num_tokens
-            )
-            norm += [report.loss, worker.optim_step(learning_rate=None).grad_norm]
+            report = learner.forward_backward(Role.POLICY, batches, config=config)
+            norm += [report.loss, learner.optim_step(Role.POLICY).grad_norm]
 
         result["step_ms"].append(timed_ms(step, device))
         result["losses"].append(norm)
         if sleeps:
-            result["pause_ms"].append(timed_ms(lambda: worker.memory.pause(TAGS), device))
+            result["pause_ms"].append(timed_ms(lambda: memory.pause(TAGS), device))
             result["asleep_bytes"].append(used_bytes(device))
-            result["resume_ms"].append(timed_ms(lambda: worker.memory.resume(TAGS), device))
-    worker.memory.wait_for_optimizer()
-    result["tag_bytes"] = {usage.tag: usage.total_bytes for usage in worker.memory.usage()}
+            result["resume_ms"].append(timed_ms(lambda: memory.resume(TAGS), device))
+    memory.wait_for_optimizer()
+    result["tag_bytes"] = {usage.tag: usage.total_bytes for usage in memory.usage()}
     result["awake_bytes"] = used_bytes(device)
     return result
 

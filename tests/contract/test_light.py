@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LIGHT = ["v1", "wire", "config", "planner", "models", "rpc", "coordinator", "cli", "client"]
+LIGHT = ["algorithms", "v1", "wire", "config", "planner", "models", "rpc", "coordinator", "cli", "client"]
 
 # Imports every module of the packages given as arguments; an import of a heavy one raises as if it were not installed.
 IMPORT_ALL = """
@@ -25,8 +25,11 @@ for package in sys.argv[1:]:
     found = importlib.import_module(package)
     for module in pkgutil.walk_packages(found.__path__, package + "."):
         is_started = module.name.endswith("__main__") and package != "tasuki.cli"
-        # For services with ranks, whose extras have pyzmq.
-        is_for_ranks = module.name in {"tasuki.rpc.rank_front", "tasuki.rpc.rank_server"}
+        # For services with ranks, whose extras have pyzmq and torch.
+        is_for_ranks = module.name in {
+            "tasuki.rpc.rank_front", "tasuki.rpc.rank_server", "tasuki.algorithms.batch", "tasuki.algorithms.correction",
+            "tasuki.algorithms.kl", "tasuki.algorithms.objective", "tasuki.algorithms.surrogates", "tasuki.algorithms.token_log_probs",
+        }
         if not is_started and not is_for_ranks:
             importlib.import_module(module.name)
 """

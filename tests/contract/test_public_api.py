@@ -7,22 +7,23 @@ from pathlib import Path
 
 import pytest
 
-import tasuki.client.grpo_loop
+import tasuki.client.rl_loop
 from tasuki.client import AsyncClient, Client
 
 ROOT = Path(__file__).parents[2]
 NAMES = {
-    "AsyncClient", "Client", "Dataset", "FinishReason", "LossConfig", "Phase", "PolicyKind", "RewardPool", "Sample", "SamplingParams",
-    "Stage", "TrainingSample", "group_advantages", "has_signal", "read_jsonl",
+    "Aggregation", "AsyncClient", "CispoLoss", "Client", "Correction", "Dataset", "FinishReason", "GspoLoss", "KlEstimator", "LossConfig",
+    "OldPolicy", "Phase", "PolicyGradientLoss", "PpoLoss", "RewardPool", "Role", "Sample", "SamplingParams", "SftLoss", "Stage",
+    "TrainingSample", "ValueLoss", "read_jsonl",
 }  # fmt: skip
 VERBS = {
-    "acquire", "changeovers", "close", "compute_log_probs", "discard_gradients", "export_model", "forward_backward", "generate",
+    "acquire", "begin_run", "changeovers", "close", "compute_log_probs", "compute_values", "discard_gradients", "export_model", "forward_backward", "generate",
     "generate_stream", "load", "optim_step", "rollout_state", "save", "state", "trainer_state", "watch",
 }  # fmt: skip
 
 
 def test_the_loop_that_users_copy_is_the_one_that_runs() -> None:
-    assert Path(tasuki.client.grpo_loop.__file__).resolve() == ROOT / "client/examples/grpo_loop.py"
+    assert Path(tasuki.client.rl_loop.__file__).resolve() == ROOT / "client/examples/rl_loop.py"
 
 
 def test_client_exports_these_names() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tasuki.transport.imported_weights import import_weights
-from tests.integration.engine_rank import EngineRanks, engine_ranks, pieces_of
+from tests.integration.engine_rank import EngineRanks, check_outcomes, engine_ranks, pieces_of
 from tests.integration.published import Published
 from tests.models import CONFIGS
 from tests.received import check_received
@@ -44,10 +44,5 @@ def test_sync_equals_loading_the_checkpoint_from_disk(
     with ExitStack() as stack:
         published = Published(kind, tmp_path, stack, devices=devices, source_dtype=source_dtype)
         outcomes = ranks.receive(published.folder, published.message, tp_size=tp_size)
-        assert [outcome.different for outcome in outcomes] == [[]] * tp_size
-        assert all(outcome.fallback_names == () for outcome in outcomes)
-        # What the model holds beside its parameters outlived a pause, and so did the plan.
-        assert [(outcome.lost, outcome.is_plan_kept) for outcome in outcomes] == [([], True)] * tp_size
-        # The last rank holds the padding rows of the vocabulary, which only a recorded constant fills.
-        assert outcomes[-1].num_constants > 0
+        check_outcomes(outcomes, kind)
         check_received(pieces_of(outcomes), import_weights(published.message, timeout_s=5))

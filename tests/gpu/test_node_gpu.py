@@ -55,7 +55,7 @@ def test_the_demo_learns(name: str, tmp_path: Path, record_property: Callable[[s
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     steps = [json.loads(line) for line in (tmp_path / "demo" / "metrics.jsonl").open()]
     summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
-    gaps = [step["mean_log_prob_gap"] for step in steps if step["mean_log_prob_gap"] is not None]
+    gaps = [step["metrics"]["log_prob_gap"] for step in steps if "log_prob_gap" in step["metrics"]]
     for figure, value in {**summary, "max_mean_gap": max(gaps), **medians(steps)}.items():
         record_property(figure, value)
     assert summary["eval_score_after"] > summary["eval_score_before"] + 0.4

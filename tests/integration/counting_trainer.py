@@ -35,7 +35,7 @@ class CountingTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         async def step() -> trainer_pb2.OptimStepResponse:
             await self.release.wait()
             self.num_steps += 1
-            return trainer_pb2.OptimStepResponse(policy_version=self.num_steps)
+            return trainer_pb2.OptimStepResponse(version=self.num_steps)
 
         return await self.gate.once(request, step)
 

@@ -32,6 +32,12 @@ class ScriptedNode(
         self.instance_id, self.lock_path = "", ""
         self.policy_version = 0
         self.num_forward_backward = 0
+        self.pending: set[int] = set()
+        """Roles with gradients."""
+        self.steps: list[tuple[int, int | None]] = []
+        """Role and place in the schedule of each optimizer step."""
+        self.begun: list[bool] = []
+        """Whether each run kept the optimizer's state."""
         self.num_steps_under_way = 0
         """Optimizer steps whose caller is gone: the trainer ends them before it does what is asked next."""
         self.failures: list[TasukiError] = []
@@ -126,7 +132,8 @@ class ScriptedNode(
             self._refused()
             self.samples += samples
             self.num_forward_backward += 1
-            return trainer.ForwardBackwardResponse(loss=header.loss.clip_high, num_samples=len(samples))
+            self.pending.add(header.role)
+            return trainer.ForwardBackwardResponse(loss=header.loss.ppo.clip_high, num_samples=len(samples))
 
         response = await self.gate.once(header, work)
         self._answered()
@@ -136,10 +143,12 @@ class ScriptedNode(
     async def OptimStep(self, request, context):
         async def work():
             self._need_train()
-            if not self.num_forward_backward:
+            if request.role not in self.pending:
                 raise NoGradients("call ForwardBackward first")
-            self.policy_version += 1
-            return trainer.OptimStepResponse(policy_version=self.policy_version, learning_rate=request.learning_rate)
+            self.pending.remove(request.role)
+            self.steps.append((request.role, request.schedule_step if request.HasField("schedule_step") else None))
+            self.policy_version += request.role == types_pb2.ROLE_POLICY
+            return trainer.OptimStepResponse(version=self.policy_version, learning_rate=request.learning_rate)
 
         response = await self.gate.once(request, work)
         self._answered()
@@ -156,6 +165,23 @@ class ScriptedNode(
             if scored:
                 yield trainer.ComputeLogProbsResponse(samples=scored)
 
+    async def ComputeValues(self, request_iterator, context):
+        self._need_train()
+        async for message in request_iterator:
+            valued = [
+                trainer.TokenValues(values=[float(token_id) for token_id in sample.completion_token_ids])
+                for sample in message.samples.samples
+            ]
+            yield trainer.ComputeValuesResponse(samples=valued)
+
+    async def BeginRun(self, request, context):
+        async def work():
+            self._need_train()
+            self.begun.append(request.keep_optimizer)
+            return trainer.BeginRunResponse(policy_version=self.policy_version)
+
+        return await self.gate.once(request, work)
+
     async def SaveCheckpoint(self, request, context):
         return trainer.SaveCheckpointResponse(policy_version=self.policy_version, bytes=len(request.path))
 
@@ -167,10 +193,18 @@ class ScriptedNode(
     async def DiscardGradients(self, request, context):
         self.policy_version += self.num_steps_under_way
         self.num_forward_backward = self.num_steps_under_way = 0
+        self.pending.discard(request.role)
         return trainer.DiscardGradientsResponse()
 
     async def GetTrainerState(self, request, context):
-        return trainer.GetTrainerStateResponse(policy_version=self.policy_version, has_gradients=self.num_forward_backward > 0)
+        roles = (types_pb2.ROLE_POLICY, types_pb2.ROLE_CRITIC)
+        return trainer.GetTrainerStateResponse(
+            policy_version=self.policy_version,
+            has_gradients=bool(self.pending),
+            roles=[
+                trainer.RoleState(role=role, version=self.policy_version, has_gradients=role in self.pending) for role in roles
+            ],
+        )
 
     # rollout
 

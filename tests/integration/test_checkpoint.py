@@ -14,10 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tasuki.trainer.backends.fsdp.checkpoint import CheckpointFacts, load_checkpoint, save_checkpoint
+from tasuki.trainer.backends.fsdp.checkpoint import (
+    CheckpointFacts,
+    RoleFacts,
+    load_checkpoint,
+    save_checkpoint,
+    training_tensors,
+)
+from tasuki.trainer.roles import Role
 from tasuki.wire.errors import InvalidArgument
 
-FACTS = CheckpointFacts(policy_version=3, num_ranks=1, architecture="Linear")
+FACTS = CheckpointFacts(num_ranks=1, roles={Role.POLICY: RoleFacts(version=3, schedule_start=2, architecture="Linear")})
 
 
 class Malicious:
@@ -55,13 +62,13 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.AdamW) -> list[torch.Ten
 def saved(tmp_path: Path) -> tuple[Path, list[torch.Tensor]]:
     """A checkpoint, and what is in it."""
     model, optimizer = trained(seed=0)
-    save_checkpoint(tmp_path / "saved", model=model, optimizer=optimizer, facts=FACTS)
+    save_checkpoint(tmp_path / "saved", tensors=training_tensors(model, optimizer), facts=FACTS)
     return tmp_path / "saved", tensors_of(model, optimizer)
 
 
 def assert_loads(path: Path, expected: list[torch.Tensor]) -> None:
     model, optimizer = trained(seed=99)
-    assert load_checkpoint(path, model=model, optimizer=optimizer, have=FACTS) == 3
+    assert load_checkpoint(path, tensors=training_tensors(model, optimizer), have=FACTS) == FACTS
     assert all(torch.equal(a, b) for a, b in zip(tensors_of(model, optimizer), expected, strict=True))
 
 
@@ -70,7 +77,7 @@ def assert_refused(path: Path, problem: str) -> None:
     model, optimizer = trained(seed=99)
     before = tensors_of(model, optimizer)
     with pytest.raises(InvalidArgument, match=problem) as refused:
-        load_checkpoint(path, model=model, optimizer=optimizer, have=FACTS)
+        load_checkpoint(path, tensors=training_tensors(model, optimizer), have=FACTS)
     assert refused.value.metadata["field"] == "path"
     assert all(torch.equal(a, b) for a, b in zip(tensors_of(model, optimizer), before, strict=True))
 
@@ -134,13 +141,23 @@ def test_an_index_that_is_not_what_was_written_is_refused(
     assert_refused(path, problem)
 
 
+def _facts(*, role: str = "policy", **changed: Any) -> str:
+    """A file of facts with one that is wrong."""
+    fields = {"version": 3, "schedule_start": 2, "architecture": "Linear", **changed}
+    return json.dumps({"format": 3, "num_ranks": 1, "roles": {role: fields}})
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
         ("{", r"checkpoint\.json is damaged: Invalid JSON"),
         ('["format"]', r"checkpoint\.json is damaged: Input should be"),
         ('{"format": 1}', "of a format that this version does not read"),
-        ('{"format": 2, "policy_version": "3", "num_ranks": 1, "architecture": "Linear"}', "damaged: policy_version: "),
+        ('{"format": 2, "policy_version": 3, "num_ranks": 1}', "of a format that this version does not read"),
+        (_facts(version="3"), "damaged: roles.policy.version: "),
+        (_facts(version=2**63), "damaged: roles.policy.version: "),
+        (_facts(schedule_start=-1), "damaged: roles.policy.schedule_start: "),
+        (_facts(role="owner"), "damaged: roles.owner"),
     ],
 )
 def test_facts_that_are_not_what_was_written_are_refused(

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tasuki.client import AsyncClient, Client, LossConfig, Phase, SamplingParams, Stage, TrainingSample
+from tasuki.client import AsyncClient, Client, LossConfig, Phase, PpoLoss, Role, SamplingParams, Stage, TrainingSample
 from tasuki.client.types import FinishReason, StageStatus
 from tasuki.v1 import types_pb2
 from tasuki.wire.channel import MAX_CHUNK_BYTES
@@ -103,7 +103,7 @@ async def test_a_client_whose_phase_was_taken_acquires_it_again(node: ScriptedNo
     assert len(await client.generate([[1]])) == 1
     await client.forward_backward([SAMPLE])
     node.phase = types_pb2.PHASE_ROLLOUT
-    assert (await client.optim_step()).policy_version == 1
+    assert (await client.optim_step()).version == 1
 
 
 async def test_samples_that_are_out_are_never_generated_twice(node: ScriptedNode, client: AsyncClient):
@@ -126,7 +126,7 @@ async def test_training_samples_arrive_whole_in_chunks_of_at_most_a_mebibyte(nod
         )
         for index in range(60)
     ]
-    done = await client.forward_backward(samples, LossConfig(clip_high=0.28))
+    done = await client.forward_backward(samples, LossConfig(loss=PpoLoss(clip_high=0.28)))
     assert done.num_samples == 60
     assert done.loss == pytest.approx(0.28)
     assert len(node.chunk_bytes) > 3
@@ -145,7 +145,7 @@ async def test_a_lost_answer_is_asked_for_again_and_the_work_is_done_once(node: 
     assert (await client.forward_backward([SAMPLE])).num_samples == 1
     assert node.num_forward_backward == 1
     node.failures += [lost]
-    assert (await client.optim_step(learning_rate=0.5)).policy_version == 1
+    assert (await client.optim_step(learning_rate=0.5)).version == 1
     assert node.policy_version == 1
 
 
@@ -167,7 +167,7 @@ async def test_what_the_coordinator_says_of_a_peer_is_an_error_at_once(node: Scr
 async def test_an_old_epoch_is_read_anew(node: ScriptedNode, client: AsyncClient):
     await client.forward_backward([SAMPLE])
     node.epoch = node.gate.epoch = 5  # a coordinator that was started again
-    assert (await client.optim_step()).policy_version == 1
+    assert (await client.optim_step()).version == 1
 
 
 async def test_a_refusal_is_raised_and_not_repeated(node: ScriptedNode, client: AsyncClient):
@@ -204,6 +204,27 @@ async def test_a_service_that_hangs_ends_at_the_deadline(node: ScriptedNode, tmp
         assert time.monotonic() - started < 5
         with pytest.raises(DeadlineExceeded):
             await client.generate([[1], [2]])
+
+
+async def test_every_role_has_gradients_and_steps_of_its_own(node: ScriptedNode, client: AsyncClient):
+    await client.forward_backward([SAMPLE], role=Role.CRITIC)
+    with pytest.raises(NoGradients):
+        await client.optim_step()
+    await client.optim_step(role=Role.CRITIC, schedule_step=3)
+    assert node.steps == [(types_pb2.ROLE_CRITIC, 3)]
+    assert node.policy_version == 0
+
+
+async def test_values_come_in_the_order_of_the_samples(client: AsyncClient):
+    samples = [TrainingSample([1], np.full(50_000, index, dtype=np.int32)) for index in range(20)]
+    values = await client.compute_values(samples)
+    assert [one[0] for one in values] == [float(index) for index in range(20)]
+
+
+async def test_a_run_is_begun_with_or_without_the_optimizers_state(node: ScriptedNode, client: AsyncClient):
+    await client.begin_run()
+    await client.begin_run(keep_optimizer=True)
+    assert node.begun == [False, True]
 
 
 async def test_log_probs_come_in_the_order_of_the_samples(node: ScriptedNode, client: AsyncClient):
@@ -291,7 +312,7 @@ async def test_the_client_without_asyncio_does_the_same(node: ScriptedNode, tmp_
             assert [sample.token_ids.tolist() for sample in client.generate([[5], [6]])] == [[5, 0], [6, 0]]
             assert {sample.prompt_index for sample in client.generate_stream([[5], [6]])} == {0, 1}
             assert client.forward_backward([SAMPLE]).num_samples == 1
-            assert client.optim_step().policy_version == 1
+            assert client.optim_step().version == 1
             watched = client.watch()
             assert next(watched).state.phase is Phase.TRAIN
             watched.close()

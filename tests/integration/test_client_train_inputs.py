@@ -127,7 +127,7 @@ def begun(config: Path) -> Path:
     write_head(output_dir, RunHead("id", 0, recipe(load_config(config))))
     metrics = MetricsFile(output_dir)
     for number in range(4):
-        metrics.report(Step(number, policy_version=number, mean_reward=0.5, grad_norm=1.0))
+        metrics.report(Step(number, policy_version=number, mean_reward=0.5, num_policy_steps=1))
     position = {"seed": 0, "epoch": 0, "next": 0, "num_rows": 1}
     write_loop_state(output_dir / "checkpoints" / "version-000004", LoopState(metrics.steps[-1], position))
     return output_dir

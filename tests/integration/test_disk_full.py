@@ -18,8 +18,15 @@ from torch.distributed.fsdp import fully_shard
 from tasuki.config.places import node_targets, pulse_dir, socket_dir
 from tasuki.config.save import save_config
 from tasuki.config.schema import ModelConfig, NodeConfig
-from tasuki.trainer.backends.fsdp.checkpoint import CheckpointFacts, load_checkpoint, save_checkpoint
+from tasuki.trainer.backends.fsdp.checkpoint import (
+    CheckpointFacts,
+    RoleFacts,
+    load_checkpoint,
+    save_checkpoint,
+    training_tensors,
+)
 from tasuki.trainer.backends.fsdp.export import export_model
+from tasuki.trainer.roles import Role
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.types_pb2 import PHASE_ROLLOUT, PHASE_TRAIN, PHASE_UNSPECIFIED
 from tasuki.wire.channel import open_channel
@@ -30,7 +37,7 @@ from tests.models import make_model
 from tests.models import save_checkpoint as save_start_model
 from tests.tiny_disk import TinyDisk, limited_files, tmpfs
 
-FACTS = CheckpointFacts(policy_version=3, num_ranks=1, architecture="Linear")
+FACTS = CheckpointFacts(num_ranks=1, roles={Role.POLICY: RoleFacts(version=3, schedule_start=2, architecture="Linear")})
 
 
 async def test_coordinator_on_a_full_disk_refuses_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
@@ -124,34 +131,34 @@ def trained(seed: int) -> tuple[nn.Module, torch.optim.AdamW]:
 
 def assert_loads(path: Path, saved: nn.Module) -> None:
     model, optimizer = trained(seed=99)
-    assert load_checkpoint(path, model=model, optimizer=optimizer, have=FACTS) == 3
+    assert load_checkpoint(path, tensors=training_tensors(model, optimizer), have=FACTS) == FACTS
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), saved.parameters(), strict=True))
 
 
 def test_checkpoint_without_room_leaves_the_one_before_and_nothing_else(disk: TinyDisk) -> None:
     model, optimizer = trained(seed=0)
     first, second = disk.folder / "first", disk.folder / "second"
-    save_checkpoint(first, model=model, optimizer=optimizer, facts=FACTS)
+    save_checkpoint(first, tensors=training_tensors(model, optimizer), facts=FACTS)
     disk.fill()
     with pytest.raises(
         DiskFull, match=r"second cannot be written: .*; what was written before is as it was\. Make room"
     ) as full:
-        save_checkpoint(second, model=model, optimizer=optimizer, facts=FACTS)
+        save_checkpoint(second, tensors=training_tensors(model, optimizer), facts=FACTS)
     assert full.value.metadata["path"] == str(second)
     assert {file.name for file in disk.folder.iterdir()} - {"filler"} == {"first"}
     assert_loads(first, model)
     disk.free()
-    save_checkpoint(second, model=model, optimizer=optimizer, facts=FACTS)
+    save_checkpoint(second, tensors=training_tensors(model, optimizer), facts=FACTS)
     assert_loads(second, model)
 
 
 def test_checkpoint_on_a_read_only_disk_names_the_path(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "disk", num_kib=2048) as disk:
         model, optimizer = trained(seed=0)
-        save_checkpoint(disk.folder / "first", model=model, optimizer=optimizer, facts=FACTS)
+        save_checkpoint(disk.folder / "first", tensors=training_tensors(model, optimizer), facts=FACTS)
         disk.make_read_only()
         with pytest.raises(InvalidArgument, match="second cannot be written: Read-only file system; name a folder") as refused:
-            save_checkpoint(disk.folder / "second", model=model, optimizer=optimizer, facts=FACTS)
+            save_checkpoint(disk.folder / "second", tensors=training_tensors(model, optimizer), facts=FACTS)
         assert refused.value.metadata["field"] == "path"
         assert_loads(disk.folder / "first", model)
 
@@ -172,4 +179,4 @@ def test_what_is_half_there_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "half").mkdir()
     model, optimizer = trained(seed=0)
     with pytest.raises(PathNotFound, match=r"half is no checkpoint: it has no checkpoint\.json"):
-        load_checkpoint(tmp_path / "half", model=model, optimizer=optimizer, have=FACTS)
+        load_checkpoint(tmp_path / "half", tensors=training_tensors(model, optimizer), have=FACTS)

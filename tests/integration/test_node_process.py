@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tasuki.cli.node import stop_node
+from tasuki.cli.node import StartedNode, running_node, stop_node
 from tasuki.config.lock import NODE_LOCK, StateLock, holder
 from tasuki.config.places import exit_path, log_path, restart_request_path, socket_dir
-from tasuki.wire.errors import DeadlineExceeded, NodeRunning
+from tasuki.config.schema import ModelConfig, NodeConfig
+from tasuki.wire.errors import NodeRunning
 from tests.integration.node_process import LIMIT_S, Start, is_alive, nodes_in, wait_for
 
 
@@ -178,15 +180,51 @@ def test_down_ends_a_node_whose_supervisor_was_stopped(start: Start) -> None:
     node.assert_gone()
 
 
-def test_down_says_who_keeps_a_node_from_ending_and_what_to_do(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_down_ends_a_node_whose_guard_was_stopped(start: Start) -> None:
+    node = start(first="good")
+    node.wait_until_up()
+    os.kill(node.process.pid, signal.SIGSTOP)
+    assert stop_node(node.state_dir)
+    assert node.process.wait(timeout=LIMIT_S) == 0
+    node.assert_gone()
+    assert node.exit["reason"] == "asked by SIGTERM"
+
+
+def test_a_guard_that_does_not_end_after_its_supervisor_is_killed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     node = start(first="good")
     node.wait_until_up()
     monkeypatch.setattr("tasuki.cli.node.STOP_TIMEOUT_S", 3.0)
-    os.kill(node.process.pid, signal.SIGSTOP)
-    with pytest.raises(
-        DeadlineExceeded, match=f"pid {node.process.pid} is stopped; let it go on with kill -CONT {node.process.pid}"
-    ):
-        stop_node(node.state_dir)
-    os.kill(node.process.pid, signal.SIGCONT)
-    assert node.process.wait(timeout=LIMIT_S) == 0
+    is_over = threading.Event()
+
+    def stop_again() -> None:
+        while not is_over.wait(0.001):
+            os.kill(node.process.pid, signal.SIGSTOP)
+
+    stopper = threading.Thread(target=stop_again)
+    stopper.start()
+    try:
+        assert stop_node(node.state_dir)
+    finally:
+        is_over.set()
+        stopper.join()
+    assert node.process.wait(timeout=LIMIT_S) == -signal.SIGKILL
     node.assert_gone()
+
+
+def test_a_node_that_does_not_end_in_time_changes_nothing_about_how_the_run_ended(
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = NodeConfig(state_dir=tmp_path / "state", model=ModelConfig(path=tmp_path))
+    said: list[str] = []
+
+    def start_node(*_: object, **__: object) -> StartedNode:
+        node = start(first="deaf")
+        node.wait_until_up()
+        return StartedNode(config, node.process, starter_fd=node.starter_fd)
+
+    monkeypatch.setattr("tasuki.cli.node.start_node", start_node)
+    monkeypatch.setattr("tasuki.cli.node.STOP_TIMEOUT_S", 0.0)
+    with running_node(config, tell=said.append):
+        pass
+    assert len(said) == 1 and said[0].startswith("tasuki: the node has not stopped in 0 s: pid ")
+    wait_for(lambda: holder(config.state_dir, name=NODE_LOCK) is None)

@@ -44,7 +44,7 @@ class Run:
         """What a life of the run leaves on the node and in the folder. saves: the steps that its last checkpoint has, if any."""
         metrics = MetricsFile(self.output_dir)
         for number in range(num_steps):
-            metrics.report(Step(number, policy_version=number, mean_reward=0.5, grad_norm=1.0))
+            metrics.report(Step(number, policy_version=number, mean_reward=0.5, num_policy_steps=1))
         self.node.policy_version = num_steps
         if saves:
             position = {"seed": 0, "epoch": 0, "next": 0, "num_rows": 1}
@@ -100,7 +100,7 @@ async def test_a_node_that_began_from_its_model_gets_the_checkpoint_and_what_is_
     left = sorted(path.name for path in (run.output_dir / "checkpoints").iterdir())
     assert left == ["version-000003", "version-000004"]
     # From here on the node is the run's again.
-    MetricsFile(run.output_dir, found.steps).report(Step(4, policy_version=4, mean_reward=0.5, grad_norm=1.0))
+    MetricsFile(run.output_dir, found.steps).report(Step(4, policy_version=4, mean_reward=0.5, num_policy_steps=1))
     run.node.policy_version = 5
     assert (await run.go_on()).first_step == 5
 
@@ -110,7 +110,7 @@ async def test_a_step_that_the_trainer_ends_after_its_client_was_lost_is_not_mad
     run.node.num_steps_under_way = 1
     found = await run.go_on()
     assert (found.first_step, run.node.policy_version) == (7, 7)
-    assert found.steps[-1] == Step(6, policy_version=6)
+    assert found.steps[-1] == Step(6, policy_version=6, num_policy_steps=1)
 
 
 async def test_a_new_run_begins_without_gradients_that_another_left(run: Run) -> None:
@@ -126,7 +126,7 @@ async def test_a_checkpoint_that_cannot_be_loaded_is_named_and_nothing_is_change
     _begin_anew(run.folder / "node")
     run.node.policy_version = 0
     run.node.refusals = [refusal]
-    with pytest.raises(InvalidArgument, match=rf"{refusal.message}; remove .*version-000004 to go on from the one before"):
+    with pytest.raises(InvalidArgument, match=rf"{refusal.message}; remove .*version-000004 to begin the run at step 0 again"):
         await run.go_on()
     assert (run.output_dir / "summary.json").exists()
     assert not (run.folder / "node" / "training.run").exists()
@@ -143,7 +143,7 @@ async def test_a_checkpoint_of_another_version_than_its_loop_tells_is_named(run:
 
 async def test_a_place_in_the_data_that_is_none_is_named_before_the_node_is_asked(run: Run) -> None:
     run.train(4)
-    write_loop_state(run.checkpoint(4), LoopState(Step(3, policy_version=3, grad_norm=1.0), {"seed": 0, "num_rows": 1}))
+    write_loop_state(run.checkpoint(4), LoopState(Step(3, policy_version=3, num_policy_steps=1), {"seed": 0, "num_rows": 1}))
     with pytest.raises(InvalidArgument, match=r"version-000004/loop\.json: position: .*; remove .*version-000004"):
         await run.go_on()
 

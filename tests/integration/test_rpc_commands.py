@@ -34,7 +34,7 @@ async def test_repeated_request_id_runs_once_even_while_it_runs(served: Served) 
     await asyncio.sleep(0.05)
     servicer.release.set()
     answers = [await call for call in calls]
-    assert [answer.policy_version for answer in answers] == [1, 1, 1, 1]
+    assert [answer.version for answer in answers] == [1, 1, 1, 1]
     assert servicer.num_steps == 1
 
 
@@ -60,7 +60,7 @@ async def test_command_outlives_a_caller_that_times_out(served: Served) -> None:
     assert error.reason == "DEADLINE_EXCEEDED"
     servicer.release.set()
     answer = await stub.OptimStep(trainer_pb2.OptimStepRequest(command=command("slow")), timeout=5)
-    assert answer.policy_version == servicer.num_steps == 1
+    assert answer.version == servicer.num_steps == 1
 
 
 async def test_lower_epoch_and_old_sequence_are_refused(served: Served) -> None:

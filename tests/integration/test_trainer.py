@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tasuki.v1 import trainer_pb2, types_pb2
-from tasuki.v1.types_pb2 import TrainingSample
+from tasuki.v1 import types_pb2
+from tasuki.v1.types_pb2 import ROLE_REFERENCE, TrainingSample
 from tests.integration.trainer_process import TrainerClient, samples_of_now
 from tests.integration.trainer_samples import plain_log_probs
 from tests.models import VOCAB_SIZE
@@ -42,16 +42,16 @@ async def test_learning_lowers_the_loss_and_counts_versions(client: TrainerClien
     first = await client.forward_backward(samples)
     assert (await client.state()).has_gradients
     step = await client.optim_step()
-    assert step.policy_version == version + 1
+    assert step.version == version + 1
     assert step.learning_rate == pytest.approx(1e-3)
     assert step.grad_norm > 0
     assert not (await client.state()).has_gradients
     second = await client.forward_backward(samples)
     assert second.loss < first.loss
     assert first.num_samples == len(samples)
-    assert first.num_gap_tokens == first.num_tokens
+    assert first.metrics["log_prob_gap_max"] > first.metrics["log_prob_gap"] > 0
     # The samples are of the version before the step: their gap would say nothing of rollout.
-    assert (second.num_gap_tokens, second.max_log_prob_gap) == (0, 0.0)
+    assert not {"log_prob_gap", "rollout_kl"} & second.metrics.keys()
 
 
 async def test_the_answer_does_not_depend_on_how_the_stream_was_cut(client: TrainerClient) -> None:
@@ -75,34 +75,34 @@ async def test_log_probs_equal_those_of_transformers(client: TrainerClient, trai
     await client.forward_backward(samples)
     await client.optim_step()
     await client.export(tmp_path / "now")
-    reference = await client.log_probs(samples, trainer_pb2.POLICY_KIND_REFERENCE, temperature=0.7)
-    start = plain_log_probs(trainer_model, samples, dtype=torch.float32, temperature=0.7)
+    for index, sample in enumerate(samples):
+        sample.temperature = 0.5 + 0.1 * (index % 7)
+    reference = await client.log_probs(samples, ROLE_REFERENCE)
+    start = plain_log_probs(trainer_model, samples, dtype=torch.float32)
     assert torch.allclose(_flat(reference), _flat(start), atol=1e-5)
-    policy = await client.log_probs(samples, trainer_pb2.POLICY_KIND_POLICY)
-    exported = plain_log_probs(tmp_path / "now", samples, dtype=torch.float32, temperature=1.0)
+    policy = await client.log_probs(samples)
+    exported = plain_log_probs(tmp_path / "now", samples, dtype=torch.float32)
     # The export is rounded to the checkpoint's bfloat16, the policy's master weights are not.
     assert torch.allclose(_flat(policy), _flat(exported), atol=0.1)
-    assert not torch.allclose(
-        _flat(policy), _flat(plain_log_probs(trainer_model, samples, dtype=torch.float32, temperature=1.0))
-    )
+    assert not torch.allclose(_flat(policy), _flat(plain_log_probs(trainer_model, samples, dtype=torch.float32)))
 
 
 async def test_gap_is_the_distance_to_the_given_rollout_log_probs(client: TrainerClient) -> None:
     samples = await samples_of_now(client)
-    scored = await client.log_probs(samples, trainer_pb2.POLICY_KIND_POLICY)
+    scored = await client.log_probs(samples)
     for sample, log_probs in zip(samples, scored, strict=True):
         sample.rollout_log_probs[:] = log_probs
     answer = await client.forward_backward(samples)
-    assert answer.max_log_prob_gap < 1e-5
-    assert answer.clip_fraction == 0
+    assert answer.metrics["log_prob_gap_max"] < 1e-5
+    assert answer.metrics["clip_fraction"] == 0
     samples[3].rollout_log_probs[0] += 0.25
     samples[3].ClearField("loss_mask")
-    assert (await client.forward_backward(samples)).max_log_prob_gap == pytest.approx(0.25, abs=1e-5)
+    assert (await client.forward_backward(samples)).metrics["log_prob_gap_max"] == pytest.approx(0.25, abs=1e-5)
 
 
 async def test_infinite_gradients_are_discarded_without_a_step(client: TrainerClient) -> None:
     samples = await samples_of_now(client)
-    before = await client.log_probs(samples, trainer_pb2.POLICY_KIND_POLICY)
+    before = await client.log_probs(samples)
     version = (await client.state()).policy_version
     broken = [TrainingSample.FromString(sample.SerializeToString()) for sample in samples]
     for sample in broken:
@@ -112,9 +112,9 @@ async def test_infinite_gradients_are_discarded_without_a_step(client: TrainerCl
     assert (await refused(client.optim_step())).reason == "GRADIENTS_NOT_FINITE"
     state = await client.state()
     assert (state.policy_version, state.has_gradients) == (version, False)
-    assert await client.log_probs(samples, trainer_pb2.POLICY_KIND_POLICY) == before
+    assert await client.log_probs(samples) == before
     await client.forward_backward(samples)
-    assert (await client.optim_step()).policy_version == version + 1
+    assert (await client.optim_step()).version == version + 1
 
 
 async def test_usage_is_measured_per_rank(client: TrainerClient) -> None:

@@ -14,7 +14,6 @@ import grpc.aio
 import pytest
 import torch
 
-from tasuki.v1 import trainer_pb2
 from tasuki.wire.errors import from_rpc_error
 from tests.integration.trainer_process import TrainerClient, TrainerProcess, connect, is_alive, start_trainer
 from tests.integration.trainer_samples import make_samples
@@ -54,7 +53,7 @@ async def test_two_ranks_save_and_one_goes_on_where_they_were(two_ranks: Trainer
         await client.save(tmp_path / "checkpoint")
         await client.forward_backward(samples)
         step_of_two = await client.optim_step(learning_rate=1e-3)
-        log_probs_of_two = await client.log_probs(samples, trainer_pb2.POLICY_KIND_POLICY)
+        log_probs_of_two = await client.log_probs(samples)
     one_rank = start_trainer(tmp_path / "other-node", model, num_ranks=1, settings=FLOAT32)
     try:
         one_rank.wait_until_serving()
@@ -64,10 +63,10 @@ async def test_two_ranks_save_and_one_goes_on_where_they_were(two_ranks: Trainer
             assert (await client.state()).policy_version == 1
             await client.forward_backward(samples)
             step_of_one = await client.optim_step(learning_rate=1e-3)
-            log_probs_of_one = await client.log_probs(samples, trainer_pb2.POLICY_KIND_POLICY)
+            log_probs_of_one = await client.log_probs(samples)
     finally:
         one_rank.stop()
-    assert step_of_one.policy_version == step_of_two.policy_version == 2
+    assert step_of_one.version == step_of_two.version == 2
     assert step_of_one.grad_norm == pytest.approx(step_of_two.grad_norm, rel=1e-5)
     # The second step is Adam's second: it is the same only if both moments and their step number came along.
     for one, two in zip(log_probs_of_one, log_probs_of_two, strict=True):

@@ -11,8 +11,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tasuki.client.encode import loss_to_proto
 from tasuki.transport.imported_weights import import_weights
-from tasuki.v1 import trainer_pb2
+from tasuki.v1.types_pb2 import ROLE_REFERENCE
 from tests.integration import trainer_samples as plain
 from tests.integration.trainer_process import TrainerClient, TrainerProcess, connect, samples_of_now, start_trainer
 from tests.models import make_model, save_checkpoint
@@ -69,10 +70,9 @@ def with_adapter(model: Path, exported: Path) -> PeftModel:
 async def test_a_step_equals_that_of_peft_in_one_process(client: TrainerClient, model: Path, tmp_path: Path) -> None:
     await client.export(tmp_path / "before")
     samples = await samples_of_now(client, 20)
-    loss = trainer_pb2.LossConfig(
-        clip_low=plain.CLIP_LOW, clip_high=plain.CLIP_HIGH, kl_coef=plain.KL_COEF, temperature=plain.TEMPERATURE
-    )
-    answer = await client.forward_backward(samples, loss=loss)
+    for sample in samples:
+        sample.temperature = plain.TEMPERATURE
+    answer = await client.forward_backward(samples, loss=loss_to_proto(plain.LOSS))
     step = await client.optim_step()
     await client.export(tmp_path / "after")
     expected = plain.plain_step_of(with_adapter(model, tmp_path / "before"), samples)
@@ -90,12 +90,12 @@ async def test_reference_is_the_base_model_while_the_policy_learns(client: Train
     samples = await samples_of_now(client)
     await client.forward_backward(samples)
     await client.optim_step(learning_rate=0.05)
-    start = plain.plain_log_probs(model, samples, dtype=torch.float32, temperature=1.0)
-    reference = await client.log_probs(samples, trainer_pb2.POLICY_KIND_REFERENCE)
-    policy = await client.log_probs(samples, trainer_pb2.POLICY_KIND_POLICY)
+    start = plain.plain_log_probs(model, samples, dtype=torch.float32)
+    reference = await client.log_probs(samples, ROLE_REFERENCE)
+    policy = await client.log_probs(samples)
     assert torch.allclose(flat(reference), flat(start), atol=1e-5)
     assert not torch.allclose(flat(policy), flat(start), atol=1e-2)
-    assert await client.log_probs(samples, trainer_pb2.POLICY_KIND_REFERENCE) == reference
+    assert await client.log_probs(samples, ROLE_REFERENCE) == reference
 
 
 async def test_published_and_exported_weights_have_the_adapters_added_and_rounded_once(
@@ -128,7 +128,7 @@ async def test_a_trainer_started_anew_has_the_adapters_of_its_log_and_of_its_che
     assert 12 * num_adapted < saved.bytes < 12 * num_adapted + 400_000
     await client.forward_backward(samples)
     await client.optim_step()
-    before, version = await client.log_probs(samples, trainer_pb2.POLICY_KIND_POLICY), (await client.state()).policy_version
+    before, version = await client.log_probs(samples), (await client.state()).policy_version
     trainer.stop()
     again = start_trainer(node, model, num_ranks=2, settings=SETTINGS)
     again.wait_until_serving()
@@ -136,7 +136,7 @@ async def test_a_trainer_started_anew_has_the_adapters_of_its_log_and_of_its_che
     async with connect(trainer) as channel:
         back = TrainerClient(channel)
         assert (await back.state()).policy_version == version
-        assert await back.log_probs(samples, trainer_pb2.POLICY_KIND_POLICY) == before
+        assert await back.log_probs(samples) == before
         assert (await refused(back.load(tmp_path / "checkpoint"))).reason == "VERSION_ORDER"
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf import json_format
 
-from tasuki.v1 import trainer_pb2, types_pb2
+from tasuki.v1 import loss_pb2, trainer_pb2, types_pb2
 from tasuki.v1.types_pb2 import TrainingSample
 from tests.integration.trainer_process import TrainerClient, samples_of_now
 from tests.models import VOCAB_SIZE
@@ -22,7 +24,7 @@ async def test_a_repeated_request_id_gets_the_first_answer_and_does_nothing(clie
     assert again == first
     step = await client.optim_step(request_id="repeat-2", learning_rate=0.0)
     assert await client.optim_step(request_id="repeat-2", learning_rate=0.0) == step
-    assert (await client.state()).policy_version == step.policy_version
+    assert (await client.state()).policy_version == step.version
     await client.forward_backward(samples)
     alone = await client.optim_step(learning_rate=0.0)
     assert step.grad_norm == pytest.approx(alone.grad_norm, rel=1e-5)
@@ -37,30 +39,77 @@ async def test_a_repeated_request_id_gets_the_first_answer_and_does_nothing(clie
         ("advantages", [float("nan")], "samples[5].advantages[0]"),
         ("rollout_log_probs", [-1.0] * 50, "samples[5].rollout_log_probs"),
         ("loss_mask", [2.0], "samples[5].loss_mask"),
+        ("temperature", 0.0, "samples[5].temperature"),
+        ("temperature", float("nan"), "samples[5].temperature"),
     ],
 )
 async def test_a_bad_sample_is_named_and_nothing_is_added(
-    client: TrainerClient, field: str, value: list[Any], place: str
+    client: TrainerClient, field: str, value: list[Any] | float, place: str
 ) -> None:
     samples = await samples_of_now(client)
     good = [TrainingSample.FromString(sample.SerializeToString()) for sample in samples]
-    getattr(samples[5], field)[:] = value
+    if isinstance(value, list):
+        getattr(samples[5], field)[:] = value
+    else:
+        setattr(samples[5], field, value)
     error = await refused(client.forward_backward(samples))
     assert (error.reason, error.metadata["field"].startswith(place)) == ("INVALID_ARGUMENT", True), error.message
     assert not (await client.state()).has_gradients
     assert (await client.forward_backward(good)).num_samples == len(good)
 
 
+@pytest.mark.parametrize(
+    ("loss", "field"),
+    [
+        ({}, "header.loss"),
+        ({"ppo": {"clip_low": 1.5}}, "header.loss.ppo.clip_low"),
+        ({"ppo": {"clip_high": "NaN"}}, "header.loss.ppo.clip_high"),
+        ({"ppo": {}, "kl_coef": -1.0}, "header.loss.kl_coef"),
+        ({"ppo": {}, "aggregation": 77}, "header.loss.aggregation"),
+        ({"ppo": {}, "old_policy": "OLD_POLICY_GIVEN"}, "samples[0].old_log_probs"),
+        ({"value": {}}, "header.loss"),
+    ],
+)
+async def test_a_loss_that_cannot_be_is_refused_at_once(client: TrainerClient, loss: dict[str, Any], field: str) -> None:
+    message = json_format.ParseDict(loss, loss_pb2.LossConfig())
+    error = await refused(client.forward_backward(await samples_of_now(client), loss=message))
+    assert (error.reason, error.metadata["field"]) == ("INVALID_ARGUMENT", field)
+    assert not (await client.state()).has_gradients
+
+
+@pytest.mark.parametrize(
+    ("role", "problem"),
+    [
+        (types_pb2.ROLE_UNSPECIFIED, "give ROLE_POLICY"),
+        (types_pb2.ROLE_CRITIC, r"no critic; add a table \[trainer.critic\]"),
+        (types_pb2.ROLE_REFERENCE, "give ROLE_POLICY"),
+        (77, "give ROLE_POLICY"),
+    ],
+)
+async def test_a_role_that_is_not_trained_is_refused(
+    client: TrainerClient, role: types_pb2.Role.ValueType, problem: str
+) -> None:
+    samples = await samples_of_now(client)
+    calls = {
+        "header.role": [client.forward_backward(samples, role=role)],
+        "role": [client.optim_step(role=role), client.discard_gradients(role)],
+    }
+    if role != types_pb2.ROLE_REFERENCE:
+        calls["header.role"].append(client.log_probs(samples, role))
+    if role == types_pb2.ROLE_CRITIC:
+        calls["header.role"].append(client.values(samples))
+    for field, refusals in calls.items():
+        for call in refusals:
+            error = await refused(call)
+            assert (error.reason, error.metadata["field"]) == ("INVALID_ARGUMENT", field)
+            assert re.search(problem, error.message) or field == "header.role"
+
+
 async def test_bad_settings_are_refused(client: TrainerClient) -> None:
     samples = await samples_of_now(client)
-    for field, value in (("clip_low", -0.1), ("clip_high", float("nan")), ("kl_coef", -1.0), ("temperature", 0.0)):
-        error = await refused(client.forward_backward(samples, loss=trainer_pb2.LossConfig(**{field: value})))
-        assert error.metadata["field"] == f"header.loss.{field}"
     assert (await refused(client.forward_backward([]))).metadata["field"] == "samples"
     await client.forward_backward(samples)
     assert (await refused(client.optim_step(learning_rate=-1.0))).metadata["field"] == "learning_rate"
-    error = await refused(client.log_probs(samples, trainer_pb2.POLICY_KIND_UNSPECIFIED))
-    assert error.metadata["field"] == "header.policy"
 
 
 async def test_a_stream_starts_with_its_header(client: TrainerClient) -> None:
@@ -86,7 +135,7 @@ async def test_the_ring_of_stages_is_kept(client: TrainerClient) -> None:
     for call in (
         client.forward_backward(samples),
         client.optim_step(),
-        client.log_probs(samples, trainer_pb2.POLICY_KIND_POLICY),
+        client.log_probs(samples),
         client.save(Path("/nonexistent/checkpoint")),
     ):
         assert (await refused(call)).reason == "WRONG_PHASE"

@@ -15,7 +15,6 @@ from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.sync import WeightSync
 from tasuki.rpc.failpoints import plant
 from tasuki.transport.imported_weights import import_weights
-from tasuki.v1 import trainer_pb2
 from tasuki.wire.errors import WeightsCorrupt
 from tests.integration.breaking_rank import BreakingRank
 from tests.integration.trainer_process import TrainerClient, TrainerProcess, samples_of_now
@@ -24,7 +23,7 @@ from tests.refusal import refused
 
 async def test_published_weights_are_the_rounded_policy(client: TrainerClient, tmp_path: Path) -> None:
     await client.forward_backward(await samples_of_now(client))
-    version = (await client.optim_step()).policy_version
+    version = (await client.optim_step()).version
     await client.export(tmp_path / "model")
     published = await client.publish()
     assert published.weights.policy_version == version
@@ -87,17 +86,17 @@ async def test_a_checkpoint_brings_back_model_and_optimizer(client: TrainerClien
     await client.forward_backward(samples)
     await client.optim_step()
     saved = await client.save(tmp_path / "checkpoint")
-    before = await client.log_probs(samples, trainer_pb2.POLICY_KIND_POLICY)
+    before = await client.log_probs(samples)
     assert (await client.load(tmp_path / "checkpoint")).policy_version == saved.policy_version
-    assert await client.log_probs(samples, trainer_pb2.POLICY_KIND_POLICY) == before
+    assert await client.log_probs(samples) == before
     assert (await refused(client.save(tmp_path / "checkpoint"))).reason == "PATH_EXISTS"
     assert (await refused(client.load(tmp_path / "nothing"))).reason == "PATH_NOT_FOUND"
     await client.forward_backward(samples)
     await client.optim_step()
-    after = await client.log_probs(samples, trainer_pb2.POLICY_KIND_POLICY)
+    after = await client.log_probs(samples)
     error = await refused(client.load(tmp_path / "checkpoint"))
     assert (error.reason, error.metadata["want"]) == ("VERSION_ORDER", str(saved.policy_version))
-    assert await client.log_probs(samples, trainer_pb2.POLICY_KIND_POLICY) == after
+    assert await client.log_probs(samples) == after
 
 
 def _folder_bytes(folder: Path) -> int:

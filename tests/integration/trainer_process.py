@@ -16,8 +16,8 @@ import grpc
 import grpc.aio
 
 from tasuki.config import places
-from tasuki.v1 import memory_pb2, memory_pb2_grpc, trainer_pb2, trainer_pb2_grpc, types_pb2
-from tasuki.v1.types_pb2 import TrainingSample
+from tasuki.v1 import loss_pb2, memory_pb2, memory_pb2_grpc, trainer_pb2, trainer_pb2_grpc, types_pb2
+from tasuki.v1.types_pb2 import ROLE_POLICY, TrainingSample
 from tasuki.wire.channel import open_channel
 from tests.integration.trainer_samples import make_samples
 from tests.models import VOCAB_SIZE
@@ -25,6 +25,9 @@ from tests.models import VOCAB_SIZE
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 180.0
 CALL_TIMEOUT_S = 60.0
+# Token means of PPO against the policy as it is.
+PPO = loss_pb2.LossConfig(ppo=loss_pb2.PpoLoss())
+VALUE = loss_pb2.LossConfig(value=loss_pb2.ValueLoss())
 TAGS = (types_pb2.MEMORY_TAG_WEIGHTS, types_pb2.MEMORY_TAG_GRADIENTS, types_pb2.MEMORY_TAG_OPTIMIZER)
 
 
@@ -115,10 +118,11 @@ class TrainerClient:
         samples: Sequence[types_pb2.TrainingSample],
         *,
         request_id: str = "",
-        loss: trainer_pb2.LossConfig | None = None,
+        role: types_pb2.Role.ValueType = ROLE_POLICY,
+        loss: loss_pb2.LossConfig = PPO,
         chunk: int = 7,
     ) -> trainer_pb2.ForwardBackwardResponse:
-        header = trainer_pb2.ForwardBackwardHeader(command=command(request_id), loss=loss)
+        header = trainer_pb2.ForwardBackwardHeader(command=command(request_id), role=role, loss=loss)
 
         async def requests() -> AsyncIterator[trainer_pb2.ForwardBackwardRequest]:
             yield trainer_pb2.ForwardBackwardRequest(header=header)
@@ -128,18 +132,39 @@ class TrainerClient:
 
         return await self.trainer.ForwardBackward(requests(), timeout=CALL_TIMEOUT_S)
 
-    async def optim_step(self, *, request_id: str = "", learning_rate: float | None = None) -> trainer_pb2.OptimStepResponse:
-        request = trainer_pb2.OptimStepRequest(command=command(request_id), learning_rate=learning_rate)
+    async def optim_step(
+        self,
+        *,
+        request_id: str = "",
+        role: types_pb2.Role.ValueType = ROLE_POLICY,
+        learning_rate: float | None = None,
+        schedule_step: int | None = None,
+    ) -> trainer_pb2.OptimStepResponse:
+        request = trainer_pb2.OptimStepRequest(
+            command=command(request_id), role=role, learning_rate=learning_rate, schedule_step=schedule_step
+        )
         return await self.trainer.OptimStep(request, timeout=CALL_TIMEOUT_S)
 
-    async def discard_gradients(self) -> None:
-        await self.trainer.DiscardGradients(trainer_pb2.DiscardGradientsRequest(command=command()), timeout=CALL_TIMEOUT_S)
+    async def begin_run(self, *, keep_optimizer: bool = False) -> trainer_pb2.BeginRunResponse:
+        request = trainer_pb2.BeginRunRequest(command=command(), keep_optimizer=keep_optimizer)
+        return await self.trainer.BeginRun(request, timeout=CALL_TIMEOUT_S)
+
+    async def discard_gradients(self, role: types_pb2.Role.ValueType = ROLE_POLICY) -> None:
+        request = trainer_pb2.DiscardGradientsRequest(command=command(), role=role)
+        await self.trainer.DiscardGradients(request, timeout=CALL_TIMEOUT_S)
+
+    async def values(self, samples: Sequence[types_pb2.TrainingSample]) -> list[list[float]]:
+        async def requests() -> AsyncIterator[trainer_pb2.ComputeValuesRequest]:
+            yield trainer_pb2.ComputeValuesRequest(samples=trainer_pb2.TrainingSamples(samples=samples))
+
+        answers = self.trainer.ComputeValues(requests(), timeout=CALL_TIMEOUT_S)
+        return [list(scored.values) async for answer in answers for scored in answer.samples]
 
     async def log_probs(
-        self, samples: Sequence[types_pb2.TrainingSample], policy: trainer_pb2.PolicyKind, *, temperature: float = 1.0
+        self, samples: Sequence[types_pb2.TrainingSample], role: types_pb2.Role.ValueType = ROLE_POLICY
     ) -> list[list[float]]:
         async def requests() -> AsyncIterator[trainer_pb2.ComputeLogProbsRequest]:
-            header = trainer_pb2.ComputeLogProbsHeader(policy=policy, temperature=temperature)
+            header = trainer_pb2.ComputeLogProbsHeader(role=role)
             yield trainer_pb2.ComputeLogProbsRequest(header=header)
             yield trainer_pb2.ComputeLogProbsRequest(samples=trainer_pb2.TrainingSamples(samples=samples))
 
@@ -190,7 +215,8 @@ class TrainerClient:
             await self.resume()
         if stage == types_pb2.STAGE_LOAD_WEIGHTS:
             await self.withdraw()
-        await self.discard_gradients()
+        for role in (await self.state()).roles:
+            await self.discard_gradients(role.role)
 
 
 def command(request_id: str = "") -> types_pb2.CommandId:

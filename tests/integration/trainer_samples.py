@@ -9,23 +9,34 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tasuki.algorithms.loss_types import Correction, LossConfig, OldPolicy, PpoLoss
 from tasuki.v1.types_pb2 import TrainingSample
 
 CLIP_LOW, CLIP_HIGH, KL_COEF, TEMPERATURE = 0.2, 0.3, 0.1, 0.8
 LEARNING_RATE, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-3, 0.01, 0.5
 # With Adam's usual 1e-8 the first step is the sign of the gradient, and a gradient of 1e-9 may have either.
 EPS = 1e-3
+# The loss of `plain_step`: its ratio is against rollout, so nothing is left to correct.
+LOSS = LossConfig(
+    loss=PpoLoss(clip_low=CLIP_LOW, clip_high=CLIP_HIGH),
+    kl_coef=KL_COEF,
+    old_policy=OldPolicy.ROLLOUT,
+    correction=Correction(token_truncation=None),
+)
 # Micro-batches of this size run with gradient checkpointing.
 CHECKPOINTED_MAX_TOKENS = 64
 
 
-def make_samples(num_samples: int, *, vocab_size: int, seed: int = 0, policy_version: int = 0) -> list[TrainingSample]:
-    """Prompts and completions of many lengths, some with a mask, some with one advantage for all tokens."""
+def make_samples(
+    num_samples: int, *, vocab_size: int, seed: int = 0, policy_version: int = 0, temperature: float = 1.0
+) -> list[TrainingSample]:
+    """Prompts and completions of many lengths, some with a mask."""
     generator = np.random.default_rng(seed)
     samples: list[TrainingSample] = []
     for index in range(num_samples):
         num_tokens = int(generator.integers(1, 12))
         rollout_log_probs = -4.0 + generator.normal(size=num_tokens)
+        # Every other sample has one advantage for all of its tokens.
         advantages = generator.normal(size=num_tokens if index % 2 else 1)
         samples.append(
             TrainingSample(
@@ -36,6 +47,7 @@ def make_samples(num_samples: int, *, vocab_size: int, seed: int = 0, policy_ver
                 ref_log_probs=(rollout_log_probs + 0.1 * generator.normal(size=num_tokens)).tolist(),
                 loss_mask=(generator.random(num_tokens) < 0.8).astype(float).tolist() if index % 3 == 0 else [],
                 policy_version=policy_version,
+                temperature=temperature,
             )
         )
     return samples
@@ -49,8 +61,8 @@ class PlainStep:
     entropy: float
     ref_kl: float
     clip_fraction: float
-    max_log_prob_gap: float
-    mean_log_prob_gap: float
+    log_prob_gap: float
+    log_prob_gap_max: float
     grad_norm: float
     gradients: dict[str, torch.Tensor]
     parameters: dict[str, torch.Tensor]
@@ -80,21 +92,19 @@ def plain_step_of(model: torch.nn.Module, samples: list[TrainingSample]) -> Plai
         entropy=((entropy * mask).sum() / num_tokens).item(),
         ref_kl=((kl * mask).sum() / num_tokens).item(),
         clip_fraction=(((clipped < surrogate) * mask).sum() / num_tokens).item(),
-        max_log_prob_gap=gap.max().item(),
-        mean_log_prob_gap=(gap.sum() / num_tokens).item(),
+        log_prob_gap=(gap.sum() / num_tokens).item(),
+        log_prob_gap_max=gap.max().item(),
         grad_norm=grad_norm.item(),
         gradients=gradients,
         parameters={name: param.detach().clone() for name, param in model.named_parameters()},
     )
 
 
-def plain_log_probs(
-    folder: Path, samples: list[TrainingSample], *, dtype: torch.dtype, temperature: float
-) -> list[list[float]]:
-    """Log-probs of every sample's completion by transformers alone."""
+def plain_log_probs(folder: Path, samples: list[TrainingSample], *, dtype: torch.dtype) -> list[list[float]]:
+    """Log-probs of every sample's completion at its temperature, by transformers alone."""
     model = _plain_model(folder, dtype=dtype)
     with torch.no_grad():
-        return [_scored(model, sample, temperature=temperature)[0].tolist() for sample in samples]
+        return [_scored(model, sample)[0].tolist() for sample in samples]
 
 
 def _plain_model(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
@@ -104,7 +114,7 @@ def _plain_model(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _token_rows(model: torch.nn.Module, sample: TrainingSample) -> tuple[torch.Tensor, ...]:
-    log_probs, entropy = _scored(model, sample, temperature=TEMPERATURE)
+    log_probs, entropy = _scored(model, sample)
     num_tokens = len(sample.completion_token_ids)
     mask = list(sample.loss_mask) or [1.0] * num_tokens
     advantages = list(sample.advantages) * (num_tokens if len(sample.advantages) == 1 else 1)
@@ -113,9 +123,9 @@ def _token_rows(model: torch.nn.Module, sample: TrainingSample) -> tuple[torch.T
     return log_probs, old, advantages_T, ref, mask_T, entropy
 
 
-def _scored(model: torch.nn.Module, sample: TrainingSample, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _scored(model: torch.nn.Module, sample: TrainingSample) -> tuple[torch.Tensor, torch.Tensor]:
     token_ids = torch.tensor([[*sample.prompt_token_ids, *sample.completion_token_ids]])
     logits = model(input_ids=token_ids).logits[0, len(sample.prompt_token_ids) - 1 : -1].float()
-    all_log_probs = torch.log_softmax(logits / temperature, dim=-1)
+    all_log_probs = torch.log_softmax(logits / sample.temperature, dim=-1)
     log_probs = all_log_probs.gather(-1, torch.tensor(list(sample.completion_token_ids)).unsqueeze(-1)).squeeze(-1)
     return log_probs, -(all_log_probs.exp() * all_log_probs).sum(-1).detach()

@@ -5,7 +5,6 @@ python -m tasuki.trainer.launch --num-ranks N -- tests/integration/trainer_steps
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -13,56 +12,42 @@ from pathlib import Path
 
 import torch.distributed as dist
 from safetensors.torch import save_file
-from tasuki.trainer.worker import PolicyLossConfig, Worker
 from torch.distributed.device_mesh import DeviceMesh
 
-from tasuki.config.schema import NodeConfig
 from tasuki.trainer.backends.fsdp.mesh import start_mesh
-from tasuki.trainer.data.checks import count_loss_tokens, plan_micro_batches, sample_length
-from tasuki.trainer.data.micro_batch import loss_batch
+from tasuki.trainer.data.plan import plan_micro_batches
 from tasuki.trainer.launch import read_launch
+from tasuki.trainer.roles import Role
+from tasuki.trainer.service.requests import decode_samples
 from tests.integration import trainer_samples as plain
+from tests.integration.learning import learn, metric, start_learner, whole_gradients, whole_parameters
 from tests.models import VOCAB_SIZE
 
 NUM_SAMPLES = 23
 
 
 def run_step(model: Path, *, max_tokens: int, output: Path, mesh: DeviceMesh) -> None:
-    trainer = {
-        "num_ranks": mesh.size(),
-        "compute_dtype": "float32",
-        "learning_rate": plain.LEARNING_RATE,
-        "eps": plain.EPS,
-        "weight_decay": plain.WEIGHT_DECAY,
-        "max_grad_norm": plain.MAX_GRAD_NORM,
+    learner = start_learner(
+        model,
+        mesh=mesh,
+        learning_rate=plain.LEARNING_RATE,
+        eps=plain.EPS,
+        weight_decay=plain.WEIGHT_DECAY,
+        max_grad_norm=plain.MAX_GRAD_NORM,
         # It changes what is kept for backward, so it may not change a result.
-        "gradient_checkpointing": max_tokens == plain.CHECKPOINTED_MAX_TOKENS,
-    }
-    node = NodeConfig.model_validate({"state_dir": output, "model": {"path": model}, "trainer": trainer})
-    worker = Worker(node, mesh=mesh)
-    samples = plain.make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE)
-    plan = plan_micro_batches([sample_length(sample) for sample in samples], num_ranks=mesh.size(), max_tokens=max_tokens)
-    num_tokens = count_loss_tokens(samples)
-    report = worker.forward_backward(
-        [
-            loss_batch([samples[index] for index in part], policy_version=0, device=worker.device)
-            for part in plan[dist.get_rank()]
-        ],
-        loss=PolicyLossConfig(
-            clip_low=plain.CLIP_LOW, clip_high=plain.CLIP_HIGH, kl_coef=plain.KL_COEF, temperature=plain.TEMPERATURE
-        ),
-        num_loss_tokens=num_tokens,
-        num_gap_tokens=num_tokens,
+        gradient_checkpointing=max_tokens == plain.CHECKPOINTED_MAX_TOKENS,
     )
-    tensors = {f"gradient.{name}": param.grad.full_tensor() for name, param in worker.policy.causal_lm.named_parameters()}
-    step = worker.optim_step(learning_rate=None)
-    tensors |= {f"parameter.{name}": param.detach().full_tensor() for name, param in worker.policy.causal_lm.named_parameters()}
-    reports: list[dict[str, float] | None] = [None] * mesh.size()
-    dist.all_gather_object(reports, dataclasses.asdict(report))
+    samples = decode_samples(plain.make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE, temperature=plain.TEMPERATURE))
+    report = learn(learner, Role.POLICY, samples, config=plain.LOSS, max_tokens=max_tokens)
+    tensors = {f"gradient.{name}": tensor for name, tensor in whole_gradients(learner, Role.POLICY).items()}
+    step = learner.optim_step(Role.POLICY)
+    tensors |= {f"parameter.{name}": tensor for name, tensor in whole_parameters(learner, Role.POLICY).items()}
     if dist.get_rank() == 0:
         stem = f"{model.name}-{max_tokens}"
         save_file(tensors, output / f"{stem}.safetensors")
-        facts = {"reports": reports, "grad_norm": step.grad_norm, "num_micro_batches": len(plan[0])}
+        plan = plan_micro_batches(samples.num_tokens_S.tolist(), num_ranks=mesh.size(), max_tokens=max_tokens)
+        metrics = {name: metric(report, name) for name in report.metrics}
+        facts = {"metrics": metrics, "grad_norm": step.grad_norm, "num_micro_batches": len(plan[0])}
         (output / f"{stem}.json").write_text(json.dumps(facts))
 
 

@@ -84,7 +84,7 @@ class SimulatedTrainer(SimulatedService):
         self.published: int | None = None
         self._disk = disk
         for version, (request_id, content) in enumerate(disk.steps.items(), start=1):
-            self.gate.restore(request_id, content=content, answer=trainer_pb2.OptimStepResponse(policy_version=version))
+            self.gate.restore(request_id, content=content, answer=trainer_pb2.OptimStepResponse(version=version))
 
     @property
     def version(self) -> int:
@@ -101,7 +101,7 @@ class SimulatedTrainer(SimulatedService):
             if not self.died.is_set():
                 assert request.command.request_id not in self._disk.steps, "a sample is trained twice"
                 self._disk.steps[request.command.request_id] = digest(request)
-            return trainer_pb2.OptimStepResponse(policy_version=self.version)
+            return trainer_pb2.OptimStepResponse(version=self.version)
 
         return await self.gate.once(request, self._counted(request, step))
 

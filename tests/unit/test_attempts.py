@@ -72,7 +72,7 @@ async def test_a_command_that_a_full_disk_refused_is_carried_out_once_there_is_r
         if errors and request.command.request_id == "asleep":
             raise errors[1]
         num_steps += 1
-        return trainer_pb2.OptimStepResponse(policy_version=num_steps)
+        return trainer_pb2.OptimStepResponse(version=num_steps)
 
     for name in ("full", "asleep"):
         request = trainer_pb2.OptimStepRequest(command=types_pb2.CommandId(request_id=name))
@@ -85,7 +85,7 @@ async def test_a_command_that_a_full_disk_refused_is_carried_out_once_there_is_r
     other = trainer_pb2.OptimStepRequest(command=types_pb2.CommandId(request_id="full"), learning_rate=1.0)
     with pytest.raises(InvalidArgument, match="another request"):
         await gate.once(other, step)
-    assert [(await gate.once(request, step)).policy_version for _ in range(3)] == [1, 1, 1]
+    assert [(await gate.once(request, step)).version for _ in range(3)] == [1, 1, 1]
     (tmp_path / "trainer.log").write_text("\n".join(record.getMessage() for record in caplog.records))
     lives = {Service.TRAINER: read_command_log(tmp_path / "trainer.log")}
     assert [command.outcome for command in lives[Service.TRAINER][0].commands] == ["DISK_FULL", "WRONG_PHASE", "OK"]

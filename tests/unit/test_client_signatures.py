@@ -31,10 +31,12 @@ def test_both_clients_are_made_alike():
 def test_every_verb_of_the_service_is_there():
     named = {
         "generate",
+        "begin_run",
         "forward_backward",
         "optim_step",
         "discard_gradients",
         "compute_log_probs",
+        "compute_values",
         "save",
         "load",
         "export_model",

@@ -225,7 +225,7 @@ def test_missing_file_and_broken_toml_are_errors_of_ours(tmp_path: Path) -> None
 def test_saved_configuration_reads_back_as_the_same(tmp_path: Path) -> None:
     text = MINIMAL + (
         '[trainer]\nbetas = [0.8, 0.95]\nlr_schedule = "cosine"\ntotal_steps = 7\nlearning_rate = 1e-6\n'
-        '[train]\ndataset = "a \\"b\\" \\\\ \\u007f ü.jsonl"\noutput_dir = "out"\nkl_coef = 0.1\n'
+        '[train]\ndataset = "a \\"b\\" \\\\ \\u007f ü.jsonl"\noutput_dir = "out"\nloss = { kl_coef = 0.1 }\n'
         '[train.reward]\nfunction = "rewards:exact"\non_error = "zero"\n'
     )
     config = load_config(write(tmp_path, text))

@@ -19,7 +19,7 @@ ROWS = [{"prompt": str(number)} for number in range(10)]
 
 def step(number: int, *, version: int | None = None) -> Step:
     """One that learned."""
-    return Step(number, policy_version=number if version is None else version, mean_reward=0.5, grad_norm=1.0)
+    return Step(number, policy_version=number if version is None else version, mean_reward=0.5, num_policy_steps=1)
 
 
 def earlier(*steps: Step, saved: Step | None = None) -> EarlierRun:
@@ -122,3 +122,69 @@ def test_fewer_steps_than_were_done_are_refused():
     check_num_steps(4, num_steps=4)
     with pytest.raises(InvalidArgument, match=r"train\.num_steps: is 3, but the run has done 4"):
         check_num_steps(4, num_steps=3)
+
+
+def several(number: int, *, version: int, num_policy_steps: int, position: int | None = None) -> Step:
+    """One with several optimizer steps. position: the next row after it."""
+    place = {} if position is None else {"seed": 0, "epoch": 0, "next": position, "num_rows": 10}
+    return Step(number, policy_version=version, mean_reward=0.5, num_policy_steps=num_policy_steps, position=place)
+
+
+TWO = [several(0, version=0, num_policy_steps=2, position=2), several(1, version=2, num_policy_steps=2, position=5)]
+
+
+def begun(*steps: Step, pending: Step | None = None) -> EarlierRun:
+    return EarlierRun(RunHead("run", 0, {}), steps, None, None, pending)
+
+
+def test_a_step_of_several_updates_counts_as_many_versions():
+    assert continuation(begun(*TWO), node_version=4, is_of_run=True).first_step == 2
+    saved = earlier(*TWO, saved=TWO[0])
+    assert saved.saved_version == 2
+    assert continuation(saved, node_version=2, is_of_run=False).first_step == 1
+
+
+@pytest.mark.parametrize("num_made", [1, 2, 3])
+def test_a_client_that_ended_between_two_updates_goes_on_after_its_step(num_made: int):
+    third = several(2, version=4, num_policy_steps=0, position=9)
+    third.estimator, third.metrics = {"baseline_total": 1.0}, {"size": 1.0}
+    found = continuation(begun(*TWO, pending=third), node_version=4 + num_made, is_of_run=True)
+    assert (found.first_step, found.checkpoint, numbers(found)) == (3, None, [0, 1, 2])
+    last = found.steps[-1]
+    assert (last.num_policy_steps, last.next_version(), last.mean_reward) == (num_made, 4 + num_made, None)
+    assert (last.estimator, last.metrics) == ({"baseline_total": 1.0}, {})
+    assert next_rows(found) == ["9"]
+    # Ended again before its next step has a line.
+    again = continuation(begun(*found.steps, pending=third), node_version=4 + num_made, is_of_run=True)
+    assert again == found
+
+
+def next_rows(found: Continuation) -> list[object]:
+    """The number of the next row in the order of the data."""
+    dataset, order = Dataset(ROWS, seed=0), Dataset(ROWS, seed=0)
+    found.seek(dataset, prompts_per_step=3)
+    (row,) = dataset.next_rows(1)
+    return [str(order.next_rows(10).index(row))]
+
+
+def test_a_step_before_its_first_update_is_made_again():
+    pending = several(2, version=4, num_policy_steps=0, position=9)
+    found = continuation(begun(*TWO, pending=pending), node_version=4, is_of_run=True)
+    assert (found.first_step, numbers(found), next_rows(found)) == (2, [0, 1], ["5"])
+
+
+def test_updates_of_a_step_of_which_nothing_is_known_are_refused_beyond_the_first():
+    stale = several(1, version=2, num_policy_steps=0, position=5)
+    assert continuation(begun(*TWO, pending=stale), node_version=5, is_of_run=True).first_step == 3
+    with pytest.raises(VersionOrder):
+        continuation(begun(*TWO, pending=stale), node_version=6, is_of_run=True)
+
+
+def test_a_step_of_which_nothing_is_known_took_the_usual_rows():
+    found = continuation(begun(*TWO), node_version=5, is_of_run=True)
+    assert next_rows(found) == ["8"]  # 3 after the place that the last known step left
+
+
+def test_a_checkpoints_place_counts_where_the_node_gets_the_checkpoint():
+    saved = earlier(*STEPS, saved=step(3))
+    assert next_rows(continuation(saved, node_version=0, is_of_run=False)) == ["8"]

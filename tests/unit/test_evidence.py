@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
+import signal
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -14,6 +18,14 @@ from tasuki.config.places import journal_path, log_path, training_log_path
 from tasuki.coordinator.journal import Journal
 from tasuki.memory.stages import HOLDS, Phase
 from tasuki.wire.errors import PeerUnavailable
+
+_KILLED_CLIENT = """
+import os, signal, sys
+from pathlib import Path
+from tasuki.cli.evidence import kept_evidence
+with kept_evidence(Path(sys.argv[1]), Path(sys.argv[2])):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 @pytest.mark.parametrize("is_running", [True, False])
@@ -42,7 +54,31 @@ def test_a_failed_run_leaves_journal_and_logs_that_can_be_audited(
     ]
     assert training_log_path(output).exists()
     assert main(["audit", "--json", str(output)]) == 0
-    assert json.loads(capsys.readouterr().out)["num_failed"] == 1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["num_failed"], report["journal"]) == (1, str(journal_path(output)))
+
+
+def test_run_whose_client_was_killed_is_audited_by_the_nodes_journal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state, output = tmp_path / "state", tmp_path / "output"
+    state.mkdir()
+    with closing(Journal(journal_path(state))) as journal:
+        journal.begin_epoch("boot-1")
+    shutil.copytree(state, output)  # an earlier life of the run ended in order
+    with closing(Journal(journal_path(state))) as journal:
+        journal.begin_epoch("boot-2")
+        changeover = journal.begin_changeover("r1", origin=HOLDS[Phase.TRAIN], target=Phase.ROLLOUT)
+        journal.end_changeover(changeover, seconds=0.1, error=PeerUnavailable("the trainer was lost"))
+    killed = [sys.executable, "-c", _KILLED_CLIENT, str(state), str(output)]
+    assert subprocess.run(killed, check=False, timeout=60).returncode == -signal.SIGKILL
+    assert main(["audit", str(output)]) == 0
+    text = capsys.readouterr().out
+    assert f"read: {journal_path(state)} of the node" in text
+    assert " failed=1 " in text
+    shutil.rmtree(state)
+    assert main(["audit", str(output)]) == 0
+    assert " failed=0 " in capsys.readouterr().out
 
 
 def test_what_cannot_be_copied_is_said_and_hides_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from tasuki.client.durable import named_if_full, write_durably
-from tasuki.client.loop_state import LOOP_FILE, LoopState, newest_checkpoint, read_loop_state, write_loop_state
+from tasuki.client.loop_state import (
+    LOOP_FILE,
+    LoopState,
+    damaged_checkpoint,
+    newest_checkpoint,
+    read_loop_state,
+    write_loop_state,
+)
 from tasuki.client.step import Step
 from tasuki.wire.errors import DiskFull, InvalidArgument
 
@@ -76,3 +83,14 @@ def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path: Pat
     with pytest.raises(IsADirectoryError):
         write_durably(tmp_path / "a.json", "text")
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_damaged_checkpoint_is_named_with_the_complete_one_before_it(tmp_path: Path):
+    oldest, newest = checkpoint(tmp_path, 999_997), checkpoint(tmp_path, 1_000_000)
+    (tmp_path / "version-999999").mkdir()
+    assert damaged_checkpoint(newest, "a byte is wrong").message == (
+        f"checkpoint: a byte is wrong; remove {newest} to go on from {oldest}"
+    )
+    assert damaged_checkpoint(oldest, "a byte is wrong").message.endswith(
+        "to begin the run at step 0 again: there is no complete one before it"
+    )

@@ -137,6 +137,7 @@ def test_clip_metrics_tell_the_sides_apart() -> None:
     config = LossConfig(old_policy=OldPolicy.GIVEN, correction=Correction(token_truncation=None))
     case = random_case(config, lengths=(5,))
     case.batch.loss_mask_N.fill_(1.0)
+    assert case.batch.old_log_probs_N is not None
     log_probs_N = case.batch.old_log_probs_N + torch.tensor([0.5, 1.0, 1.0, 1.5, 1.5], dtype=torch.float64).log()
     case.batch.advantages_N.copy_(torch.tensor([-1.0, 1.0, -1.0, 1.0, -1.0]))
     metrics = policy_loss(config, log_probs_N=log_probs_N, entropy_N=case.entropy_N, batch=case.batch).metrics

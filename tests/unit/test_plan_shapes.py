@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from tasuki.planner.layout import GB, MIB, Layout, Part
 from tasuki.planner.model_shape import shape_of
 from tasuki.planner.node_plan import node_layout
 from tasuki.planner.presets import MODELS
-from tasuki.planner.rollout_bytes import kv_bytes_per_token, kv_pool
+from tasuki.planner.rollout_bytes import engine_weights, kv_bytes_per_token, kv_pool
 from tasuki.planner.trainer_bytes import kept_per_token, shards, trainer_tags
 from tasuki.rollout.arguments import engine_arguments
 from tasuki.rollout.model import ModelFacts
@@ -59,7 +60,6 @@ CONFIGS = {
     "qwen3-moe, some dense": Qwen3MoeConfig(**TINY, **EXPERTS, mlp_only_layers=[1]),
     "mistral": MistralConfig(**TINY, head_dim=24, sliding_window=None),
     "gemma2": Gemma2Config(**GEMMA),
-    "gemma2, not tied": Gemma2Config(**GEMMA, tie_word_embeddings=False),
     "gemma3": Gemma3TextConfig(**GEMMA),
     "phi3": Phi3Config(**TINY | {"pad_token_id": 0}),
     "glm4": Glm4Config(**TINY | {"pad_token_id": 0}, head_dim=32),
@@ -154,6 +154,17 @@ def test_shards_are_padded_to_the_largest_on_every_rank():
     largest = sum(torch.chunk(tensor, 7)[0].numel() for tensor in tensors)
     assert sum(math.prod(shard) for shard in shards(ranks[7])) == largest > shape.num_parameters / 7
     assert sum(math.prod(shard) for shard in shards(ranks[1])) == shape.num_parameters
+
+
+def test_an_embedding_that_the_engine_does_not_split_is_on_every_rank():
+    table = {**GEMMA, "hidden_size": 1024, "vocab_size": 262_144, "architectures": ["Gemma3ForCausalLM"]}
+    whole, split = (replace(shape_of(table), has_whole_embedding=is_whole) for is_whole in (True, False))
+    sizes = [
+        engine_weights(Layout(model=model, num_gpus=2, gpu_bytes=GB, host_bytes=GB, num_ranks=1, tp_size=2))
+        for model in (whole, split)
+    ]
+    assert shape_of(table) == whole
+    assert sizes[0] - sizes[1] == pytest.approx(262_144 * 1024, abs=64 * MIB)  # half of it, in bfloat16
 
 
 @pytest.mark.parametrize(

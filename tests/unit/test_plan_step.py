@@ -15,6 +15,7 @@ from tasuki.planner.layout import GB, Checkpointing, Layout, Part
 from tasuki.planner.model_shape import shape_of
 from tasuki.planner.trainer_bytes import step_moments
 from tasuki.trainer.backends.fsdp.model import Policy
+from tasuki.trainer.data.micro_batch import TokenBatch
 
 NUM_TOKENS = 2003  # a size that no parameter has
 
@@ -48,6 +49,20 @@ class LiveTokens(TorchDispatchMode):
         self._now -= num_bytes
 
 
+def _one_sequence(vocab_size: int) -> TokenBatch:
+    """All its tokens but the first are a completion."""
+    token_ids = torch.randint(vocab_size, (NUM_TOKENS + 1,))
+    return TokenBatch(
+        input_ids_T=token_ids[:-1],
+        position_ids_T=torch.arange(NUM_TOKENS),
+        cu_seqlens_S=torch.tensor([0, NUM_TOKENS], dtype=torch.int32),
+        max_seqlen=NUM_TOKENS,
+        places_N=torch.arange(1, NUM_TOKENS),
+        token_ids_N=token_ids[2:],
+        temperature_N=torch.ones(NUM_TOKENS - 1),
+    )
+
+
 @pytest.mark.parametrize(
     ("checkpointing", "vocab_size", "moment"), [("full", 64, "layer"), ("full", 8000, "loss"), ("none", 64, "layer")]
 )
@@ -64,10 +79,8 @@ def test_activations_and_logits_peak_as_predicted(checkpointing: str, vocab_size
     if checkpointing == "full":
         causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
     policy = Policy(causal_lm).train()
-    places = torch.arange(NUM_TOKENS - 1)
     with LiveTokens() as live:
-        token_ids = torch.randint(vocab_size, (1, NUM_TOKENS))
-        log_probs, _ = policy(token_ids, places, token_ids[0, 1:], 1.0)
+        log_probs, _ = policy(_one_sequence(vocab_size))
         log_probs.sum().backward()
     layout = Layout(
         model=shape_of(config.to_dict() | {"architectures": ["Qwen2ForCausalLM"]}),

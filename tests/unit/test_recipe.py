@@ -34,7 +34,8 @@ def _config(folder: Path, *overrides: str) -> NodeConfig:
 @pytest.mark.parametrize(
     "override",
     [
-        "train.seed=1", "train.prompts_per_step=3", "train.group_size=3", "train.temperature=0.5", "train.kl_coef=0.1",
+        "train.seed=1", "train.prompts_per_step=3", "train.group_size=3", "train.temperature=0.5", "train.loss.kl_coef=0.1",
+        "train.advantages.kl_coef=0.1", "train.loss.correction.token_truncation=3.0",
         'train.reward.function="a:c"', "trainer.learning_rate=0.1", "trainer.seed=1", "trainer.lora.rank=4", "rollout.seed=1",
         "rollout.float32_logits=false",
     ],
@@ -71,4 +72,4 @@ def test_length_frequency_and_machine_may_change_and_folders_may_move(folder: Pa
 
 def test_a_key_that_an_earlier_version_did_not_know_is_passed_over(folder: Path):
     now = recipe(_config(folder))
-    check_recipe(now, begun_with={key: now[key] for key in now if key != "train.clip_low"}, output_dir=folder / "run")
+    check_recipe(now, begun_with={key: now[key] for key in now if key != "train.mask_truncated"}, output_dir=folder / "run")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from transformers import AutoModelForCausalLM
 from tasuki.config.schema import LoraConfig
 from tasuki.models.families import read_model
 from tasuki.models.shape import ModelShape, check_lora_targets
-from tasuki.trainer.backends.fsdp.checkpoint import CheckpointFacts, load_checkpoint
+from tasuki.trainer.backends.fsdp.checkpoint import CheckpointFacts, RoleFacts, load_checkpoint
 from tasuki.trainer.backends.fsdp.lora import add_adapters, base_parameters, trained_parameters
+from tasuki.trainer.roles import Role
 from tasuki.wire.errors import InvalidArgument
 from tests.models import CONFIGS
 
@@ -74,11 +76,29 @@ def test_a_linear_layer_that_a_family_lacks_is_refused_by_name(kind: str, missin
     assert refused.value.metadata["field"] == "trainer.lora.target_modules"
 
 
-@pytest.mark.parametrize(("held", "have"), [(None, 8), (8, None), (8, 16)])
-def test_a_checkpoint_of_another_kind_of_training_is_refused(tmp_path: Path, held: int | None, have: int | None) -> None:
-    fields = {"format": 2, "policy_version": 3, "num_ranks": 1, "architecture": "LlamaForCausalLM", "lora_rank": held}
-    (tmp_path / "checkpoint.json").write_text(json.dumps(fields))
-    model = torch.nn.Linear(2, 2)
-    facts = CheckpointFacts(policy_version=0, num_ranks=1, architecture="LlamaForCausalLM", lora_rank=have)
-    with pytest.raises(InvalidArgument, match="the trainer trains"):
-        load_checkpoint(tmp_path, model=model, optimizer=torch.optim.AdamW(model.parameters()), have=facts)
+def facts(*, policy: int | None = None, critic: int | None = -1) -> CheckpointFacts:
+    """Of networks with adapters of these ranks, or whole ones; critic: -1 for none."""
+    ranks = {Role.POLICY: policy} | ({} if critic == -1 else {Role.CRITIC: critic})
+    roles = {
+        role: RoleFacts(version=3, schedule_start=0, architecture="LlamaForCausalLM", lora_rank=ranks[role]) for role in ranks
+    }
+    return CheckpointFacts(num_ranks=1, roles=roles)
+
+
+@pytest.mark.parametrize(
+    ("held", "have", "problem"),
+    [
+        (facts(), facts(policy=8), "a whole model as policy, the trainer trains adapters of rank 8"),
+        (facts(policy=8), facts(), "adapters of rank 8 as policy, the trainer trains a whole model"),
+        (facts(policy=8), facts(policy=16), "adapters of rank 8 as policy"),
+        (facts(critic=None), facts(critic=8), "a whole model as critic"),
+        (facts(), facts(critic=None), "holds policy, the trainer trains critic, policy"),
+        (facts(critic=None), facts(), "holds critic, policy, the trainer trains policy"),
+    ],
+)
+def test_a_checkpoint_of_another_kind_of_training_is_refused(
+    tmp_path: Path, held: CheckpointFacts, have: CheckpointFacts, problem: str
+) -> None:
+    (tmp_path / "checkpoint.json").write_text(json.dumps({"format": 3, **asdict(held)}))
+    with pytest.raises(InvalidArgument, match=problem):
+        load_checkpoint(tmp_path, tensors={}, have=have)

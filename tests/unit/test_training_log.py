@@ -15,10 +15,11 @@ from tasuki.rpc.commands import CommandGate, digest
 from tasuki.rpc.failpoints import NO_FAILPOINTS
 from tasuki.trainer.durable.restore import recipe, restore
 from tasuki.trainer.durable.training_log import TrainingLog, read_training_log
+from tasuki.trainer.roles import Role
 from tasuki.trainer.service.state import TrainerState
 from tasuki.v1 import trainer_pb2
 from tasuki.v1.ranks_pb2 import LoggedForwardBackward, TrainingRecord
-from tasuki.v1.types_pb2 import CommandId, TrainingSample
+from tasuki.v1.types_pb2 import ROLE_POLICY, CommandId, TrainingSample
 from tasuki.wire.errors import DiskFull, GradientsNotFinite, InvalidArgument, PathNotFound, TasukiError
 
 HEADER = struct.Struct("<IIB")
@@ -154,22 +155,23 @@ class CountingTraining:
     """Ranks without a model: what they carried out, and a version that counts the steps. No checkpoint is there for them."""
 
     def __init__(self) -> None:
-        self.state = TrainerState(policy_version=0, gate=CommandGate())
+        self.state = TrainerState({Role.POLICY: trainer_pb2.RoleState(role=ROLE_POLICY)}, gate=CommandGate())
         self.done: list[str] = []
 
     async def load_checkpoint(self, request: trainer_pb2.LoadCheckpointRequest) -> Message:
         raise PathNotFound(f"{request.path} is no checkpoint: it has nothing", path=request.path)
 
-    async def forward_backward(self, loss: object, samples: list[TrainingSample]) -> Message:
-        self.done.append(bytes(samples[0].completion_token_ids).decode())
-        return trainer_pb2.ForwardBackwardResponse(num_samples=len(self.done))
+    async def begin_run(self, request: trainer_pb2.BeginRunRequest) -> Message:
+        self.done.append("run")
+        self.state.roles[Role.POLICY].schedule_start = self.state.policy_version
+        return trainer_pb2.BeginRunResponse(policy_version=self.state.policy_version)
 
     async def optim_step(self, request: trainer_pb2.OptimStepRequest) -> Message:
         self.done.append("step")
         if request.learning_rate > 1:
             raise GradientsNotFinite("nan")
-        self.state.policy_version += 1
-        return trainer_pb2.OptimStepResponse(policy_version=self.state.policy_version)
+        self.state.roles[Role.POLICY].version += 1
+        return trainer_pb2.OptimStepResponse(version=self.state.policy_version)
 
 
 @asynccontextmanager
@@ -232,8 +234,8 @@ async def test_a_command_cut_off_between_begin_and_commit_is_carried_out_once_wh
     path.write_bytes(killed)  # what SIGKILL leaves
     async with trainer(path, config) as (second, ask):
         assert second.state.policy_version == 1
-        assert (await ask("b")).policy_version == 2
-        assert (await ask("b")).policy_version == 2
+        assert (await ask("b")).version == 2
+        assert (await ask("b")).version == 2
         assert second.done == ["step", "step"]
     assert ids(path) == ["a", "b"]
 

@@ -25,6 +25,8 @@ class Group:
     """[G]"""
     rewards: NDArray[np.float32]
     """[G]; NaN for a sample that does not count."""
+    greedy_reward: float | None = None
+    """Of the prompt's greedy completion, for Estimator.GREEDY_BASELINE."""
 
     def differs(self) -> bool:
         """Whether the rewards differ: else the group teaches nothing."""

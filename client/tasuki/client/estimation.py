@@ -58,17 +58,19 @@ class AdvantageSettings:
 class EstimatorState:
     """What one step's estimate passes on to the next: a few numbers, kept with the step."""
 
-    kl_coef: float = 0.0
+    kl_coef: float | None = None
+    """That kl_target has led to; None for the settings' own."""
     baseline: RunningBaseline = field(default_factory=RunningBaseline)
 
     def numbers(self) -> dict[str, float]:
-        return {"kl_coef": self.kl_coef, "baseline_total": self.baseline.total, "baseline_weight": self.baseline.weight}
+        numbers = {"baseline_total": self.baseline.total, "baseline_weight": self.baseline.weight}
+        return numbers if self.kl_coef is None else {"kl_coef": self.kl_coef, **numbers}
 
     @classmethod
-    def of(cls, numbers: Mapping[str, float], *, settings: AdvantageSettings) -> EstimatorState:
-        """The state that `numbers` tells, or that of a first step."""
+    def of(cls, numbers: Mapping[str, float]) -> EstimatorState:
+        """The state that `numbers` tells; that of a first step without any."""
         baseline = RunningBaseline(total=numbers.get("baseline_total", 0.0), weight=numbers.get("baseline_weight", 0.0))
-        return cls(numbers.get("kl_coef", settings.kl_coef), baseline)
+        return cls(numbers.get("kl_coef"), baseline)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,29 +97,27 @@ def estimate_advantages(
     tokens = _Tokens(samples)
     metrics: dict[str, float] = {}
     penalties_N = np.zeros(tokens.num_tokens)
-    rewards_S = np.asarray(rewards_PG, dtype=np.float64).reshape(-1)[list(places)]
+    kl_coef = settings.kl_coef if state.kl_coef is None else state.kl_coef
     if settings.kl_coef:
         log_probs_N = tokens.column("old_log_probs") if len(samples[0].old_log_probs) else tokens.column("rollout_log_probs")
         penalties_N = kl_penalties(log_probs_N, tokens.column("ref_log_probs"), estimator=settings.kl_estimator)
         kl_S = tokens.sums(penalties_N * tokens.mask_N)
-        metrics |= {"reward_kl": float(kl_S.mean()), "reward_kl_coef": state.kl_coef}
+        metrics |= {"reward_kl": float(kl_S.mean()), "reward_kl_coef": kl_coef}
+    shaped_PG = np.array(rewards_PG, dtype=np.float64)
     if settings.estimator in (Estimator.GAE, Estimator.GLOBALLY_WHITENED):
-        rewards_N = token_rewards(
-            rewards_S, penalties_N, tokens.num_completion_S, coef=state.kl_coef, loss_mask_N=tokens.mask_N
-        )
+        rewards_S = shaped_PG.reshape(-1)[list(places)]
+        rewards_N = token_rewards(rewards_S, penalties_N, tokens.num_completion_S, coef=kl_coef, loss_mask_N=tokens.mask_N)
         estimated, figures = _by_token(samples, tokens, rewards_N, settings=settings)
         metrics |= figures
     else:
-        shaped = np.asarray(rewards_PG, dtype=np.float64).reshape(-1)
-        shaped[list(places)] -= state.kl_coef * tokens.sums(penalties_N * tokens.mask_N)
-        advantages_PG = _by_sample(
-            shaped.reshape(rewards_PG.shape), tokens, places, greedy_rewards_P, settings=settings, state=state
-        )
+        shaped_PG.reshape(-1)[list(places)] -= kl_coef * tokens.sums(penalties_N * tokens.mask_N)
+        advantages_PG = _by_sample(shaped_PG, tokens, places, greedy_rewards_P, settings=settings, state=state)
         estimated = [
             replace(sample, advantages=float(advantages_PG.reshape(-1)[place]))
             for sample, place in zip(samples, places, strict=True)
         ]
-    return Estimate(estimated, _next_state(state, rewards_S, metrics, settings=settings), metrics)
+    coef = _next_coef(kl_coef, metrics, num_samples=len(samples), settings=settings)
+    return Estimate(estimated, EstimatorState(coef, state.baseline.updated(shaped_PG.reshape(-1))), metrics)
 
 
 def _by_sample(
@@ -169,14 +169,11 @@ def _by_token(
     return estimated, {} if np.isnan(explained) else {"explained_variance": explained}
 
 
-def _next_state(
-    state: EstimatorState, rewards_S: NDArray[np.floating], metrics: Mapping[str, float], *, settings: AdvantageSettings
-) -> EstimatorState:
-    coef = state.kl_coef
-    if settings.kl_target is not None and "reward_kl" in metrics:
-        adaptive = AdaptiveKlCoef(coef=coef, target=settings.kl_target, horizon=settings.kl_horizon)
-        coef = adaptive.updated(metrics["reward_kl"], num_samples=len(rewards_S)).coef
-    return EstimatorState(coef, state.baseline.updated(rewards_S))
+def _next_coef(kl_coef: float, metrics: Mapping[str, float], *, num_samples: int, settings: AdvantageSettings) -> float | None:
+    if settings.kl_target is None or "reward_kl" not in metrics:
+        return None
+    adaptive = AdaptiveKlCoef(coef=kl_coef, target=settings.kl_target, horizon=settings.kl_horizon)
+    return adaptive.updated(metrics["reward_kl"], num_samples=num_samples).coef
 
 
 class _Tokens:

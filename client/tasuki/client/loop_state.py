@@ -54,12 +54,22 @@ def read_loop_state(checkpoint: Path) -> LoopState:
 
 
 def damaged_checkpoint(checkpoint: Path, problem: str) -> InvalidArgument:
-    """What to tell of a checkpoint that a run cannot go on from."""
-    return InvalidArgument("checkpoint", f"{problem}; remove {checkpoint} to go on from the one before")
+    """What to tell of a checkpoint that a run cannot go on from: also which one is before it."""
+    complete = complete_checkpoints(checkpoint.parent)
+    before = complete[: complete.index(checkpoint)] if checkpoint in complete else complete
+    follows = (
+        f"to go on from {before[-1]}" if before else "to begin the run at step 0 again: there is no complete one before it"
+    )
+    return InvalidArgument("checkpoint", f"{problem}; remove {checkpoint} {follows}")
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Of a run's folder of checkpoints, the oldest version first."""
+    complete = [path.parent for path in folder.glob(f"version-*/{LOOP_FILE}")]
+    return sorted(complete, key=lambda path: (len(path.name), path.name))
 
 
 def newest_checkpoint(folder: Path) -> tuple[Path, LoopState] | None:
     """The complete checkpoint of the latest version; None without any. Raises as read_loop_state for that one; older ones do not count."""
-    complete = [path.parent for path in folder.glob(f"version-*/{LOOP_FILE}")]
-    newest = max(complete, key=lambda path: (len(path.name), path.name), default=None)
-    return None if newest is None else (newest, read_loop_state(newest))
+    complete = complete_checkpoints(folder)
+    return (complete[-1], read_loop_state(complete[-1])) if complete else None

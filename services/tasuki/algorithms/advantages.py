@@ -41,7 +41,7 @@ def leave_one_out(rewards_PG: Floats) -> NDArray[np.float32]:
     """[P, G]: reward minus the mean of the other rewards of its group. Exactly 0 in a group with equal rewards or a single one.
 
     rewards_PG: [P, G].
-    Source: RLOO (arXiv:2402.14740) eq. 8.
+    Source: RLOO (arXiv:2402.14740).
     """
     num_valid_P1 = np.isfinite(rewards_PG).sum(axis=1, keepdims=True)
     return (_group_centered(rewards_PG) * (num_valid_P1 / np.maximum(num_valid_P1 - 1, 1))).astype(np.float32)
@@ -52,7 +52,7 @@ def group_baseline_whitened(rewards_PG: Floats, *, num_counted_PG: Integers | No
 
     rewards_PG: [P, G]. num_counted_PG: [P, G] counted tokens of each sample, by which the batch's mean and variance weigh it; None
     for samples of equal weight.
-    Source: REINFORCE++-baseline (arXiv:2501.03262) sec. 3.2.
+    Source: REINFORCE++-baseline (arXiv:2501.03262).
     """
     centered_PG = _group_centered(rewards_PG)
     weights_PG = np.ones(centered_PG.shape) if num_counted_PG is None else np.asarray(num_counted_PG, dtype=np.float64)
@@ -67,7 +67,7 @@ def globally_whitened(
 
     rewards_N: [N], for example of `reward_kl.token_rewards`; num_completion_S: [S]. Tokens outside the mask take no step: they
     discount nothing. A sample with a NaN reward is left out whole.
-    Source: REINFORCE++ (arXiv:2501.03262) sec. 3.1.
+    Source: REINFORCE++ (arXiv:2501.03262).
     """
     mask_N = np.ones(len(rewards_N)) if loss_mask_N is None else np.asarray(loss_mask_N, dtype=np.float64)
     rewards_N, mask_N = _leave_out_failed(rewards_N, mask_N, num_completion_S)
@@ -84,7 +84,7 @@ def greedy_baseline(rewards_PG: Floats, greedy_rewards_P: Floats) -> NDArray[np.
     """[P, G]: reward minus the reward of the prompt's greedy completion; 0 in a group whose greedy reward failed.
 
     rewards_PG: [P, G]; greedy_rewards_P: [P].
-    Source: ReMax (arXiv:2310.10505) eq. 6.
+    Source: ReMax (arXiv:2310.10505).
     """
     return np.nan_to_num(np.asarray(rewards_PG, dtype=np.float64) - np.asarray(greedy_rewards_P)[:, None]).astype(np.float32)
 
@@ -92,7 +92,7 @@ def greedy_baseline(rewards_PG: Floats, greedy_rewards_P: Floats) -> NDArray[np.
 def batch_baseline(rewards_S: Floats, *, std: Std = "none") -> NDArray[np.float32]:
     """[S]: `group_mean` with the whole batch as one group, for one completion of each prompt.
 
-    Source: REINFORCE with a baseline, Williams (1992); batch statistics as in REINFORCE++ (arXiv:2501.03262) sec. 3.1.
+    Source: REINFORCE with a baseline, Williams (1992); batch statistics as in REINFORCE++ (arXiv:2501.03262).
     """
     return group_mean(np.asarray(rewards_S)[None], std=std)[0]
 
@@ -101,7 +101,7 @@ def batch_baseline(rewards_S: Floats, *, std: Std = "none") -> NDArray[np.float3
 class RunningBaseline:
     """Mean reward of past batches with exponential decay: the baseline for one completion of each prompt. Save and restore its fields.
 
-    Source: REINFORCE with a reinforcement-comparison baseline, Williams (1992); the decay as in SPIRAL (arXiv:2506.24119) sec. 3.3.
+    Source: REINFORCE with a reinforcement-comparison baseline, Williams (1992); the decay as in SPIRAL (arXiv:2506.24119).
     """
 
     decay: float = 0.95
@@ -182,7 +182,7 @@ def whitened(advantages_N: Floats, *, loss_mask_N: Floats) -> NDArray[np.float32
     """[N]: shifted and scaled to mean 0 and variance 1 over counted tokens; 0 elsewhere.
 
     The variance divides by the number of counted tokens less one.
-    Source: PPO's normalization of advantages, "Implementation matters" (arXiv:2005.12729) sec. 3.
+    Source: advantage normalization, "What matters in on-policy reinforcement learning?" (arXiv:2006.05990).
     """
     return _whitened(np.asarray(advantages_N, dtype=np.float64), np.asarray(loss_mask_N, dtype=np.float64)).astype(np.float32)
 

@@ -75,7 +75,7 @@ def _truncated(correction: Correction, log_r_N: Tensor, batch: LossBatch) -> tup
 def _masked(correction: Correction, log_r_N: Tensor, batch: LossBatch) -> Tensor:
     """[N] bool: the token's ratio, or the geometric mean over its sequence, lies outside the bounds.
 
-    Source: IcePop (arXiv:2510.18855) eq. 3; geometric mean: verl's `seq_mean_k1` rejection.
+    Source: IcePop (arXiv:2510.18855); geometric mean: verl's `seq_mean_k1` rejection.
     """
     masked_N = torch.zeros_like(log_r_N, dtype=torch.bool)
     if correction.token_mask is not None:

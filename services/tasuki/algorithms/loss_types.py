@@ -54,7 +54,7 @@ class PpoLoss:
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
-    """Greater than 1; bounds the loss at -dual_clip * advantage where the advantage is negative (arXiv:1912.09729 eq. 5)."""
+    """Greater than 1; bounds the loss at -dual_clip * advantage where the advantage is negative (arXiv:1912.09729)."""
 
     def __post_init__(self) -> None:
         _check_clip(self.clip_low, self.clip_high)
@@ -119,11 +119,11 @@ class Correction:
     """
 
     token_truncation: float | None = 2.0
-    """Weigh each token by min(r, this); at least 1 (arXiv:2505.24298 and https://fengyao.notion.site/off-policy-rl)."""
+    """Weigh each token by min(r, this); at least 1 (https://fengyao.notion.site/off-policy-rl)."""
     sequence_truncation: float | None = None
     """Weigh each token of a sequence by min(product of its r, this); at least 1."""
     token_mask: tuple[float, float] | None = None
-    """Leave out tokens whose r lies outside these bounds (IcePop, arXiv:2510.18855 eq. 3)."""
+    """Leave out tokens whose r lies outside these bounds. IcePop (arXiv:2510.18855) is token_mask=(0.5, 5.0), token_truncation=5.0."""
     geometric_mask: tuple[float, float] | None = None
     """Leave out sequences whose geometric mean of r lies outside these bounds."""
 

@@ -45,7 +45,7 @@ class Surrogate:
 def ppo(loss: PpoLoss, *, log_ratio_N: Tensor, advantages_N: Tensor) -> Surrogate:
     """PPO's pessimistic bound: the larger of the clipped and the unclipped loss of each token.
 
-    Source: PPO (arXiv:1707.06347) eq. 7; two bounds: DAPO (arXiv:2503.14476) eq. 10; dual clip: arXiv:1912.09729 eq. 5.
+    Source: PPO (arXiv:1707.06347) eq. 7; two bounds: DAPO (arXiv:2503.14476) eq. 10; dual clip: arXiv:1912.09729.
     """
     surrogate = _clipped(log_ratio_N.exp(), advantages_N, clip_low=loss.clip_low, clip_high=loss.clip_high)
     if loss.dual_clip is None:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tasuki.cli.evidence import evidence_folder
 from tasuki.config.load import load_config
 from tasuki.config.places import journal_path, log_path, training_log_path
 from tasuki.coordinator.audit.commands import audit_commands
@@ -30,9 +31,10 @@ def run(path: Path, *, as_json: bool) -> int:
 
     Raises PathNotFound, and InvalidArgument for a journal that cannot be read.
     """
-    folder, journal = _place(path)
+    place = _place(path)
+    folder = place.folder
     lives = {service: _lives(folder, service) for service in Service}  # before the journal: a node may go on meanwhile
-    history = read_history(journal)
+    history = read_history(place.journal)
     found = audit(history)
     found = replace(found, violation=found.violation or audit_commands(history, lives))
     records, damage = _training(folder)
@@ -41,11 +43,20 @@ def run(path: Path, *, as_json: bool) -> int:
         found = replace(found, violation=Violation(Invariant.TRAINED_ONCE, repetition))
     num_commands = sum(len(life.commands) for of_service in lives.values() for life in of_service)
     counts = {**_counts(found), "num_logged_commands": num_commands, "num_training_records": len(records)}
-    report = AuditReport(found.violation, damage, _not_audited(folder, lives), counts)
+    report = AuditReport(found.violation, damage, _not_audited(folder, lives), counts, place)
     sys.stdout.write(_json(report) if as_json else _text(report))
     if found.violation is not None:
         return BROKEN
     return UNREADABLE if damage else CLEAN
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlace:
+    """Where the evidence of a run is. is_of_node: in the node's folder, since the run's own has no copy yet."""
+
+    folder: Path
+    journal: Path
+    is_of_node: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +67,7 @@ class AuditReport:
     damage: str
     not_audited: tuple[str, ...]
     counts: dict[str, Any]
+    place: RunPlace
 
 
 def _training(folder: Path) -> tuple[list[TrainingRecord], str]:
@@ -82,15 +94,16 @@ def _not_audited(folder: Path, lives: Mapping[Service, Sequence[LoggedLife]]) ->
     return tuple(lacking)
 
 
-def _place(path: Path) -> tuple[Path, Path]:
-    """The folder of a run and its journal, from a configuration, a folder or a journal."""
+def _place(path: Path) -> RunPlace:
+    """From a configuration, a folder or a journal."""
     if path.suffix == ".toml":
         path = load_config(path).state_dir
     if path.is_dir():
-        return path, journal_path(path)
+        folder = evidence_folder(path)
+        return RunPlace(folder, journal_path(folder), is_of_node=folder != path)
     if not path.exists():
         raise PathNotFound(f"there is nothing at {path}; give a state folder, an output folder or a journal", path=path)
-    return path.parent, path
+    return RunPlace(path.parent, path)
 
 
 def _lives(folder: Path, service: Service) -> list[LoggedLife]:
@@ -113,6 +126,7 @@ def _json(report: AuditReport) -> str:
         "violation": violation,
         "damage": report.damage,
         "not_audited": report.not_audited,
+        "journal": str(report.place.journal),
         **report.counts,
     }
     return json.dumps(content, indent=2) + "\n"
@@ -134,5 +148,9 @@ def _text(report: AuditReport) -> str:
         lines[0] = f"damaged: the trainer's log; apart from it {lines[0]}"
         lines.append(f"  {report.damage}, so what was trained cannot be audited; the journal can")
     lines.append(" ".join(f"{name.removeprefix('num_')}={count}" for name, count in report.counts.items()))
+    if report.place.is_of_node:
+        lines.append(
+            f"read: {report.place.journal} of the node; the run's folder has no copy, as `tasuki train` has not ended in order"
+        )
     lines += [f"not audited: {lacking}" for lacking in report.not_audited]
     return "\n".join(lines) + "\n"

@@ -24,13 +24,16 @@ class Continuation:
 
     def seek(self, dataset: Dataset, *, prompts_per_step: int) -> None:
         """Leaves out the rows that were trained on."""
-        if self.steps and self.steps[-1].position:
-            dataset.seek(self.steps[-1].position)
-            return
-        if self.position is not None:
-            dataset.seek(self.position)
-        # A step of which nothing is known but that it was made.
-        for _ in range(self.num_steps_after_position):
+        num_unknown = 0
+        for step in reversed(self.steps[len(self.steps) - self.num_steps_after_position :]):
+            if step.position:
+                dataset.seek(step.position)
+                break
+            num_unknown += 1  # nothing is known of it but that it was made
+        else:
+            if self.position is not None:
+                dataset.seek(self.position)
+        for _ in range(num_unknown):
             dataset.next_rows(prompts_per_step)
 
 

@@ -10,21 +10,40 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from tasuki.cli.rotation import KEPT_LOGS, rotated_paths
+from tasuki.client.durable import write_durably
 from tasuki.config.places import journal_path, log_path, training_log_path
 
 _PROCESSES = ("coordinator", "trainer", "rollout", "supervisor")
+_NODE_FILE = "state_dir"
 
 
 @contextmanager
 def kept_evidence(state_dir: Path, output_dir: Path) -> Iterator[None]:
-    """Copies the node's logs and journal when the block ends, however it ends. What cannot be copied is said, and not raised."""
+    """Copies the node's logs and journal when the block ends, however it ends. What cannot be copied is said, and not raised.
+
+    Until then, and for good when this process is killed, `evidence_folder` of the output folder is the node's.
+    """
+    node_file = output_dir / _NODE_FILE
+    if output_dir.resolve() != state_dir.resolve():
+        output_dir.mkdir(parents=True, exist_ok=True)
+        write_durably(node_file, f"{state_dir.resolve()}\n")
     try:
         yield
     finally:
         try:
             copy_evidence(state_dir, output_dir)
+            node_file.unlink(missing_ok=True)
         except (OSError, sqlite3.Error) as error:
             sys.stderr.write(f"tasuki: not all that an audit reads could be copied to {output_dir}: {error}\n")
+
+
+def evidence_folder(folder: Path) -> Path:
+    """The folder with the evidence of the run in `folder`: the node's while the run's own copy is missing, else `folder` itself."""
+    try:
+        state_dir = Path((folder / _NODE_FILE).read_text().strip())
+    except FileNotFoundError:
+        return folder
+    return state_dir if journal_path(state_dir).is_file() else folder
 
 
 def copy_evidence(state_dir: Path, output_dir: Path) -> None:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from tasuki.models.config_json import read_json_object
+from tasuki.trainer.durable.regular_file import open_regular
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
 _KEY = "model.path"
@@ -31,7 +32,7 @@ def check_model_folder(path: Path) -> None:
 def _check_readable(file: Path) -> None:
     """Of what safetensors says alike of a file that it may not read, and of one that is not there: which of the two."""
     try:
-        file.open("rb").close()
+        open_regular(file).close()
     except OSError as error:
         text = f"{file} cannot be read as user {os.getuid()} ({error.strerror}): see its permissions, and where it links to"
         raise InvalidArgument(_KEY, text) from error

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tasuki.cli.exit_report import node_down
 from tasuki.cli.model_folder import check_model_folder
 from tasuki.cli.post_mortem import why_it_ended
-from tasuki.cli.processes import parent_and_state
+from tasuki.cli.processes import descendants, has_ended, parent_and_state
 from tasuki.cli.rotation import KEPT_LOGS, rotate
 from tasuki.cli.services import ServiceCommand, node_services
 from tasuki.config.gpus import check_gpu_is_shown
@@ -48,6 +48,7 @@ from tasuki.wire.errors import (
 )
 
 STOP_TIMEOUT_S = 10.0
+_KILL_S = 3.0
 _POLL_S = 0.1
 # Each may hold all samples since a checkpoint.
 _KEPT_TRAINING_LOGS = 2
@@ -138,20 +139,44 @@ def _check_state_folder(state_dir: Path) -> None:
 
 
 def stop_node(state_dir: Path) -> bool:
-    """Stops the node on `state_dir` and returns when no process of it is left; False when none ran."""
+    """Stops the node on `state_dir` and returns when no process of it is left; False when none ran.
+
+    A supervisor or guard that somebody has stopped goes on; a guard that does not end after its supervisor is killed.
+    Raises DeadlineExceeded naming the process that keeps the node from ending.
+    """
     asked: set[int] = {os.getpid()}
     deadline = time.monotonic() + STOP_TIMEOUT_S
+    guard_pid = 0
     while (pid := holder(state_dir, name=NODE_LOCK)) is not None:
         # While a node starts, the lock passes from the process that was asked to start it to the supervisor.
         if pid and pid not in asked:
             asked.add(pid)
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
-                os.kill(pid, signal.SIGCONT)  # one that was stopped would not hear of it
-        if time.monotonic() > deadline:
+            _kill(pid, signal.SIGTERM)
+            _kill(pid, signal.SIGCONT)  # one that was stopped would not hear of it
+        guard_pid = parent_and_state(pid)[0] or guard_pid
+        is_guard_left = has_ended(pid) and _shares_lock(guard_pid, state_dir)
+        if is_guard_left:
+            _kill(guard_pid, signal.SIGCONT)
+            if time.monotonic() > deadline and all(map(has_ended, descendants(guard_pid))):
+                _kill(guard_pid, signal.SIGKILL)
+        if time.monotonic() > deadline + (_KILL_S if is_guard_left else 0.0):
             raise DeadlineExceeded(f"the node has not stopped in {STOP_TIMEOUT_S:.0f} s: {_stuck(pid)}", pid=pid)
         time.sleep(_POLL_S)
     return len(asked) > 1
+
+
+def _shares_lock(pid: int, state_dir: Path) -> bool:
+    """Whether the process has the node's lock open, as the supervisor and its guard do."""
+    lock = (state_dir / f"{NODE_LOCK}.lock").resolve()
+    try:
+        return any(file.resolve() == lock for file in Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:  # it has just ended
+        return False
+
+
+def _kill(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def _stuck(pid: int) -> str:
@@ -179,7 +204,10 @@ def running_node(config: NodeConfig, *, may_start: bool = True, tell: Tell = to_
     try:
         yield
     finally:
-        node.stop()
+        try:
+            node.stop()
+        except DeadlineExceeded as error:  # how the run ended is for what ran here to say
+            tell(f"tasuki: {error.message}")
 
 
 def _stays(config: NodeConfig, *, tell: Tell) -> bool:

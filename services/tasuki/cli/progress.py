@@ -17,6 +17,11 @@ from tasuki.client.step import Step
 from tasuki.wire.errors import TasukiError
 
 _WATCH_AGAIN_S = 0.5
+INEXACT = (
+    "warning: train.top_p or train.top_k leaves tokens out, but log-probs are those of all tokens: importance ratios are biased; "
+    "remove both keys for exact ones"
+)
+"""Told once in a run; the metric inexact_fraction counts."""
 
 
 class TrainProgress:
@@ -34,6 +39,7 @@ class TrainProgress:
         )
         self._bar = Progress(*columns, console=self._console)
         self._task = self._bar.add_task("starting", total=num_steps, stage="")
+        self._has_warned = False
 
     def __enter__(self) -> TrainProgress:
         if self._console.is_terminal:
@@ -47,6 +53,9 @@ class TrainProgress:
             self._bar.stop()
 
     def report(self, step: Step) -> None:
+        if step.metrics.get("inexact_fraction") and not self._has_warned:
+            self._has_warned = True
+            sys.stderr.write(f"{INEXACT}\n")
         line = step_line(step)
         if self._console.is_terminal:
             self._console.print(line, highlight=False)

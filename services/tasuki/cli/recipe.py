@@ -47,12 +47,21 @@ def check_recipe(now: Recipe, *, begun_with: Recipe, output_dir: Path) -> None:
         is_, was = now[key], begun_with[key]
         if is_ == was:
             continue
+        key, is_, was = _difference(key, is_, was)
         what = f"is {is_!r}, but the run was begun with {was!r}"
         if _is_digest(is_) and _is_digest(was):
             what = "has another content than the run was begun with"
         raise InvalidArgument(
             key, f"{what}; put it back to resume {output_dir}, or choose another train.output_dir for a new run"
         )
+
+
+def _difference(key: str, is_: Any, was: Any) -> tuple[str, Any, Any]:
+    """The first key below two different values at which they differ, and what is there; None where one has no such key."""
+    if not isinstance(is_, Mapping) or not isinstance(was, Mapping):
+        return key, is_, was
+    below = next(name for name in sorted(is_.keys() | was.keys()) if is_.get(name) != was.get(name))
+    return _difference(f"{key}.{below}", is_.get(below), was.get(below))
 
 
 def _is_digest(value: object) -> bool:

@@ -118,7 +118,7 @@ def _train(config: NodeConfig, inputs: TrainInputs, earlier: EarlierRun | None, 
             dataset = Dataset(inputs.rows, seed=train.seed)
             start.seek(dataset, prompts_per_step=train.prompts_per_step)
             settings = loop_settings(train)
-            state = EstimatorState.of(start.steps[-1].estimator if start.steps else {}, settings=settings.advantages)
+            state = EstimatorState.of(start.steps[-1].estimator if start.steps else {})
             loop = RlLoop(client, dataset, inputs.eval_rows, inputs.tokenizer, rewards, settings, state)
             loop.run(report, first_step=start.first_step)
             changeovers = changeovers_of(start.steps) + client.state().num_changeovers - num_changeovers

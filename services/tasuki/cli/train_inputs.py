@@ -35,8 +35,18 @@ def read_inputs(config: NodeConfig) -> TrainInputs:
         raise InvalidArgument("train.stop_at_eval_score", "needs an eval_dataset")
     tokenizer = ModelTokenizer(config.model.path)
     limit = min(_context_length(config), config.trainer.micro_batch_tokens)
-    for path, some_rows in ((train.dataset, rows), (train.eval_dataset, eval_rows)):
-        check_lengths(some_rows, tokenizer=tokenizer, max_prompt_tokens=limit - train.max_new_tokens, path=path)
+    check_lengths(
+        rows,
+        tokenizer=tokenizer,
+        limit=limit,
+        key="train.max_new_tokens",
+        max_new_tokens=train.max_new_tokens,
+        path=train.dataset,
+    )
+    key, max_new_tokens = "train.eval.max_new_tokens", train.eval.max_new_tokens
+    if max_new_tokens is None:
+        key, max_new_tokens = "train.max_new_tokens", train.max_new_tokens
+    check_lengths(eval_rows, tokenizer=tokenizer, limit=limit, key=key, max_new_tokens=max_new_tokens, path=train.eval_dataset)
     return TrainInputs(train, tokenizer, rows, eval_rows)
 
 
@@ -50,14 +60,19 @@ def check_output(output_dir: Path) -> None:
             raise PathExists(f"train.output_dir: {text}", path=output_dir)
 
 
-def check_lengths(rows: Sequence[Row], *, tokenizer: ModelTokenizer, max_prompt_tokens: int, path: Path | None) -> None:
-    """Raises InvalidArgument naming the first row whose prompt leaves no room for max_new_tokens."""
+def check_lengths(
+    rows: Sequence[Row], *, tokenizer: ModelTokenizer, limit: int, key: str, max_new_tokens: int, path: Path | None
+) -> None:
+    """Raises InvalidArgument naming the first row whose prompt leaves no room for max_new_tokens, which `key` sets.
+
+    limit: tokens of a prompt with its completion.
+    """
     for number, row in enumerate(rows, start=1):
         num_tokens = len(tokenizer.encode_prompt(row["prompt"]))
         if not num_tokens:
             raise InvalidArgument("dataset", f"{path}: row {number}: the prompt has no tokens")
-        if num_tokens > max_prompt_tokens:
-            text = f"{path}: row {number}: the prompt has {num_tokens} tokens; with train.max_new_tokens, at most {max_prompt_tokens} fit"
+        if num_tokens > limit - max_new_tokens:
+            text = f"{path}: row {number}: the prompt has {num_tokens} tokens; with {key}, at most {limit - max_new_tokens} fit"
             raise InvalidArgument("dataset", text, num_tokens=num_tokens)
 
 

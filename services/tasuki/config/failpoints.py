@@ -22,6 +22,7 @@ _TRAINER_COMMANDS = (
     "ForwardBackward",
     "OptimStep",
     "DiscardGradients",
+    "BeginRun",
     "WithdrawWeights",
     "SaveCheckpoint",
     "LoadCheckpoint",

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from tasuki.algorithms.loss_types import SettingError
 from tasuki.config.constraints import SettingsConflict
 from tasuki.config.schema import NodeConfig
 from tasuki.wire.errors import InvalidArgument, PathNotFound
@@ -38,6 +39,8 @@ def load_config(path: Path, *, overrides: Sequence[str] = ()) -> NodeConfig:
         if isinstance(conflict, SettingsConflict):
             raise InvalidArgument(conflict.field, str(conflict)) from error
         key = ".".join(str(part) for part in first["loc"]) or "config"
+        if isinstance(conflict, SettingError):
+            raise InvalidArgument(f"{key}.{conflict.field}", conflict.problem) from error
         raise InvalidArgument(key, _explain(first)) from error
 
 

@@ -16,23 +16,26 @@ LOSSES: Mapping[str, type] = {
     re.sub(r"(?<=[a-z])(?=[A-Z])", "_", loss.__name__.removesuffix("Loss")).lower(): loss for loss in get_args(Loss)
 }
 """By name: "ppo", "policy_gradient", ..."""
-_SHARED = {field.name for field in dataclasses.fields(LossConfig)} - {"loss", "old_policy", "denominator"}
+SHARED = tuple(
+    field.name for field in dataclasses.fields(LossConfig) if field.name not in ("loss", "old_policy", "denominator")
+)
+"""Settings of every loss. `old_policy` is a key of [train]; `denominator` is for loops that add up several calls."""
 
 
 def read_loss(table: Mapping[str, Any]) -> LossConfig:
-    """Raises ValueError naming the key."""
+    """Raises SettingError naming the key."""
     settings = dict(table)
     name = settings.pop("name", "ppo")
-    if name not in LOSSES:
-        raise ValueError(f"name: {name!r} is no loss; give one of {', '.join(LOSSES)}")
+    if not isinstance(name, str) or name not in LOSSES:
+        raise SettingError("name", f"{name!r} is no loss; give one of {', '.join(LOSSES)}")
     cls = LOSSES[name]
     own = {field.name for field in dataclasses.fields(cls)}
-    unknown = settings.keys() - own - _SHARED
+    unknown = settings.keys() - own.union(SHARED)
     if unknown:
-        raise ValueError(f"{min(unknown)}: unknown key; {name} has {', '.join(sorted(own | _SHARED))}")
+        raise SettingError(min(unknown), f"unknown key; {name} has {', '.join(sorted(own.union(SHARED)))}")
     if isinstance(settings.get("correction"), Mapping):
         settings["correction"] = _read_correction(settings["correction"])
-    shared = {key: value for key, value in settings.items() if key in _SHARED}
+    shared = {key: value for key, value in settings.items() if key in SHARED}
     loss = _built(cls, {key: value for key, value in settings.items() if key in own})
     return _built(LossConfig, {**shared, "loss": loss})
 
@@ -40,7 +43,7 @@ def read_loss(table: Mapping[str, Any]) -> LossConfig:
 def write_loss(config: LossConfig) -> dict[str, Any]:
     """The table that read_loss reads back; None is left out."""
     name = next(name for name, cls in LOSSES.items() if isinstance(config.loss, cls))
-    shared = {field: getattr(config, field) for field in sorted(_SHARED - {"correction"})}
+    shared = {field: getattr(config, field) for field in SHARED if field != "correction"}
     table = {"name": name, **dataclasses.asdict(config.loss), **shared}
     table["correction"] = _without_none(dataclasses.asdict(config.correction))
     return {key: str(value) if isinstance(value, StrEnum) else value for key, value in _without_none(table).items()}
@@ -51,11 +54,11 @@ def _read_correction(table: Mapping[str, Any]) -> Correction:
     known = {field.name: None for field in dataclasses.fields(Correction)}
     unknown = table.keys() - known.keys()
     if unknown:
-        raise ValueError(f"correction.{min(unknown)}: unknown key; it has {', '.join(known)}")
-    return _built(Correction, {**known, **table})
+        raise SettingError(f"correction.{min(unknown)}", f"unknown key; it has {', '.join(known)}")
+    return _built(Correction, {**known, **table}, below="correction.")
 
 
-def _built(cls: type, settings: Mapping[str, Any]) -> Any:
+def _built(cls: type, settings: Mapping[str, Any], *, below: str = "") -> Any:
     """The dataclass, with the types of its fields checked, which its own checks of ranges rely on."""
     try:
         return TypeAdapter(cls).validate_python(dict(settings))
@@ -63,10 +66,9 @@ def _built(cls: type, settings: Mapping[str, Any]) -> Any:
         first = error.errors()[0]
         cause = first.get("ctx", {}).get("error")
         if isinstance(cause, SettingError):
-            raise ValueError(f"{cause.field}: {cause.problem}") from error
-        raise ValueError(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}") from error
-    except SettingError as error:
-        raise ValueError(f"{error.field}: {error.problem}") from error
+            raise SettingError(f"{below}{cause.field}", cause.problem) from error
+        key = below + ".".join(str(part) for part in first["loc"])
+        raise SettingError(key, f"{first['msg']} (got {first['input']!r})") from error
 
 
 def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -179,4 +179,6 @@ class TrainConfig(Schema):
             raise ValueError(f"loss.name: {type(self.loss.loss).__name__} does not learn from rewards")
         if self.max_batches > 1 and self.group_size == 1:
             raise ValueError("max_batches > 1 keeps groups that differ, which a group of one never does")
+        if self.critic_warmup_steps and estimator != "gae":
+            raise ValueError('critic_warmup_steps needs a critic: set algorithm = "ppo"')
         return self

@@ -28,6 +28,8 @@ KEYS = {
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
     "use_bidirectional_attention": (False,),
+    # SGLang takes the embedding for the vocabulary projection, whatever the checkpoint has.
+    "tie_word_embeddings": (True,),
 }
 
 

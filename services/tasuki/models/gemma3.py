@@ -26,6 +26,7 @@ def _read(config: Config) -> Model:
         has_output_bias=has_bias,
         qk_norm=QkNorm.HEAD,
         caps_logits=final_cap is not None,
+        has_whole_embedding=True,
         **NORMS,
     )
     types, window = _layer_types(config, shape.num_layers), size(config, "sliding_window", default=4096)

@@ -24,7 +24,14 @@ def _read(config: Config) -> Model:
 FAMILY = Family(
     architecture="MixtralForCausalLM",
     read=_read,
-    keys={"sliding_window": None, "num_local_experts": None, "num_experts_per_tok": None, "router_jitter_noise": (0,)},
+    keys={
+        "sliding_window": None,
+        "num_local_experts": None,
+        "num_experts_per_tok": None,
+        "router_jitter_noise": (0,),
+        # SGLang's Mixtral has a vocabulary projection that a checkpoint with tied embeddings would leave unset.
+        "tie_word_embeddings": (False,),
+    },
     # SGLang's Mixtral reads the base of the rotary embedding only.
     rope_types=rope.DEFAULT,
     checkpoint=CheckpointNames(block="block_sparse_moe", gate="w1", up="w3", down="w2"),

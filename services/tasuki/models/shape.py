@@ -57,6 +57,8 @@ class ModelShape:
     caps_attention: bool = False
     """Whether the logits of attention are capped, which takes the whole matrix of them."""
     caps_logits: bool = False
+    has_whole_embedding: bool = False
+    """Whether every engine rank holds the whole embedding."""
     is_critic: bool = False
     """Whether a value head is in place of the vocabulary projection."""
     num_experts: int = 0

@@ -32,6 +32,9 @@ def engine_weights(layout: Layout) -> int:
     repeats = max(1, layout.tp_size // model.num_kv_heads)
     whole = replace(model, num_kv_heads=model.num_kv_heads * repeats)
     tensors = [numel * layout.engine_bytes for unit in whole.units() for numel in _rank_tensors(unit, layout.tp_size)]
+    if model.has_whole_embedding:
+        # Beside the part that is counted above.
+        tensors.append(model.vocab_size * model.hidden_size * (layout.tp_size - 1) // layout.tp_size * layout.engine_bytes)
     # The rotary tables, in float32.
     tensors.append(model.context_length * model.head_dim * 4)
     return arena_bytes(tuple(tensors), device=layout.device)

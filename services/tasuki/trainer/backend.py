@@ -5,7 +5,7 @@ Every rank makes the same calls in the same order. A backend knows models, meshe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -98,8 +98,8 @@ class Backend(Protocol):
         """Writes everything that training needs. Returns the bytes. Raises PathExists, DiskFull, InvalidArgument."""
         ...
 
-    def load_checkpoint(self, path: Path, *, have: LearnerFacts) -> LearnerFacts:
-        """All or nothing. Raises PathNotFound, InvalidArgument, VersionOrder."""
+    def load_checkpoint(self, path: Path, *, have: LearnerFacts, progressed: Callable[[], None]) -> LearnerFacts:
+        """All or nothing. progressed: called while it reads. Raises PathNotFound, InvalidArgument, VersionOrder."""
         ...
 
     def export_model(self, path: Path) -> int:

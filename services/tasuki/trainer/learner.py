@@ -71,7 +71,7 @@ class Learner:
         skips_non_finite: bool = False,
         progressed: Callable[[], None] = lambda: None,
     ) -> None:
-        """optimizers: of the roles that are trained. progressed: called after each micro-batch.
+        """optimizers: of the roles that are trained. progressed: called after each micro-batch, and while a checkpoint is read.
 
         skips_non_finite: drops gradients that are not finite and counts the step as skipped; else optim_step raises.
         """
@@ -150,7 +150,7 @@ class Learner:
 
     def load_checkpoint(self, path: Path) -> None:
         """Raises with nothing changed. Clears the gradients."""
-        facts = self.backend.load_checkpoint(path, have=self._facts())
+        facts = self.backend.load_checkpoint(path, have=self._facts(), progressed=self._progressed)
         for role, state in self.roles.items():
             state.version, state.schedule_start = facts.versions[role], facts.schedule_starts[role]
             self.discard_gradients(role)

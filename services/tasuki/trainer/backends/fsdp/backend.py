@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,9 +138,10 @@ class FsdpBackend:
         self.memory.wait_for_optimizer()
         return save_checkpoint(path, tensors=self._training_tensors(), facts=self._checkpoint_facts(facts))
 
-    def load_checkpoint(self, path: Path, *, have: LearnerFacts) -> LearnerFacts:
+    def load_checkpoint(self, path: Path, *, have: LearnerFacts, progressed: Callable[[], None]) -> LearnerFacts:
         self.memory.wait_for_optimizer()
-        facts = load_checkpoint(path, tensors=self._training_tensors(), have=self._checkpoint_facts(have))
+        have_facts = self._checkpoint_facts(have)
+        facts = load_checkpoint(path, tensors=self._training_tensors(), have=have_facts, progressed=progressed)
         return LearnerFacts(
             versions={role: each.version for role, each in facts.roles.items()},
             schedule_starts={role: each.schedule_start for role, each in facts.roles.items()},

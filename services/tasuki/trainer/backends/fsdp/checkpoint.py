@@ -6,7 +6,8 @@ A checkpoint is a folder: torch's files with model, optimizer and random state, 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,9 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.optim import Optimizer
 
-from tasuki.trainer.backends.fsdp.checkpoint_files import TensorReader, TensorWriter, damaged
+from tasuki.trainer.backends.fsdp.checkpoint_files import DamagedFile, TensorReader, TensorWriter, damaged
 from tasuki.trainer.backends.fsdp.lora import trained_parameters
 from tasuki.trainer.durable.atomic_folder import cannot_write, drop_aside, folder_bytes, rename_into_place, start_aside
+from tasuki.trainer.durable.regular_file import read_regular
 from tasuki.trainer.roles import Role
 from tasuki.wire.errors import InvalidArgument, PathNotFound, VersionOrder
 
@@ -76,28 +78,34 @@ def save_checkpoint(path: Path, *, tensors: Mapping[str, Tensor], facts: Checkpo
 
 
 def read_facts(path: Path) -> CheckpointFacts:
-    """Raises PathNotFound without a checkpoint at `path`, InvalidArgument when it is not one of ours."""
-    if not (path / _FACTS_FILE).is_file():
-        raise PathNotFound(f"{path} is no checkpoint: it has no {_FACTS_FILE}", path=path)
+    """Raises PathNotFound without a checkpoint at `path`, InvalidArgument when it is not one of ours or cannot be read."""
+    file = path / _FACTS_FILE
     try:
-        content = (path / _FACTS_FILE).read_bytes()
+        content = read_regular(file)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise PathNotFound(f"{path} is no checkpoint: it has no {_FACTS_FILE}", path=path) from error
+    except OSError as error:
+        raise InvalidArgument("path", f"{file} cannot be read as user {os.getuid()}: {error.strerror}") from error
+    try:
         if _Fields.validate_json(content).get("format") != _FORMAT:
             raise InvalidArgument("path", f"{path} is of a format that this version does not read")
         return _Facts.validate_json(content, strict=True)
     except ValidationError as error:
-        raise damaged(path / _FACTS_FILE, error) from error
+        raise damaged(file, error) from error
 
 
 @torch.no_grad()
-def load_checkpoint(path: Path, *, tensors: Mapping[str, Tensor], have: CheckpointFacts) -> CheckpointFacts:
+def load_checkpoint(
+    path: Path, *, tensors: Mapping[str, Tensor], have: CheckpointFacts, progressed: Callable[[], None] = lambda: None
+) -> CheckpointFacts:
     """Fills `tensors`, and the random state if the number of ranks is the same. Returns what the checkpoint says of itself.
 
-    All or nothing: the tensors are read beside the present ones, which change only when all are there.
-    Raises VersionOrder when the checkpoint is older than `have`, and what read_facts raises.
+    All or nothing: the tensors are read beside the present ones, which change only when all are there and their checksums are right.
+    progressed: called while it reads. Raises VersionOrder when the checkpoint is older than `have`, and what read_facts raises.
     """
     facts = read_facts(path)
     _check_fits(path, facts, have=have)
-    reader = TensorReader(path)
+    reader = TensorReader(path, progressed=progressed)
     loaded: dict[str, Tensor] = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
     if facts.num_ranks == have.num_ranks:
         loaded[_random_key()] = torch.get_rng_state()
@@ -156,4 +164,6 @@ def _random_key() -> str:
 def _cause(error: CheckpointException) -> str:
     """The first rank's failure, without torch's traceback."""
     failure = next(iter(error.failures.values()), (error, None))[0]
+    if isinstance(failure, DamagedFile):
+        return str(failure)
     return f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"

@@ -1,18 +1,25 @@
 """The files of a checkpoint: torch.distributed.checkpoint writes and reads the tensors; their index is JSON, since torch's own is a pickle.
 
 Whoever can write a pickle can run what he likes in the process that reads it. Tensors are read with `weights_only`, which does not.
+The index has a checksum of every part of a tensor, since torch loads what a disk or a copy has damaged without a word.
 """
 
 from __future__ import annotations
 
+import io
 import math
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError, model_validator
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, SavePlan, SavePlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -23,9 +30,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from tasuki.trainer.durable.regular_file import open_regular, read_regular
 from tasuki.wire.errors import InvalidArgument
 
 _INDEX_FILE = "tensors.json"
+_CHUNK_BYTES = 16 << 20
 _Sizes = tuple[NonNegativeInt, ...]
 
 
@@ -44,6 +53,8 @@ class _Part(BaseModel):
     file: Annotated[str, Field(pattern=r"^\w+\.distcp$")]
     start: NonNegativeInt
     num_bytes: NonNegativeInt
+    crc32: Annotated[int, Field(ge=0, lt=2**32)]
+    """Of those bytes."""
 
 
 class _Tensor(BaseModel):
@@ -63,17 +74,36 @@ class _Tensor(BaseModel):
 _Index = TypeAdapter(dict[str, _Tensor])
 
 
+@dataclass
+class _StoredPart(_StorageInfo):
+    """Where torch has written a part, and its checksum. Travels to the first rank with the rest of torch's results."""
+
+    crc32: int = 0
+
+
+class DamagedFile(ValueError):
+    """A tensor's bytes are not what was written. One message and nothing else: it passes between ranks as torch's exceptions do."""
+
+
 class TensorWriter(FileSystemWriter):
     """Writes tensors, and their index beside them. Says what the disk said."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
-            return super().write_data(plan, planner)
+            results = super().write_data(plan, planner).wait()
         except RuntimeError as error:
             # torch.save closes its archive when a write has failed, and that fails as well: the disk's error is the one before.
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from error
             raise
+        summed: Future[list[WriteResult]] = Future()
+        summed.set_result([replace(result, storage_data=self._sum_up(result.storage_data)) for result in results])
+        return summed
+
+    def _sum_up(self, stored: _StorageInfo) -> _StoredPart:
+        with open_regular(Path(self.path) / stored.relative_path) as file:
+            crc32 = _checksum(file, stored, progressed=lambda: None)
+        return _StoredPart(stored.relative_path, stored.offset, stored.length, crc32=crc32)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
@@ -87,14 +117,15 @@ class TensorWriter(FileSystemWriter):
 
 
 class TensorReader(FileSystemReader):
-    """Reads what TensorWriter has written."""
+    """Reads what TensorWriter has written, from regular files whose checksums are right."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises InvalidArgument when the index is missing or damaged."""
+    def __init__(self, folder: Path, *, progressed: Callable[[], None]) -> None:
+        """progressed: called for every 16 MiB. Raises InvalidArgument when the index is missing or damaged."""
         super().__init__(folder)
+        self.fs, self._progressed = _RegularFiles(), progressed
         file = folder / _INDEX_FILE
         try:
-            self._metadata = _metadata(_Index.validate_json(file.read_bytes()))
+            self._metadata = _metadata(_Index.validate_json(read_regular(file)))
         except OSError as error:
             raise InvalidArgument("path", f"{file} cannot be read: {error.strerror}") from error
         except ValidationError as error:
@@ -102,6 +133,37 @@ class TensorReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Raises DamagedFile before anything is read of a part whose checksum is another."""
+        parts: Mapping[MetadataIndex, _StoredPart] = self.storage_data
+        wanted = {(part.relative_path, part.offset): part for part in (parts[item.storage_index] for item in plan.items)}
+        for _, part in sorted(wanted.items()):
+            with open_regular(Path(self.path) / part.relative_path) as file:
+                if _checksum(file, part, progressed=self._progressed) != part.crc32:
+                    raise DamagedFile(f"{part.relative_path} is damaged: its checksum is not the one in {_INDEX_FILE}")
+        return super().read_data(plan, planner)
+
+
+class _RegularFiles(FileSystem):
+    """Torch's file system for reading; a FIFO in the place of a file is refused, and not waited for."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        assert mode == "rb", "nothing is written while a checkpoint is read"
+        with open_regular(Path(path)) as stream:
+            yield stream
+
+
+def _checksum(file: BinaryIO, part: _StorageInfo, *, progressed: Callable[[], None]) -> int:
+    """CRC-32 of a part's bytes; of fewer where the file ends before."""
+    file.seek(part.offset)
+    left, crc32 = part.length, 0
+    while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
+        crc32 = zlib.crc32(chunk, crc32)
+        left -= len(chunk)
+        progressed()
+    return crc32
 
 
 def damaged(file: Path, error: ValidationError) -> InvalidArgument:
@@ -111,23 +173,24 @@ def damaged(file: Path, error: ValidationError) -> InvalidArgument:
     return InvalidArgument("path", f"{file} is damaged: {f'{place}: ' if place else ''}{first['msg']}")
 
 
-def _part(chunk: ChunkStorageMetadata, stored: _StorageInfo) -> _Part:
+def _part(chunk: ChunkStorageMetadata, stored: _StoredPart) -> _Part:
     return _Part(
         offsets=tuple(chunk.offsets),
         sizes=tuple(chunk.sizes),
         file=stored.relative_path,
         start=stored.offset,
         num_bytes=stored.length,
+        crc32=stored.crc32,
     )
 
 
 def _metadata(index: dict[str, _Tensor]) -> Metadata:
     """As torch's reader would have it."""
     tensors: dict[str, Any] = {}
-    stored: dict[MetadataIndex, _StorageInfo] = {}
+    stored: dict[MetadataIndex, _StoredPart] = {}
     for name, tensor in index.items():
         chunks = [ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)) for part in tensor.parts]
         tensors[name] = TensorStorageMetadata(TensorProperties(getattr(torch, tensor.dtype)), torch.Size(tensor.size), chunks)
         for part in tensor.parts:
-            stored[MetadataIndex(name, part.offsets)] = _StorageInfo(part.file, part.start, part.num_bytes)
+            stored[MetadataIndex(name, part.offsets)] = _StoredPart(part.file, part.start, part.num_bytes, crc32=part.crc32)
     return Metadata(tensors, storage_data=stored)

@@ -17,6 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from tasuki.models.checkpoint import CheckpointNames
 from tasuki.models.families import find_family
 from tasuki.trainer.backends.fsdp.lora import adapter_parameters, base_parameters
+from tasuki.trainer.durable.regular_file import open_regular
 from tasuki.transport.shards import Shard, checkpoint_shards
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
@@ -101,6 +102,7 @@ def tensor_files(folder: Path) -> dict[str, str]:
 
 def _opened(file: Path) -> safe_open:
     try:
+        open_regular(file).close()  # safe_open waits for the writer of a FIFO
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
         raise InvalidArgument("model.path", f"{file} is damaged or missing: {error}") from error

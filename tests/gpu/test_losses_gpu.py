@@ -1,0 +1,71 @@
+"""Losses on the GPU: the CPU's numbers, the same bits every time, and nothing read back from the device."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from tasuki.algorithms.batch import LossBatch
+from tasuki.algorithms.loss_types import Correction, GspoLoss, LossConfig, OldPolicy, PpoLoss
+from tasuki.algorithms.objective import policy_loss
+from tasuki.algorithms.token_log_probs import token_log_probs
+
+CORRECTION = Correction(token_truncation=None, sequence_truncation=1.5, token_mask=(0.5, 2.0), geometric_mask=(0.7, 1.4))
+NUM_SAMPLES, LENGTH, VOCAB = 64, 50, 300
+
+
+def _batch() -> tuple[LossBatch, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    num_tokens = NUM_SAMPLES * LENGTH
+    logits_NV = torch.randn(num_tokens, VOCAB, generator=generator)
+    token_ids_N = torch.randint(VOCAB, (num_tokens,), generator=generator)
+    log_probs_N = torch.log_softmax(logits_NV, -1)[torch.arange(num_tokens), token_ids_N]
+    mask_N = (torch.rand(num_tokens, generator=generator) < 0.8).float()
+
+    def near() -> torch.Tensor:
+        return log_probs_N + 0.1 * torch.randn(num_tokens, generator=generator)
+
+    batch = LossBatch(
+        cu_seqlens_S=torch.arange(NUM_SAMPLES + 1) * LENGTH,
+        weights_N=mask_N / mask_N.sum(),
+        loss_mask_N=mask_N,
+        is_current_N=torch.ones(num_tokens, dtype=torch.bool),
+        rollout_log_probs_N=near(),
+        old_log_probs_N=near(),
+        advantages_N=torch.randn(num_tokens, generator=generator),
+        ref_log_probs_N=near(),
+    )
+    return batch, logits_NV, token_ids_N
+
+
+def _on(device: str, batch: LossBatch) -> LossBatch:
+    fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return LossBatch(**{name: None if tensor is None else tensor.to(device) for name, tensor in fields.items()})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("loss", [PpoLoss(), GspoLoss(clip_low=0.1, clip_high=0.1)], ids=str)
+def test_losses_run_without_a_synchronization_and_repeat_to_the_bit(loss: PpoLoss | GspoLoss) -> None:
+    config = LossConfig(loss=loss, old_policy=OldPolicy.GIVEN, correction=CORRECTION, kl_coef=0.1, entropy_coef=0.01)
+    batch, logits_NV, token_ids_N = _batch()
+
+    def step(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+        on_device, ids_N = _on(device, batch), token_ids_N.to(device)
+        leaf_NV = logits_NV.to(device).requires_grad_()
+        temperature_N = torch.ones(len(ids_N), device=device)
+        torch.cuda.set_sync_debug_mode("error" if device == "cuda" else "default")
+        try:
+            log_probs_N, entropy_N = token_log_probs(leaf_NV, ids_N, temperature_N=temperature_N)
+            result = policy_loss(config, log_probs_N=log_probs_N, entropy_N=entropy_N, batch=on_device).loss
+            result.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert leaf_NV.grad is not None
+        return result.detach(), leaf_NV.grad
+
+    first, second, on_cpu = step("cuda"), step("cuda"), step("cpu")
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    for a, b in zip(first, on_cpu, strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=1e-4, atol=1e-7)

@@ -1,0 +1,107 @@
+"""A learner over FSDP2 ranks without a service around it, and calls cut into micro-batches as the service cuts them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from tasuki.algorithms.aggregation import denominator
+from tasuki.algorithms.loss_types import LossConfig
+from tasuki.config.schema import NodeConfig
+from tasuki.trainer.backends.fsdp.backend import FsdpBackend, Trained
+from tasuki.trainer.data.micro_batch import MicroBatch, micro_batch
+from tasuki.trainer.data.plan import plan_micro_batches
+from tasuki.trainer.data.samples import Samples
+from tasuki.trainer.learner import Learner, LossReport, MetricPart, trained_roles
+from tasuki.trainer.roles import Role
+
+
+def start_learner(model: Path, *, mesh: DeviceMesh, rollout: Mapping[str, Any] | None = None, **trainer: Any) -> Learner:
+    """In float32 unless `trainer`, the settings of that table, says otherwise."""
+    tables = {
+        "device": mesh.device_type,
+        "trainer": {"num_ranks": mesh.size(), "compute_dtype": "float32", **trainer},
+        "rollout": rollout or {},
+    }
+    node = NodeConfig.model_validate({"state_dir": model, "model": {"path": model}, **tables})
+    is_skipping = node.trainer.on_non_finite == "skip"
+    backend = FsdpBackend(node, mesh=mesh)
+    return Learner(backend, optimizers=trained_roles(node.trainer), skips_non_finite=is_skipping)
+
+
+def fsdp(learner: Learner) -> FsdpBackend:
+    assert isinstance(learner.backend, FsdpBackend)
+    return learner.backend
+
+
+def trained(learner: Learner, role: Role) -> Trained:
+    """The role's network and optimizer."""
+    return fsdp(learner)._trained[role]
+
+
+def micro_batches(learner: Learner, samples: Samples, *, config: LossConfig, max_tokens: int) -> list[MicroBatch]:
+    """This rank's. config: with its denominator."""
+    plan = plan_micro_batches(samples.num_tokens_S.tolist(), num_ranks=learner.backend.num_ranks, max_tokens=max_tokens)
+    version, device = learner.policy_version, learner.backend.device
+    return [
+        micro_batch(samples.select(part), config=config, policy_version=version, device=device)
+        for part in plan[dist.get_rank()]
+    ]
+
+
+def with_denominator(config: LossConfig, samples: Samples) -> LossConfig:
+    """`config` for a call with these samples alone."""
+    return replace(config, denominator=denominator(samples.columns["loss_mask"], samples.num_completion_S, config=config))
+
+
+def learn(learner: Learner, role: Role, samples: Samples, *, config: LossConfig, max_tokens: int = 4096) -> LossReport:
+    """One call, in micro-batches of at most `max_tokens` padded tokens. Its report over all ranks."""
+    config = config if config.denominator is not None else with_denominator(config, samples)
+    batches = micro_batches(learner, samples, config=config, max_tokens=max_tokens)
+    return whole_report(learner.forward_backward(role, batches, config=config))
+
+
+def whole_report(mine: LossReport) -> LossReport:
+    """Of a call, from those of its ranks."""
+    reports: list[LossReport] = [mine] * dist.get_world_size()
+    dist.all_gather_object(reports, mine)
+    metrics = {name: joined([report.metrics[name] for report in reports if name in report.metrics]) for name in mine.metrics}
+    return LossReport(loss=sum(report.loss for report in reports), metrics=metrics)
+
+
+def joined(parts: Sequence[MetricPart]) -> MetricPart:
+    weight = sum(part.weight for part in parts)
+    if parts[0].is_maximum:
+        return MetricPart(max(part.total for part in parts), weight, is_maximum=True)
+    return MetricPart(sum(part.total for part in parts), weight, is_maximum=False)
+
+
+def metric(report: LossReport, name: str) -> float:
+    """The figure of a report over all ranks."""
+    part = report.metrics[name]
+    return part.total if part.is_maximum else part.total / part.weight
+
+
+def whole_gradients(learner: Learner, role: Role) -> dict[str, Tensor]:
+    """By the parameter's name; every rank must call it."""
+    gradients: dict[str, Tensor] = {}
+    for name, param in trained(learner, role).network.named_parameters():
+        if param.requires_grad:
+            assert param.grad is not None
+            gradients[name.removeprefix("causal_lm.")] = cast(DTensor, param.grad).full_tensor().clone()
+    return gradients
+
+
+def whole_parameters(learner: Learner, role: Role) -> dict[str, Tensor]:
+    """By name; every rank must call it."""
+    return {
+        name.removeprefix("causal_lm."): cast(DTensor, param.detach()).full_tensor().clone()
+        for name, param in trained(learner, role).network.named_parameters()
+    }

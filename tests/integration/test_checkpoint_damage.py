@@ -1,0 +1,129 @@
+"""Checkpoints that something has happened to since they were saved: refused by name, in no time, and nothing has changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tasuki.trainer.backends.fsdp.checkpoint import CheckpointFacts, RoleFacts, load_checkpoint, save_checkpoint
+from tasuki.trainer.backends.fsdp.shards import load_shards
+from tasuki.trainer.roles import Role
+from tasuki.transport.shards import Shard
+from tasuki.wire.errors import InvalidArgument, TasukiError
+
+FACTS = CheckpointFacts(num_ranks=1, roles={Role.POLICY: RoleFacts(version=3, schedule_start=0, architecture="Linear")})
+NOBODY = 65534
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "saved"
+    save_checkpoint(path, tensors={"policy.weight": torch.arange(4096.0), "policy.bias": torch.ones(4)}, facts=FACTS)
+    return path
+
+
+def loads(path: Path, *, progressed: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
+    tensors = {"policy.weight": torch.zeros(4096), "policy.bias": torch.zeros(4)}
+    try:
+        load_checkpoint(path, tensors=tensors, have=FACTS, progressed=progressed)
+    except TasukiError:
+        assert not any(tensor.any() for tensor in tensors.values())
+        raise
+    return tensors
+
+
+@contextmanager
+def ended_by_a_writer(fifo: Path) -> Iterator[None]:
+    """Lets whoever waits for the FIFO go on after some seconds, so that a test that fails does not hang."""
+    timer = threading.Timer(10, lambda: os.close(os.open(fifo, os.O_RDWR)))
+    timer.start()
+    try:
+        yield
+        assert timer.is_alive(), "somebody has waited for a writer"
+    finally:
+        timer.cancel()
+
+
+def test_one_flipped_byte_of_a_tensor_is_refused(saved: Path) -> None:
+    assert torch.equal(loads(saved)["policy.weight"], torch.arange(4096.0))
+    file = saved / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[content.index(torch.arange(1000.0, 1010.0).numpy().tobytes()) + 5] ^= 0x01
+    file.write_bytes(content)
+    with pytest.raises(InvalidArgument, match=r"cannot be restored: __0_0\.distcp is damaged: its checksum"):
+        loads(saved)
+
+
+def test_a_file_that_was_cut_off_is_refused(saved: Path) -> None:
+    file = saved / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(InvalidArgument, match="is damaged: its checksum"):
+        loads(saved)
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", "tensors.json", "__0_0.distcp"])
+def test_a_fifo_in_the_place_of_a_file_is_refused_at_once(saved: Path, name: str) -> None:
+    (saved / name).unlink()
+    os.mkfifo(saved / name)
+    with ended_by_a_writer(saved / name), pytest.raises(InvalidArgument, match="is not a regular file"):
+        loads(saved)
+
+
+def test_a_fifo_in_the_place_of_a_models_weights_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"weight": "model.safetensors"}}))
+    os.mkfifo(tmp_path / "model.safetensors")
+    shard = Shard("weight", torch.zeros(2), (2,), (0,))
+    with ended_by_a_writer(tmp_path / "model.safetensors"), pytest.raises(InvalidArgument, match="is not a regular file"):
+        load_shards(tmp_path, [shard])
+
+
+def test_a_folder_that_may_not_be_read_is_refused_by_name(saved: Path) -> None:
+    saved.chmod(0)
+    try:
+        if os.geteuid() == 0:
+            os.seteuid(NOBODY)
+        with pytest.raises(InvalidArgument, match=rf"cannot be read as user {os.getuid()}: Permission denied"):
+            loads(saved)
+    finally:
+        os.seteuid(os.getuid())
+        saved.chmod(0o700)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"num_ranks": -1}, "damaged: num_ranks: "),
+        ({"num_ranks": 2**31}, "damaged: num_ranks: "),
+        ({"version": 2**70}, r"damaged: roles.policy.version: "),
+        ({"version": -1}, r"damaged: roles.policy.version: "),
+        ({"schedule_start": 2**63}, r"damaged: roles.policy.schedule_start: "),
+    ],
+)
+def test_numbers_out_of_range_are_refused(saved: Path, change: dict[str, int], problem: str) -> None:
+    facts = json.loads((saved / "checkpoint.json").read_text())
+    (facts if "num_ranks" in change else facts["roles"]["policy"]).update(change)
+    (saved / "checkpoint.json").write_text(json.dumps(facts))
+    with pytest.raises(InvalidArgument, match=problem):
+        loads(saved)
+
+
+def test_reading_shows_progress(saved: Path) -> None:
+    calls: list[None] = []
+    loads(saved, progressed=lambda: calls.append(None))
+    assert len(calls) >= 3  # a part of each tensor, and the random state

@@ -1,0 +1,223 @@
+"""A learner of one rank in this process: runs, schedules, gradients that are not finite, and a critic beside the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tasuki.algorithms.loss_types import Correction, LossConfig, ValueLoss
+from tasuki.trainer.backends.fsdp.memory import TAGS
+from tasuki.trainer.data.micro_batch import token_batch
+from tasuki.trainer.data.samples import Samples
+from tasuki.trainer.learner import Learner
+from tasuki.trainer.roles import Role
+from tasuki.trainer.service.requests import decode_samples
+from tasuki.wire.errors import GradientsNotFinite, InvalidArgument, VersionOrder
+from tests.integration.learning import fsdp, learn, start_learner, trained, whole_parameters
+from tests.integration.plain_critic import PlainCritic, add_head, value_samples
+from tests.models import make_model, save_checkpoint
+
+LOSSES = {Role.POLICY: LossConfig(correction=Correction(token_truncation=None)), Role.CRITIC: LossConfig(loss=ValueLoss())}
+SCHEDULE = {"learning_rate": 1.0, "lr_schedule": "linear", "warmup_steps": 1, "total_steps": 3}
+RATES = [0.5, 1.0, 0.5, 0.0]
+"""Of the steps of SCHEDULE."""
+CRITIC = {"learning_rate": 1e-2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_checkpoint(make_model("llama", seed=0), tmp_path_factory.mktemp("model") / "llama")
+    add_head(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def samples() -> Samples:
+    return decode_samples(value_samples(9))
+
+
+def step(learner: Learner, role: Role, samples: Samples, **arguments: Any) -> float:
+    """One step of a role. Its learning rate."""
+    learn(learner, role, samples, config=LOSSES[role])
+    return learner.optim_step(role, **arguments).learning_rate
+
+
+def scores(learner: Learner, role: Role, samples: Samples) -> list[float]:
+    return learner.score(role, [token_batch(samples, device=learner.backend.device)])[0].tolist()
+
+
+def moments(learner: Learner, role: Role) -> list[Tensor]:
+    """AdamW's state of every parameter, number of steps included."""
+    states = trained(learner, role).optimizer.optimizer.state.values()
+    return [tensor.detach().clone() for state in states for tensor in state.values()]
+
+
+def are_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def broken(samples: Samples) -> Samples:
+    """Gradients of these overflow."""
+    huge_N = np.full_like(samples.columns["advantages"], 3e38)
+    return replace(samples, columns={**samples.columns, "advantages": huge_N, "returns": huge_N})
+
+
+def test_a_second_run_begins_its_schedule_at_step_0(mesh: DeviceMesh, model: Path, samples: Samples) -> None:
+    learner = start_learner(model, mesh=mesh, **SCHEDULE, critic=SCHEDULE)
+    for role in (Role.POLICY, Role.CRITIC):
+        assert [step(learner, role, samples) for _ in RATES] == RATES
+        assert step(learner, role, samples) == 0.0
+    learner.begin_run(keep_optimizer=False)
+    before = whole_parameters(learner, Role.POLICY)
+    for role in (Role.POLICY, Role.CRITIC):
+        assert [step(learner, role, samples) for _ in RATES] == RATES
+        assert (learner.roles[role].version, learner.roles[role].schedule_start) == (9, 5)
+    assert not are_equal(whole_parameters(learner, Role.POLICY), before)
+
+
+def test_a_place_in_the_schedule_and_a_rate_may_be_named(mesh: DeviceMesh, model: Path, samples: Samples) -> None:
+    learner = start_learner(model, mesh=mesh, **SCHEDULE)
+    assert step(learner, Role.POLICY, samples, schedule_step=3) == 0.0
+    assert step(learner, Role.POLICY, samples, schedule_step=0) == 0.5
+    assert step(learner, Role.POLICY, samples, learning_rate=0.25, schedule_step=0) == 0.25
+    assert learner.policy_version == 3
+
+
+def test_a_run_with_fresh_optimizer_state_steps_as_a_fresh_optimizer_would(
+    mesh: DeviceMesh, model: Path, samples: Samples
+) -> None:
+    learner = start_learner(model, mesh=mesh, learning_rate=1e-3, critic=CRITIC)
+    for role in learner.roles:
+        step(learner, role, samples)
+    learner.begin_run(keep_optimizer=True)
+    kept = {role: moments(learner, role) for role in learner.roles}
+    assert all(any(tensor.any() for tensor in tensors) for tensors in kept.values())
+    learner.begin_run(keep_optimizer=False)
+    assert not any(tensor.any() for role in learner.roles for tensor in moments(learner, role))
+    network = trained(learner, Role.POLICY).network
+    parameters = list(network.parameters())
+    learn(learner, Role.POLICY, samples, config=LOSSES[Role.POLICY])
+    learner.backend.clip_gradients(Role.POLICY)
+    copies = [param.full_tensor().detach().clone().requires_grad_() for param in parameters]
+    for copy, param in zip(copies, parameters, strict=True):
+        copy.grad = param.grad.full_tensor().clone()
+    torch.optim.AdamW(copies, lr=1e-3, weight_decay=0.0).step()
+    learner.optim_step(Role.POLICY)
+    for copy, param in zip(copies, parameters, strict=True):
+        torch.testing.assert_close(param.full_tensor(), copy, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("role", [Role.POLICY, Role.CRITIC])
+@pytest.mark.parametrize("action", ["stop", "skip"])
+def test_gradients_that_are_not_finite_change_nothing(
+    mesh: DeviceMesh, model: Path, samples: Samples, role: Role, action: str
+) -> None:
+    learner = start_learner(model, mesh=mesh, on_non_finite=action, critic=CRITIC)
+    step(learner, role, samples)
+    parameters, state = whole_parameters(learner, role), moments(learner, role)
+    learn(learner, role, broken(samples), config=LOSSES[role])
+    if action == "stop":
+        with pytest.raises(GradientsNotFinite, match=f"the {role}'s gradient norm is"):
+            learner.optim_step(role)
+    else:
+        report = learner.optim_step(role)
+        assert (report.is_skipped, report.version) == (True, 1)
+        assert not np.isfinite(report.grad_norm)
+    assert (learner.roles[role].version, learner.roles[role].has_gradients) == (1, False)
+    assert are_equal(whole_parameters(learner, role), parameters)
+    assert all(torch.equal(*pair) for pair in zip(moments(learner, role), state, strict=True))
+    assert all(not param.grad.full_tensor().any() for param in trained(learner, role).network.parameters())
+    learn(learner, role, samples, config=LOSSES[role])
+    assert learner.optim_step(role).version == 2
+
+
+def test_a_critics_values_are_those_of_transformers_and_its_head(mesh: DeviceMesh, model: Path, samples: Samples) -> None:
+    learner = start_learner(model, mesh=mesh, critic=CRITIC)
+    with torch.no_grad():
+        plain = PlainCritic(model)
+        values = torch.cat([plain.values(sample) for sample in value_samples(9)])
+    assert scores(learner, Role.CRITIC, samples) == pytest.approx(values.tolist(), abs=1e-5)
+
+
+def test_a_critic_without_a_head_in_its_folder_begins_at_0(
+    mesh: DeviceMesh, tmp_path: Path, model: Path, samples: Samples
+) -> None:
+    headless = save_checkpoint(make_model("qwen3", seed=1), tmp_path / "headless")
+    learner = start_learner(model, mesh=mesh, critic={**CRITIC, "path": headless})
+    assert set(scores(learner, Role.CRITIC, samples)) == {0.0}
+    step(learner, Role.CRITIC, samples)
+    assert all(scores(learner, Role.CRITIC, samples))
+
+
+def test_a_checkpoint_brings_back_both_roles_and_their_schedules(
+    mesh: DeviceMesh, model: Path, samples: Samples, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"learning_rate": 1e-3, "lora": {"rank": 4}, "critic": {**CRITIC, "lora": {"rank": 2}}}
+    learner, other = (start_learner(model, mesh=mesh, **settings) for _ in range(2))
+    step(learner, Role.POLICY, samples)
+    step(learner, Role.CRITIC, samples)
+    learner.begin_run(keep_optimizer=True)
+    step(learner, Role.CRITIC, samples)
+    learner.save_checkpoint(tmp_path / "saved")
+    learn(other, Role.CRITIC, samples, config=LOSSES[Role.CRITIC])
+    other.load_checkpoint(tmp_path / "saved")
+    assert {role: (state.version, state.schedule_start, state.has_gradients) for role, state in other.roles.items()} == {
+        Role.POLICY: (1, 1, False),
+        Role.CRITIC: (2, 1, False),
+    }
+    for role in (Role.POLICY, Role.CRITIC):
+        assert scores(other, role, samples) == scores(learner, role, samples)
+        for each in (learner, other):
+            step(each, role, samples)
+        assert are_equal(whole_parameters(other, role), whole_parameters(learner, role))
+    with pytest.raises(VersionOrder):
+        learner.load_checkpoint(tmp_path / "saved")
+
+
+def test_a_checkpoint_with_a_critic_and_a_trainer_without_one_refuse_each_other(
+    mesh: DeviceMesh, model: Path, tmp_path: Path
+) -> None:
+    learners = {"policy": start_learner(model, mesh=mesh), "critic, policy": start_learner(model, mesh=mesh, critic=CRITIC)}
+    for name, learner in learners.items():
+        learner.save_checkpoint(tmp_path / name)
+    for name, learner in learners.items():
+        (other,) = learners.keys() - {name}
+        parameters = whole_parameters(learner, Role.POLICY)
+        with pytest.raises(InvalidArgument, match=f"holds {other}, the trainer trains {name}"):
+            learner.load_checkpoint(tmp_path / other)
+        assert are_equal(whole_parameters(learner, Role.POLICY), parameters)
+
+
+def test_a_sleep_keeps_every_byte_of_the_critic(mesh: DeviceMesh, model: Path, samples: Samples) -> None:
+    learner = start_learner(model, mesh=mesh, critic=CRITIC, lora={"rank": 4})
+    step(learner, Role.CRITIC, samples)
+    network, memory = trained(learner, Role.CRITIC).network, fsdp(learner).memory
+
+    def everything() -> list[Tensor]:
+        params = [tensor.full_tensor() for param in network.parameters() for tensor in (param.detach(), param.grad)]
+        return [*(tensor.clone() for tensor in params), *moments(learner, Role.CRITIC)]
+
+    before, mapped = everything(), sum(usage.mapped_bytes for usage in memory.usage())
+    released = memory.pause(TAGS)
+    # Weights, gradients and two moments in float32, less the small tensors that stay.
+    assert released > 0.9 * 16 * learner.backend.num_parameters(Role.CRITIC)
+    assert sum(usage.mapped_bytes for usage in memory.usage()) == mapped - released
+    memory.resume(TAGS)
+    memory.wait_for_optimizer()
+    assert all(torch.equal(*pair) for pair in zip(everything(), before, strict=True))

@@ -1,0 +1,136 @@
+"""The trainer service of two ranks with a critic: runs, skipped steps, and what a trainer started again has of them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from tasuki.v1 import types_pb2
+from tasuki.v1.types_pb2 import ROLE_CRITIC, ROLE_POLICY, TrainingSample
+from tests.integration.plain_critic import value_samples
+from tests.integration.trainer_process import VALUE, TrainerClient, TrainerProcess, connect, start_trainer
+from tests.models import make_model, save_checkpoint
+from tests.refusal import refused
+
+SETTINGS = """
+compute_dtype = "float32"
+on_non_finite = "skip"
+micro_batch_tokens = 128
+learning_rate = 1e-3
+lr_schedule = "linear"
+total_steps = 2
+[trainer.critic]
+learning_rate = 1e-2
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(make_model("qwen2_tied", seed=5), tmp_path_factory.mktemp("critic-model") / "qwen2")
+
+
+@pytest.fixture(scope="module")
+def trainer(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerProcess]:
+    trainer = start_trainer(tmp_path_factory.mktemp("critic-node"), model, num_ranks=2, settings=SETTINGS)
+    trainer.wait_until_serving()
+    yield trainer
+    trainer.stop()
+
+
+@pytest.fixture
+async def client(trainer: TrainerProcess) -> AsyncIterator[TrainerClient]:
+    async with connect(trainer) as channel:
+        client = TrainerClient(channel)
+        await client.back_to_training()
+        yield client
+
+
+async def facts(client: TrainerClient) -> dict[types_pb2.Role.ValueType, tuple[int, int, bool]]:
+    """Version, start of the schedule, and whether there are gradients, by role."""
+    roles = (await client.state()).roles
+    return {role.role: (role.version, role.schedule_start, role.has_gradients) for role in roles}
+
+
+async def step_rates(client: TrainerClient, samples: list[TrainingSample], num_steps: int) -> list[float]:
+    """Learning rates of so many steps of the policy."""
+    rates: list[float] = []
+    for _ in range(num_steps):
+        await client.forward_backward(samples)
+        rates.append((await client.optim_step()).learning_rate)
+    return rates
+
+
+async def test_a_critic_learns_beside_the_policy(client: TrainerClient) -> None:
+    samples = value_samples(12)
+    assert {value for row in await client.values(samples) for value in row} == {0.0}
+    before = await client.log_probs(samples)
+    losses: list[float] = []
+    for version in (1, 2, 3, 4):
+        answer = await client.forward_backward(samples, role=ROLE_CRITIC, loss=VALUE)
+        assert (await facts(client))[ROLE_CRITIC] == (version - 1, 0, True)
+        losses.append(answer.loss)
+        assert (await client.optim_step(role=ROLE_CRITIC)).version == version
+    assert losses == sorted(losses, reverse=True)
+    values = await client.values(samples)
+    assert [len(row) for row in values] == [len(sample.completion_token_ids) for sample in samples]
+    assert await client.log_probs(samples) == before
+    assert (await facts(client))[ROLE_POLICY] == (0, 0, False)
+    error = await refused(client.forward_backward(samples, role=ROLE_CRITIC))
+    assert error.metadata["field"] == "header.loss"
+    error = await refused(client.forward_backward(samples, loss=VALUE))
+    assert error.metadata["field"] == "header.loss"
+
+
+async def test_a_second_run_on_a_living_node_learns(client: TrainerClient) -> None:
+    samples = value_samples(12)
+    assert await step_rates(client, samples, 3) == pytest.approx([1e-3, 0.5e-3, 0.0])
+    await client.forward_backward(samples)
+    assert (await refused(client.begin_run())).reason == "GRADIENTS_PENDING"
+    await client.discard_gradients()
+    assert (await client.begin_run()).policy_version == 3
+    assert (await facts(client))[ROLE_POLICY] == (3, 3, False)
+    before = await client.log_probs(samples)
+    assert await step_rates(client, samples, 3) == pytest.approx([1e-3, 0.5e-3, 0.0])
+    assert await client.log_probs(samples) != before
+    await client.forward_backward(samples)
+    assert (await client.optim_step(schedule_step=1)).learning_rate == pytest.approx(0.5e-3)
+
+
+async def test_gradients_that_are_not_finite_are_a_step_that_is_skipped(client: TrainerClient) -> None:
+    samples = value_samples(12)
+    before, version = await client.log_probs(samples), (await client.state()).policy_version
+    broken = [TrainingSample.FromString(sample.SerializeToString()) for sample in samples]
+    for sample in broken:
+        sample.advantages[:] = [3e38]
+    await client.forward_backward(broken)
+    step = await client.optim_step()
+    assert (step.is_skipped, step.version) == (True, version)
+    state = await client.state()
+    assert (state.policy_version, state.has_gradients) == (version, False)
+    assert await client.log_probs(samples) == before
+    await client.forward_backward(samples)
+    assert (await client.optim_step()).version == version + 1
+
+
+async def test_a_trainer_started_again_has_both_roles_of_its_checkpoint_and_its_log(
+    client: TrainerClient, trainer: TrainerProcess, model: Path, tmp_path: Path
+) -> None:
+    samples = value_samples(12)
+    await client.begin_run()
+    await client.save(tmp_path / "checkpoint")
+    await client.forward_backward(samples)
+    await client.optim_step()
+    await client.begin_run(keep_optimizer=True)
+    await client.forward_backward(samples, role=ROLE_CRITIC, loss=VALUE)
+    await client.optim_step(role=ROLE_CRITIC)
+    before = await facts(client), await client.values(samples), await client.log_probs(samples)
+    trainer.stop()
+    again = start_trainer(trainer.state_dir, model, num_ranks=2, settings=SETTINGS)
+    again.wait_until_serving()
+    trainer.process = again.process
+    async with connect(trainer) as channel:
+        back = TrainerClient(channel)
+        assert (await facts(back), await back.values(samples), await back.log_probs(samples)) == before
+        assert await step_rates(back, samples, 2) == pytest.approx([1e-3, 0.5e-3])

@@ -1,0 +1,244 @@
+"""`train.algorithm` and `[train.loss]`: what a name expands into, what wins, what is refused and by which key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tasuki.algorithms.loss_types import (
+    Aggregation,
+    CispoLoss,
+    Correction,
+    GspoLoss,
+    KlEstimator,
+    LossConfig,
+    OldPolicy,
+    PolicyGradientLoss,
+    PpoLoss,
+    SettingError,
+    SftLoss,
+    ValueLoss,
+)
+from tasuki.cli.loop_settings import loop_settings
+from tasuki.client.estimation import Estimator
+from tasuki.client.rl_loop import Settings
+from tasuki.config.algorithms import PRESETS, expanded
+from tasuki.config.load import load_config
+from tasuki.config.loss_table import read_loss, write_loss
+from tasuki.config.save import save_config
+from tasuki.config.schema import NodeConfig
+from tasuki.wire.errors import InvalidArgument
+
+MINIMAL = (
+    'state_dir = "state"\n[model]\npath = "model"\n[train]\ndataset = "a"\noutput_dir = "b"\n[train.reward]\nfunction = "a:b"\n'
+)
+CRITIC = "trainer.critic.learning_rate=1e-5"
+
+
+def config_of(folder: Path, *overrides: str) -> NodeConfig:
+    path = folder / "node.toml"
+    path.write_text(MINIMAL)
+    return load_config(path, overrides=overrides)
+
+
+def settings_of(folder: Path, *overrides: str) -> Settings:
+    train = config_of(folder, *overrides).train
+    assert train is not None
+    return loop_settings(train)
+
+
+def refused(folder: Path, *overrides: str) -> InvalidArgument:
+    with pytest.raises(InvalidArgument) as raised:
+        config_of(folder, *overrides)
+    return raised.value
+
+
+EXPANSIONS: dict[str, tuple[Estimator, str, Any, Aggregation]] = {
+    "grpo": (Estimator.GROUP_MEAN, "sample", PpoLoss(), Aggregation.TOKEN_MEAN),
+    "dr_grpo": (Estimator.GROUP_MEAN, "none", PpoLoss(), Aggregation.CONSTANT),
+    "rloo": (Estimator.LEAVE_ONE_OUT, "sample", PpoLoss(), Aggregation.TOKEN_MEAN),
+    "reinforce_pp": (Estimator.GLOBALLY_WHITENED, "sample", PpoLoss(), Aggregation.TOKEN_MEAN),
+    "reinforce_pp_baseline": (Estimator.GROUP_BASELINE_WHITENED, "sample", PpoLoss(), Aggregation.TOKEN_MEAN),
+    "remax": (Estimator.GREEDY_BASELINE, "sample", PolicyGradientLoss(), Aggregation.TOKEN_MEAN),
+    "ppo": (Estimator.GAE, "sample", PpoLoss(), Aggregation.TOKEN_MEAN),
+    "dapo": (Estimator.GROUP_MEAN, "sample", PpoLoss(clip_high=0.28), Aggregation.TOKEN_MEAN),
+    "gspo": (Estimator.GROUP_MEAN, "sample", GspoLoss(), Aggregation.SEQUENCE_MEAN_TOKEN_MEAN),
+    "cispo": (Estimator.GROUP_MEAN, "sample", CispoLoss(), Aggregation.TOKEN_MEAN),
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_an_algorithm_is_these_settings_of_the_loop(tmp_path: Path, name: str) -> None:
+    settings = settings_of(tmp_path, f"train.algorithm={name}", *([CRITIC] if name == "ppo" else []))
+    estimator, std, loss, aggregation = EXPANSIONS[name]
+    assert (settings.advantages.estimator, settings.advantages.std) == (estimator, std)
+    assert (settings.loss.loss, settings.loss.aggregation) == (loss, aggregation)
+    assert settings.max_batches == (4 if name == "dapo" else 1)
+    expected = ValueLoss(clip=0.2) if name == "ppo" else None
+    assert (None if settings.value_loss is None else settings.value_loss.loss) == expected
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_an_expanded_table_is_expanded_already_also_after_saving(tmp_path: Path, name: str) -> None:
+    once = expanded({"algorithm": name})
+    assert expanded(once) == once
+    config = config_of(tmp_path, f"train.algorithm={name}", *([CRITIC] if name == "ppo" else []))
+    save_config(config, tmp_path / "saved.toml")
+    assert load_config(tmp_path / "saved.toml") == config
+
+
+def test_what_the_file_sets_wins_and_the_rest_of_the_algorithm_stays(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, "train.algorithm=dapo", "train.loss.clip_high=0.5", "train.max_batches=1")
+    assert settings.loss.loss == PpoLoss(clip_low=0.2, clip_high=0.5)
+    assert settings.max_batches == 1
+    settings = settings_of(tmp_path, "train.algorithm=dr_grpo", "train.advantages.std=population")
+    assert (settings.advantages.std, settings.loss.aggregation) == ("population", Aggregation.CONSTANT)
+
+
+def test_settings_of_another_loss_are_not_inherited(tmp_path: Path) -> None:
+    assert settings_of(tmp_path, "train.algorithm=dapo", "train.loss.name=gspo").loss.loss == GspoLoss()
+    assert settings_of(tmp_path, "train.algorithm=gspo", "train.loss.name=ppo").loss == LossConfig()
+    loss = settings_of(tmp_path, "train.algorithm=dapo", "train.loss.name=ppo").loss.loss
+    assert loss == PpoLoss(clip_high=0.28)
+
+
+def test_dr_grpo_divides_by_the_longest_completion_unless_it_is_told_another_length(tmp_path: Path) -> None:
+    def length(*overrides: str) -> int | None:
+        return settings_of(tmp_path, "train.algorithm=dr_grpo", *overrides).loss.aggregation_length
+
+    assert length() == 512
+    assert length("train.max_new_tokens=100") == 100
+    assert length("train.max_new_tokens=100", "train.loss.aggregation_length=70") == 70
+    assert length("train.loss.aggregation=token_mean") is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], OldPolicy.CURRENT),
+        (["train.num_mini_batches=2"], OldPolicy.GIVEN),
+        (["train.num_epochs=2"], OldPolicy.GIVEN),
+        (["train.num_epochs=2", "train.old_policy=rollout"], OldPolicy.ROLLOUT),
+        (["train.num_epochs=2", "train.algorithm=remax"], OldPolicy.CURRENT),
+    ],
+)
+def test_old_log_probs_are_computed_where_a_ratio_needs_them(tmp_path: Path, overrides: list[str], expected: OldPolicy) -> None:
+    assert settings_of(tmp_path, *overrides).loss.old_policy is expected
+
+
+CLIPS = st.floats(0, 1)
+TRUNCATION = st.none() | st.floats(1, 100)
+BOUNDS = st.none() | st.tuples(st.floats(0, 1), st.floats(1, 100))
+LOSSES = st.one_of(
+    st.builds(PpoLoss, clip_low=CLIPS, clip_high=CLIPS, dual_clip=st.none() | st.floats(1.5, 9)),
+    st.builds(GspoLoss, clip_low=CLIPS, clip_high=CLIPS),
+    st.builds(CispoLoss, clip_low=CLIPS, clip_high=CLIPS),
+    st.builds(ValueLoss, clip=st.none() | st.floats(0.1, 9)),
+    st.builds(PolicyGradientLoss),
+    st.builds(SftLoss),
+)
+
+
+@st.composite
+def losses(draw: st.DrawFn) -> LossConfig:
+    loss, aggregation = draw(LOSSES), draw(st.sampled_from(Aggregation))
+    has_policy = not isinstance(loss, ValueLoss)
+    truncation = draw(TRUNCATION)
+    return LossConfig(
+        loss=loss,
+        aggregation=aggregation,
+        aggregation_length=draw(st.integers(1, 2**20)) if aggregation is Aggregation.CONSTANT else None,
+        kl_coef=draw(st.floats(0, 1)) if has_policy else 0.0,
+        kl_estimator=draw(st.sampled_from(KlEstimator)),
+        entropy_coef=draw(st.floats(-1, 1)) if has_policy else 0.0,
+        correction=Correction(
+            token_truncation=truncation,
+            sequence_truncation=draw(TRUNCATION) if truncation is None else None,
+            token_mask=draw(BOUNDS),
+            geometric_mask=draw(BOUNDS),
+        ),
+    )
+
+
+@given(losses())
+def test_a_loss_that_was_written_is_read_back(loss: LossConfig) -> None:
+    table = write_loss(loss)
+    assert read_loss(table) == loss
+    assert write_loss(read_loss(table)) == table
+
+
+def test_a_correction_corrects_what_it_names() -> None:
+    assert read_loss({}).correction == Correction()
+    assert read_loss({"correction": {}}).correction == Correction(token_truncation=None)
+    masked = read_loss({"correction": {"token_mask": [0.5, 2.0]}}).correction
+    assert masked == Correction(token_truncation=None, token_mask=(0.5, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("table", "field"),
+    [
+        ({"name": "nope"}, "name"),
+        ({"name": ["ppo"]}, "name"),
+        ({"clip": 0.2}, "clip"),
+        ({"name": "policy_gradient", "clip_low": 0.2}, "clip_low"),
+        ({"old_policy": "given"}, "old_policy"),
+        ({"clip_low": 1.5}, "clip_low"),
+        ({"clip_low": "much"}, "clip_low"),
+        ({"dual_clip": 1.0}, "dual_clip"),
+        ({"kl_coef": -0.1}, "kl_coef"),
+        ({"aggregation": "mean"}, "aggregation"),
+        ({"aggregation": "constant"}, "aggregation_length"),
+        ({"correction": {"token": 2.0}}, "correction.token"),
+        ({"correction": {"token_truncation": 0.5}}, "correction.token_truncation"),
+        ({"correction": {"token_mask": [2.0, 3.0]}}, "correction.token_mask"),
+    ],
+)
+def test_a_wrong_key_of_a_loss_is_named(table: dict[str, Any], field: str) -> None:
+    with pytest.raises(SettingError) as raised:
+        read_loss(table)
+    assert raised.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "problem"),
+    [
+        (["train.loss.clip_low=1.5"], "train.loss.clip_low", "is 1.5; must be from 0 to 1"),
+        (["train.loss.clip=0.2"], "train.loss.clip", "unknown key; ppo has"),
+        (["train.loss.correction.mask=1"], "train.loss.correction.mask", "unknown key; it has token_truncation"),
+        (["train.loss.name=nope"], "train.loss.name", "give one of ppo, gspo, cispo, policy_gradient"),
+        (["train.algorithm=grop"], "train.algorithm", "Input should be 'grpo'"),
+        (["train.advantages.std=median"], "train.advantages.std", "Input should be"),
+        (["train.advantages.kl_target=0.1"], "train.advantages", "needs a kl_coef"),
+        (["train.group_size=1"], "train", "teaches nothing"),
+        (["train.group_size=1", "train.algorithm=rloo"], "train", 'estimator = "leave_one_out"'),
+        (["train.group_size=1", "train.algorithm=remax", "train.max_batches=2"], "train", "a group of one never does"),
+        (
+            ["train.overlong_tokens=100", "train.max_new_tokens=99"],
+            "train",
+            "overlong_tokens = 100 is above max_new_tokens = 99",
+        ),
+        (["train.old_policy=current", "train.num_mini_batches=2"], "train", 'old_policy = "current" is for one optimizer step'),
+        (["train.loss.name=sft"], "train", "SftLoss does not learn from rewards"),
+        (["train.loss.name=value"], "train", "ValueLoss does not learn from rewards"),
+        (["train.critic_warmup_steps=2"], "train", "critic_warmup_steps needs a critic"),
+        (["train.algorithm=ppo"], "train.advantages.estimator", "add a table [trainer.critic]"),
+        ([CRITIC], "trainer.critic", "nothing trains it"),
+        (["train.eval.num_samples=4"], "train.eval", "temperature above 0"),
+        (["train.reward.functions.a.function=a:b"], "train.reward", "either function or functions"),
+    ],
+)
+def test_what_does_not_fit_is_refused_when_the_file_is_read(
+    tmp_path: Path, overrides: list[str], field: str, problem: str
+) -> None:
+    error = refused(tmp_path, *overrides)
+    assert error.metadata["field"] == field
+    assert problem in error.message
+
+
+@pytest.mark.parametrize("name", ["remax", "reinforce_pp"])
+def test_one_completion_a_prompt_is_enough_without_a_groups_baseline(tmp_path: Path, name: str) -> None:
+    assert settings_of(tmp_path, f"train.algorithm={name}", "train.group_size=1").group_size == 1

@@ -1,0 +1,130 @@
+"""Checks of a call's samples: the first wrong field is named with its sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tasuki.algorithms.loss_types import CispoLoss, Correction, LossConfig, OldPolicy, PolicyGradientLoss, SftLoss, ValueLoss
+from tasuki.trainer.data.checks import BatchLimits, check_loss, check_sequences, check_versions
+from tasuki.trainer.roles import Role
+from tasuki.trainer.service.requests import decode_samples
+from tasuki.v1.types_pb2 import TrainingSample
+from tasuki.wire.errors import InvalidArgument, VersionOrder
+from tests.unit.training_samples import make_sample
+
+LIMITS = BatchLimits(vocab_size=10, context_length=8, micro_batch_tokens=7)
+NAN, INF = float("nan"), float("inf")
+
+
+def check_all(messages: list[TrainingSample], *, config: LossConfig | None = None, role: Role = Role.POLICY) -> None:
+    samples = decode_samples(messages)
+    check_sequences(samples, limits=LIMITS)
+    check_loss(samples, config=config or LossConfig(), role=role)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "words"),
+    [
+        ({"prompt_token_ids": []}, "samples[1].prompt_token_ids", "empty"),
+        ({"completion_token_ids": [], "rollout_log_probs": []}, "samples[1].completion_token_ids", "empty"),
+        ({"prompt_token_ids": [1, 10]}, "samples[1].prompt_token_ids[1]", "no token id"),
+        ({"completion_token_ids": [3, -1, 5]}, "samples[1].completion_token_ids[1]", "no token id"),
+        ({"prompt_token_ids": [1] * 6}, "samples[1]", "9 tokens, above the model's context length of 8"),
+        ({"prompt_token_ids": [1] * 5}, "samples[1]", "8 tokens, above trainer.micro_batch_tokens of 7"),
+        ({"rollout_log_probs": [-0.1]}, "samples[1].rollout_log_probs", "has 1 entries; give 3"),
+        ({"rollout_log_probs": [-0.1, NAN, 0]}, "samples[1].rollout_log_probs[1]", "nan is not finite"),
+        ({"advantages": []}, "samples[1].advantages", "has 0 entries; give 3 or 1"),
+        ({"advantages": [1.0, 2.0]}, "samples[1].advantages", "has 2 entries"),
+        ({"advantages": [1.0, 2.0, NAN]}, "samples[1].advantages[2]", "nan is not finite"),
+        ({"advantages": [INF]}, "samples[1].advantages[0]", "inf is not finite"),
+        ({"loss_mask": [1.0]}, "samples[1].loss_mask", "has 1 entries; give 3 or 0"),
+        ({"loss_mask": [1.0, 0.5, 0.0]}, "samples[1].loss_mask[1]", "neither 0 nor 1"),
+        ({"loss_mask": [1.0, 1.0, NAN]}, "samples[1].loss_mask[2]", "neither 0 nor 1"),
+        ({"ref_log_probs": [-0.1] * 2}, "samples[0].ref_log_probs", "has 0 entries"),
+        ({"old_log_probs": [-0.1] * 3}, "samples[0].old_log_probs", "in every sample or in none"),
+        ({"temperature": 0.0}, "samples[1].temperature", "0 is not above 0"),
+        ({"temperature": -1.0}, "samples[1].temperature", "-1 is not above 0"),
+        ({"temperature": NAN}, "samples[1].temperature", "nan is not above 0"),
+        ({"temperature": INF}, "samples[1].temperature", "inf is not"),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_sample(fields: dict[str, Any], field: str, words: str) -> None:
+    with pytest.raises(InvalidArgument) as raised:
+        check_all([make_sample(), make_sample(**fields), make_sample()])
+    assert raised.value.metadata["field"] == field
+    assert words in raised.value.message
+
+
+def test_good_samples_pass() -> None:
+    check_all([make_sample(temperature=0.7), make_sample(advantages=[1.0, 2.0, 3.0], loss_mask=[1, 0, 1])])
+
+
+def test_an_empty_batch_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="no samples"):
+        check_all([])
+
+
+def test_a_batch_without_a_counted_token_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="masks every token"):
+        check_all([make_sample(loss_mask=[0, 0, 0])])
+
+
+CLEARED = {"rollout_log_probs": [], "advantages": []}
+
+
+@pytest.mark.parametrize(
+    ("config", "role", "fields", "column"),
+    [
+        (LossConfig(), Role.POLICY, {"advantages": []}, "advantages"),
+        (LossConfig(), Role.POLICY, {"rollout_log_probs": []}, "rollout_log_probs"),
+        (LossConfig(kl_coef=0.1), Role.POLICY, {}, "ref_log_probs"),
+        (LossConfig(loss=SftLoss(), kl_coef=0.1), Role.POLICY, CLEARED, "ref_log_probs"),
+        (LossConfig(old_policy=OldPolicy.GIVEN), Role.POLICY, {}, "old_log_probs"),
+        (LossConfig(loss=CispoLoss(), old_policy=OldPolicy.GIVEN), Role.POLICY, {}, "old_log_probs"),
+        (LossConfig(loss=PolicyGradientLoss()), Role.POLICY, {"advantages": []}, "advantages"),
+        (LossConfig(loss=ValueLoss(clip=0.2)), Role.CRITIC, {"values": [0.0] * 3}, "returns"),
+        (LossConfig(loss=ValueLoss(clip=0.2)), Role.CRITIC, {"returns": [0.0] * 3}, "values"),
+        (LossConfig(loss=ValueLoss(clip=None)), Role.CRITIC, {"values": [0.0] * 3}, "returns"),
+    ],
+)
+def test_a_column_that_a_loss_needs_is_named(config: LossConfig, role: Role, fields: dict[str, Any], column: str) -> None:
+    with pytest.raises(InvalidArgument) as raised:
+        check_all([make_sample(**fields)] * 2, config=config, role=role)
+    assert raised.value.metadata["field"] == f"samples[0].{column}"
+
+
+@pytest.mark.parametrize(
+    ("config", "role", "fields"),
+    [
+        (LossConfig(loss=SftLoss()), Role.POLICY, CLEARED),
+        (LossConfig(loss=ValueLoss(clip=None)), Role.CRITIC, CLEARED | {"returns": [0.0] * 3}),
+        (LossConfig(loss=ValueLoss(clip=0.2)), Role.CRITIC, CLEARED | {"returns": [0.0] * 3, "values": [0.0] * 3}),
+        (LossConfig(correction=Correction(token_truncation=None)), Role.POLICY, {}),
+    ],
+)
+def test_what_a_loss_does_not_need_may_be_missing(config: LossConfig, role: Role, fields: dict[str, Any]) -> None:
+    check_all([make_sample(**fields)] * 2, config=config, role=role)
+
+
+@pytest.mark.parametrize(
+    ("config", "role", "words"),
+    [
+        (LossConfig(loss=ValueLoss()), Role.POLICY, "ValueLoss is no loss of the policy"),
+        (LossConfig(), Role.CRITIC, "PpoLoss is no loss of the critic"),
+        (LossConfig(loss=SftLoss()), Role.CRITIC, "SftLoss is no loss of the critic"),
+    ],
+)
+def test_a_loss_of_another_role_is_refused(config: LossConfig, role: Role, words: str) -> None:
+    with pytest.raises(InvalidArgument, match=words) as raised:
+        check_all([make_sample(returns=[0.0] * 3, values=[0.0] * 3)], config=config, role=role)
+    assert raised.value.metadata["field"] == "header.loss"
+
+
+def test_sample_of_a_version_that_the_trainer_never_had_is_refused_by_its_place() -> None:
+    messages = [make_sample(policy_version=2), make_sample(policy_version=3), make_sample(policy_version=4)]
+    check_versions(decode_samples(messages[:2]), policy_version=3)
+    with pytest.raises(VersionOrder, match=r"samples\[2\].policy_version: 4 is above the trainer's 3") as refused:
+        check_versions(decode_samples(messages), policy_version=3)
+    assert refused.value.metadata == {"have": "3", "want": "4"}

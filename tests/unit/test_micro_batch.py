@@ -1,0 +1,67 @@
+"""Tensors of a micro-batch: sequences without padding, and what the loss has for each completion token."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tasuki.algorithms.loss_types import Aggregation, LossConfig
+from tasuki.trainer.data.micro_batch import micro_batch, token_batch
+from tasuki.trainer.service.requests import decode_samples
+from tests.unit.training_samples import make_sample
+
+CPU = torch.device("cpu")
+SAMPLES = decode_samples(
+    [
+        make_sample(policy_version=1, loss_mask=[1, 0, 1], temperature=0.5),
+        make_sample(prompt_token_ids=[7], completion_token_ids=[8, 9], rollout_log_probs=[-1, -2], advantages=[0.5, -0.5]),
+    ]
+)
+
+
+def test_tokens_are_packed_with_the_places_that_predict_them() -> None:
+    batch = token_batch(SAMPLES, device=CPU)
+    assert batch.input_ids_T.tolist() == [1, 2, 3, 4, 7, 8]
+    assert batch.position_ids_T.tolist() == [0, 1, 2, 3, 0, 1]
+    assert batch.cu_seqlens_S.tolist() == [0, 4, 6]
+    assert (batch.max_seqlen, batch.num_sequences) == (4, 2)
+    assert batch.places_N.tolist() == [1, 2, 3, 4, 5]
+    assert batch.token_ids_N.tolist() == [3, 4, 5, 8, 9]
+    assert batch.temperature_N.tolist() == [0.5, 0.5, 0.5, 1.0, 1.0]
+
+
+def test_a_loss_has_the_columns_and_the_share_of_each_token() -> None:
+    loss = micro_batch(SAMPLES, config=LossConfig(denominator=8.0), policy_version=1, device=CPU).loss
+    assert loss.cu_seqlens_S.tolist() == [0, 3, 5]
+    assert loss.weights_N.tolist() == [0.125, 0.0, 0.125, 0.125, 0.125]
+    assert loss.loss_mask_N.tolist() == [1.0, 0.0, 1.0, 1.0, 1.0]
+    assert loss.is_current_N.tolist() == [True, True, True, False, False]
+    assert loss.advantages_N is not None
+    assert loss.advantages_N.tolist() == [1.0, 1.0, 1.0, 0.5, -0.5]
+    missing = (loss.old_log_probs_N, loss.ref_log_probs_N, loss.values_N, loss.returns_N)
+    assert missing == (None, None, None, None)
+
+
+@pytest.mark.parametrize("aggregation", [kind for kind in Aggregation if kind is not Aggregation.CONSTANT])
+def test_a_sample_weighs_the_same_whatever_shares_its_micro_batch(aggregation: Aggregation) -> None:
+    config = LossConfig(aggregation=aggregation, denominator=2.0)
+    together = micro_batch(SAMPLES, config=config, policy_version=1, device=CPU).loss.weights_N
+    alone = [micro_batch(SAMPLES.select([i]), config=config, policy_version=1, device=CPU).loss.weights_N for i in (0, 1)]
+    assert together.tolist() == torch.cat(alone).tolist()
+
+
+def test_a_rank_without_samples_gets_one_token_that_counts_nothing() -> None:
+    batch = micro_batch(SAMPLES.select([]), config=LossConfig(denominator=1.0), policy_version=0, device=CPU)
+    assert batch.tokens.input_ids_T.shape == (1,)
+    assert batch.tokens.cu_seqlens_S.tolist() == [0, 1]
+    assert batch.tokens.places_N.shape == batch.loss.loss_mask_N.shape == batch.loss.weights_N.shape == (0,)
+    assert batch.loss.cu_seqlens_S.tolist() == [0]
+
+
+def test_tensors_do_not_share_the_memory_of_a_message() -> None:
+    batch = micro_batch(SAMPLES, config=LossConfig(denominator=1.0), policy_version=0, device=CPU)
+    batch.loss.loss_mask_N.zero_()
+    batch.tokens.temperature_N.zero_()
+    assert SAMPLES.columns["loss_mask"].tolist() == [1.0, 0.0, 1.0, 1.0, 1.0]
+    np.testing.assert_array_equal(SAMPLES.temperature_S, [0.5, 1.0])

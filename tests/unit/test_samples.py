@@ -1,0 +1,89 @@
+"""Samples as columns: what callers send, what is chosen of it, and what the ranks get."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tasuki.trainer.data.samples import COLUMNS, Samples
+from tasuki.trainer.ranks.wire import decode_columns, decode_scores, encode_samples
+from tasuki.trainer.service.requests import decode_samples
+from tasuki.v1.types_pb2 import TrainingSample
+from tests.unit.training_samples import make_sample
+
+
+def made(lengths: list[tuple[int, int]], columns: set[str], seed: int) -> list[TrainingSample]:
+    """Samples of these prompt and completion lengths, each with the same columns."""
+    generator = np.random.default_rng(seed)
+    return [
+        TrainingSample(
+            prompt_token_ids=generator.integers(0, 99, num_prompt).tolist(),
+            completion_token_ids=generator.integers(0, 99, num_completion).tolist(),
+            policy_version=int(generator.integers(0, 2**40)),
+            temperature=float(generator.random() + 0.5),
+            **{name: generator.normal(size=num_completion).tolist() for name in sorted(columns)},
+        )
+        for num_prompt, num_completion in lengths
+    ]
+
+
+many_messages = st.builds(
+    made,
+    lengths=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=8),
+    columns=st.sets(st.sampled_from(COLUMNS)),
+    seed=st.integers(0, 2**32),
+)
+
+
+def assert_equal(one: Samples, other: Samples) -> None:
+    for name in ("num_prompt_S", "num_completion_S", "policy_version_S", "temperature_S", "token_ids_T"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
+    assert one.columns.keys() == other.columns.keys()
+    for name, column_N in one.columns.items():
+        np.testing.assert_array_equal(column_N, other.columns[name], err_msg=name)
+
+
+@given(many_messages)
+def test_ranks_get_what_the_front_has(messages: list[TrainingSample]) -> None:
+    samples = decode_samples(messages)
+    assert_equal(decode_columns(encode_samples(samples)), samples)
+
+
+@given(many_messages, st.data())
+def test_chosen_samples_are_those_of_a_call_with_them_alone(messages: list[TrainingSample], data: st.DataObject) -> None:
+    order = data.draw(st.permutations(range(len(messages))))
+    indices = order[: data.draw(st.integers(1, len(messages)))]
+    assert_equal(decode_samples(messages).select(indices), decode_samples([messages[index] for index in indices]))
+
+
+def test_no_sample_chosen_leaves_empty_columns() -> None:
+    nothing = decode_samples([make_sample(returns=[1.0] * 3)]).select([])
+    assert len(nothing) == 0
+    assert {name: len(column_N) for name, column_N in nothing.columns.items()} == dict.fromkeys(
+        ("loss_mask", "rollout_log_probs", "advantages", "returns"), 0
+    )
+
+
+def test_per_token_fields_are_spread_and_defaults_filled_in() -> None:
+    samples = decode_samples(
+        [
+            make_sample(loss_mask=[1, 0, 1], temperature=0.5),
+            make_sample(completion_token_ids=[8, 9], rollout_log_probs=[-1, -2], advantages=[0.5, -0.5]),
+        ]
+    )
+    assert samples.columns["advantages"].tolist() == [1.0, 1.0, 1.0, 0.5, -0.5]
+    assert samples.columns["loss_mask"].tolist() == [1.0, 0.0, 1.0, 1.0, 1.0]
+    assert samples.temperature_S.tolist() == [0.5, 1.0]
+    assert samples.columns.keys() == {"loss_mask", "rollout_log_probs", "advantages"}
+
+
+def test_one_advantage_for_one_token_is_not_spread_over_others() -> None:
+    one = make_sample(completion_token_ids=[8], rollout_log_probs=[-1], advantages=[7.0])
+    assert decode_samples([one, make_sample(), one]).columns["advantages"].tolist() == [7.0, 1.0, 1.0, 1.0, 7.0]
+
+
+def test_scores_are_cut_by_sample() -> None:
+    content = np.arange(5, dtype=np.float32).tobytes()
+    assert [row.tolist() for row in decode_scores(content, num_tokens_S=np.array([3, 2]))] == [[0.0, 1.0, 2.0], [3.0, 4.0]]
+    assert list(decode_scores(b"", num_tokens_S=np.array([], dtype=np.int64))) == []
