@@ -3,7 +3,8 @@
 GPUs are measured once a changeover, by the service that has nothing else to do meanwhile: rollout during LOAD_WEIGHTS, the trainer
 during DRAIN. From there on their free memory is reckoned, by what the stages give and take; that leaves out what torch gives back with
 OFFLOAD, so it is never more than there is. A CPU's memory is looked at before each stage. What the tags of a service hold is asked for
-once in its life, and again when a stage moved other bytes than expected. A stage is refused only by numbers that both services just gave.
+once in its life, and again when a stage moved other bytes than expected. A stage is refused only by numbers that both services have
+just given.
 """
 
 from __future__ import annotations
