@@ -82,6 +82,11 @@ def test_a_bad_key_is_named(config: Path, capsys: pytest.CaptureFixture[str], ov
     assert problem in _error(config, capsys, override)
 
 
+def test_held_out_prompts_are_measured_with_their_own_limit(config: Path, capsys: pytest.CaptureFixture[str]):
+    overrides = [f'train.eval_dataset="{config.parent}/train.jsonl"', "train.eval.max_new_tokens=62"]
+    assert "the prompt has 3 tokens; with train.eval.max_new_tokens, at most 2 fit" in _error(config, capsys, *overrides)
+
+
 def test_an_earlier_run_is_not_overwritten(config: Path, capsys: pytest.CaptureFixture[str]):
     (config.parent / "run").mkdir()
     (config.parent / "run" / "summary.json").write_text("{}")

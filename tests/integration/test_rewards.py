@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tasuki.cli.processes import descendants, shared_memory_of
 from tasuki.client.rewards import Completion, NamedReward, RewardPool
 from tasuki.client.types import FinishReason, Sample
 from tasuki.wire.errors import InvalidArgument, RewardFailed
@@ -305,3 +306,10 @@ def test_no_worker_outlives_a_process_that_is_interrupted_or_killed(folder: Path
     if is_left:
         os.kill(worker, signal.SIGKILL)
     assert not is_left
+
+
+def test_workers_have_no_files_in_shared_memory_that_a_kill_would_leave_behind(folder: Path):
+    others = shared_memory_of([os.getpid()])
+    with RewardPool("my_rewards:reward", folders=[folder], num_workers=2) as pool:
+        assert pool.score([ROWS[0]] * 4, ["right"] * 4).rewards.tolist() == [1.0] * 4
+        assert shared_memory_of([os.getpid(), *descendants(os.getpid())]) <= others

@@ -15,7 +15,7 @@ import grpc.aio
 
 from tasuki.client.encode import state_from_proto
 from tasuki.client.types import NodeState, Phase
-from tasuki.v1 import coordinator_pb2, types_pb2
+from tasuki.v1 import coordinator_pb2, rollout_pb2, trainer_pb2, types_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
@@ -135,10 +135,29 @@ class Connection:
                 failure = from_rpc_error(error)
                 if isinstance(failure, DeadlineExceeded) and num_repeats < _MAX_REPEATS:
                     num_repeats += 1
+                elif isinstance(failure, DeadlineExceeded) and await self._lacks_service() and await loss.wait():
+                    # The time that it takes to start is not the command's.
+                    ends, num_repeats = time.monotonic() + timeout_s, 0
                 elif isinstance(failure, StaleEpoch) and (await self.refresh()).epoch > epoch:
                     continue
                 elif not await self._outlasts(failure, loss):
                     raise failure from error
+
+    async def _lacks_service(self) -> bool:
+        """Whether trainer or rollout does not answer: it is being started anew. Raises NodeDown when the node is gone."""
+        await self._expect_node()
+        trainer, rollout = await self.trainer(), await self.rollout()
+        asks = (
+            lambda: trainer.GetTrainerState(trainer_pb2.GetTrainerStateRequest(), timeout=READ_TIMEOUT_S),
+            lambda: rollout.GetRolloutState(rollout_pb2.GetRolloutStateRequest(), timeout=READ_TIMEOUT_S),
+        )
+        for ask in asks:
+            try:
+                await ask()
+            except grpc.aio.AioRpcError as error:
+                if isinstance(from_rpc_error(error), PeerUnavailable | DeadlineExceeded):
+                    return True
+        return False
 
     async def _outlasts(self, failure: TasukiError, loss: _Loss) -> bool:
         """Waits a moment when `failure` is that of a service which may come back; else False. Raises NodeDown when the node is gone."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 from collections.abc import Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from pebble.common.types import CONSTS
 
 from tasuki.client import reward_worker
+from tasuki.client.pipe_lock import PipeLockContext
 from tasuki.client.reward_worker import Answer, Source
 from tasuki.client.types import FinishReason, Sample
 from tasuki.wire.errors import InvalidArgument, RewardFailed
@@ -111,7 +111,7 @@ class RewardPool:
             num_workers,
             initializer=reward_worker.prepare,
             initargs=(self._sources,),
-            context=multiprocessing.get_context("spawn"),
+            context=PipeLockContext(),
         )
         try:
             self._taken = [

@@ -25,7 +25,7 @@ class Step:
     mean_reward: float | None = None
     num_failed_rewards: int = 0
     num_equal_groups: int = 0
-    """Whose rewards agree, so that they teach nothing."""
+    """Groups of several completions whose rewards agree; also those that dynamic sampling leaves out."""
     num_skipped_updates: int = 0
     """Whose gradients were not finite."""
     mean_num_tokens: float | None = None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tasuki.cli.processes import has_ended
+from tasuki.cli.processes import parent_and_state
 from tasuki.config.places import pulse_dir, stall_dir
 from tasuki.rpc.heartbeat import Pulse, read_pulse
 
@@ -84,9 +84,13 @@ class Watchdog:
                 seen.progress_time = now
             seen.pulse = pulse
             process, pid = path.name.rpartition("-")[::2]
-            if has_ended(int(pid)):
-                # Whoever ends in order takes its pulse away.
-                if path.exists():
+            state = parent_and_state(int(pid))[1]
+            if not pulse.beats and state != "T":
+                # It starts: an import may hold the interpreter's lock for longer than a pulse may stand still.
+                seen.beat_time = seen.progress_time = now
+            if state in "ZX":
+                # Whoever ends in order takes its pulse away; of one that has not begun to beat, its service says why it ended.
+                if pulse.beats and path.exists():
                     yield Stall(_service_of(path), process, int(pid), "the process is gone", is_gone=True)
             elif now - seen.beat_time > self._stall_s:
                 yield Stall(_service_of(path), process, int(pid), f"no heartbeat for {now - seen.beat_time:.1f} s")

@@ -24,6 +24,7 @@ from tasuki.rollout.model import read_model
 from tasuki.rollout.ranks import RankProcesses
 from tasuki.rollout.startup_deadline import StartupDeadline
 from tasuki.rpc.gpu_wait import wait_for_trainer_to_leave
+from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging
 from tasuki.wire.errors import TasukiError
 
@@ -57,6 +58,7 @@ def _serve(config: NodeConfig, deadline: StartupDeadline) -> int:
         Finalize(None, shutil.rmtree, args=(temp_dir, True), exitpriority=-200)
         _set_environment(engine_environment(config, model, temp_dir=temp_dir))
         show_gpus(config)
+        heartbeat = Heartbeat(config.state_dir, "rollout")  # shows that it starts; that of the service beats
         ranks = RankProcesses()
         try:
             if config.device == "cuda":
@@ -68,6 +70,7 @@ def _serve(config: NodeConfig, deadline: StartupDeadline) -> int:
         finally:
             deadline.finish()
             ranks.kill()
+            heartbeat.close()
 
 
 def _set_environment(ours: Mapping[str, str]) -> None:

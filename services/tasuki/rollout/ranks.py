@@ -14,6 +14,7 @@ from typing import Any
 
 from tasuki.config.schema import NodeConfig
 from tasuki.rollout.rank_report import RankReport
+from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.wire.errors import InternalError, from_reason
 
 _POLL_S = 0.2
@@ -96,6 +97,9 @@ def _run_rank(pipe: Connection, end_of_front: Connection, config: NodeConfig, ra
     # Ctrl-C reaches the whole group; the front ends its ranks in its own order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_die_with_front, args=(end_of_front,), daemon=True).start()
+    Heartbeat(
+        config.state_dir, f"scheduler{rank}"
+    )  # from here on the supervisor sees when it is stopped; the scheduler's own beats
     from tasuki.rollout.scheduler import run_scheduler
 
     run_scheduler(*pipe.recv(), pipe, config, rank)  # pyright: ignore[reportCallIssue]  `launch` says what comes through the pipe

@@ -44,7 +44,10 @@ def read_pulse(path: Path) -> Pulse | None:
 
 
 class Heartbeat:
-    """This process's pulse, until `close`. It begins to beat with `beat_in_thread` or `beat_in_loop`."""
+    """This process's pulse, until `close`. It begins to beat with `beat_in_thread` or `beat_in_loop`.
+
+    Until then the process starts, and hangs for the supervisor only when somebody has stopped it (SIGSTOP).
+    """
 
     def __init__(self, state_dir: Path, process: str) -> None:
         """process: e.g. "coordinator", "trainer1" for a rank, "scheduler0"; what comes before the digits is not another's."""

@@ -1,0 +1,79 @@
+"""The watchdog and processes that start: a slow start is no stall, a stopped one is."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tasuki.cli.processes import parent_and_state
+from tasuki.cli.watchdog import Stall, Watchdog
+from tasuki.config.places import pulse_dir
+from tasuki.config.schema import ModelConfig, NodeConfig
+from tasuki.rollout.ranks import RankProcesses
+from tests.integration.node_process import wait_for
+
+STALL_S = 8.0
+
+
+@pytest.fixture
+def watchdog(tmp_path: Path) -> Watchdog:
+    return Watchdog(tmp_path, stall_s=STALL_S, progress_s=60.0)
+
+
+@pytest.fixture
+def starting(tmp_path: Path, watchdog: Watchdog) -> Iterator[subprocess.Popen[bytes]]:
+    """A process with a pulse that has not begun to beat."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        (pulse_dir(tmp_path) / f"scheduler0-{process.pid}").write_bytes(bytes(16))
+        yield process
+        process.kill()
+
+
+def first_stall(watchdog: Watchdog, *, begin: float, end: float) -> tuple[float, Stall] | None:
+    """Looks once a second of a clock that the test turns."""
+    for now in range(int(begin), int(end)):
+        stall = watchdog.check(now=float(now))
+        if stall is not None:
+            return now - begin, stall
+    return None
+
+
+def test_a_start_may_take_longer_than_a_pulse_may_stand_still(watchdog: Watchdog, starting: subprocess.Popen[bytes]) -> None:
+    assert first_stall(watchdog, begin=1000, end=1100) is None
+
+
+def test_a_process_that_is_stopped_while_it_starts_is_noticed(watchdog: Watchdog, starting: subprocess.Popen[bytes]) -> None:
+    assert first_stall(watchdog, begin=1000, end=1020) is None
+    starting.send_signal(signal.SIGSTOP)
+    wait_for(lambda: parent_and_state(starting.pid)[1] == "T")
+    found = first_stall(watchdog, begin=1020, end=1040)
+    assert found is not None
+    seconds, stall = found
+    assert STALL_S <= seconds <= STALL_S + 1
+    assert (stall.service, stall.process, stall.pid) == ("rollout", "scheduler0", starting.pid)
+    assert stall.cause.startswith("no heartbeat for ")
+
+
+def test_a_process_that_ends_while_it_starts_is_left_to_its_service_to_explain(
+    watchdog: Watchdog, starting: subprocess.Popen[bytes]
+) -> None:
+    assert first_stall(watchdog, begin=1000, end=1003) is None
+    starting.kill()
+    wait_for(lambda: parent_and_state(starting.pid)[1] in "ZX")
+    assert first_stall(watchdog, begin=1003, end=1010) is None
+
+
+def test_an_engine_rank_has_a_pulse_before_it_imports_the_engine(tmp_path: Path) -> None:
+    ranks = RankProcesses()
+    ranks.start(NodeConfig(state_dir=tmp_path, model=ModelConfig(path=tmp_path)))
+    try:
+        (pid,) = (process.pid for process in ranks.processes)
+        pulse = pulse_dir(tmp_path) / f"scheduler0-{pid}"
+        wait_for(pulse.exists, limit_s=60.0)
+        assert "sglang" not in Path(f"/proc/{pid}/maps").read_text()
+    finally:
+        ranks.kill()
