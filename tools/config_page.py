@@ -35,7 +35,7 @@ def page() -> str:
 
 def _tables(table: type[BaseModel], name: str) -> Iterator[str]:
     """The section of one table, then those of the tables below it."""
-    below: list[tuple[type[BaseModel], str]] = []
+    below: list[tuple[Any, str]] = []
     yield f"\n## {f'`[{name}]`' if name else 'Top of the file'}\n\n| key | value | default | meaning |\n|---|---|---|---|\n"
     for key, field in table.model_fields.items():
         kind = _without_none(field.annotation)

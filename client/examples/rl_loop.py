@@ -6,6 +6,7 @@ GRPO, RLOO, REINFORCE++, ReMax, PPO with a critic, DAPO, GSPO and CISPO are sett
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -137,7 +138,7 @@ class RlLoop:
 
         if settings.max_batches == 1:
             groups = generate(settings.prompts_per_step)
-            step.num_equal_groups = sum(not group.differs() for group in groups)
+            step.num_equal_groups = sum(not group.differs() for group in groups if len(group.samples) > 1)
         else:
             num_groups = settings.prompts_per_step
             found = collect(generate, num_groups=num_groups, max_batches=settings.max_batches, is_kept=Group.differs)
@@ -266,9 +267,11 @@ class RlLoop:
             done = self.client.forward_backward(samples, self.settings.loss)
         with step.timed("optim_step"):
             stepped = self.client.optim_step(schedule_step=step.step)
-        step.num_policy_steps += not stepped.is_skipped
-        step.num_skipped_updates += stepped.is_skipped
-        step.grad_norm, step.learning_rate = stepped.grad_norm, stepped.learning_rate
+        if stepped.is_skipped:
+            step.num_skipped_updates += 1
+        else:
+            step.num_policy_steps += 1
+            step.grad_norm, step.learning_rate = stepped.grad_norm, stepped.learning_rate
         return dict(done.metrics)
 
     def update_critic(self, step: Step, samples: list[TrainingSample], loss: LossConfig) -> dict[str, float]:
@@ -307,9 +310,10 @@ def measure_samples(step: Step, generated: Sequence[tuple[list[Sample], Scores]]
 
 
 def averaged(measured: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Metrics over the updates of a step: the mean, and of maxima the greatest."""
+    """Metrics over the updates of a step, as far as they are finite: the mean, and of maxima the greatest."""
     values: dict[str, list[float]] = {}
     for metrics in measured:
         for name, value in metrics.items():
-            values.setdefault(name, []).append(value)
+            if math.isfinite(value):
+                values.setdefault(name, []).append(value)
     return {name: max(each) if name.endswith("_max") else sum(each) / len(each) for name, each in values.items()}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import tasuki.client.rl_loop
+import tasuki.client.sft_loop
 from tasuki.client import AsyncClient, Client
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +25,7 @@ VERBS = {
 
 def test_the_loop_that_users_copy_is_the_one_that_runs() -> None:
     assert Path(tasuki.client.rl_loop.__file__).resolve() == ROOT / "client/examples/rl_loop.py"
+    assert Path(tasuki.client.sft_loop.__file__).resolve() == ROOT / "client/examples/sft_loop.py"
 
 
 def test_client_exports_these_names() -> None:

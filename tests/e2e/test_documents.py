@@ -1,4 +1,4 @@
-"""The Python of README.md and docs/client.md, run as it stands beside the state folder of a running node."""
+"""The Python of README.md and docs/client.md, run unchanged beside the state folder of a running node."""
 
 from __future__ import annotations
 

@@ -298,6 +298,8 @@ def _others(model: Any, allocator: NativeAllocator) -> list[tuple[Any, Any]]:
     """Every tensor of this process that lies in the weights' arena and is no parameter, with a copy of its values."""
     import torch
 
+    # Models of earlier jobs are cycles: one that went later would leave its memory to others.
+    gc.collect()
     blocks = allocator.blocks(MemoryTag.WEIGHTS)
     parameters = {parameter.data_ptr() for _, parameter in model.named_parameters()}
     found = [

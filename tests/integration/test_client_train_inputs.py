@@ -82,6 +82,11 @@ def test_a_bad_key_is_named(config: Path, capsys: pytest.CaptureFixture[str], ov
     assert problem in _error(config, capsys, override)
 
 
+def test_held_out_prompts_are_measured_with_their_own_limit(config: Path, capsys: pytest.CaptureFixture[str]):
+    overrides = [f'train.eval_dataset="{config.parent}/train.jsonl"', "train.eval.max_new_tokens=62"]
+    assert "the prompt has 3 tokens; with train.eval.max_new_tokens, at most 2 fit" in _error(config, capsys, *overrides)
+
+
 def test_an_earlier_run_is_not_overwritten(config: Path, capsys: pytest.CaptureFixture[str]):
     (config.parent / "run").mkdir()
     (config.parent / "run" / "summary.json").write_text("{}")
@@ -137,7 +142,7 @@ def begun(config: Path) -> Path:
     ("override", "problem"),
     [
         ("train.seed=1", "INVALID_ARGUMENT: train.seed: is 1, but the run was begun with 0; put it back to resume"),
-        ("train.num_steps=3", "train.num_steps: is 3, but the run has done 4 steps"),
+        ("train.num_steps=3", "train.num_steps: makes 3 steps, but the run has done 4"),
         ("train.dataset=/nowhere/train.jsonl", "/nowhere/train.jsonl does not exist"),
     ],
 )
@@ -182,7 +187,7 @@ def test_a_run_that_its_score_has_ended_goes_on_with_another_target(
 
 def test_a_file_without_a_train_table_cannot_be_trained(config: Path, capsys: pytest.CaptureFixture[str]):
     config.write_text(config.read_text().partition("[train]")[0])
-    assert "no [train] table" in _error(config, capsys)
+    assert "no [train] table and no [sft] table" in _error(config, capsys)
 
 
 def test_seconds_of_a_steps_parts_add_up():

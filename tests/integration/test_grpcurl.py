@@ -1,4 +1,4 @@
-"""The grpcurl lines of README.md and docs/grpc.md, run as they stand in the state folder of a running node."""
+"""The grpcurl lines of README.md and docs/grpc.md, run unchanged in the state folder of a running node."""
 
 from __future__ import annotations
 

@@ -13,12 +13,14 @@ from tasuki.cli.continuation import Continuation
 from tasuki.cli.earlier_run import read_earlier_run
 from tasuki.cli.node import _begin_anew
 from tasuki.cli.resume import begin, go_on, resumable_run
+from tasuki.cli.rl_training import rl_run_settings
 from tasuki.cli.run_folder import MetricsFile
 from tasuki.client import Client
 from tasuki.client.dataset import Dataset
-from tasuki.client.loop_state import LoopState, write_loop_state
+from tasuki.client.loop_state import LoopState, write_loop_state, write_pending
 from tasuki.client.step import Step
 from tasuki.config.load import load_config
+from tasuki.v1 import types_pb2
 from tasuki.wire.errors import InvalidArgument, PathNotFound, TasukiError, VersionOrder
 from tests.integration.scripted_node import ScriptedNode, scripted_node
 
@@ -58,12 +60,13 @@ class Run:
     def _with_client(self, action: str) -> Continuation:
         config = load_config(self.folder / "node.toml")
         assert config.train is not None
+        settings = rl_run_settings(config.train)
         with Client(state_dir=config.state_dir) as client:
             if action == "begin":
-                return begin(client, config, self.output_dir)
-            earlier = resumable_run(config, config.train, Dataset([{"prompt": "a"}]))
+                return begin(client, config, settings)
+            earlier = resumable_run(config, settings, Dataset([{"prompt": "a"}]))
             assert earlier is not None
-            return go_on(client, config, config.train, earlier)
+            return go_on(client, config, settings, earlier)
 
 
 @pytest.fixture
@@ -111,6 +114,21 @@ async def test_a_step_that_the_trainer_ends_after_its_client_was_lost_is_not_mad
     found = await run.go_on()
     assert (found.first_step, run.node.policy_version) == (7, 7)
     assert found.steps[-1] == Step(6, policy_version=6, num_policy_steps=1)
+
+
+async def test_a_client_that_ended_between_two_updates_leaves_no_gradients_and_its_step_counts(run: Run) -> None:
+    run.train(6, saves=4)
+    position = {"seed": 0, "epoch": 3, "next": 0, "num_rows": 1}
+    write_pending(run.output_dir, Step(6, policy_version=6, position=position, estimator={"kl_coef": 0.5}))
+    run.node.pending = {types_pb2.ROLE_POLICY, types_pb2.ROLE_CRITIC}
+    run.node.policy_version = 8
+    found = await run.go_on()
+    assert (found.first_step, run.node.policy_version, run.node.pending) == (7, 8, set())
+    assert found.steps[-1] == Step(6, policy_version=6, num_policy_steps=2, position=position, estimator={"kl_coef": 0.5})
+    dataset = Dataset([{"prompt": "a"}])
+    found.seek(dataset, prompts_per_step=1)
+    assert dataset.position() == position
+    assert run.node.begun == [False]  # the schedule and the optimizer's state go on
 
 
 async def test_a_new_run_begins_without_gradients_that_another_left(run: Run) -> None:

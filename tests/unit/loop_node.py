@@ -110,7 +110,7 @@ class LoopClient:
         is_skipped = self.num_optim_steps in self.skips
         self.num_optim_steps += 1
         self.policy_version += role is Role.POLICY and not is_skipped
-        return OptimStepResult(self.policy_version, 2.0, 0.5, 0.1, is_skipped)
+        return OptimStepResult(self.policy_version, float("nan") if is_skipped else 2.0, 0.5, 0.1, is_skipped)
 
     def save(self, path: Path) -> SaveResult:
         self.calls.append(Call("save"))
@@ -154,6 +154,15 @@ ROWS: list[Row] = [{"prompt": str(number)} for number in range(20)]
 def by_number(prompt: int, number: int) -> float:
     """A reward that differs in every group."""
     return float(number)
+
+
+def equal(prompt: int, number: int) -> float:
+    return 1.0
+
+
+def keys(samples: Sequence[TrainingSample]) -> list[tuple[int, ...]]:
+    """Which completions these are."""
+    return [tuple(map(int, sample.completion_token_ids)) for sample in samples]
 
 
 def loop_of(

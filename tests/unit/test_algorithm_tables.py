@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasuki.algorithms.loss_types import (
@@ -164,6 +164,7 @@ def losses(draw: st.DrawFn) -> LossConfig:
     )
 
 
+@settings(deadline=None)
 @given(losses())
 def test_a_loss_that_was_written_is_read_back(loss: LossConfig) -> None:
     table = write_loss(loss)
@@ -239,6 +240,13 @@ def test_what_does_not_fit_is_refused_when_the_file_is_read(
     assert problem in error.message
 
 
-@pytest.mark.parametrize("name", ["remax", "reinforce_pp"])
-def test_one_completion_a_prompt_is_enough_without_a_groups_baseline(tmp_path: Path, name: str) -> None:
-    assert settings_of(tmp_path, f"train.algorithm={name}", "train.group_size=1").group_size == 1
+@pytest.mark.parametrize("estimator", Estimator)
+def test_every_estimator_is_a_key_and_one_completion_a_prompt_is_refused_by_those_that_need_groups(
+    tmp_path: Path, estimator: Estimator
+) -> None:
+    overrides = [f"train.advantages.estimator={estimator}", *([CRITIC] if estimator is Estimator.GAE else [])]
+    assert settings_of(tmp_path, *overrides).advantages.estimator is estimator
+    if estimator.needs_groups:
+        assert "teaches nothing" in refused(tmp_path, *overrides, "train.group_size=1").message
+    else:
+        assert settings_of(tmp_path, *overrides, "train.group_size=1").group_size == 1

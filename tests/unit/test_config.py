@@ -234,6 +234,17 @@ def test_saved_configuration_reads_back_as_the_same(tmp_path: Path) -> None:
     assert load_config(tmp_path / "elsewhere" / "saved.toml") == config
 
 
+def test_names_that_need_quotes_are_saved(tmp_path: Path) -> None:
+    text = MINIMAL + (
+        '[train]\ndataset = "a"\noutput_dir = "out"\n'
+        '[train.reward.functions."exact, but \\"short\\""]\nfunction = "rewards:exact"\n'
+        '[train.reward.functions.plain_name]\nfunction = "rewards:other"\nweight = 0.5\n'
+    )
+    config = load_config(write(tmp_path, text))
+    save_config(config, tmp_path / "saved.toml")
+    assert load_config(tmp_path / "saved.toml") == config
+
+
 def test_socket_folder_is_private_and_short_enough_for_a_socket(tmp_path: Path) -> None:
     deep = tmp_path / ("long" * 20)
     deep.mkdir()

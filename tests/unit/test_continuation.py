@@ -8,6 +8,7 @@ import pytest
 
 from tasuki.cli.continuation import Continuation, check_num_steps, continuation
 from tasuki.cli.earlier_run import EarlierRun, RunHead
+from tasuki.cli.run_settings import RunSettings
 from tasuki.client.dataset import Dataset
 from tasuki.client.loop_state import LoopState
 from tasuki.client.step import Step
@@ -114,14 +115,26 @@ def test_the_rows_are_those_that_come_next():
     whole = Dataset(ROWS, seed=0)
     rows = [whole.next_rows(2) for _ in range(9)]
     dataset = Dataset(ROWS, seed=0)
-    continuation(SAVED, node_version=7, is_of_run=True).seek(dataset, prompts_per_step=2)
+    continuation(SAVED, node_version=7, is_of_run=True).seek(dataset, rows_per_step=2)
     assert [dataset.next_rows(2) for _ in range(2)] == rows[7:]
 
 
 def test_fewer_steps_than_were_done_are_refused():
-    check_num_steps(4, num_steps=4)
-    with pytest.raises(InvalidArgument, match=r"train\.num_steps: is 3, but the run has done 4"):
-        check_num_steps(4, num_steps=3)
+    settings = RunSettings(
+        table="train", output_dir=Path("run"), num_steps=4, length_key="train.num_steps", rows_per_step=2, save_every=None
+    )
+    check_num_steps(4, settings)
+    with pytest.raises(InvalidArgument, match=r"train\.num_steps: makes 4 steps, but the run has done 5"):
+        check_num_steps(5, settings)
+
+
+def test_supervised_steps_have_no_reward_and_are_not_taken_for_evaluations():
+    steps = [Step(number, policy_version=number, num_policy_steps=1) for number in range(3)]
+    skipped = Step(3, policy_version=3, num_skipped_updates=1)
+    ended = Step(4, policy_version=3)
+    for lines in ([*steps, skipped], [*steps, skipped, ended]):
+        found = continuation(earlier(*lines), node_version=3, is_of_run=True)
+        assert (found.first_step, numbers(found)) == (4, [0, 1, 2, 3])
 
 
 def several(number: int, *, version: int, num_policy_steps: int, position: int | None = None) -> Step:
@@ -162,7 +175,7 @@ def test_a_client_that_ended_between_two_updates_goes_on_after_its_step(num_made
 def next_rows(found: Continuation) -> list[object]:
     """The number of the next row in the order of the data."""
     dataset, order = Dataset(ROWS, seed=0), Dataset(ROWS, seed=0)
-    found.seek(dataset, prompts_per_step=3)
+    found.seek(dataset, rows_per_step=3)
     (row,) = dataset.next_rows(1)
     return [str(order.next_rows(10).index(row))]
 

@@ -23,7 +23,7 @@ PLACES = range(6)
 def sample(length: int, *, mask: Sequence[float] = (), **columns: float) -> TrainingSample:
     """Each column has one value for every token."""
     filled = {name: np.full(length, value, dtype=np.float32) for name, value in columns.items()}
-    return TrainingSample([1], list(range(length)), loss_mask=mask, **filled)  # type: ignore[arg-type]
+    return TrainingSample([1], list(range(length)), loss_mask=mask, **filled)
 
 
 def samples(**columns: float) -> list[TrainingSample]:

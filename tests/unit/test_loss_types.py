@@ -93,7 +93,7 @@ def test_a_value_loss_has_no_term_of_a_policy(field: str) -> None:
         (LossConfig(loss=PolicyGradientLoss(), kl_coef=0.1), {"advantages", "rollout_log_probs", "ref_log_probs"}),
         (LossConfig(loss=SftLoss()), set()),
         (LossConfig(loss=SftLoss(), kl_coef=0.1), {"ref_log_probs"}),
-        (LossConfig(loss=ValueLoss()), {"values", "returns"}),
+        (LossConfig(loss=ValueLoss(clip=0.2)), {"values", "returns"}),
         (LossConfig(loss=ValueLoss(clip=None)), {"returns"}),
     ],
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from tasuki.planner.layout import GB, Checkpointing, Layout, Part
 from tasuki.planner.model_shape import shape_of
 from tasuki.planner.trainer_bytes import step_moments
-from tasuki.trainer.backends.fsdp.model import Policy
+from tasuki.trainer.backends.fsdp.model import Critic, Policy
 from tasuki.trainer.data.micro_batch import TokenBatch
 
 NUM_TOKENS = 2003  # a size that no parameter has
@@ -67,6 +69,39 @@ def _one_sequence(vocab_size: int) -> TokenBatch:
     ("checkpointing", "vocab_size", "moment"), [("full", 64, "layer"), ("full", 8000, "loss"), ("none", 64, "layer")]
 )
 def test_activations_and_logits_peak_as_predicted(checkpointing: str, vocab_size: int, moment: str):
+    causal_lm = _causal_lm(checkpointing, vocab_size)
+    policy = Policy(causal_lm).train()
+    with LiveTokens() as live:
+        log_probs, _ = policy(_one_sequence(vocab_size))
+        log_probs.sum().backward()
+    moments = _moments(_layout(causal_lm, checkpointing))
+    assert max(moments, key=lambda name: moments[name]) == moment
+    assert moments[moment] == pytest.approx(live.peak, rel=0.02)
+
+
+@pytest.mark.parametrize("checkpointing", ["full", "none"])
+def test_a_critic_peaks_without_logits_as_predicted(checkpointing: str):
+    causal_lm = _causal_lm(checkpointing, 8000)
+    layout = _layout(causal_lm, checkpointing)
+    critic = Critic(causal_lm).to(torch.bfloat16).train()  # FSDP2 computes the head in the dtype of the rest
+    with LiveTokens() as live:
+        critic(_one_sequence(8000)).sum().backward()
+    of_critic = replace(layout, critic=layout.model).of_critic()
+    assert of_critic is not None
+    moments = _moments(of_critic)
+    assert max(moments, key=lambda name: moments[name]) == "layer"
+    assert moments["layer"] == pytest.approx(live.peak, rel=0.02)
+
+
+def test_a_critic_has_the_parameters_that_are_counted():
+    causal_lm = _causal_lm("none", 64)
+    of_critic = replace(_layout(causal_lm, "none"), critic=_layout(causal_lm, "none").model).of_critic()
+    assert of_critic is not None
+    counted = Counter(shape for unit in of_critic.model.units() for shape in unit.values())
+    assert counted == Counter(tuple(parameter.shape) for parameter in Critic(causal_lm).parameters())
+
+
+def _causal_lm(checkpointing: str, vocab_size: int) -> Any:
     table = {
         "hidden_size": 128,
         "intermediate_size": 640,
@@ -78,15 +113,16 @@ def test_activations_and_logits_peak_as_predicted(checkpointing: str, vocab_size
     causal_lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     if checkpointing == "full":
         causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = Policy(causal_lm).train()
-    with LiveTokens() as live:
-        log_probs, _ = policy(_one_sequence(vocab_size))
-        log_probs.sum().backward()
-    layout = Layout(
-        model=shape_of(config.to_dict() | {"architectures": ["Qwen2ForCausalLM"]}),
+    return causal_lm
+
+
+def _layout(causal_lm: Any, checkpointing: str) -> Layout:
+    return Layout(
+        model=shape_of(causal_lm.config.to_dict() | {"architectures": ["Qwen2ForCausalLM"]}),
         num_gpus=1, gpu_bytes=GB, host_bytes=GB, num_ranks=1,
         micro_batch_tokens=NUM_TOKENS, logit_tokens=NUM_TOKENS - 1, checkpointing=Checkpointing(checkpointing),
     )  # fmt: skip
-    moments = {name: parts.get(Part.ACTIVATIONS, 0) + parts.get(Part.LOGITS, 0) for name, parts in step_moments(layout).items()}
-    assert max(moments, key=lambda name: moments[name]) == moment
-    assert moments[moment] == pytest.approx(live.peak, rel=0.02)
+
+
+def _moments(layout: Layout) -> dict[str, int]:
+    return {name: parts.get(Part.ACTIVATIONS, 0) + parts.get(Part.LOGITS, 0) for name, parts in step_moments(layout).items()}

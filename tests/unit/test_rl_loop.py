@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +10,12 @@ import numpy as np
 import pytest
 
 from tasuki.algorithms import advantages
-from tasuki.algorithms.loss_types import Correction, LossConfig, OldPolicy, PolicyGradientLoss, PpoLoss, ValueLoss
+from tasuki.algorithms.loss_types import Correction, LossConfig, PolicyGradientLoss, PpoLoss, ValueLoss
 from tasuki.client.dataset import Dataset
-from tasuki.client.estimation import AdvantageSettings, Estimator, EstimatorState
-from tasuki.client.evaluation import EvalSettings
-from tasuki.client.loop_state import read_loop_state, read_pending
+from tasuki.client.estimation import AdvantageSettings, Estimator
 from tasuki.client.rl_loop import Settings
-from tasuki.client.step import Step
-from tasuki.client.types import Role, SamplingParams, TrainingSample
-from tests.unit.loop_node import ROWS, LoopClient, by_number, loop_of, steps_of
+from tasuki.client.types import Role, SamplingParams
+from tests.unit.loop_node import ROWS, LoopClient, equal, keys, loop_of, steps_of
 
 NAN = float("nan")
 
@@ -31,15 +24,6 @@ NAN = float("nan")
 def settings(tmp_path: Path) -> Settings:
     sampling = SamplingParams(max_new_tokens=8, temperature=0.5)
     return Settings(num_steps=1, prompts_per_step=3, group_size=4, sampling=sampling, output_dir=tmp_path)
-
-
-def keys(samples: Sequence[TrainingSample]) -> list[tuple[int, ...]]:
-    """Which completions these are."""
-    return [tuple(map(int, sample.completion_token_ids)) for sample in samples]
-
-
-def equal(prompt: int, number: int) -> float:
-    return 1.0
 
 
 def test_a_step_of_grpo_is_one_generation_and_one_update(settings: Settings):
@@ -167,6 +151,12 @@ def test_dynamic_sampling_ends_at_its_bound_with_the_groups_it_has(settings: Set
     assert step.position["next"] == 12
 
 
+def test_one_completion_a_prompt_is_no_group_that_agrees(settings: Settings):
+    own = replace(settings, group_size=1, advantages=AdvantageSettings(estimator=Estimator.BATCH_BASELINE))
+    (step,) = steps_of(loop_of(LoopClient(), own, reward=lambda prompt, number: prompt))
+    assert (step.num_equal_groups, step.num_policy_steps) == (0, 1)
+
+
 def test_remax_takes_the_greedy_completions_reward_off(settings: Settings):
     client = LoopClient()
     estimator = AdvantageSettings(estimator=Estimator.GREEDY_BASELINE)
@@ -178,170 +168,3 @@ def test_remax_takes_the_greedy_completions_reward_off(settings: Settings):
     # The greedy completion is a group's only one: its number is 0.
     assert [sample.advantages for sample in update.samples] == [float(number % 4) for number in range(12)]
     assert len(update.samples) == 12
-
-
-@pytest.mark.parametrize("num_epochs", [1, 2])
-def test_every_epoch_has_every_sample_once_and_old_log_probs_are_computed_once(settings: Settings, num_epochs: int):
-    given = LossConfig(old_policy=OldPolicy.GIVEN)
-    own = replace(settings, num_epochs=num_epochs, num_mini_batches=5, loss=given)
-    client = LoopClient()
-    (step,) = steps_of(loop_of(client, own))
-    updates = client.of("forward_backward")
-    assert len(updates) == len(client.of("optim_step")) == 5 * num_epochs == step.num_policy_steps
-    assert len(client.of("log_probs")) == 1
-    assert client.verbs().index("log_probs") < client.verbs().index("forward_backward")
-    for epoch in range(num_epochs):
-        seen = Counter(key for call in updates[5 * epoch : 5 * epoch + 5] for key in keys(call.samples))
-        assert len(seen) == 12 and set(seen.values()) == {1}
-    assert all(sample.old_log_probs[0] == -0.625 for call in updates for sample in call.samples)
-    assert step.metrics["size_max"] == 3.0
-    assert step.metrics["size"] == pytest.approx(12 / 5)
-
-
-def test_mini_batches_are_shuffled_by_seed_step_and_epoch(settings: Settings):
-    def orders(seed: int) -> list[list[tuple[int, int]]]:
-        client = LoopClient()
-        own = replace(settings, num_steps=2, num_epochs=2, num_mini_batches=3, seed=seed)
-        steps_of(loop_of(client, own, dataset=Dataset(ROWS[:3])))
-        numbers = [
-            [(int(s.completion_token_ids[0]), int(s.completion_token_ids[2])) for s in c.samples]
-            for c in client.of("forward_backward")
-        ]
-        return [list(chain(*numbers[start : start + 3])) for start in range(0, 12, 3)]
-
-    assert orders(0) == orders(0)
-    assert len({str(order) for order in orders(0)}) == 4
-    assert orders(0) != orders(1)
-
-
-def test_more_mini_batches_than_samples_are_as_many_as_samples(settings: Settings):
-    client = LoopClient()
-    steps_of(loop_of(client, replace(settings, num_mini_batches=100)))
-    assert [len(call.samples) for call in client.of("forward_backward")] == [1] * 12
-
-
-def _long_first(prompt: int, number: int) -> int:
-    return 8 if number == 0 else 3
-
-
-def test_completions_that_were_cut_count_in_the_baseline_and_not_in_the_loss(settings: Settings):
-    client = LoopClient(num_tokens=_long_first)
-    (step,) = steps_of(loop_of(client, replace(settings, mask_truncated=True, num_mini_batches=12)))
-    updates = client.of("forward_backward")
-    assert len(updates) == 9  # those without a counted token are left out
-    expected = advantages.group_mean(np.arange(4.0)[None], std="sample")[0]
-    assert {sample.completion_token_ids[2]: sample.advantages for call in updates for sample in call.samples} == {
-        number: pytest.approx(expected[number]) for number in (1, 2, 3)
-    }
-    assert step.metrics["truncated_fraction"] == 0.25
-
-
-def test_a_step_whose_completions_were_all_cut_learns_nothing(settings: Settings):
-    client = LoopClient(num_tokens=lambda prompt, number: 8)
-    (step,) = steps_of(loop_of(client, replace(settings, mask_truncated=True)))
-    assert "acquire TRAIN" not in client.verbs()
-    assert step.num_policy_steps == 0
-
-
-def test_overlong_completions_lose_reward_that_is_not_in_the_mean(settings: Settings):
-    client = LoopClient(num_tokens=_long_first)
-    (step,) = steps_of(loop_of(client, replace(settings, overlong_tokens=4), reward=equal))
-    (update,) = client.of("forward_backward")
-    expected = advantages.group_mean(np.array([[0.0, 1.0, 1.0, 1.0]]), std="sample")[0]
-    np.testing.assert_allclose([sample.advantages for sample in update.samples[:4]], expected, rtol=1e-6)
-    assert step.mean_reward == 1.0
-
-
-def test_empty_completions_and_failed_rewards_are_left_out(settings: Settings):
-    client = LoopClient(num_tokens=lambda prompt, number: 0 if number == 1 else 3)
-    (step,) = steps_of(loop_of(client, settings, reward=lambda prompt, number: NAN if number == 2 else number))
-    (update,) = client.of("forward_backward")
-    expected = advantages.group_mean(np.array([[0.0, 1.0, NAN, 3.0]]), std="sample")[0]
-    assert [sample.advantages for sample in update.samples] == [pytest.approx(expected[number]) for number in (0, 3)] * 3
-    assert (step.num_failed_rewards, step.mean_reward) == (3, pytest.approx(4 / 3))
-
-
-def test_several_rewards_are_told_by_name_as_far_as_one_counts(settings: Settings):
-    rewards = {"exact": by_number, "short": lambda prompt, number: 1.0 if number else NAN, "never": lambda prompt, number: NAN}
-    (step,) = steps_of(loop_of(LoopClient(), settings, reward=rewards))
-    assert step.metrics["reward/exact"] == 1.5
-    assert step.metrics["reward/short"] == 1.0
-    assert "reward/never" not in step.metrics
-    assert step.mean_reward == 0.0
-
-
-def test_evaluation_samples_as_it_is_told_and_reports_pass_at_k(settings: Settings):
-    client = LoopClient()
-    evaluation = EvalSettings(num_samples=4, temperature=0.75, pass_at=(1, 4), correct_at=3.0)
-    own = replace(settings, evaluation=evaluation, num_steps=2, eval_every=1)
-    (first, _) = steps_of(loop_of(client, own, eval_rows=ROWS[:2]))
-    asked = client.of("generate")[0]
-    assert (asked.sampling.temperature, asked.sampling.max_new_tokens, len(asked.prompts)) == (0.75, 8, 2)
-    assert (first.eval_score, first.metrics["eval/pass@1"], first.metrics["eval/pass@4"]) == (1.5, 0.25, 1.0)
-    assert len(client.of("generate")) == 5
-
-
-def test_a_score_that_is_reached_ends_the_run(settings: Settings):
-    client, steps = LoopClient(), []
-    own = replace(settings, num_steps=9, stop_at_eval_score=0.0)
-    loop_of(client, own, eval_rows=ROWS[:2]).run(steps.append)
-    assert [(step.eval_score, step.mean_reward) for step in steps] == [(0.0, None)]
-    assert client.verbs() == ["acquire ROLLOUT", "generate", "export_model"]
-
-
-def test_samples_whose_log_probs_are_not_exact_are_counted(settings: Settings):
-    (step,) = steps_of(loop_of(LoopClient(is_exact=False), settings))
-    assert step.metrics["inexact_fraction"] == 1.0
-    (step,) = steps_of(loop_of(LoopClient(), settings))
-    assert step.metrics["inexact_fraction"] == 0.0
-
-
-def test_a_skipped_update_makes_no_version(settings: Settings):
-    client = LoopClient(skips={1})
-    (step,) = steps_of(loop_of(client, replace(settings, num_mini_batches=3)))
-    assert (step.num_policy_steps, step.num_skipped_updates, step.next_version()) == (2, 1, client.policy_version)
-
-
-def test_what_is_known_of_a_step_is_on_disk_before_its_first_update(settings: Settings):
-    seen: list[Step | None] = []
-    client = LoopClient(before_update=lambda: seen.append(read_pending(settings.output_dir)))
-    own = dapo(settings, advantages=AdvantageSettings(estimator=Estimator.RUNNING_BASELINE))
-    (step,) = steps_of(loop_of(client, own))
-    (pending,) = seen
-    assert pending is not None
-    assert (pending.step, pending.num_policy_steps, pending.position) == (0, 0, step.position)
-    assert pending.estimator == step.estimator != {}
-
-
-def test_a_checkpoint_has_the_step_and_the_place_in_the_data(settings: Settings):
-    client, dataset = LoopClient(), Dataset(ROWS)
-    steps = steps_of(loop_of(client, replace(settings, num_steps=4, save_every=2, num_mini_batches=2), dataset=dataset))
-    paths = sorted((settings.output_dir / "checkpoints").iterdir())
-    assert [path.name for path in paths] == ["version-000004", "version-000008"]
-    saved = read_loop_state(paths[0])
-    assert (saved.step.step, saved.step.next_version(), saved.position) == (1, 4, steps[1].position)
-    assert json.loads(json.dumps(saved.step.estimator)) == steps[1].estimator
-
-
-@pytest.mark.parametrize(
-    "estimator",
-    [
-        AdvantageSettings(estimator=Estimator.RUNNING_BASELINE),
-        AdvantageSettings(estimator=Estimator.RUNNING_BASELINE, kl_coef=0.1, kl_target=0.01, kl_horizon=20.0),
-        AdvantageSettings(kl_coef=0.1, kl_target=10.0, kl_horizon=20.0),
-    ],
-)
-def test_a_run_that_goes_on_estimates_as_one_that_was_not_broken_off(settings: Settings, estimator: AdvantageSettings):
-    own = replace(settings, num_steps=3, advantages=estimator)
-    whole, parts = LoopClient(), LoopClient()
-    steps_of(loop_of(whole, own, reward=lambda prompt, number: prompt * number))
-    dataset = Dataset(ROWS)
-    first = loop_of(parts, replace(own, num_steps=2), reward=lambda prompt, number: prompt * number, dataset=dataset)
-    last = steps_of(first)[-1]
-    second = loop_of(parts, own, reward=lambda prompt, number: prompt * number, dataset=dataset)
-    second.state = EstimatorState.of(json.loads(json.dumps(last.estimator)))
-    steps_of(second, first_step=2)
-    found = [[sample.advantages for sample in call.samples] for call in whole.of("forward_backward")]
-    again = [[sample.advantages for sample in call.samples] for call in parts.of("forward_backward")]
-    assert found == again
-    assert found[0] != found[2]

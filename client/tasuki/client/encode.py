@@ -204,7 +204,8 @@ def _status_from_proto(status: coordinator_pb2.StageStatus.ValueType) -> StageSt
 
 def forward_backward_from_proto(done: trainer_pb2.ForwardBackwardResponse) -> ForwardBackwardResult:
     values: dict[str, Any] = {field.name: getattr(done, field.name) for field in fields(ForwardBackwardResult)}
-    return ForwardBackwardResult(**values | {"metrics": dict(done.metrics)})
+    values["metrics"] = dict(done.metrics)
+    return ForwardBackwardResult(**values)
 
 
 def trainer_state_from_proto(state: trainer_pb2.GetTrainerStateResponse) -> TrainerState:

@@ -195,4 +195,4 @@ class _Tokens:
     def sums(self, x_N: NDArray[np.floating]) -> NDArray[np.float64]:
         """[S]"""
         ids_N = np.repeat(np.arange(len(self.num_completion_S)), self.num_completion_S)
-        return np.bincount(ids_N, weights=x_N, minlength=len(self.num_completion_S))
+        return np.bincount(ids_N, weights=x_N, minlength=len(self.num_completion_S)).astype(np.float64, copy=False)

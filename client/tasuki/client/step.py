@@ -14,18 +14,18 @@ from tasuki.client.types import Phase
 
 @dataclass(slots=True)
 class Step:
-    """What happened from one changeover to rollout to the next; None where a part did not take place."""
+    """What happened from one changeover to rollout to the next, or in one supervised step; None where a part did not take place."""
 
     step: int
     policy_version: int | None = None
-    """That made the samples and the evaluation."""
+    """That made the samples and the evaluation, or that a supervised step began with."""
     num_policy_steps: int = 0
     """Optimizer steps of the policy, each of which adds 1 to its version."""
     eval_score: float | None = None
     mean_reward: float | None = None
     num_failed_rewards: int = 0
     num_equal_groups: int = 0
-    """Whose rewards agree, so that they teach nothing."""
+    """Groups of several completions whose rewards agree; also those that dynamic sampling leaves out."""
     num_skipped_updates: int = 0
     """Whose gradients were not finite."""
     mean_num_tokens: float | None = None
@@ -65,6 +65,11 @@ class Step:
         with self.timed(f"to_{phase.lower()}"):
             events = client.acquire(phase)
         self.stage_seconds |= {event.stage: event.seconds for event in events if event.stage and event.seconds}
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether nothing was made or learned in it: a run ends with such a step."""
+        return self.mean_reward is None and not self.num_policy_steps and not self.num_skipped_updates
 
     def next_version(self) -> int:
         """The policy version after the step."""

@@ -72,12 +72,14 @@ def _parser() -> argparse.ArgumentParser:
     state.add_argument("--serving", action="store_true", help="end with 1 while not all three services answer")
     watch = _command(commands, "watch", _watch, "follow stages and memory until Ctrl-C")
     _add_node(watch)
-    train = _command(commands, "train", _train, "train as the [train] table of CONFIG says; starts the node when none runs")
+    train = _command(
+        commands, "train", _train, "train as the [train] or [sft] table of CONFIG says; starts the node when none runs"
+    )
     train.add_argument("config", type=Path, metavar="CONFIG")
     train.add_argument(
         "--resume",
         action="store_true",
-        help="go on with the run in train.output_dir: from its newest checkpoint, or where it was on a node that still has it; "
+        help="go on with the run in output_dir: from its newest checkpoint, or where it was on a node that still has it; "
         "begin where there is none",
     )
     train.add_argument("--no-start", action="store_true", help="only on a node that runs already")

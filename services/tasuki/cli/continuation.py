@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tasuki.cli.earlier_run import EarlierRun
+from tasuki.cli.run_settings import RunSettings
 from tasuki.client.dataset import Dataset
 from tasuki.client.step import Step
 from tasuki.wire.errors import InvalidArgument, VersionOrder
@@ -22,7 +24,7 @@ class Continuation:
     position: Mapping[str, int] | None = None
     num_steps_after_position: int = 0
 
-    def seek(self, dataset: Dataset, *, prompts_per_step: int) -> None:
+    def seek(self, dataset: Dataset[Any], *, rows_per_step: int) -> None:
         """Leaves out the rows that were trained on."""
         num_unknown = 0
         for step in reversed(self.steps[len(self.steps) - self.num_steps_after_position :]):
@@ -34,7 +36,7 @@ class Continuation:
             if self.position is not None:
                 dataset.seek(self.position)
         for _ in range(num_unknown):
-            dataset.next_rows(prompts_per_step)
+            dataset.next_rows(rows_per_step)
 
 
 def continuation(earlier: EarlierRun, *, node_version: int, is_of_run: bool) -> Continuation:
@@ -60,7 +62,7 @@ def continuation(earlier: EarlierRun, *, node_version: int, is_of_run: bool) -> 
     if earlier.checkpoint is None and node_version < saved_version:
         raise VersionOrder(
             f"the run began at policy version {saved_version}, with weights that the node, at {node_version}, does not have any more, and "
-            "left no checkpoint: begin it anew with another train.output_dir",
+            "left no checkpoint: begin it anew with another output_dir",
             have=node_version,
             want=saved_version,
         )
@@ -73,10 +75,13 @@ def continuation(earlier: EarlierRun, *, node_version: int, is_of_run: bool) -> 
     )
 
 
-def check_num_steps(num_done: int, *, num_steps: int) -> None:
+def check_num_steps(num_done: int, settings: RunSettings) -> None:
     """Raises InvalidArgument when the run has gone further than it is asked to."""
-    if num_done > num_steps:
-        raise InvalidArgument("train.num_steps", f"is {num_steps}, but the run has done {num_done} steps")
+    if num_done > settings.num_steps:
+        raise InvalidArgument(
+            settings.length_key,
+            f"makes {settings.num_steps} steps, but the run has done {num_done}; raise it, or begin another run",
+        )
 
 
 def _pending(earlier: EarlierRun, *, number: int, version: int, node_version: int) -> Step | None:
@@ -101,4 +106,4 @@ def _after(steps: Sequence[Step], first: int) -> list[Step]:
     """Those from `first` on, as far as none is missing, without a last one that only evaluated."""
     later = [step for step in steps if step.step >= first]
     whole = [step for number, step in enumerate(later, start=first) if step.step == number]
-    return whole[:-1] if whole and whole[-1].mean_reward is None else whole
+    return whole[:-1] if whole and whole[-1].is_evaluation else whole

@@ -11,10 +11,10 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from tasuki.cli.run_folder import CHECKPOINTS, RUN_FILES, read_steps
+from tasuki.cli.run_settings import RunSettings
 from tasuki.client.durable import write_durably
 from tasuki.client.loop_state import LoopState, newest_checkpoint, read_pending
 from tasuki.client.step import Step
-from tasuki.config.schema import TrainConfig
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
 _HEAD_FILE = "run.json"
@@ -65,22 +65,24 @@ def read_earlier_run(output_dir: Path) -> EarlierRun | None:
         left = [name for name in (*RUN_FILES, CHECKPOINTS) if (output_dir / name).exists()]
         if not left:
             return None
-        text = f"{output_dir} has {left[0]} but no {_HEAD_FILE}, without which a run cannot be resumed; choose another train.output_dir"
+        text = (
+            f"{output_dir} has {left[0]} but no {_HEAD_FILE}, without which a run cannot be resumed; choose another output_dir"
+        )
         raise PathNotFound(text, path=path)
     try:
         head = _Head.validate_json(path.read_bytes(), strict=True)
     except ValidationError as error:
-        text = f"{path} is damaged: {error.errors()[0]['msg']}; without it a run cannot be resumed, choose another train.output_dir"
-        raise InvalidArgument("train.output_dir", text) from error
+        text = f"{path} is damaged: {error.errors()[0]['msg']}; without it a run cannot be resumed, choose another output_dir"
+        raise InvalidArgument("output_dir", text) from error
     checkpoint, loop = newest_checkpoint(output_dir / CHECKPOINTS) or (None, None)
     return EarlierRun(head, read_steps(output_dir), checkpoint, loop, read_pending(output_dir))
 
 
-def run_has_ended(earlier: EarlierRun, train: TrainConfig) -> bool:
+def run_has_ended(earlier: EarlierRun, settings: RunSettings) -> bool:
     """Whether the run came to the end that is asked for now."""
-    if not earlier.steps or not all((train.output_dir / name).exists() for name in RUN_FILES):
+    if not earlier.steps or not all((settings.output_dir / name).exists() for name in RUN_FILES):
         return False
     last = earlier.steps[-1]
-    target = train.stop_at_eval_score
+    target = settings.stop_at_eval_score
     is_enough = target is not None and last.eval_score is not None and last.eval_score >= target
-    return last.mean_reward is None and (last.step >= train.num_steps or is_enough)
+    return last.is_evaluation and (last.step >= settings.num_steps or is_enough)

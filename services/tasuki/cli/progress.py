@@ -17,6 +17,12 @@ from tasuki.client.step import Step
 from tasuki.wire.errors import TasukiError
 
 _WATCH_AGAIN_S = 0.5
+_SHOWN = (
+    ("eval/loss", "held-out loss", ".4f"),
+    ("log_prob_gap_max", "gap", ".1e"),
+    ("explained_variance", "explained", ".2f"),
+)
+"""Metrics of a step's line: name, label, format."""
 INEXACT = (
     "warning: train.top_p or train.top_k leaves tokens out, but log-probs are those of all tokens: importance ratios are biased; "
     "remove both keys for exact ones"
@@ -73,9 +79,11 @@ def step_line(step: Step) -> str:
     parts = [f"step {step.step:>3}", f"version {step.policy_version}"]
     if step.mean_reward is not None:
         parts.append(f"reward {step.mean_reward:.3f}")
+    elif "loss" in step.metrics:
+        parts.append(f"loss {step.metrics['loss']:.4f}")
     if step.eval_score is not None:
         parts.append(f"held-out {step.eval_score:.3f}")
-    for name, label, form in (("log_prob_gap_max", "gap", ".1e"), ("explained_variance", "explained", ".2f")):
+    for name, label, form in _SHOWN:
         if name in step.metrics:
             parts.append(f"{label} {step.metrics[name]:{form}}")
     if step.num_failed_rewards:

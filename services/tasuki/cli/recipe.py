@@ -10,15 +10,18 @@ from typing import Any
 
 from tasuki.config.neutral import NEUTRAL_TRAINER_KEYS
 from tasuki.config.schema import NodeConfig
+from tasuki.config.train_schema import TrainConfig
 from tasuki.wire.errors import InvalidArgument
 
 Recipe = Mapping[str, Any]
 # total_steps goes with num_steps, which may grow.
 _FREE_TRAINER_KEYS = NEUTRAL_TRAINER_KEYS | {"total_steps"}
 # Paths count by what is there.
-_FREE_TRAIN_KEYS = {
-    "dataset", "eval_dataset", "output_dir", "reward", "num_steps", "eval_every", "stop_at_eval_score", "save_every"
-}  # fmt: skip
+_FREE_RUN_KEYS = {"dataset", "eval_dataset", "output_dir", "num_steps", "eval_every", "save_every"}
+_FREE_TRAIN_KEYS = _FREE_RUN_KEYS | {"reward", "stop_at_eval_score"}
+_FREE_SFT_KEYS = _FREE_RUN_KEYS | {"num_epochs", "max_tokens"}
+# One of them is in every recipe, and tells the table of the run.
+_DATASETS = ("train.dataset", "sft.dataset")
 _DIGEST = "sha256:"
 # Of configuration, tokenizer and chat template.
 _MODEL_TEXTS = (".json", ".jinja", ".model", ".txt")
@@ -26,23 +29,30 @@ _MODEL_TEXTS = (".json", ".jinja", ".model", ".txt")
 
 def recipe(config: NodeConfig) -> Recipe:
     """As JSON would give it back. Files count by their content, the model by its texts and by names and sizes of its weights."""
-    train = config.train
-    assert train is not None
+    table, run, free = ("train", config.train, _FREE_TRAIN_KEYS) if config.sft is None else ("sft", config.sft, _FREE_SFT_KEYS)
+    assert run is not None
     tables = {
         "trainer": config.trainer.model_dump(mode="json", exclude=_FREE_TRAINER_KEYS),
-        "rollout": config.rollout.model_dump(mode="json", include={"dtype", "float32_logits", "lora", "seed"}),
-        "train": train.model_dump(mode="json", exclude=_FREE_TRAIN_KEYS),
-        "train.reward": train.reward.model_dump(mode="json", include={"function", "functions", "on_error"}),
+        table: run.model_dump(mode="json", exclude=free),
     }
+    if isinstance(run, TrainConfig):
+        tables["rollout"] = config.rollout.model_dump(mode="json", include={"dtype", "float32_logits", "lora", "seed"})
+        tables["train.reward"] = run.reward.model_dump(mode="json", include={"function", "functions", "on_error"})
     values = {f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()}
     values["model.path"] = _model_digest(config.model.path)
-    values["train.dataset"] = _file_digest(train.dataset)
-    values["train.eval_dataset"] = None if train.eval_dataset is None else _file_digest(train.eval_dataset)
+    values[f"{table}.dataset"] = _file_digest(run.dataset)
+    values[f"{table}.eval_dataset"] = None if run.eval_dataset is None else _file_digest(run.eval_dataset)
     return json.loads(json.dumps(values))
 
 
 def check_recipe(now: Recipe, *, begun_with: Recipe, output_dir: Path) -> None:
     """Raises InvalidArgument naming the first key that is not as it was; one that another version of tasuki lacks is passed over."""
+    for key in _DATASETS:
+        if key in now and key not in begun_with:
+            table = key.partition(".")[0]
+            raise InvalidArgument(
+                table, f"the run in {output_dir} was not begun with [{table}]; choose another {table}.output_dir"
+            )
     for key in sorted(now.keys() & begun_with.keys()):
         is_, was = now[key], begun_with[key]
         if is_ == was:
@@ -51,9 +61,7 @@ def check_recipe(now: Recipe, *, begun_with: Recipe, output_dir: Path) -> None:
         what = f"is {is_!r}, but the run was begun with {was!r}"
         if _is_digest(is_) and _is_digest(was):
             what = "has another content than the run was begun with"
-        raise InvalidArgument(
-            key, f"{what}; put it back to resume {output_dir}, or choose another train.output_dir for a new run"
-        )
+        raise InvalidArgument(key, f"{what}; put it back to resume {output_dir}, or choose another output_dir for a new run")
 
 
 def _difference(key: str, is_: Any, was: Any) -> tuple[str, Any, Any]:

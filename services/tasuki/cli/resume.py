@@ -6,52 +6,52 @@ import shutil
 import sys
 import uuid
 from pathlib import Path
+from typing import Any
 
 from tasuki.cli.continuation import Continuation, check_num_steps, continuation
 from tasuki.cli.earlier_run import EarlierRun, RunHead, read_earlier_run, run_has_ended, write_head
 from tasuki.cli.recipe import check_recipe, recipe
 from tasuki.cli.run_folder import CHECKPOINTS
+from tasuki.cli.run_settings import RunSettings
 from tasuki.client.dataset import Dataset
 from tasuki.client.durable import write_durably
 from tasuki.client.loop_state import LOOP_FILE, damaged_checkpoint
 from tasuki.client.sync_client import Client
 from tasuki.config.places import training_run_path
-from tasuki.config.schema import NodeConfig, TrainConfig
+from tasuki.config.schema import NodeConfig
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
 
-def resumable_run(config: NodeConfig, train: TrainConfig, dataset: Dataset) -> EarlierRun | None:
+def resumable_run(config: NodeConfig, settings: RunSettings, dataset: Dataset[Any]) -> EarlierRun | None:
     """What was broken off in the output folder; None when nothing was begun there. Looks at everything that needs no node.
 
     Raises InvalidArgument naming the key that is not as it was, and what read_earlier_run raises.
     """
-    earlier = read_earlier_run(train.output_dir)
+    earlier = read_earlier_run(settings.output_dir)
     if earlier is None:
         return None
-    check_recipe(recipe(config), begun_with=earlier.head.recipe, output_dir=train.output_dir)
+    check_recipe(recipe(config), begun_with=earlier.head.recipe, output_dir=settings.output_dir)
     if earlier.checkpoint is not None and earlier.loop is not None:
         try:
             dataset.seek(earlier.loop.position)
         except InvalidArgument as error:
             raise damaged_checkpoint(earlier.checkpoint, f"{earlier.checkpoint / LOOP_FILE}: {error.message}") from error
-    if not run_has_ended(earlier, train):
-        check_num_steps(earlier.num_saved_steps, num_steps=train.num_steps)
+    if not run_has_ended(earlier, settings):
+        check_num_steps(earlier.num_saved_steps, settings)
     return earlier
 
 
-def begin(client: Client, config: NodeConfig, output_dir: Path) -> Continuation:
+def begin(client: Client, config: NodeConfig, settings: RunSettings) -> Continuation:
     """A new run, on the weights that the node has, without gradients that a run before it may have left there."""
-    train = config.train
-    assert train is not None
     _discard_gradients(client)
-    client.begin_run(keep_optimizer=train.keep_optimizer)
+    client.begin_run(keep_optimizer=settings.keep_optimizer)
     head = RunHead(uuid.uuid4().hex, client.trainer_state().policy_version, recipe(config))
-    write_head(output_dir, head)
+    write_head(settings.output_dir, head)
     write_durably(training_run_path(config.state_dir), head.id)
     return Continuation()
 
 
-def go_on(client: Client, config: NodeConfig, train: TrainConfig, earlier: EarlierRun) -> Continuation:
+def go_on(client: Client, config: NodeConfig, settings: RunSettings, earlier: EarlierRun) -> Continuation:
     """Brings the node to where the run goes on, and has everything later out of its way.
 
     Raises VersionOrder when the node is ahead with weights that are not the run's, InvalidArgument for a key, and what `load` raises.
@@ -63,27 +63,27 @@ def go_on(client: Client, config: NodeConfig, train: TrainConfig, earlier: Earli
         _discard_gradients(client)
     node_version = client.trainer_state().policy_version
     found = continuation(earlier, node_version=node_version, is_of_run=is_of_run)
-    check_num_steps(found.first_step, num_steps=train.num_steps)
-    if not found.first_step and earlier.steps and not train.save_every:
+    check_num_steps(found.first_step, settings)
+    if not found.first_step and earlier.steps and not settings.save_every:
         raise InvalidArgument(
-            "train.save_every",
-            f"is not set, and the run in {train.output_dir} left no checkpoint: set it, and the run begins at step 0 again",
+            f"{settings.table}.save_every",
+            f"is not set, and the run in {settings.output_dir} left no checkpoint: set it, and the run begins at step 0 again",
         )
     if found.checkpoint is not None:
         _load(client, found.checkpoint, policy_version=earlier.saved_version)
     else:
         _discard_gradients(client)
         if not found.first_step:
-            client.begin_run(keep_optimizer=train.keep_optimizer)
+            client.begin_run(keep_optimizer=settings.keep_optimizer)
     if found.num_steps_after_position == 0:
-        _remove_incomplete(train.output_dir / CHECKPOINTS, above=earlier.saved_version)
-    _make_way(train.output_dir, earlier)
+        _remove_incomplete(settings.output_dir / CHECKPOINTS, above=earlier.saved_version)
+    _make_way(settings.output_dir, earlier)
     write_durably(marker, earlier.head.id)
     if found.first_step:
         origin = found.checkpoint or f"the node's own policy version {node_version}"
-        _tell(f"going on from {origin}: step {found.first_step} of {train.num_steps}")
+        _tell(f"going on from {origin}: step {found.first_step} of {settings.num_steps}")
     else:
-        _tell(f"there is no complete checkpoint in {train.output_dir}: the run begins at step 0 again")
+        _tell(f"there is no complete checkpoint in {settings.output_dir}: the run begins at step 0 again")
     return found
 
 

@@ -51,7 +51,7 @@ def read_steps(output_dir: Path) -> list[Step]:
                 steps.append(Step.of(json.loads(line)))
         except (ValueError, TypeError, AttributeError) as error:
             text = f"{path}:{number} is no step: {error}; remove what is wrong, or the file: a run goes on without it from a checkpoint"
-            raise InvalidArgument("train.output_dir", text) from error
+            raise InvalidArgument("output_dir", text) from error
     return steps
 
 
@@ -91,12 +91,12 @@ def draw_curve(output_dir: Path, steps: Sequence[Step]) -> None:
     figure = Figure(figsize=(8, 6), layout="constrained")
     learning, gap = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
     rewards, scores = ([(step.step, getattr(step, field)) for step in steps] for field in ("mean_reward", "eval_score"))
-    _draw(learning, rewards, label="mean reward of the samples", color="tab:blue")
-    _draw(learning, scores, label="held-out score", color="tab:orange", marker="o")
+    draw_points(learning, rewards, label="mean reward of the samples", color="tab:blue")
+    draw_points(learning, scores, label="held-out score", color="tab:orange", marker="o")
     learning.set_ylabel("reward")
     learning.legend(loc="lower right")
     for name, label, color in (("log_prob_gap_max", "largest", "tab:red"), ("log_prob_gap", "mean", "tab:gray")):
-        _draw(gap, [(step.step, step.metrics.get(name)) for step in steps], label=label, color=color)
+        draw_points(gap, [(step.step, step.metrics.get(name)) for step in steps], label=label, color=color)
     gap.set_yscale("log")
     gap.set_ylabel("|trainer - rollout|\nlog-prob")
     gap.set_xlabel("step")
@@ -110,7 +110,8 @@ def _line(step: Step) -> str:
     return json.dumps(asdict(step)) + "\n"
 
 
-def _draw(axes: Axes, points: Sequence[tuple[int, float | None]], *, label: str, color: str, marker: str = "") -> None:
+def draw_points(axes: Axes, points: Sequence[tuple[int, float | None]], *, label: str, color: str, marker: str = "") -> None:
+    """A line through the points whose value is known."""
     known = [(number, value) for number, value in points if value is not None]
     if known:
         axes.plot(*zip(*known, strict=True), label=label, color=color, marker=marker, markersize=4)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tasuki.cli.model_folder import check_model_folder
 from tasuki.cli.run_folder import CHECKPOINTS, RUN_FILES
+from tasuki.cli.run_settings import RunSettings
 from tasuki.cli.tokenizer import ModelTokenizer
 from tasuki.client.dataset import Row, read_jsonl
 from tasuki.config.schema import NodeConfig, TrainConfig
@@ -27,7 +28,9 @@ def read_inputs(config: NodeConfig) -> TrainInputs:
     """Raises InvalidArgument or PathNotFound, naming the key, the file and the line."""
     train = config.train
     if train is None:
-        raise InvalidArgument("train", "the configuration has no [train] table, so there is nothing to train")
+        raise InvalidArgument(
+            "train", "the configuration has no [train] table and no [sft] table, so there is nothing to train"
+        )
     check_model_folder(config.model.path)
     rows = read_jsonl(train.dataset)
     eval_rows = read_jsonl(train.eval_dataset) if train.eval_dataset is not None else []
@@ -50,14 +53,15 @@ def read_inputs(config: NodeConfig) -> TrainInputs:
     return TrainInputs(train, tokenizer, rows, eval_rows)
 
 
-def check_output(output_dir: Path) -> None:
-    """Raises PathExists when an earlier run is there."""
+def check_output(settings: RunSettings) -> None:
+    """Raises PathExists when an earlier run is in the output folder."""
+    output_dir = settings.output_dir
     for name in (*RUN_FILES, CHECKPOINTS):
         if (output_dir / name).exists():
             text = (
                 f"{output_dir / name} is there from an earlier run; choose another folder, or go on with that run by --resume"
             )
-            raise PathExists(f"train.output_dir: {text}", path=output_dir)
+            raise PathExists(f"{settings.table}.output_dir: {text}", path=output_dir)
 
 
 def check_lengths(

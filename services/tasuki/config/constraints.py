@@ -58,6 +58,8 @@ def _check_critic(config: NodeConfig) -> None:
         raise SettingsConflict(
             "trainer.critic", 'is there, but nothing trains it; set train.algorithm = "ppo", or leave it out'
         )
+    if config.trainer.critic is not None and config.sft is not None and config.train is None:
+        raise SettingsConflict("trainer.critic", "is there, but [sft] trains the policy alone; leave it out")
 
 
 def _check_failpoints(config: NodeConfig) -> None:

@@ -77,6 +77,9 @@ _PATH_KEYS = (
     ("train", "dataset"),
     ("train", "eval_dataset"),
     ("train", "output_dir"),
+    ("sft", "dataset"),
+    ("sft", "eval_dataset"),
+    ("sft", "output_dir"),
 )
 
 

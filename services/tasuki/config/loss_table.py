@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from enum import StrEnum
+from functools import cache
 from typing import Any, get_args
 
 from pydantic import TypeAdapter, ValidationError
@@ -61,7 +62,7 @@ def _read_correction(table: Mapping[str, Any]) -> Correction:
 def _built(cls: type, settings: Mapping[str, Any], *, below: str = "") -> Any:
     """The dataclass, with the types of its fields checked, which its own checks of ranges rely on."""
     try:
-        return TypeAdapter(cls).validate_python(dict(settings))
+        return _adapter(cls).validate_python(dict(settings))
     except ValidationError as error:
         first = error.errors()[0]
         cause = first.get("ctx", {}).get("error")
@@ -69,6 +70,9 @@ def _built(cls: type, settings: Mapping[str, Any], *, below: str = "") -> Any:
             raise SettingError(f"{below}{cause.field}", cause.problem) from error
         key = below + ".".join(str(part) for part in first["loc"])
         raise SettingError(key, f"{first['msg']} (got {first['input']!r})") from error
+
+
+_adapter = cache(TypeAdapter)  # made in tens of milliseconds
 
 
 def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:

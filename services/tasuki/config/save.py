@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,17 @@ def save_config(config: NodeConfig, path: Path) -> None:
 
 
 def _table(table: dict[str, Any], name: tuple[str, ...]) -> list[str]:
-    lines = [f"[{'.'.join(name)}]"] if name else []
-    lines += [f"{key} = {_value(value)}" for key, value in table.items() if not isinstance(value, dict)]
+    lines = [f"[{'.'.join(map(_key, name))}]"] if name else []
+    lines += [f"{_key(key)} = {_value(value)}" for key, value in table.items() if not isinstance(value, dict)]
     for key, value in table.items():
         if isinstance(value, dict):
             lines += ["", *_table(value, (*name, key))]
     return lines
+
+
+def _key(key: str) -> str:
+    """Names of rewards are the user's, and may need quotes."""
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _value(key)
 
 
 def _value(value: object) -> str:

@@ -19,6 +19,7 @@ from pydantic import (
 
 from tasuki.config.constraints import FUSED_LINEAR, check_constraints
 from tasuki.config.devices import Devices
+from tasuki.config.sft_schema import SftConfig
 from tasuki.config.table import Schema
 from tasuki.config.train_schema import TrainConfig
 
@@ -228,6 +229,7 @@ class NodeConfig(Schema):
     restart: RestartConfig = RestartConfig()
     memory: MemoryConfig = MemoryConfig()
     train: TrainConfig | None = None
+    sft: SftConfig | None = None
     unsafe: bool = False
     """Whether `failpoints` may be set."""
     failpoints: tuple[str, ...] = ()

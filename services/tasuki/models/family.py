@@ -70,8 +70,8 @@ _DECODER_KEYS: dict[str, tuple[Any, ...] | None] = {
     "max_position_embeddings": None,
     "rms_norm_eps": None,
     "tie_word_embeddings": None,
-    # Dropout would make the trainer's log-probs other than the policy's.
-    "attention_dropout": (0,),
+    # The trainer computes without dropout, as the engine does.
+    "attention_dropout": None,
     "hidden_act": ("silu",),
     **dict.fromkeys(rope.KEYS),
 }

@@ -19,8 +19,8 @@ FAMILY = Family(
     read=_read,
     keys={
         "sliding_window": None,
-        "resid_pdrop": (0,),
-        "embd_pdrop": (0,),
+        "resid_pdrop": None,
+        "embd_pdrop": None,
         # Read for "longrope" only, which is refused.
         "original_max_position_embeddings": None,
         "interpolate_factor": (1,),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tasuki.algorithms.loss_types import LossConfig, OldPolicy, SftLoss, ValueLoss
+from tasuki.algorithms.loss_types import LossConfig, ValueLoss
 from tasuki.trainer.data.samples import Samples, starts
 from tasuki.trainer.roles import Role
 from tasuki.wire.errors import InvalidArgument, VersionOrder
@@ -48,9 +48,13 @@ def check_loss(samples: Samples, *, config: LossConfig, role: Role) -> None:
     """Raises InvalidArgument for a loss that the role cannot have, or a field that the loss needs. Call check_sequences before."""
     if (role is Role.CRITIC) is not isinstance(config.loss, ValueLoss):
         raise InvalidArgument("header.loss", f"{type(config.loss).__name__} is no loss of the {role}")
-    for column, why in needed_columns(config).items():
-        if column not in samples.columns:
-            raise InvalidArgument(f"samples[0].{column}", f"empty, but {why} needs one for each completion token")
+    for column in sorted(config.required_fields - samples.columns.keys()):
+        why = {
+            "ref_log_probs": f"kl_coef = {config.kl_coef:g}",
+            "old_log_probs": "old_policy = given",
+            "values": "the loss's clip",
+        }.get(column, type(config.loss).__name__)
+        raise InvalidArgument(f"samples[0].{column}", f"empty, but {why} needs one for each completion token")
     for name, column_N in samples.columns.items():
         wrong = np.flatnonzero(~np.isfinite(column_N) if name != "loss_mask" else (column_N != 0) & (column_N != 1))
         if len(wrong):
@@ -58,22 +62,6 @@ def check_loss(samples: Samples, *, config: LossConfig, role: Role) -> None:
             raise InvalidArgument(_completion_place(samples, int(wrong[0]), field=name), f"{column_N[wrong[0]]:g} {problem}")
     if not samples.columns["loss_mask"].any():
         raise InvalidArgument("samples[].loss_mask", "masks every token of the call; at least one must count")
-
-
-def needed_columns(config: LossConfig) -> dict[str, str]:
-    """Column -> the setting that needs it."""
-    kind = type(config.loss).__name__
-    if isinstance(config.loss, SftLoss):
-        needed = {}
-    elif isinstance(config.loss, ValueLoss):
-        needed = {"returns": kind} | ({"values": "its clip"} if config.loss.clip is not None else {})
-    else:
-        needed = {"rollout_log_probs": kind, "advantages": kind}
-    if config.kl_coef:
-        needed["ref_log_probs"] = f"kl_coef = {config.kl_coef:g}"
-    if config.old_policy is OldPolicy.GIVEN:
-        needed["old_log_probs"] = "old_policy = given"
-    return needed
 
 
 def check_versions(samples: Samples, *, policy_version: int) -> None:

@@ -1,0 +1,89 @@
+"""The whole supervised loop: a batch of samples, its gradients, an optimizer step, again. Rollout is never asked for.
+
+`tasuki train` runs this file for a table [sft] (it is also importable as tasuki.client.sft_loop). Copy it to make your own loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tasuki.algorithms.loss_types import Aggregation, LossConfig, SftLoss
+from tasuki.client.dataset import Dataset
+from tasuki.client.loop_state import LoopState, write_loop_state, write_pending
+from tasuki.client.step import Step
+from tasuki.client.sync_client import Client
+from tasuki.client.types import Phase, TrainingSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    num_steps: int
+    samples_per_step: int
+    output_dir: Path
+    aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    eval_every: int | None = None
+    """Steps between held-out losses; the first and the last step always have one."""
+    save_every: int | None = None
+
+
+@dataclass(slots=True)
+class SftLoop:
+    """One run: the node, the data, and what is asked for."""
+
+    client: Client
+    dataset: Dataset[TrainingSample]
+    eval_samples: Sequence[TrainingSample]
+    settings: Settings
+
+    def run(self, report: Callable[[Step], None], *, first_step: int = 0) -> None:
+        """Trains from `first_step` on; `report` gets every step as it ends, the last one with the held-out loss only."""
+        settings = self.settings
+        for number in range(first_step, settings.num_steps + 1):
+            step = Step(number)
+            step.acquire(self.client, Phase.TRAIN)
+            step.policy_version = self.client.trainer_state().policy_version
+            is_last = number == settings.num_steps
+            if self.eval_samples and (is_last or number % (settings.eval_every or settings.num_steps) == 0):
+                self.evaluate(step)
+            if not is_last:
+                self.learn(step)
+            report(step)
+        self.client.export_model(settings.output_dir / "model")
+
+    def evaluate(self, step: Step) -> None:
+        """The held-out loss: the mean negative log-probability of all counted tokens, without a gradient."""
+        with step.timed("evaluate"):
+            rows = self.client.compute_log_probs(self.eval_samples)
+        log_probs_N = np.concatenate(rows).astype(np.float64)
+        mask_N = np.concatenate([np.asarray(sample.loss_mask) for sample in self.eval_samples])
+        step.metrics["eval/loss"] = -float((log_probs_N * mask_N).sum() / mask_N.sum())
+
+    def learn(self, step: Step) -> None:
+        """One batch, one optimizer step, and a checkpoint when one is due."""
+        samples = self.dataset.next_rows(self.settings.samples_per_step)
+        step.position = self.dataset.position()
+        write_pending(self.settings.output_dir, step)
+        with step.timed("forward_backward"):
+            loss = LossConfig(loss=SftLoss(), aggregation=self.settings.aggregation)
+            done = self.client.forward_backward(samples, loss)
+        with step.timed("optim_step"):
+            stepped = self.client.optim_step(schedule_step=step.step)
+        step.num_policy_steps, step.num_skipped_updates = int(not stepped.is_skipped), int(stepped.is_skipped)
+        step.grad_norm, step.learning_rate = stepped.grad_norm, stepped.learning_rate
+        step.mean_num_tokens = float(np.mean([len(sample.completion_token_ids) for sample in samples]))
+        step.metrics |= {**done.metrics, "loss": done.loss, "num_tokens": done.num_tokens}
+        if self.settings.save_every and (step.step + 1) % self.settings.save_every == 0:
+            self.save(step)
+
+    def save(self, step: Step) -> None:
+        """A checkpoint of what the step left, unless nothing was learned since the last one."""
+        path = self.settings.output_dir / "checkpoints" / f"version-{step.next_version():06d}"
+        if not step.num_policy_steps and path.exists():
+            return
+        with step.timed("save"):
+            saved = self.client.save(path)
+        write_loop_state(saved.path, LoopState(step, self.dataset.position()))

@@ -1,0 +1,1 @@
+../../examples/sft_loop.py

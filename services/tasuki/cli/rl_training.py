@@ -1,0 +1,75 @@
+"""The run of a [train] table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasuki.cli.continuation import Continuation
+from tasuki.cli.loop_settings import loop_settings, named_rewards
+from tasuki.cli.run_folder import draw_curve, summarize
+from tasuki.cli.run_settings import RunSettings
+from tasuki.cli.train_inputs import TrainInputs
+from tasuki.cli.training import Loop
+from tasuki.client.dataset import Dataset, Row
+from tasuki.client.estimation import EstimatorState
+from tasuki.client.rewards import RewardPool
+from tasuki.client.rl_loop import RlLoop
+from tasuki.client.step import Step
+from tasuki.client.sync_client import Client
+from tasuki.config.train_schema import TrainConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RlTraining:
+    """Learns from the rewards of completions."""
+
+    inputs: TrainInputs
+
+    @property
+    def settings(self) -> RunSettings:
+        return rl_run_settings(self.inputs.train)
+
+    def dataset(self) -> Dataset[Row]:
+        return Dataset(self.inputs.rows, seed=self.inputs.train.seed)
+
+    @contextmanager
+    def opened(self, folders: Sequence[Path]) -> Iterator[Loop]:
+        inputs, reward = self.inputs, self.inputs.train.reward
+        with RewardPool(
+            named_rewards(reward),
+            folders=folders,
+            num_workers=reward.num_workers,
+            timeout_s=reward.timeout_s,
+            on_error=reward.on_error,
+        ) as rewards:
+
+            def loop(client: Client, dataset: Dataset[Row], start: Continuation, report: Callable[[Step], None]) -> None:
+                settings = loop_settings(inputs.train)
+                state = EstimatorState.of(start.steps[-1].estimator if start.steps else {})
+                rl = RlLoop(client, dataset, inputs.eval_rows, inputs.tokenizer, rewards, settings, state)
+                rl.run(report, first_step=start.first_step)
+
+            yield loop
+
+    def summary(self, steps: Sequence[Step], *, seconds: float, changeovers: int, policy_version: int) -> dict[str, object]:
+        seed = self.inputs.train.seed
+        return summarize(steps, seed=seed, seconds=seconds, changeovers=changeovers, policy_version=policy_version)
+
+    def draw(self, steps: Sequence[Step]) -> None:
+        draw_curve(self.inputs.train.output_dir, steps)
+
+
+def rl_run_settings(train: TrainConfig) -> RunSettings:
+    return RunSettings(
+        table="train",
+        output_dir=train.output_dir,
+        num_steps=train.num_steps,
+        length_key="train.num_steps",
+        rows_per_step=train.prompts_per_step,
+        save_every=train.save_every,
+        keep_optimizer=train.keep_optimizer,
+        stop_at_eval_score=train.stop_at_eval_score,
+    )

@@ -1,0 +1,21 @@
+"""What all training runs have, whatever they learn from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    table: str
+    """Of the configuration: "train" or "sft"."""
+    output_dir: Path
+    num_steps: int
+    length_key: str
+    """That sets num_steps: "train.num_steps", "sft.num_epochs"."""
+    rows_per_step: int
+    """Of the dataset."""
+    save_every: int | None
+    keep_optimizer: bool = False
+    stop_at_eval_score: float | None = None

@@ -1,0 +1,98 @@
+"""The run of an [sft] table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasuki.algorithms.loss_types import Aggregation
+from tasuki.cli.continuation import Continuation
+from tasuki.cli.model_folder import check_model_folder
+from tasuki.cli.run_settings import RunSettings
+from tasuki.cli.sft_report import draw_sft_curve, summarize_sft
+from tasuki.cli.tokenizer import ModelTokenizer
+from tasuki.cli.training import Loop
+from tasuki.client.dataset import Dataset
+from tasuki.client.sft_data import read_sft_jsonl
+from tasuki.client.sft_loop import Settings, SftLoop
+from tasuki.client.step import Step
+from tasuki.client.sync_client import Client
+from tasuki.client.types import TrainingSample
+from tasuki.config.schema import NodeConfig
+from tasuki.config.sft_schema import SftConfig
+from tasuki.planner.model_shape import read_model_shape
+from tasuki.wire.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class SftTraining:
+    """Learns from examples."""
+
+    sft: SftConfig
+    samples: Sequence[TrainingSample]
+    eval_samples: Sequence[TrainingSample]
+
+    @property
+    def settings(self) -> RunSettings:
+        sft = self.sft
+        num_steps, key = sft.num_steps, "num_steps"
+        if num_steps is None:
+            num_steps, key = math.ceil((sft.num_epochs or 1) * len(self.samples) / sft.samples_per_step), "num_epochs"
+        return RunSettings(
+            table="sft",
+            output_dir=sft.output_dir,
+            num_steps=num_steps,
+            length_key=f"sft.{key}",
+            rows_per_step=sft.samples_per_step,
+            save_every=sft.save_every,
+        )
+
+    def dataset(self) -> Dataset[TrainingSample]:
+        return Dataset(self.samples, seed=self.sft.seed)
+
+    @contextmanager
+    def opened(self, folders: Sequence[Path]) -> Iterator[Loop]:
+        yield self._train
+
+    def _train(
+        self, client: Client, dataset: Dataset[TrainingSample], start: Continuation, report: Callable[[Step], None]
+    ) -> None:
+        sft = self.sft
+        settings = Settings(
+            num_steps=self.settings.num_steps,
+            samples_per_step=sft.samples_per_step,
+            output_dir=sft.output_dir,
+            aggregation=Aggregation(sft.aggregation),
+            eval_every=sft.eval_every,
+            save_every=sft.save_every,
+        )
+        SftLoop(client, dataset, self.eval_samples, settings).run(report, first_step=start.first_step)
+
+    def summary(self, steps: Sequence[Step], *, seconds: float, changeovers: int, policy_version: int) -> dict[str, object]:
+        seed = self.sft.seed
+        return summarize_sft(steps, seed=seed, seconds=seconds, changeovers=changeovers, policy_version=policy_version)
+
+    def draw(self, steps: Sequence[Step]) -> None:
+        draw_sft_curve(self.sft.output_dir, steps)
+
+
+def read_sft(config: NodeConfig, sft: SftConfig) -> SftTraining:
+    """Raises InvalidArgument or PathNotFound, naming the key, the file and the line."""
+    check_model_folder(config.model.path)
+    max_tokens = _max_tokens(config, sft)
+    tokenizer = ModelTokenizer(config.model.path)
+    samples = read_sft_jsonl(sft.dataset, tokenizer, max_tokens=max_tokens)
+    eval_samples = [] if sft.eval_dataset is None else read_sft_jsonl(sft.eval_dataset, tokenizer, max_tokens=max_tokens)
+    return SftTraining(sft, samples, eval_samples)
+
+
+def _max_tokens(config: NodeConfig, sft: SftConfig) -> int:
+    """Of one sample. Rollout's context length does not count: nothing is generated."""
+    context, budget = read_model_shape(config.model.path).context_length, config.trainer.micro_batch_tokens
+    limit, name = min((context, "the model's context length"), (budget, "trainer.micro_batch_tokens"))
+    if sft.max_tokens is not None and sft.max_tokens > limit:
+        raise InvalidArgument("sft.max_tokens", f"is {sft.max_tokens}, above {name} of {limit}; lower it")
+    return limit if sft.max_tokens is None else sft.max_tokens

@@ -1,0 +1,86 @@
+"""The examples of README.md and docs/ that need no node: rewards, losses, configuration and imports."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tasuki.client
+from tasuki.algorithms.loss_types import LossConfig
+from tasuki.client.encode import loss_to_proto
+from tasuki.config.load import load_config
+from tasuki.trainer.ranks.loss import decode_loss
+from tests.conftest import ENVIRONMENT, ROOT
+
+REWARD_ARGUMENTS = """
+from pathlib import Path
+from tasuki.client import FinishReason
+from tasuki.client.rewards import Completion
+rows = [{"prompt": "1 + 1", "answer": "2", "source": "ours"}]
+texts = ["2", "3", "<answer>2", "2"] * 2
+completions = [Completion(text, FinishReason.STOP, token_ids=[1], prompt_token_ids=[2]) for text in texts]
+"""
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
+def block(page: str, containing: str) -> str:
+    return next(text for text in blocks(page, "python") if containing in text)
+
+
+def run(program: str, folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_rewards_of_the_clients_page_are_summed_by_weight(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(block("docs/client.md", "def tagged("))
+    pool = block("docs/client.md", "rewards = RewardPool(")
+    told = run(
+        f"{REWARD_ARGUMENTS}{pool}rewards.close()\nprint([round(float(reward), 1) for reward in scores.rewards[:4]])", tmp_path
+    )
+    assert told == "[1.0, 0.0, 0.2, 1.0]"
+
+
+def test_reward_of_the_readme_works(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(block("README.md", "def exact("))
+    program = f"""{REWARD_ARGUMENTS}
+from tasuki.client import RewardPool
+with RewardPool("rewards:exact", folders=[Path.cwd()]) as pool:
+    print(pool.score(rows, texts[:2], group_size=2).rewards.tolist())
+"""
+    assert run(program, tmp_path) == "[1.0, 0.0]"
+
+
+def test_losses_of_the_clients_page_cross_the_wire() -> None:
+    tree = ast.parse(block("docs/client.md", "GspoLoss("))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "LossConfig"]
+    assert len(calls) == 2
+    for call in calls:
+        config = eval(ast.unparse(call), dict(vars(tasuki.client)))
+        assert isinstance(config, LossConfig)
+        assert decode_loss(loss_to_proto(config)) == config
+
+
+def test_configuration_of_the_readme_is_valid(tmp_path: Path) -> None:
+    (config,) = blocks("README.md", "toml")
+    (tmp_path / "node.toml").write_text(config)
+    train = load_config(tmp_path / "node.toml").train
+    assert train is not None and train.reward.function == "rewards:exact"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/client.md"])
+def test_imports_of_the_page_work(page: str, tmp_path: Path) -> None:
+    lines = [line for text in blocks(page, "python") for line in text.splitlines() if line.startswith("from tasuki")]
+    assert lines
+    run("\n".join(lines), tmp_path)

@@ -1,0 +1,50 @@
+"""From a configuration to the loop that `tasuki train` runs, for both tables, on a client in memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from tasuki.cli.continuation import Continuation
+from tasuki.cli.train import read_training
+from tasuki.client.step import Step
+from tasuki.client.sync_client import Client
+from tasuki.config.load import load_config
+from tests.models import make_model, save_checkpoint
+from tests.unit.loop_node import LoopClient
+from tests.unit.test_sft_loop import SftClient
+
+TABLES = {
+    "train": 'num_steps = 2\nprompts_per_step = 2\ngroup_size = 3\nmax_new_tokens = 4\n[train.reward]\nfunction = "last:last"\n',
+    "sft": "num_steps = 2\nsamples_per_step = 2\n",
+}
+ROWS = {"train": {"prompt": "ab"}, "sft": {"prompt": "ab", "completion": "ba"}}
+REWARD = "def last(completion_token_ids, **fields):\n    return float(completion_token_ids[-1])\n"
+
+
+@pytest.mark.parametrize("table", ["train", "sft"])
+def test_a_table_is_trained_by_its_loop_and_told_by_its_figures(tmp_path: Path, table: str) -> None:
+    model = save_checkpoint(make_model("qwen2", seed=0), tmp_path / "model")
+    (tmp_path / "last.py").write_text(REWARD)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "rows.jsonl").write_text((json.dumps(ROWS[table]) + "\n") * 3)
+    (tmp_path / "node.toml").write_text(
+        f'state_dir = "node"\n[model]\npath = "{model}"\n[{table}]\ndataset = "rows.jsonl"\noutput_dir = "run"\n{TABLES[table]}'
+    )
+    training = read_training(load_config(tmp_path / "node.toml"))
+    assert (training.settings.table, training.settings.length_key) == (table, f"{table}.num_steps")
+    assert (training.settings.num_steps, training.settings.rows_per_step) == (2, 2)
+    client = LoopClient() if table == "train" else SftClient()
+    steps: list[Step] = []
+    with training.opened((tmp_path,)) as loop:
+        loop(cast(Client, client), training.dataset(), Continuation(), steps.append)
+    assert [(step.step, step.policy_version) for step in steps] == [(0, 0), (1, 1), (2, 2)]
+    assert client.verbs()[-1] == "export_model"
+    training.draw(steps)
+    assert (tmp_path / "run" / "curve.png").exists()
+    summary = training.summary(steps, seconds=1.0, changeovers=3, policy_version=2)
+    assert (summary["steps"], summary["changeovers"], summary["policy_version"]) == (2, 3, 2)
+    assert summary["mean_reward_last" if table == "train" else "loss_last"] == (1.0 if table == "train" else 1.5)

@@ -1,0 +1,104 @@
+"""The supervised loop on a client in memory: what it asks for, in which order, and what its steps tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tasuki.algorithms.loss_types import Aggregation, LossConfig, SftLoss
+from tasuki.client.dataset import Dataset
+from tasuki.client.loop_state import newest_checkpoint, read_pending
+from tasuki.client.sft_loop import Settings, SftLoop
+from tasuki.client.step import Step
+from tasuki.client.sync_client import Client
+from tasuki.client.types import Role, TrainingSample
+from tests.unit.loop_node import LoopClient
+
+SAMPLES = [
+    TrainingSample(prompt_token_ids=[1], completion_token_ids=[token, 2], loss_mask=np.array([1, token % 2], dtype=np.float32))
+    for token in range(10, 15)
+]
+
+
+@dataclass(slots=True)
+class SftClient(LoopClient):
+    """Log-probs are minus a tenth of the token."""
+
+    def trainer_state(self) -> SimpleNamespace:
+        return SimpleNamespace(policy_version=self.policy_version)
+
+    def compute_log_probs(self, samples: Sequence[TrainingSample], *, role: Role = Role.POLICY) -> list[NDArray[np.float32]]:
+        LoopClient.compute_log_probs(self, samples, role=role)
+        return [np.asarray(sample.completion_token_ids, dtype=np.float32) / -10 for sample in samples]
+
+    def forward_backward(
+        self, samples: Sequence[TrainingSample], loss: LossConfig, *, role: Role = Role.POLICY
+    ) -> SimpleNamespace:
+        LoopClient.forward_backward(self, samples, loss, role=role)
+        return SimpleNamespace(loss=1.5, num_tokens=7, metrics={"entropy": 0.5})
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(num_steps=3, samples_per_step=2, output_dir=tmp_path, aggregation=Aggregation.SEQUENCE_MEAN_TOKEN_MEAN)
+
+
+def steps_of(
+    client: LoopClient, settings: Settings, *, eval_samples: Sequence[TrainingSample] = (), first_step: int = 0
+) -> list[Step]:
+    steps: list[Step] = []
+    loop = SftLoop(cast(Client, client), Dataset(SAMPLES, seed=1), eval_samples, settings)
+    loop.run(steps.append, first_step=first_step)
+    return steps
+
+
+def test_a_step_is_a_batch_and_an_update_and_rollout_is_never_asked_for(settings: Settings) -> None:
+    client = SftClient()
+    steps = steps_of(client, settings)
+    step = ["acquire TRAIN", "forward_backward", "optim_step"]
+    assert client.verbs() == [*step * 3, "acquire TRAIN", "export_model"]
+    assert [call.schedule_step for call in client.of("optim_step")] == [0, 1, 2]
+    order = Dataset(SAMPLES, seed=1)
+    for call in client.of("forward_backward"):
+        assert call.samples == order.next_rows(2)
+        assert call.loss == LossConfig(loss=SftLoss(), aggregation=Aggregation.SEQUENCE_MEAN_TOKEN_MEAN)
+    assert [(one.step, one.policy_version, one.next_version()) for one in steps] == [(0, 0, 1), (1, 1, 2), (2, 2, 3), (3, 3, 3)]
+    assert steps[0].metrics == {"loss": 1.5, "num_tokens": 7, "entropy": 0.5}
+    assert [one.is_evaluation for one in steps] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(("eval_every", "measured"), [(None, [0, 3]), (2, [0, 2, 3]), (1, [0, 1, 2, 3])])
+def test_the_held_out_loss_counts_tokens_under_the_mask(
+    settings: Settings, eval_every: int | None, measured: list[int]
+) -> None:
+    settings = Settings(num_steps=3, samples_per_step=2, output_dir=settings.output_dir, eval_every=eval_every)
+    steps = steps_of(SftClient(), settings, eval_samples=SAMPLES[:2])
+    assert [step.step for step in steps if "eval/loss" in step.metrics] == measured
+    # Of tokens 10, 11 and 2: the mask leaves the first sample's last token out.
+    assert steps[0].metrics["eval/loss"] == pytest.approx((1.0 + 1.1 + 0.2) / 3)
+
+
+def test_checkpoints_have_the_place_in_the_data_and_a_skipped_step_makes_none(settings: Settings) -> None:
+    settings = Settings(num_steps=3, samples_per_step=2, output_dir=settings.output_dir, save_every=1)
+    client = SftClient(skips={1})
+    steps = steps_of(client, settings)
+    assert [step.num_skipped_updates for step in steps] == [0, 1, 0, 0]
+    assert len(client.of("save")) == 2
+    newest = newest_checkpoint(settings.output_dir / "checkpoints")
+    assert newest is not None
+    path, state = newest
+    assert (path.name, state.step.step, state.position["next"]) == ("version-000002", 2, 1)
+
+
+def test_a_step_is_pending_before_its_gradients_are_made(settings: Settings) -> None:
+    pending: list[Step | None] = []
+    client = SftClient(before_update=lambda: pending.append(read_pending(settings.output_dir)))
+    steps = steps_of(client, settings, first_step=1)
+    assert [(one.step, one.position) for one in pending if one is not None] == [(one.step, one.position) for one in steps[:2]]

@@ -1,0 +1,43 @@
+"""The figures of a supervised run, and its lines while it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tasuki.cli.progress import step_line
+from tasuki.cli.sft_report import draw_sft_curve, summarize_sft
+from tasuki.client.step import Step
+
+STEPS = [
+    Step(0, policy_version=0, num_policy_steps=1, metrics={"loss": 3.0, "num_tokens": 10, "eval/loss": 3.5}),
+    Step(1, policy_version=1, num_policy_steps=1),  # its line was lost
+    Step(2, policy_version=2, num_skipped_updates=1, grad_norm=float("inf"), metrics={"loss": 2.0, "num_tokens": 12}),
+    Step(3, policy_version=2, metrics={"eval/loss": 2.5}),
+]
+
+
+def test_losses_are_the_first_and_the_last_and_an_evaluation_is_no_step() -> None:
+    summary = summarize_sft(STEPS, seed=3, seconds=1.25, changeovers=1, policy_version=2)
+    assert summary == {
+        "eval_loss_before": 3.5, "eval_loss_after": 2.5, "loss_last": 2.0, "seconds": 1.2, "steps": 3, "num_tokens": 22,
+        "changeovers": 1, "seed": 3, "policy_version": 2,
+    }  # fmt: skip
+
+
+def test_a_run_without_figures_has_none() -> None:
+    summary = summarize_sft(STEPS[1:2], seed=0, seconds=0.0, changeovers=0, policy_version=2)
+    assert (summary["eval_loss_before"], summary["eval_loss_after"], summary["loss_last"]) == (None, None, None)
+
+
+def test_a_line_has_both_losses() -> None:
+    assert [step_line(step) for step in STEPS[::3]] == [
+        "step   0  version 0  loss 3.0000  held-out loss 3.5000  0.0 s",
+        "step   3  version 2  held-out loss 2.5000  0.0 s",
+    ]
+    assert "updates skipped" in step_line(STEPS[2])
+
+
+def test_a_curve_is_drawn_also_of_what_is_missing(tmp_path: Path) -> None:
+    for steps in (STEPS, STEPS[1:2]):
+        draw_sft_curve(tmp_path, steps)
+        assert (tmp_path / "curve.png").stat().st_size > 1000
