@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -108,9 +109,10 @@ def test_a_pickle_in_the_place_of_torchs_index_is_not_run(saved: tuple[Path, lis
 def test_a_pickle_in_the_place_of_the_tensors_is_not_run(saved: tuple[Path, list[torch.Tensor]], tmp_path: Path) -> None:
     path, _ = saved
     torch.save(Malicious(tmp_path / "ran"), path / "__0_0.distcp")
+    content = (path / "__0_0.distcp").read_bytes()
     index: dict[str, Any] = json.loads((path / "tensors.json").read_text())
     for tensor in index.values():
-        tensor["parts"][0] |= {"start": 0, "num_bytes": (path / "__0_0.distcp").stat().st_size}
+        tensor["parts"][0] |= {"start": 0, "num_bytes": len(content), "crc32": zlib.crc32(content)}
     (path / "tensors.json").write_text(json.dumps(index))
     assert_refused(path, "cannot be restored: UnpicklingError")
     assert not (tmp_path / "ran").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import RLock
 
 from tasuki.client.pipe_lock import PipeLockContext
 
@@ -30,7 +31,7 @@ def test_a_lock_has_one_holder_over_processes_and_passes_when_it_is_released() -
     assert child.exitcode == 0
 
 
-def take_twice(lock, pipe: Connection) -> None:
+def take_twice(lock: RLock, pipe: Connection) -> None:
     pipe.send("taken" if lock.acquire(timeout=0.1) else "not taken")
     with lock, lock:
         pipe.send("taken")

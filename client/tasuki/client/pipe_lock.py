@@ -6,9 +6,9 @@ import os
 import select
 import threading
 import time
+from multiprocessing import synchronize
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
-from multiprocessing.synchronize import RLock
 from typing import Any, cast
 
 
@@ -73,5 +73,5 @@ class PipeLock:
 class PipeLockContext(SpawnContext):
     """Starts processes by spawn, with locks that are pipes."""
 
-    def RLock(self) -> RLock:
-        return cast(RLock, cast(Any, PipeLock(self.Pipe(duplex=False))))
+    def RLock(self) -> synchronize.RLock:
+        return cast(synchronize.RLock, cast(Any, PipeLock(self.Pipe(duplex=False))))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """`path`, open for reading; a link counts as the file that it leads to. Raises OSError, also for whatever is no regular file."""
     # Without O_NONBLOCK the open of a FIFO waits for a writer, and nothing could end that. It changes nothing for a regular file.
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
