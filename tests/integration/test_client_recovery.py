@@ -41,7 +41,7 @@ class WaitingNode(
     async def GetState(self, request: Any, context: Any) -> coordinator_pb2.GetStateResponse:
         return coordinator_pb2.GetStateResponse(state=self._state())
 
-    async def Acquire(self, request: Any, context: Any) -> Any:
+    async def Acquire(self, request, context):
         await self.is_ready.wait()
         event = coordinator_pb2.StageEvent(status=coordinator_pb2.STAGE_STATUS_HELD)
         yield coordinator_pb2.AcquireResponse(event=event, state=self._state())

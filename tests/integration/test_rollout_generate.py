@@ -137,7 +137,9 @@ async def test_top_k_of_one_is_greedy_whatever_else_is_in_the_batch(rollout: Rol
 async def test_the_tokenizers_end_of_sequence_ends_a_sample_and_is_reported(
     rollout: RolloutClient, trainer: TestTrainer
 ) -> None:
-    ends = {EOS, char_tokenizer().convert_tokens_to_ids(TOKENIZER_EOS)}
+    tokenizer_eos = char_tokenizer().convert_tokens_to_ids(TOKENIZER_EOS)
+    assert isinstance(tokenizer_eos, int)
+    ends = {EOS, tokenizer_eos}
     await rollout.wake(trainer.publish(6))
     assert set((await rollout.state()).stop_token_ids) == ends
     samples = await rollout.generate([[5, 6]], num_samples=128, max_new_tokens=60, temperature=3.0)

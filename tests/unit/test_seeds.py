@@ -54,7 +54,7 @@ class Node:
 
     async def ask(self, call: str = "", *, seed: int | None = None, prompts: int = 2, first_prompt: int = 0) -> list[object]:
         """Seeds of the samples of `prompts` equal prompts."""
-        sampling: dict[str, object] = {"max_new_tokens": 1} | ({} if seed is None else {"sampling_seed": seed})
+        sampling: dict[str, object] = {"max_new_tokens": 1, **({} if seed is None else {"sampling_seed": seed})}
         request = GenerationRequest([[1]] * prompts, 2, sampling, request_id=call, first_prompt=first_prompt)
         before = len(self.engine.seeds)
         assert sum([len(ended) async for ended in self.rollout.generate(request)]) == 2 * prompts

@@ -22,7 +22,7 @@ def install_float32_logits() -> None:
     Under tensor parallelism each rank projects on its part of the vocabulary, and float32 logits are gathered. In a CUDA graph the
     result is the graph's, as any other.
     """
-    processor = logits_processor.LogitsProcessor
+    processor: Any = logits_processor.LogitsProcessor
     processor._compute_lm_head = _float32_projection(processor._compute_lm_head)
 
 

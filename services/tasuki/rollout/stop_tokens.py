@@ -82,7 +82,7 @@ def _token_tables(folder: Path) -> Iterator[Mapping[str, object]]:
     yield _table(folder / "added_tokens.json")
     tokenizer = _table(folder / "tokenizer.json")
     yield {_content(token) or "": token.get("id") for token in tokenizer.get("added_tokens") or ()}
-    vocabulary = (tokenizer.get("model") or {}).get("vocab")
+    vocabulary: Any = (tokenizer.get("model") or {}).get("vocab") or {}
     # A unigram model has a list of pieces with their scores, in the order of their ids.
-    yield vocabulary if isinstance(vocabulary, dict) else {piece: index for index, (piece, _) in enumerate(vocabulary or ())}
+    yield vocabulary if isinstance(vocabulary, dict) else {piece: index for index, (piece, _) in enumerate(vocabulary)}
     yield _table(folder / "vocab.json")

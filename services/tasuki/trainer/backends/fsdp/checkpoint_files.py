@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, cast
 
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError, model_validator
@@ -152,7 +152,7 @@ class _RegularFiles(FileSystem):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         assert mode == "rb", "nothing is written while a checkpoint is read"
         with open_regular(Path(path)) as stream:
-            yield stream
+            yield cast(io.IOBase, stream)
 
 
 def _checksum(file: BinaryIO, part: _StorageInfo, *, progressed: Callable[[], None]) -> int:

@@ -63,7 +63,8 @@ def whole_tensors(causal_lm: nn.Module, name: str, param: Tensor) -> list[Shard]
 
 
 def _checkpoint_names(causal_lm: nn.Module) -> CheckpointNames:
-    return find_family(type(causal_lm).__name__).checkpoint
+    # FSDP renames the class of what it shards.
+    return find_family(type(causal_lm).__name__.removeprefix("FSDP")).checkpoint
 
 
 @torch.no_grad()
