@@ -1,8 +1,8 @@
-"""The demo's task by every algorithm: `python tests/bench/algorithms_cpu.py [--seeds 0 1 2] [--jobs N] [--out FOLDER]`.
+"""The demo's task by every algorithm: `python tests/bench/algorithms.py [--seeds 0 1 2] [--jobs N] [--gpu] [--out FOLDER]`.
 
-Each run starts from the same supervised model of its seed and ends at a held-out score of 0.95, or after 60 steps. Every run is a node of
-its own on a CPU; --jobs of them run side by side, so seconds compare only within one value of it. Writes algorithms_cpu.json and prints a
-table.
+Each run starts from the same supervised model of its seed and ends at a held-out score of 0.95, or after 60 steps. Every run has its own
+node, on a CPU unless --gpu is given; --jobs of them run side by side, so seconds compare only within one value of it. Writes
+algorithms.json and prints a table.
 """
 
 from __future__ import annotations
@@ -30,12 +30,20 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "cispo": (),
 }
 """What a run sets beside its algorithm."""
+GPU = (
+    'device="cuda"',
+    "trainer.num_ranks=1",
+    'rollout.attention_backend="triton"',
+    'rollout.sampling_backend="pytorch"',
+    'rollout.dtype="bfloat16"',
+    'trainer.compute_dtype="bfloat16"',
+)
 
 
-def run(algorithm: str, seed: int, folder: Path) -> dict[str, Any]:
+def run(algorithm: str, seed: int, folder: Path, *, settings: tuple[str, ...]) -> dict[str, Any]:
     """The run's summary; without a score where it failed."""
     output = folder / f"{algorithm}-{seed}"
-    overrides = [f"train.algorithm={algorithm}", f"train.stop_at_eval_score={TARGET}", *SETTINGS[algorithm]]
+    overrides = [f"train.algorithm={algorithm}", f"train.stop_at_eval_score={TARGET}", *SETTINGS[algorithm], *settings]
     command = [sys.executable, DEMO, "--seed", str(seed), "--output", output]
     for override in overrides:
         command += ["--set", override]
@@ -53,15 +61,18 @@ def main() -> None:
     parser.add_argument("--algorithms", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     cases = [(algorithm, seed) for algorithm in arguments.algorithms for seed in arguments.seeds]
     results: list[dict[str, Any]] = []
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        for result in pool.map(lambda case: run(*case, arguments.out / "algorithms"), cases):
+        for result in pool.map(
+            lambda case: run(*case, arguments.out / "algorithms", settings=GPU if arguments.gpu else ()), cases
+        ):
             results.append(result)
-            (arguments.out / "algorithms_cpu.json").write_text(json.dumps(results, indent=1) + "\n")
+            (arguments.out / "algorithms.json").write_text(json.dumps(results, indent=1) + "\n")
             shown = result.get("error") or (
                 f"{result['eval_score_before']:.3f} -> {result['eval_score_after']:.3f}, {result['steps']} steps, "
                 f"{result['training_s']:.1f} s of training"
