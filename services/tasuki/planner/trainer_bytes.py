@@ -67,8 +67,18 @@ def export_arena(layout: Layout) -> int:
 
 def training_peak(layout: Layout) -> Bytes:
     """Working memory at the moment of a step that needs the most, of the policy or of the critic, beside the tags."""
+    moments = list(step_moments(layout).values())
     critic = layout.of_critic()
-    moments = [*step_moments(layout).values(), *(step_moments(critic).values() if critic is not None else ())]
+    if critic is None:
+        return _fullest(moments)
+    if layout.device == "cuda":
+        # Each network has its own streams, whose blocks serve no other: the critic's stay while the policy learns.
+        kept = _cached(critic, moment="optimizer")
+        moments = [parts | {Part.TORCH_CACHE: parts[Part.TORCH_CACHE] + kept} for parts in moments]
+    return _fullest([*moments, *step_moments(critic).values()])
+
+
+def _fullest(moments: list[Bytes]) -> Bytes:
     return max(moments, key=lambda parts: sum(parts.values()))
 
 
