@@ -40,7 +40,7 @@ def test_the_only_ports_are_those_on_which_gloo_waits_for_ranks(node: RunningNod
     assert {(listener.kind, listener.address.rpartition(":")[0]) for listener in others} == {("tcp", "127.0.0.1")}
     commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in {listener.pid for listener in others}]
     assert sum(b"tasuki.trainer" in command for command in commands) == NUM_TRAINER_RANKS
-    assert sum(b"multiprocessing.spawn" in command for command in commands) == NUM_ENGINE_RANKS
+    assert sum(b"scheduler" in command for command in commands) == NUM_ENGINE_RANKS
     assert len(commands) == NUM_TRAINER_RANKS + NUM_ENGINE_RANKS
 
 

@@ -126,7 +126,7 @@ async def test_a_client_that_ended_between_two_updates_leaves_no_gradients_and_i
     assert (found.first_step, run.node.policy_version, run.node.pending) == (7, 8, set())
     assert found.steps[-1] == Step(6, policy_version=6, num_policy_steps=2, position=position, estimator={"kl_coef": 0.5})
     dataset = Dataset([{"prompt": "a"}])
-    found.seek(dataset, prompts_per_step=1)
+    found.seek(dataset, rows_per_step=1)
     assert dataset.position() == position
     assert run.node.begun == [False]  # the schedule and the optimizer's state go on
 

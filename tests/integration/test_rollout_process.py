@@ -194,4 +194,4 @@ def test_a_dead_rank_ends_the_service_and_leaves_nothing(pair: RolloutProcess, p
     assert still_there(processes) == []
     assert left_of(shared) == []
     assert "event=engine_lost" in pair.log.read_text()
-    assert sorted(path.name for path in pair.socket_dir.iterdir()) == ["pair-0.sock", "pair-1.sock", "pulse"]
+    assert sorted(path.name for path in pair.socket_dir.iterdir()) == ["generate-calls", "pair-0.sock", "pair-1.sock", "pulse"]

@@ -72,7 +72,7 @@ async def test_a_critic_learns_beside_the_policy(client: TrainerClient) -> None:
         assert (await facts(client))[ROLE_CRITIC] == (version - 1, 0, True)
         losses.append(answer.loss)
         assert (await client.optim_step(role=ROLE_CRITIC)).version == version
-    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.7 * losses[0]
     values = await client.values(samples)
     assert [len(row) for row in values] == [len(sample.completion_token_ids) for sample in samples]
     assert await client.log_probs(samples) == before
