@@ -144,7 +144,7 @@ class Connection:
                     raise failure from error
 
     async def _lacks_service(self) -> bool:
-        """Whether trainer or rollout does not answer: it is being started anew. Raises NodeDown when the node is gone."""
+        """Whether trainer or rollout does not answer: it is being restarted. Raises NodeDown when the node is gone."""
         await self._expect_node()
         trainer, rollout = await self.trainer(), await self.rollout()
         asks = (

@@ -62,7 +62,7 @@ def continuation(earlier: EarlierRun, *, node_version: int, is_of_run: bool) -> 
     if earlier.checkpoint is None and node_version < saved_version:
         raise VersionOrder(
             f"the run began at policy version {saved_version}, with weights that the node, at {node_version}, does not have any more, and "
-            "left no checkpoint: begin it anew with another output_dir",
+            "left no checkpoint: begin it again with another output_dir",
             have=node_version,
             want=saved_version,
         )

@@ -134,7 +134,7 @@ class TrainerConfig(OptimizerConfig):
     """What rollout reads at a sync: the parameters themselves, which takes no memory and needs `param_dtype` to be `rollout.dtype`, or a
     copy in that dtype. "auto" is "parameters" where that is possible."""
     export_stays: bool | None = None
-    """Whether what rollout reads (the copy, or the parameters) stays on the GPU over OFFLOAD. If not, it leaves and rollout maps it anew at
+    """Whether what rollout reads (the copy, or the parameters) stays on the GPU over OFFLOAD. If not, it leaves and rollout maps it again at
     every sync. By default it stays where the planner says that everything fits then."""
     export_handles: Literal["vmm", "ipc"] = "vmm"
     """How a GPU's memory is given to rollout: as file descriptors of our own arenas, or a copy in torch's memory by a legacy CUDA IPC
@@ -200,10 +200,10 @@ class RestartConfig(Schema):
     """What becomes of a service that ends or hangs."""
 
     max_restarts: int = Field(default=5, ge=0)
-    """Starts of one service anew within `window_s`; when it ends once more the node stops. 0: it stops at the first end."""
+    """Restarts of one service within `window_s`; when it ends once more the node stops. 0: it stops at the first end."""
     window_s: PositiveFloat = 600.0
     stall_s: PositiveFloat = 30.0
-    """A process whose heartbeat stands still for so long is killed and started anew, its stacks in `state_dir`/stalls."""
+    """A process whose heartbeat has not moved for so long is killed and restarted, its stacks in `state_dir`/stalls."""
     progress_s: PositiveFloat = 300.0
     """The same for the progress of a command that a rank carries out: a micro-batch, a copy of weights, a file."""
 
