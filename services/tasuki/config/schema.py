@@ -134,7 +134,7 @@ class TrainerConfig(OptimizerConfig):
     """What rollout reads at a sync: the parameters themselves, which takes no memory and needs `param_dtype` to be `rollout.dtype`, or a
     copy in that dtype. "auto" is "parameters" where that is possible."""
     export_stays: bool | None = None
-    """Whether what rollout reads (the copy, or the parameters) stays on the GPU over OFFLOAD. If not, it leaves and rollout maps it again at
+    """Whether what rollout reads (the copy, or the parameters) stays on the GPU over OFFLOAD. If not, it leaves, and rollout maps it at
     every sync. By default it stays where the planner says that everything fits then."""
     export_handles: Literal["vmm", "ipc"] = "vmm"
     """How a GPU's memory is given to rollout: as file descriptors of our own arenas, or a copy in torch's memory by a legacy CUDA IPC
