@@ -20,7 +20,6 @@ from tasuki.algorithms.loss_types import (
     PolicyGradientLoss,
     PpoLoss,
     SettingError,
-    SftLoss,
     ValueLoss,
 )
 from tasuki.cli.loop_settings import loop_settings
@@ -32,6 +31,7 @@ from tasuki.config.loss_table import read_loss, write_loss
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
 from tasuki.wire.errors import InvalidArgument
+from tests.unit.every_loss import ANY_LOSS
 
 MINIMAL = (
     'state_dir = "state"\n[model]\npath = "model"\n[train]\ndataset = "a"\noutput_dir = "b"\n[train.reward]\nfunction = "a:b"\n'
@@ -130,22 +130,13 @@ def test_old_log_probs_are_computed_where_a_ratio_needs_them(tmp_path: Path, ove
     assert settings_of(tmp_path, *overrides).loss.old_policy is expected
 
 
-CLIPS = st.floats(0, 1)
 TRUNCATION = st.none() | st.floats(1, 100)
 BOUNDS = st.none() | st.tuples(st.floats(0, 1), st.floats(1, 100))
-LOSSES = st.one_of(
-    st.builds(PpoLoss, clip_low=CLIPS, clip_high=CLIPS, dual_clip=st.none() | st.floats(1.5, 9)),
-    st.builds(GspoLoss, clip_low=CLIPS, clip_high=CLIPS),
-    st.builds(CispoLoss, clip_low=CLIPS, clip_high=CLIPS),
-    st.builds(ValueLoss, clip=st.none() | st.floats(0.1, 9)),
-    st.builds(PolicyGradientLoss),
-    st.builds(SftLoss),
-)
 
 
 @st.composite
 def losses(draw: st.DrawFn) -> LossConfig:
-    loss, aggregation = draw(LOSSES), draw(st.sampled_from(Aggregation))
+    loss, aggregation = draw(ANY_LOSS), draw(st.sampled_from(Aggregation))
     has_policy = not isinstance(loss, ValueLoss)
     truncation = draw(TRUNCATION)
     return LossConfig(

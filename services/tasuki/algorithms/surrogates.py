@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tasuki.algorithms.batch import LossBatch, Metric, max_metric, mean_metric, sample_sums, to_tokens
 from tasuki.algorithms.kl import MAX_LOG_RATIO
-from tasuki.algorithms.loss_types import CispoLoss, GspoLoss, PpoLoss
+from tasuki.algorithms.loss_types import CispoLoss, GspoLoss, Loss, PpoLoss
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,6 +40,20 @@ class Surrogate:
         if self.dual_clipped_N is not None:
             metrics["dual_clip_fraction"] = mean_metric(self.dual_clipped_N, loss_mask_N)
         return metrics
+
+
+def surrogate(loss: Loss, *, log_probs_N: Tensor, log_ratio_N: Tensor, batch: LossBatch) -> Surrogate:
+    """The surrogate of a loss that has a ratio."""
+    assert batch.advantages_N is not None
+    match loss:
+        case PpoLoss():
+            return ppo(loss, log_ratio_N=log_ratio_N, advantages_N=batch.advantages_N)
+        case GspoLoss():
+            return gspo(loss, log_probs_N=log_probs_N, log_ratio_N=log_ratio_N, advantages_N=batch.advantages_N, batch=batch)
+        case CispoLoss():
+            return cispo(loss, log_probs_N=log_probs_N, log_ratio_N=log_ratio_N, advantages_N=batch.advantages_N)
+        case _:
+            raise AssertionError(f"{type(loss).__name__} has no ratio")
 
 
 def ppo(loss: PpoLoss, *, log_ratio_N: Tensor, advantages_N: Tensor) -> Surrogate:
