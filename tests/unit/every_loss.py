@@ -6,9 +6,19 @@ from typing import get_args
 
 from hypothesis import strategies as st
 
-from tasuki.algorithms.loss_types import CispoLoss, GspoLoss, Loss, LossConfig, PolicyGradientLoss, PpoLoss, SftLoss, ValueLoss
+from tasuki.algorithms.loss_types import (
+    CispoLoss,
+    GspoLoss,
+    Loss,
+    LossConfig,
+    PolicyGradientLoss,
+    PpoLoss,
+    SapoLoss,
+    SftLoss,
+    ValueLoss,
+)
 
-_LOW, _HIGH = st.floats(0.0, 1.0), st.floats(0.0, 10.0)
+_LOW, _HIGH, _TEMPERATURE = st.floats(0.0, 1.0), st.floats(0.0, 10.0), st.floats(0.01, 10.0)
 EXAMPLES: tuple[Loss, ...] = (
     PpoLoss(),
     PpoLoss(clip_low=0.1, clip_high=0.28),
@@ -17,6 +27,8 @@ EXAMPLES: tuple[Loss, ...] = (
     GspoLoss(clip_low=0.2, clip_high=0.3),
     CispoLoss(),
     CispoLoss(clip_low=0.2, clip_high=0.2),
+    SapoLoss(),
+    SapoLoss(temperature_positive=0.5, temperature_negative=4.0),
     PolicyGradientLoss(),
     SftLoss(),
     ValueLoss(),
@@ -26,6 +38,7 @@ RANDOM: dict[type, st.SearchStrategy[Loss]] = {
     PpoLoss: st.builds(PpoLoss, clip_low=_LOW, clip_high=_HIGH, dual_clip=st.none() | st.floats(1.0, 100.0, exclude_min=True)),
     GspoLoss: st.builds(GspoLoss, clip_low=_LOW, clip_high=_HIGH),
     CispoLoss: st.builds(CispoLoss, clip_low=_LOW, clip_high=_HIGH),
+    SapoLoss: st.builds(SapoLoss, temperature_positive=_TEMPERATURE, temperature_negative=_TEMPERATURE),
     PolicyGradientLoss: st.builds(PolicyGradientLoss),
     SftLoss: st.builds(SftLoss),
     ValueLoss: st.builds(ValueLoss, clip=st.none() | st.floats(0.0, 10.0, exclude_min=True)),

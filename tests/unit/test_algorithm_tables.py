@@ -201,7 +201,7 @@ def test_a_wrong_key_of_a_loss_is_named(table: dict[str, Any], field: str) -> No
         (["train.loss.clip_low=1.5"], "train.loss.clip_low", "is 1.5; must be from 0 to 1"),
         (["train.loss.clip=0.2"], "train.loss.clip", "unknown key; ppo has"),
         (["train.loss.correction.mask=1"], "train.loss.correction.mask", "unknown key; it has token_truncation"),
-        (["train.loss.name=nope"], "train.loss.name", "give one of ppo, gspo, cispo, policy_gradient"),
+        (["train.loss.name=nope"], "train.loss.name", "give one of ppo, gspo, cispo, sapo, policy_gradient"),
         (["train.algorithm=grop"], "train.algorithm", "Input should be 'grpo'"),
         (["train.advantages.std=median"], "train.advantages.std", "Input should be"),
         (["train.advantages.kl_target=0.1"], "train.advantages", "needs a kl_coef"),

@@ -19,6 +19,7 @@ from tasuki.algorithms.loss_types import (
     OldPolicy,
     PolicyGradientLoss,
     PpoLoss,
+    SapoLoss,
     SftLoss,
     ValueLoss,
 )
@@ -48,6 +49,10 @@ def _token(loss: Loss, *, log_prob: float, ratio: float, advantage: float) -> tu
         case CispoLoss():
             weight = min(max(ratio, 1 - loss.clip_low), 1 + loss.clip_high)
             return -weight * advantage * log_prob, -weight * advantage
+        case SapoLoss():
+            temperature = loss.temperature_positive if advantage > 0 else loss.temperature_negative
+            sigmoid = 1 / (1 + math.exp(-temperature * (ratio - 1)))
+            return -advantage * sigmoid * 4 / temperature, -advantage * 4 * sigmoid * (1 - sigmoid) * ratio
         case PolicyGradientLoss():
             return -advantage * log_prob, -advantage
         case SftLoss():
