@@ -101,9 +101,14 @@ def test_what_the_file_sets_wins_and_the_rest_of_the_algorithm_stays(tmp_path: P
 
 def test_settings_of_another_loss_are_not_inherited(tmp_path: Path) -> None:
     assert settings_of(tmp_path, "train.algorithm=dapo", "train.loss.name=gspo").loss.loss == GspoLoss()
-    assert settings_of(tmp_path, "train.algorithm=gspo", "train.loss.name=ppo").loss == LossConfig()
+    assert settings_of(tmp_path, "train.algorithm=gspo", "train.loss.name=ppo").loss.loss == PpoLoss()
     loss = settings_of(tmp_path, "train.algorithm=dapo", "train.loss.name=ppo").loss.loss
     assert loss == PpoLoss(clip_high=0.28)
+
+
+def test_another_loss_inherits_what_every_loss_has(tmp_path: Path) -> None:
+    loss = settings_of(tmp_path, "train.algorithm=dr_grpo", "train.loss.name=cispo", "train.max_new_tokens=32").loss
+    assert loss == LossConfig(loss=CispoLoss(), aggregation=Aggregation.CONSTANT, aggregation_length=32)
 
 
 def test_dr_grpo_divides_by_the_longest_completion_unless_it_is_told_another_length(tmp_path: Path) -> None:
