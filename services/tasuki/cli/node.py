@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tasuki.cli.exit_report import node_down
 from tasuki.cli.model_folder import check_model_folder
+from tasuki.cli.node_settings import check_node_runs_with
 from tasuki.cli.post_mortem import why_it_ended
 from tasuki.cli.processes import descendants, has_ended, parent_and_state
 from tasuki.cli.rotation import KEPT_LOGS, rotate
@@ -193,8 +194,9 @@ def _stuck(pid: int) -> str:
 def running_node(config: NodeConfig, *, may_start: bool = True, tell: Tell = to_stderr) -> Iterator[None]:
     """The node of `config`: the one that runs, or one started here and stopped at the end, however this process ends.
 
-    may_start: False raises NodeDown where one would be started.
+    may_start: False raises NodeDown where one would be started. Raises InvalidArgument naming a key in which the one that runs differs.
     """
+    check_node_runs_with(config)
     if holder(config.state_dir, name=NODE_LOCK) is not None and _stays(config, tell=tell):
         yield
         return
