@@ -5,12 +5,20 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from tasuki.config.schema import NodeConfig
 from tasuki.models.config_json import architecture_of, read_json_object
 from tasuki.models.families import FAMILIES, read_model
+from tasuki.planner.node_plan import check_critic
 from tasuki.trainer.durable.regular_file import open_regular
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
 _KEY = "model.path"
+
+
+def check_model_folders(config: NodeConfig) -> None:
+    """Of policy and critic. Raises as check_model_folder and check_critic."""
+    check_model_folder(config.model.path)
+    check_critic(config)
 
 
 def check_model_folder(path: Path) -> None:

@@ -16,7 +16,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tasuki.cli.exit_report import node_down
-from tasuki.cli.model_folder import check_model_folder
+from tasuki.cli.model_folder import check_model_folders
 from tasuki.cli.node_settings import check_node_runs_with
 from tasuki.cli.post_mortem import why_it_ended
 from tasuki.cli.processes import descendants, has_ended, parent_and_state
@@ -99,7 +99,7 @@ def start_node(config: NodeConfig, *, resumes: bool = False, tell: Tell = to_std
     Raises NodeRunning when one runs already, PathNotFound or InvalidArgument for the model folder, InvalidArgument for GPUs where there
     are none, ServiceFailed when a service ends before it serves. Whatever is raised, KeyboardInterrupt included, nothing is left running.
     """
-    check_model_folder(config.model.path)
+    check_model_folders(config)
     check_gpu_is_shown(config)
     check_host_budget(config)
     _check_state_folder(config.state_dir)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tasuki.cli.earlier_run import EarlierRun, run_has_ended
 from tasuki.cli.evidence import kept_evidence
+from tasuki.cli.expansion import expansion
 from tasuki.cli.node import running_node
 from tasuki.cli.node_settings import adopt_node
 from tasuki.cli.post_mortem import explained
@@ -101,6 +102,8 @@ def _run(
     """look: at the output folder, again: another `tasuki train` may have written there until it was this one's alone."""
     with training.opened((Path.cwd(), config_dir)) as loop, _sole_training(config, training.settings.output_dir):
         earlier = look()
+        if config.sft is None and config.train is not None:
+            sys.stderr.write(f"{expansion(config.train)}\n")
         with running_node(config, may_start=may_start), explained(config):
             _train(config, training, loop, earlier, started=started)
     return 0
