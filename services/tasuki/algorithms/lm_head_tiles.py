@@ -13,6 +13,8 @@ from torch import Tensor
 
 # exp() of it is 0 in float32. Differences below are raised to it: 0 times minus infinity would be NaN.
 FLOOR = -1e4
+# Maxima are not below it, so that they can be subtracted from each other.
+LOWEST = torch.finfo(torch.float32).min
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +37,15 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class RunningSoftmax:
-    """Softmax of each place over the tiles so far, as in online softmax (arXiv:1805.02867). With z the scaled logits:"""
+    """Softmax of each place over the tiles so far; see "Online normalizer calculation for softmax" (arXiv:1805.02867)."""
 
     values_4N: Tensor
-    """float32: max z, sum of exp(z - max), sum of exp(z - max) (z - max), and z of the place's token."""
+    """float32, with z the scaled logits: max z, sum of exp(z - max), sum of exp(z - max) (z - max), and z of the place's token."""
 
     @classmethod
     def empty(cls, places: Places) -> Self:
         values_4N = torch.zeros(4, len(places.token_ids_N), device=places.token_ids_N.device)
-        # Finite, so that it can be subtracted from itself.
-        values_4N[0] = torch.finfo(torch.float32).min
+        values_4N[0] = LOWEST
         return cls(values_4N)
 
     def log_sum(self) -> Tensor:
@@ -69,7 +70,7 @@ class SoftmaxGradient:
     log_sum_N: Tensor
     entropy_N: Tensor
     log_prob_factor_N: Tensor | None
-    """Gradient of the log-prob, divided by the temperature."""
+    """Gradient of the log-prob, divided by the temperature; none if it is not used."""
     entropy_factor_N: Tensor | None
     """The same of the entropy."""
 
@@ -103,22 +104,36 @@ class TileKernels(Protocol):
 
 
 def fold(logits_NC: Tensor, softmax: RunningSoftmax, places: Places, *, first_id: int) -> None:
-    max_N, sum_N, product_N, token_N = softmax.values_4N
+    is_first = first_id == 0
+    max_N, sum_N, product_N, token_N = tile_4N = softmax.values_4N if is_first else torch.empty_like(softmax.values_4N)
     scaled_NC = places.scaled(logits_NC)
-    columns, is_here_N = _columns(places, first_id=first_id, num_columns=logits_NC.shape[-1])
-    token_N.copy_(torch.where(is_here_N, scaled_NC.gather(-1, columns).squeeze(-1), token_N))
-    new_max_N = torch.maximum(max_N, scaled_NC.amax(-1))
-    shift_N = (max_N - new_max_N).clamp_(min=FLOOR)
-    scaled_NC.sub_(new_max_N.unsqueeze(-1)).clamp_(min=FLOOR)
+    columns_N, is_here_N = _columns(places, first_id=first_id, num_columns=logits_NC.shape[-1])
+    torch.gather(scaled_NC, -1, columns_N.unsqueeze(-1), out=token_N.unsqueeze(-1))
+    torch.amax(scaled_NC, -1, out=max_N).clamp_(min=LOWEST)
+    scaled_NC.sub_(max_N.unsqueeze(-1)).clamp_(min=FLOOR)
     exp_NC = scaled_NC.exp()
-    factor_N = shift_N.exp()
-    product_N.addcmul_(sum_N, shift_N).mul_(factor_N).add_(torch.linalg.vecdot(exp_NC, scaled_NC))
-    sum_N.mul_(factor_N).add_(exp_NC.sum(-1))
+    torch.sum(exp_NC, -1, out=sum_N)
+    torch.linalg.vecdot(exp_NC, scaled_NC, out=product_N)
+    if not is_first:
+        _merge(tile_4N, softmax.values_4N, is_here_N)
+
+
+def _merge(tile_4N: Tensor, values_4N: Tensor, is_here_N: Tensor) -> None:
+    """Adds a tile's values to those of earlier tiles, in place. is_here_N: whether the token is in this tile."""
+    (tile_max_N, tile_sum_N, tile_product_N, tile_token_N), (max_N, sum_N, product_N, token_N) = tile_4N, values_4N
+    new_max_N = torch.maximum(max_N, tile_max_N)
+    for each_max_N, each_sum_N, each_product_N in ((max_N, sum_N, product_N), (tile_max_N, tile_sum_N, tile_product_N)):
+        shift_N = (each_max_N - new_max_N).clamp_(min=FLOOR)
+        each_product_N.addcmul_(each_sum_N, shift_N).mul_(shift_N.exp())
+        each_sum_N.mul_(shift_N.exp())
     max_N.copy_(new_max_N)
+    sum_N.add_(tile_sum_N)
+    product_N.add_(tile_product_N)
+    token_N.copy_(torch.where(is_here_N, tile_token_N, token_N))
 
 
 def gradient(logits_NC: Tensor, softmax: SoftmaxGradient, places: Places, *, first_id: int, dtype: torch.dtype) -> Tensor:
-    columns, is_here_N = _columns(places, first_id=first_id, num_columns=logits_NC.shape[-1])
+    columns_N, is_here_N = _columns(places, first_id=first_id, num_columns=logits_NC.shape[-1])
     scaled_NC = places.scaled(logits_NC, out=logits_NC)
     slope_NC = None
     if places.softcap is not None:
@@ -133,14 +148,14 @@ def gradient(logits_NC: Tensor, softmax: SoftmaxGradient, places: Places, *, fir
         factor_NC = log_probs_NC.clamp_(min=FLOOR).add_(softmax.entropy_N.unsqueeze(-1)).mul_(-entropy_factor_N.unsqueeze(-1))
         grad_NC.mul_(factor_NC if log_prob_factor_N is None else factor_NC.sub_(log_prob_factor_N.unsqueeze(-1)))
     if log_prob_factor_N is not None:
-        grad_NC.scatter_add_(-1, columns, (log_prob_factor_N * is_here_N).unsqueeze(-1))
+        grad_NC.scatter_add_(-1, columns_N.unsqueeze(-1), (log_prob_factor_N * is_here_N).unsqueeze(-1))
     if slope_NC is not None:
         grad_NC.mul_(slope_NC)
     return grad_NC.to(dtype)
 
 
 def _columns(places: Places, *, first_id: int, num_columns: int) -> tuple[Tensor, Tensor]:
-    """Column of each place's token [N, 1], some column if it is in another tile; and [N] whether it is in this one."""
+    """[N]: column of each place's token, or some column if it is in another tile; [N]: whether it is in this one."""
     columns_N = places.token_ids_N - first_id
-    is_here_N = (columns_N >= 0) & (columns_N < num_columns)
-    return columns_N.clamp_(0, num_columns - 1).unsqueeze(-1), is_here_N
+    clamped_N = columns_N.clamp(0, num_columns - 1)
+    return clamped_N, clamped_N == columns_N
