@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tasuki.algorithms import lm_head
+from tasuki.algorithms import vocabulary_tiles
 from tests.lm_head_cases import Case, make_case, relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -17,7 +17,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(lm_head._TILE_VALUES, "cuda", 1 << 18)
+    monkeypatch.setitem(vocabulary_tiles.TILE_VALUES, "cuda", 1 << 18)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -101,7 +101,7 @@ def test_memory_is_for_one_tile() -> None:
     torch.cuda.reset_peak_memory_stats()
     case.gradients(case.results(), (1.0, 0.0))
     extra_bytes = torch.cuda.max_memory_allocated() - before_bytes
-    tile_bytes = lm_head._TILE_VALUES["cuda"] * (4 + 2)
+    tile_bytes = vocabulary_tiles.TILE_VALUES["cuda"] * (4 + 2)
     assert extra_bytes < tile_bytes + 2 * case.weight_VH.nbytes < num_places * vocab_size * 4
 
 

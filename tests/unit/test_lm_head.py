@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tasuki.algorithms import lm_head, lm_head_tiles
+from tasuki.algorithms import lm_head, lm_head_tiles, vocabulary_tiles
 from tests.lm_head_cases import make_case, relative_error
 
 # Of gradients, in norm. Those of bfloat16 are rounded once, and nothing before them is.
@@ -20,7 +20,7 @@ TILE_VALUES = (1 << 24, 1 << 15)
 
 @pytest.fixture(params=TILE_VALUES, ids=["one tile", "many tiles"])
 def tile_values(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setitem(lm_head._TILE_VALUES, "cpu", request.param)
+    monkeypatch.setitem(vocabulary_tiles.TILE_VALUES, "cpu", request.param)
     return request.param
 
 
@@ -155,11 +155,11 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_no_tensor_is_larger_than_a_tile(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     num_places, vocab_size, tile_values = 300, 5001, 1 << 17
-    monkeypatch.setitem(lm_head._TILE_VALUES, "cpu", tile_values)
+    monkeypatch.setitem(vocabulary_tiles.TILE_VALUES, "cpu", tile_values)
     case = make_case(num_places, vocab_size, hidden_size=8, dtype=dtype, softcap=2.0)
     with Operations() as operations:
         case.gradients(case.results(), (1.0, 0.3))
-    limit = tile_values + num_places * lm_head._ALIGNMENT
+    limit = tile_values + num_places * vocabulary_tiles.ALIGNMENT
     assert tile_values / 2 < operations.most_values <= limit < num_places * vocab_size / 4
 
 
@@ -167,7 +167,7 @@ def test_no_tensor_is_larger_than_a_tile(monkeypatch: pytest.MonkeyPatch, dtype:
 def test_a_frozen_weight_costs_no_product_and_the_last_tile_is_computed_once(
     monkeypatch: pytest.MonkeyPatch, num_frozen: int, products_of_a_tile: int
 ) -> None:
-    monkeypatch.setitem(lm_head._TILE_VALUES, "cpu", 1 << 14)
+    monkeypatch.setitem(vocabulary_tiles.TILE_VALUES, "cpu", 1 << 14)
     case = make_case(50, 1000)
     expected_grad = torch.autograd.grad(case.results()[0].sum(), case.hidden_NH)[0]
     case.weight_VH.requires_grad_(not num_frozen)

@@ -15,10 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from tasuki.algorithms import lm_head_tiles
 from tasuki.algorithms.lm_head_tiles import Places, RunningSoftmax, SoftmaxGradient, TileKernels
-
-# Float32 logits of a tile: 64 MiB on a CPU, 512 MiB on a GPU, where small products leave processors idle.
-_TILE_VALUES = {"cpu": 1 << 24, "cuda": 1 << 27}
-_ALIGNMENT = 128
+from tasuki.algorithms.vocabulary_tiles import tile_width
 
 
 def token_log_probs(
@@ -37,46 +34,47 @@ def token_log_probs(
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """Keeps two numbers per place for backward, and the last tile."""
+    """Keeps two numbers of each place for backward, and the buffer with the last tile's logits."""
 
     @staticmethod
     def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         kernels, tiles, hidden = _kernels(hidden_NH), _tiles(hidden_NH, weight_VH), _operand(hidden_NH)
-        softmax, logits_NC = RunningSoftmax.empty(places), None
-        buffer = _buffer(hidden_NH, tiles)
+        softmax, buffer = RunningSoftmax.empty(places), _buffer(hidden_NH, tiles)
         for tile in tiles:
-            logits_NC = _logits(hidden, _operand(weight_VH[tile]), buffer=buffer)
+            weight = _operand(weight_VH[tile])
+            logits_NC = _product(hidden, weight.T, out=_part(buffer, len(hidden), len(weight)))
             kernels.fold(logits_NC, softmax, places, first_id=tile.start)
         entropy_N = softmax.entropy()
         ctx.save_for_backward(hidden_NH, weight_VH, softmax.log_sum(), entropy_N)
-        ctx.places, ctx.buffer, ctx.last_logits_NC = places, buffer, logits_NC
+        ctx.places, ctx.buffer = places, buffer
         ctx.set_materialize_grads(False)
         return softmax.log_probs(), entropy_N
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  the decorator hides the name of its first parameter
-        ctx: Any, grad_log_probs_N: Tensor | None, grad_entropy_N: Tensor | None
+        ctx: Any, *grads: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None]:
-        if grad_log_probs_N is None and grad_entropy_N is None:
-            return None, None, None
         hidden_NH, weight_VH, log_sum_N, entropy_N = ctx.saved_tensors
-        softmax = SoftmaxGradient.of(log_sum_N, entropy_N, grad_log_probs_N, grad_entropy_N, places=ctx.places)
+        if grads[0] is None and grads[1] is None:
+            return None, None, None
+        softmax = SoftmaxGradient.of(log_sum_N, entropy_N, *grads, places=ctx.places)
         kernels, tiles, hidden = _kernels(hidden_NH), _tiles(hidden_NH, weight_VH), _operand(hidden_NH)
         grad_hidden, grad_weight_VH = _empty_gradients(hidden_NH, weight_VH, tiles, needs=ctx.needs_input_grad)
-        # Overwritten below: a second backward pass computes the last tile as it does the others.
-        logits_NC, ctx.last_logits_NC = ctx.last_logits_NC, None
+        # Freed when this returns, not with the graph. A second backward pass takes a new one.
+        kept, ctx.buffer = ctx.buffer, None
+        buffer = _buffer(hidden_NH, tiles) if kept is None else kept
         for tile in reversed(tiles):
             weight = _operand(weight_VH[tile])
-            if logits_NC is None:
-                logits_NC = _logits(hidden, weight, buffer=ctx.buffer)
+            logits_NC = _part(buffer, len(hidden), len(weight))
+            if kept is None or tile is not tiles[-1]:
+                _product(hidden, weight.T, out=logits_NC)
             grad_NC = kernels.gradient(logits_NC, softmax, ctx.places, first_id=tile.start, dtype=hidden.dtype)
             if grad_hidden is not None:
                 _add_product(grad_NC, weight, to=grad_hidden)
             if grad_weight_VH is not None:
-                _write_product(grad_NC.T, hidden, to=grad_weight_VH[tile])
-            # The next tile's take this memory.
-            logits_NC = grad_NC = None
+                _product(grad_NC.T, hidden, out=grad_weight_VH[tile])
+            del grad_NC  # the next tile's takes its memory
         return None if grad_hidden is None else grad_hidden.to(hidden_NH.dtype), grad_weight_VH, None
 
 
@@ -89,19 +87,16 @@ def _kernels(hidden_NH: Tensor) -> TileKernels:
 
 
 def _tiles(hidden_NH: Tensor, weight_VH: Tensor) -> list[slice]:
-    """Of equal width, but for the last; none without places."""
+    """Rows of the weight that each tile takes; none without places."""
     (num_places, hidden_size), vocab_size = hidden_NH.shape, weight_VH.shape[0]
     if num_places == 0:
         return []
-    # Nor may the part of the weight, which a CPU computes with in float32, be larger.
-    num_values = vocab_size * max(num_places, hidden_size)
-    num_tiles = -(-num_values // _TILE_VALUES[hidden_NH.device.type])
-    width = -(-vocab_size // num_tiles // _ALIGNMENT) * _ALIGNMENT
+    width = tile_width(num_places, hidden_size=hidden_size, vocab_size=vocab_size, device=hidden_NH.device.type)
     return [slice(start, min(start + width, vocab_size)) for start in range(0, vocab_size, width)]
 
 
 def _operand(x: Tensor) -> Tensor:
-    """`x` as its products are computed. On a CPU none of 16-bit operands comes out in float32."""
+    """`x` as products take it. A CPU gives a float32 result of float32 operands only."""
     return x if x.is_cuda else x.float()
 
 
@@ -111,18 +106,14 @@ def _buffer(hidden_NH: Tensor, tiles: list[slice]) -> Tensor:
     return torch.empty(len(hidden_NH) * width, dtype=torch.float32, device=hidden_NH.device)
 
 
-def _logits(hidden: Tensor, weight: Tensor, *, buffer: Tensor) -> Tensor:
-    shape = len(hidden), len(weight)
-    logits_NC = buffer[: shape[0] * shape[1]].view(shape)
-    if hidden.dtype == torch.float32:
-        return torch.mm(hidden, weight.T, out=logits_NC)
-    return torch.mm(hidden, weight.T, out_dtype=torch.float32, out=logits_NC)
+def _part(buffer: Tensor, num_rows: int, num_columns: int) -> Tensor:
+    return buffer[: num_rows * num_columns].view(num_rows, num_columns)
 
 
 def _empty_gradients(
     hidden_NH: Tensor, weight_VH: Tensor, tiles: list[slice], *, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Of the hidden states, zeros in float32, and of the weight, whose rows are all written if there is a tile."""
+    """Of the hidden states, zeros in float32; of the weight, memory that every tile writes its rows of."""
     new = torch.empty if tiles else torch.zeros
     return (
         torch.zeros(hidden_NH.shape, dtype=torch.float32, device=hidden_NH.device) if needs[0] else None,
@@ -130,17 +121,18 @@ def _empty_gradients(
     )
 
 
+def _product(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+    """Writes a @ b, added up in float32 and rounded once, if at all."""
+    if a.dtype == out.dtype:
+        return torch.mm(a, b, out=out)
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=out.dtype, out=out)
+    return out.copy_(torch.mm(a, b))
+
+
 def _add_product(a: Tensor, b: Tensor, *, to: Tensor) -> None:
-    """to: float32."""
+    """Adds a @ b in float32."""
     if a.dtype == torch.float32:
         to.addmm_(a, b)
     else:
         torch.addmm(to, a, b, out_dtype=torch.float32, out=to)
-
-
-def _write_product(a: Tensor, b: Tensor, *, to: Tensor) -> None:
-    """Added up in float32, rounded once where `to` is of another dtype."""
-    if a.dtype == to.dtype:
-        torch.mm(a, b, out=to)
-    else:
-        to.copy_(torch.mm(a, b))

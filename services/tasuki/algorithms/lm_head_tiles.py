@@ -113,7 +113,7 @@ def fold(logits_NC: Tensor, softmax: RunningSoftmax, places: Places, *, first_id
     scaled_NC.sub_(max_N.unsqueeze(-1)).clamp_(min=FLOOR)
     exp_NC = scaled_NC.exp()
     torch.sum(exp_NC, -1, out=sum_N)
-    torch.linalg.vecdot(exp_NC, scaled_NC, out=product_N)
+    torch.sum(scaled_NC.mul_(exp_NC), -1, out=product_N)
     if not is_first:
         _merge(tile_4N, softmax.values_4N, is_here_N)
 
