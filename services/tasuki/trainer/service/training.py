@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,9 @@ from numpy.typing import NDArray
 from tasuki.algorithms.aggregation import denominator
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.config.schema import NodeConfig
+from tasuki.planner.model_shape import read_model_file
 from tasuki.trainer.data import checks
+from tasuki.trainer.data.cost import SampleCost, sample_cost
 from tasuki.trainer.data.plan import MicroBatchPlan, plan_micro_batches
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.ranks.front import TrainerRanks
@@ -36,6 +39,7 @@ class Training:
             context_length=ready.context_length,
             micro_batch_tokens=config.trainer.micro_batch_tokens,
         )
+        self._costs = _costs(config)
 
     async def begin_run(self, request: trainer_pb2.BeginRunRequest) -> trainer_pb2.BeginRunResponse:
         """Raises GradientsPending."""
@@ -75,7 +79,7 @@ class Training:
         named = loss_pb2.LossConfig()
         named.CopyFrom(loss)
         named.denominator = divisor
-        plan = self._plan(samples)
+        plan = self._plan(role, samples)
         answers = await self.ranks.call_each(
             [
                 ranks_pb2.TrainerRankCommand(
@@ -128,7 +132,7 @@ class Training:
 
     async def score(self, role: Role, samples: Samples) -> list[NDArray[np.float32]]:
         """Log-probs or values, [its completion's tokens] for each sample, in their order."""
-        plan = self._plan(samples)
+        plan = self._plan(role, samples)
         commands = [
             ranks_pb2.RankScore(
                 role=ROLE_MESSAGES[role], micro_batches=[encode_samples(samples.select(part)) for part in parts]
@@ -149,9 +153,27 @@ class Training:
             raise InvalidArgument(field, "this node has no critic; add a table [trainer.critic]")
         return decode_role(role, allowed=list(self.state.roles), field=field)
 
-    def _plan(self, samples: Samples) -> MicroBatchPlan:
-        lengths = samples.num_tokens_S.tolist()
-        return plan_micro_batches(lengths, num_ranks=self.ranks.num_ranks, max_tokens=self._limits.micro_batch_tokens)
+    def _plan(self, role: Role, samples: Samples) -> MicroBatchPlan:
+        return plan_micro_batches(
+            samples.num_tokens_S.tolist(),
+            num_ranks=self.ranks.num_ranks,
+            max_tokens=self._limits.micro_batch_tokens,
+            cost=self._costs[role],
+        )
+
+
+def _costs(config: NodeConfig) -> dict[Role, SampleCost]:
+    """Of a sample of every role. Raises as read_model_file."""
+    trainer, policy = config.trainer, read_model_file(config.model.path)
+    costs = {
+        Role.POLICY: sample_cost(policy, is_frozen=trainer.lora is not None),
+        Role.REFERENCE: sample_cost(policy),
+    }
+    if trainer.critic is not None:
+        critic = policy if trainer.critic.path is None else read_model_file(trainer.critic.path)
+        valued = replace(critic, shape=replace(critic.shape, is_critic=True))
+        costs[Role.CRITIC] = sample_cost(valued, is_frozen=trainer.critic.lora is not None)
+    return costs
 
 
 def _tokens_only(sample: TrainingSample) -> TrainingSample:
