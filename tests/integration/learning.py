@@ -23,7 +23,6 @@ from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.learner import Learner, LossReport, MetricPart, trained_roles
 from tasuki.trainer.roles import Role
 
-
 # Of the models that are made for these tests tokens are all that counts.
 COST = SampleCost(linear=1.0, quadratic=0.0)
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tasuki.algorithms.aggregation import denominator
 from tasuki.algorithms.loss_types import LossConfig
-from tasuki.config.schema import NodeConfig
-from tasuki.planner.model_shape import read_model_file
 from tasuki.trainer.data import checks
-from tasuki.trainer.data.cost import SampleCost, sample_cost
+from tasuki.trainer.data.cost import SampleCost
 from tasuki.trainer.data.plan import MicroBatchPlan, plan_micro_batches
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.ranks.front import TrainerRanks
@@ -32,14 +29,21 @@ from tasuki.wire.errors import GradientsNotFinite, GradientsPending, InvalidArgu
 class Training:
     """The ranks as one trainer."""
 
-    def __init__(self, ranks: TrainerRanks, *, state: TrainerState, ready: ranks_pb2.RankReady, config: NodeConfig) -> None:
+    def __init__(
+        self,
+        ranks: TrainerRanks,
+        *,
+        state: TrainerState,
+        limits: checks.BatchLimits,
+        costs: Mapping[Role, SampleCost],
+    ) -> None:
+        """costs: of a sample under every role that is trained or scored."""
         self.ranks, self.state = ranks, state
-        self._limits = checks.BatchLimits(
-            vocab_size=ready.vocab_size,
-            context_length=ready.context_length,
-            micro_batch_tokens=config.trainer.micro_batch_tokens,
-        )
-        self._costs = _costs(config)
+        self._limits, self._costs = limits, costs
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        return self._limits.micro_batch_tokens
 
     async def begin_run(self, request: trainer_pb2.BeginRunRequest) -> trainer_pb2.BeginRunResponse:
         """Raises GradientsPending."""
@@ -160,20 +164,6 @@ class Training:
             max_tokens=self._limits.micro_batch_tokens,
             cost=self._costs[role],
         )
-
-
-def _costs(config: NodeConfig) -> dict[Role, SampleCost]:
-    """Of a sample of every role. Raises as read_model_file."""
-    trainer, policy = config.trainer, read_model_file(config.model.path)
-    costs = {
-        Role.POLICY: sample_cost(policy, is_frozen=trainer.lora is not None),
-        Role.REFERENCE: sample_cost(policy),
-    }
-    if trainer.critic is not None:
-        critic = policy if trainer.critic.path is None else read_model_file(trainer.critic.path)
-        valued = replace(critic, shape=replace(critic.shape, is_critic=True))
-        costs[Role.CRITIC] = sample_cost(valued, is_frozen=trainer.critic.lora is not None)
-    return costs
 
 
 def _tokens_only(sample: TrainingSample) -> TrainingSample:
