@@ -53,7 +53,7 @@ def node(model: Path, *, device: str = "cuda", **trainer: Any) -> NodeConfig:
 async def test_ranks_on_gpus_have_the_tokens_of_the_plan_for_the_smallest(model: Path) -> None:
     config = node(model)
     shape, host_bytes = read_model_shape(model), host_memory().total_bytes
-    tokens = [await micro_batch_tokens(config, Gpus(141 * GB, size)) for size in (110 * GB, 141 * GB)]  # pyright: ignore[reportArgumentType]
+    tokens = [await micro_batch_tokens(config, Gpus(141 * GB, size)) for size in (110 * GB, 141 * GB)]
     plans = [node_layout(config, shape, gpu_bytes=size, host_bytes=host_bytes) for size in (110 * GB, 141 * GB)]
     assert tokens == [layout.micro_batch_tokens for layout in plans]
     assert tokens[0] < tokens[1]
@@ -61,7 +61,7 @@ async def test_ranks_on_gpus_have_the_tokens_of_the_plan_for_the_smallest(model:
 
 @pytest.mark.parametrize(("settings", "tokens"), [({"micro_batch_tokens": 777}, 777), ({"device": "cpu"}, 8192)])
 async def test_nobody_asks_for_gpus_where_the_tokens_are_known(model: Path, settings: dict[str, Any], tokens: int) -> None:
-    assert await micro_batch_tokens(node(model, **settings), Gpus()) == tokens  # pyright: ignore[reportArgumentType]
+    assert await micro_batch_tokens(node(model, **settings), Gpus()) == tokens
 
 
 def test_each_role_has_the_cost_of_its_network(model: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ MicroBatchPlan = list[list[list[int]]]
 class _Sample(NamedTuple):
     length: int
     cost: float
-    index: int
+    position: int
 
 
 _Bin = list[_Sample]
@@ -37,7 +37,7 @@ def plan_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tokens: in
     lengths: tokens of each sample, none above `max_tokens`.
     """
     costs = cost.flops(np.asarray(lengths, dtype=np.int64)).tolist()
-    descending = sorted(map(_Sample, lengths, costs, range(len(lengths))), key=lambda sample: (-sample.length, sample.index))
+    descending = sorted(map(_Sample, lengths, costs, range(len(lengths))), key=lambda sample: (-sample.length, sample.position))
     assert descending[0].length <= max_tokens, "check_sequences refuses such a sample"
     fewest = _best_fit(descending, max_tokens=max_tokens)
     num_steps = -(-len(fewest) // num_ranks)
@@ -48,7 +48,7 @@ def plan_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tokens: in
     bins.sort(key=_cost, reverse=True)
     for first in range(0, len(bins), num_ranks):
         _even_out(bins[first : first + num_ranks], max_tokens=max_tokens)
-    return [[sorted(sample.index for sample in each) for each in bins[rank::num_ranks]] for rank in range(num_ranks)]
+    return [[sorted(sample.position for sample in each) for each in bins[rank::num_ranks]] for rank in range(num_ranks)]
 
 
 def _best_fit(descending: Sequence[_Sample], *, max_tokens: int) -> list[_Bin]:
