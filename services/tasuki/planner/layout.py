@@ -114,6 +114,7 @@ class Layout:
     export_stays: bool = True
     """Whether what the engine reads stays on the GPU over OFFLOAD; else it leaves then, and a copy comes back at LOAD_WEIGHTS."""
     micro_batch_tokens: int = DEFAULT_MICRO_BATCH_TOKENS["cuda"]
+    """Most tokens in one; sequences follow one another without padding."""
     logit_tokens: int | None = None
     """Places of a micro-batch whose logits are computed: those of completion tokens. By default all, an upper bound."""
     accumulates: bool = True

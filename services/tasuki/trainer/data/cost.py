@@ -22,7 +22,7 @@ _ATTENTION = 7
 class SampleCost:
     """FLOPs of forward and backward of a sample with L tokens: `linear * L + quadratic * L**2`, and less where attention has a window.
 
-    Recomputed layers add to both terms nearly alike, and scoring is a third of both, so the proportions of samples hold there too.
+    Recomputed layers add to both terms nearly alike, and scoring takes about a third of both: proportions between samples hold there, too.
     """
 
     linear: float

@@ -31,19 +31,19 @@ _MAX_SWAPS = 64
 def plan_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tokens: int, cost: SampleCost) -> MicroBatchPlan:
     """Few micro-batches of at most `max_tokens` tokens, the k-th ones of all ranks as even in cost as can be.
 
-    Ranks go in lock step, so the k-th micro-batches take as long as the dearest of them. The dearest come first. A micro-batch is empty
-    only where no other has two samples. The order of samples matters only among those of equal length.
+    Ranks go in lock step, so a round, the k-th micro-batches of all ranks, takes as long as the dearest of them. Rounds go down in cost.
+    A micro-batch is empty only where no other has two samples. The order of samples matters only among those of equal length.
 
-    lengths: tokens of each sample, none above `max_tokens`.
+    lengths: tokens of each sample, at least one sample, none above `max_tokens`.
     """
     costs = cost.flops(np.asarray(lengths, dtype=np.int64)).tolist()
     descending = sorted(map(_Sample, lengths, costs, range(len(lengths))), key=lambda sample: (-sample.length, sample.position))
     assert descending[0].length <= max_tokens, "check_sequences refuses such a sample"
     fewest = _best_fit(descending, max_tokens=max_tokens)
-    num_steps = -(-len(fewest) // num_ranks)
-    targets = _targets([sample.cost for sample in descending], num_ranks=num_ranks, num_steps=num_steps)
+    num_rounds = -(-len(fewest) // num_ranks)
+    targets = _targets([sample.cost for sample in descending], num_ranks=num_ranks, num_rounds=num_rounds)
     bins = _level(descending, targets=[each for each in targets for _ in range(num_ranks)], max_tokens=max_tokens) or fewest
-    bins += [[] for _ in range(num_steps * num_ranks - len(bins))]
+    bins += [[] for _ in range(num_rounds * num_ranks - len(bins))]
     _fill_empty(bins)
     bins.sort(key=_cost, reverse=True)
     for first in range(0, len(bins), num_ranks):
@@ -67,17 +67,17 @@ def _best_fit(descending: Sequence[_Sample], *, max_tokens: int) -> list[_Bin]:
     return bins
 
 
-def _targets(costs: Sequence[float], *, num_ranks: int, num_steps: int) -> list[float]:
-    """What a micro-batch of each step should cost: alike, but for the steps of samples that cost more by themselves.
+def _targets(costs: Sequence[float], *, num_ranks: int, num_rounds: int) -> list[float]:
+    """What a micro-batch of each round should cost: alike, but for the rounds of samples that cost more by themselves.
 
-    costs: of the samples, descending. The first `num_ranks` are in the first step, and so on.
+    costs: of the samples, descending. The first `num_ranks` are in the first round, and so on.
     """
-    largest = [*costs[::num_ranks][:num_steps], *[0.0] * num_steps][:num_steps]
+    largest = [*costs[::num_ranks][:num_rounds], *[0.0] * num_rounds][:num_rounds]
     remaining = sum(costs) / num_ranks
-    for step, single in enumerate(largest):
-        level = remaining / (num_steps - step)
+    for index, single in enumerate(largest):
+        level = remaining / (num_rounds - index)
         if single <= level:
-            return largest[:step] + [level] * (num_steps - step)
+            return largest[:index] + [level] * (num_rounds - index)
         remaining -= single
     return largest
 
@@ -112,12 +112,12 @@ def _fill_empty(bins: list[_Bin]) -> None:
             bins[index], bins[dearest] = bins[dearest][1::2], bins[dearest][::2]
 
 
-def _even_out(step: Sequence[_Bin], *, max_tokens: int) -> None:
-    """Lowers the dearest bin by exchanges with the others, as long as that helps."""
+def _even_out(bins: Sequence[_Bin], *, max_tokens: int) -> None:
+    """Lowers the dearest bin of a round by exchanges with the others, as long as that helps."""
     for _ in range(_MAX_SWAPS):
-        ascending = sorted(step, key=_cost)
+        ascending = sorted(bins, key=_cost)
         dearest = ascending.pop()
-        if _cost(dearest) * len(step) <= _EVEN * sum(map(_cost, step)):
+        if _cost(dearest) * len(bins) <= _EVEN * sum(map(_cost, bins)):
             return
         if not any(_exchange(dearest, other, max_tokens=max_tokens) for other in ascending):
             return
