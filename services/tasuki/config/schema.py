@@ -31,8 +31,6 @@ def _loopback(listen: str) -> str:
     return listen
 
 
-DEFAULT_MICRO_BATCH_TOKENS = {"cpu": 8192, "cuda": 16_384}
-"""By device. On a GPU the planner may choose fewer."""
 MAX_PORT = 65535
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 Listen = Annotated[str, AfterValidator(_loopback)]
@@ -107,6 +105,10 @@ class CriticConfig(OptimizerConfig):
     """Model folder of its start weights; by default the policy's. A `value_head.weight` there is its head, which else starts at 0."""
     lora: LoraConfig | None = None
     """Trains adapters and the head beside a frozen model."""
+
+
+DEFAULT_MICRO_BATCH_TOKENS = {"cpu": 8192, "cuda": 16_384}
+"""By device. On a GPU the planner may choose fewer."""
 
 
 class TrainerConfig(OptimizerConfig):
