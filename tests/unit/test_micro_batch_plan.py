@@ -21,10 +21,11 @@ QWEN = sample_cost(Model(shape=MODELS["qwen2.5-7b"], attention=full_attention(MO
 CAP = 40
 CALLS = st.fixed_dictionaries(
     {
-        "lengths": st.lists(st.integers(1, CAP), min_size=1, max_size=60),
+        # The longest and the shortest often: they fill micro-batches in tokens long before they are even in cost.
+        "lengths": st.lists(st.integers(1, CAP) | st.sampled_from([1, 2, CAP // 2, CAP]), min_size=1, max_size=80),
         "num_ranks": st.integers(1, 5),
-        "max_tokens": st.integers(CAP, 5 * CAP),
-        "cost": st.builds(SampleCost, linear=st.floats(1, 100), quadratic=st.floats(0, 10)),
+        "max_tokens": st.integers(CAP, 3 * CAP),
+        "cost": st.builds(SampleCost, linear=st.floats(0.01, 100), quadratic=st.floats(0, 10)),
     }
 )
 
@@ -110,6 +111,22 @@ def test_a_step_costs_little_more_than_the_ideal(name: str, num_ranks: int) -> N
 def test_a_batch_that_fits_is_one_micro_batch_for_each_rank() -> None:
     plan = plan_micro_batches([5] * 64, num_ranks=2, max_tokens=160, cost=QWEN)
     assert [[len(part) for part in rank] for rank in plan] == [[32], [32]]
+
+
+def test_a_long_sample_s_round_leaves_samples_for_every_other_micro_batch() -> None:
+    """The second rank could have 21 and 10 tokens while the first has 40; then one of the other two would be empty."""
+    cost = SampleCost(linear=0.01, quadratic=1.0)
+    plan = plan_micro_batches([40, 21, 21, 10], num_ranks=2, max_tokens=40, cost=cost)
+    assert [[len(part) for part in rank] for rank in plan] == [[1, 1], [1, 1]]
+
+
+def test_short_samples_beside_a_long_one_stay_within_the_cap() -> None:
+    """A hundred of one token cost less than one of 40, and have no room in one micro-batch."""
+    cost = SampleCost(linear=0.01, quadratic=1.0)
+    lengths = [40, *[1] * 100]
+    plan = plan_micro_batches(lengths, num_ranks=2, max_tokens=40, cost=cost)
+    tokens = [[sum(lengths[index] for index in part) for part in rank] for rank in plan]
+    assert tokens == [[40, 30], [40, 30]]
 
 
 def test_fewer_samples_than_ranks_are_one_for_each_of_the_first() -> None:
