@@ -114,7 +114,7 @@ def test_a_batch_that_fits_is_one_micro_batch_for_each_rank() -> None:
 
 
 def test_a_long_sample_s_round_leaves_samples_for_every_other_micro_batch() -> None:
-    """The second rank could have 21 and 10 tokens while the first has 40; then one of the other two would be empty."""
+    """21 and 10 tokens fit beside the 40, and one of the other two micro-batches would then be empty."""
     cost = SampleCost(linear=0.01, quadratic=1.0)
     plan = plan_micro_batches([40, 21, 21, 10], num_ranks=2, max_tokens=40, cost=cost)
     assert [[len(part) for part in rank] for rank in plan] == [[1, 1], [1, 1]]

@@ -128,8 +128,8 @@ class TrainerConfig(OptimizerConfig):
     """What gradients that are not finite do: fail the step, or drop them and count the step as skipped."""
     critic: CriticConfig | None = None
     micro_batch_tokens: PositiveInt | None = None
-    """Most tokens of the samples in one micro-batch; a longer sample is refused. By default 8192 on a CPU; on a GPU the most of 16384,
-    8192, 4096, ... for which the planner has room, and no fewer than 1024 and `rollout.context_length`."""
+    """Most tokens of the samples in one micro-batch; a longer sample is refused. By default 8192 on a CPU; on a GPU 16384, or
+    the first of 8192, 4096, ... for which the planner has room, down to 1024 or `rollout.context_length`, whichever is more."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of forward and backward."""
     param_dtype: Literal["bfloat16", "float32"] = "float32"

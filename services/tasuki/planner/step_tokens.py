@@ -13,7 +13,7 @@ MIN_TOKENS = 1024
 def most_tokens(layout: Layout) -> int:
     """The most of `layout.micro_batch_tokens`, its half, its quarter, ... for which no stage lacks memory that fewer tokens would save.
 
-    No fewer than MIN_TOKENS, and than the longest sequence where one is set: a longer sample is refused.
+    Goes down to MIN_TOKENS, or to the longest sequence where one is set and is longer, since a sample above the result is refused.
     """
     ladder, least = [layout.micro_batch_tokens], max(MIN_TOKENS, layout.context_length or 0)
     while ladder[-1] // 2 >= least:
