@@ -42,7 +42,10 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("trainer.learning_rate=0.1", "is 0.1 here and 0.0015 on the node that runs already; stop it first with: tasuki down --state-dir"),
+        (
+            "trainer.learning_rate=0.1",
+            "is 0.1 here and 0.0015 on the node that runs already; stop it first with: tasuki down --state-dir",
+        ),
         ("trainer.betas=[0.9, 0.9]", "is (0.9, 0.9) here and (0.9, 0.95) on the node"),
         ("trainer.critic.learning_rate=1e-4", "is 0.0001 here and 1e-05 on the node"),
         ("trainer.lora.rank=4", "is 4 here and 8 on the node"),
@@ -95,7 +98,10 @@ def test_another_spelling_of_the_folders_is_the_same_node(folder: Path, monkeypa
 
 def test_a_node_that_came_up_meanwhile_must_have_every_setting(folder: Path) -> None:
     config = load_config(folder / "train.toml")
-    with pytest.raises(InvalidArgument, match=r"trainer\.learning_rate: is 1e-06 here and 0\.0015 on the node"), running_node(config):
+    with (
+        pytest.raises(InvalidArgument, match=r"trainer\.learning_rate: is 1e-06 here and 0\.0015 on the node"),
+        running_node(config),
+    ):
         pass
 
 

@@ -186,7 +186,9 @@ class TrainConfig(Schema):
         if self.critic_warmup_steps and estimator != "gae":
             raise ValueError('critic_warmup_steps needs a critic: set algorithm = "ppo"')
         if self.critic_warmup_steps >= self.num_steps:
-            problem = f"is {self.critic_warmup_steps} of num_steps = {self.num_steps}, so the policy would never learn; lower it"
+            problem = (
+                f"is {self.critic_warmup_steps} of num_steps = {self.num_steps}, so the policy would never learn; lower it"
+            )
             raise SettingError("critic_warmup_steps", problem)
         self._check_kl_horizon()
         return self

@@ -79,7 +79,7 @@ def _check_positive(value: object, key: str, parameter: str = "") -> None:
 
 
 def _each(config: Config, key: str) -> Iterator[Config]:
-    """One table, or those of every kind of layer, as Gemma 3 has them. Raises InvalidArgument for a value that is neither null nor a table."""
+    """One table, or those of every kind of layer, as Gemma 3 has them. Raises InvalidArgument for another value."""
     value = config.get(key)
     if value is None:
         return
