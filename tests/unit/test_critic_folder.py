@@ -6,15 +6,19 @@ import json
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from tasuki.cli.model_folder import check_model_folders
 from tasuki.cli.node import start_node
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
+from tasuki.trainer.backends.fsdp.backend import FsdpBackend
 from tasuki.wire.errors import InvalidArgument
 
 SIZES = {
     "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
@@ -49,3 +53,12 @@ def test_a_context_shorter_than_the_sequences_is_refused_with_both_lengths(tmp_p
 @pytest.mark.parametrize("key", ["rollout.context_length", "trainer.micro_batch_tokens"])
 def test_a_context_as_long_as_the_sequences_is_accepted(tmp_path: Path, key: str) -> None:
     check_model_folders(node(tmp_path, f"{key}=64", max_position_embeddings=64, vocab_size=130))
+
+
+def test_a_trainer_without_a_node_around_it_refuses_it_before_it_loads(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        with pytest.raises(InvalidArgument, match="vocabulary of 127 tokens"):
+            FsdpBackend(node(tmp_path, vocab_size=127), mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)))
+    finally:
+        dist.destroy_process_group()
