@@ -10,6 +10,7 @@ import pytest
 from transformers import Phi3Config
 
 from tasuki.cli.model_folder import check_model_folder
+from tasuki.cli.tokenizer import ModelTokenizer
 from tasuki.models.families import FAMILIES, read_model
 from tasuki.trainer.backends.fsdp.model import _without_dropout, read_model_config
 from tasuki.wire.errors import InvalidArgument, UnsupportedModel
@@ -144,6 +145,9 @@ def test_what_transformers_refuses_by_itself_is_an_error_of_ours(tmp_path: Path)
     (tmp_path / "config.json").write_text(json.dumps(table_of(model_type="llama", use_cache="yes")))
     with pytest.raises(InvalidArgument, match=r"config\.json cannot be read: Validation error for field 'use_cache'"):
         read_model_config(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(InvalidArgument, match="the tokenizer of .* cannot be loaded: Validation error for field 'use_cache'"):
+        ModelTokenizer(tmp_path)
 
 
 def test_dropout_that_is_a_whole_number_is_left_out() -> None:

@@ -23,6 +23,7 @@ class ModelTokenizer:
     def __init__(self, model_path: Path) -> None:
         """Raises PathNotFound when the folder has none, InvalidArgument when it cannot be loaded."""
         try:
+            from huggingface_hub.errors import StrictDataclassError  # comes with transformers
             from transformers import AutoTokenizer  # takes seconds, and only training needs it
         except ImportError as error:
             raise InvalidArgument("model.path", "text needs transformers: pip install 'tasuki[trainer]'") from error
@@ -31,7 +32,7 @@ class ModelTokenizer:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
         except OSError as error:
             raise PathNotFound(f"{model_path} has no tokenizer: {error}", path=model_path) from error
-        except ValueError as error:
+        except (ValueError, StrictDataclassError) as error:
             raise InvalidArgument("model.path", f"the tokenizer of {model_path} cannot be loaded: {error}") from error
 
     def encode_prompt(self, prompt: object) -> list[int]:
