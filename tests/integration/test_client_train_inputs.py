@@ -126,7 +126,9 @@ def test_a_run_that_may_start_no_node_says_that_none_runs_and_leaves_the_last_on
     log.parent.mkdir()
     log.write_bytes(b"learned")
     assert main(["train", str(config), "--no-start", *options]) == USER_ERROR
-    assert "NODE_DOWN: no node runs on" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "NODE_DOWN: no node runs on" in error
+    assert '[train]\nalgorithm = "grpo"\nmax_new_tokens = 32\n[train.advantages]\nestimator = "group_mean"\n' in error
     assert log.read_bytes() == b"learned"
     assert not journal_path(config.parent / "node").exists()
 
