@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tasuki.algorithms.token_log_probs import token_log_probs
@@ -19,6 +20,8 @@ from tasuki.models.config_json import read_json_object
 from tasuki.models.families import FAMILIES, read_model
 from tasuki.models.family import Model
 from tasuki.models.shape import check_lora_targets
+from tasuki.trainer.backends.fsdp.attention import IMPLEMENTATION, Kernel, LayerAttention
+from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
 from tasuki.trainer.backends.fsdp.lora import add_adapters, initialize_adapters
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
 from tasuki.trainer.backends.fsdp.model_buffers import check_module, set_buffers
@@ -29,53 +32,66 @@ from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
 # All have `model`, a stack of `model.layers`, and `lm_head`.
 ARCHITECTURES = tuple(FAMILIES)
 
-# On a CPU torch's flash attention takes three times as long as plain matrix products to train bfloat16 sequences of tens of tokens.
-_ATTENTION = {"cpu": "eager", "cuda": "sdpa"}
+
+class VocabularyHead(nn.Module):
+    """The vocabulary projection and what is made of its logits.
+
+    `weight` [V, H] is whole, in compute dtype, inside `forward` only: untied it is an FSDP2 group by itself, gathered when this module is
+    called and until its backward; tied it is in the root's group. Its gradient may have the compute dtype.
+    """
+
+    def __init__(self, linear: nn.Linear, *, final_logit_softcap: float | None) -> None:
+        super().__init__()
+        self.weight = linear.weight
+        self.final_logit_softcap = final_logit_softcap
+
+    def forward(self, hidden_NH: Tensor, token_ids_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probs [N] of the tokens with gradient, and entropies [N]; float32."""
+        logits_NV = linear(hidden_NH, self.weight)
+        if self.final_logit_softcap is not None:
+            logits_NV = torch.tanh(logits_NV / self.final_logit_softcap) * self.final_logit_softcap
+        return token_log_probs(logits_NV, token_ids_N, temperature_N=temperature_N)
 
 
 class Policy(nn.Module):
     """Scores completion tokens. Only the places that predict one pass through the vocabulary projection."""
 
-    def __init__(self, causal_lm: PreTrainedModel, *, final_logit_softcap: float | None = None) -> None:
+    def __init__(self, causal_lm: PreTrainedModel, *, model: Model, kernel: Kernel) -> None:
         super().__init__()
-        self.causal_lm = causal_lm
-        self.final_logit_softcap = final_logit_softcap
+        self.causal_lm, self._attention, self._kernel = causal_lm, model.attention, kernel
+        causal_lm.lm_head = VocabularyHead(causal_lm.lm_head, final_logit_softcap=model.final_logit_softcap)
 
     def forward(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Log-probs [N] with gradient, and entropies [N]; float32."""
-        logits_NV = self.causal_lm.lm_head(_hidden_states(self.causal_lm, batch))
-        if self.final_logit_softcap is not None:
-            logits_NV = torch.tanh(logits_NV / self.final_logit_softcap) * self.final_logit_softcap
-        return token_log_probs(logits_NV, batch.token_ids_N, temperature_N=batch.temperature_N)
+        attention = LayerAttention(self._kernel(batch), self._attention)
+        hidden_NH = _hidden_states(self.causal_lm, batch, attention)
+        return self.causal_lm.lm_head(hidden_NH, batch.token_ids_N, batch.temperature_N)
 
 
 class Critic(nn.Module):
     """Gives each completion token a value, from the tokens before it: a linear head in place of the vocabulary projection."""
 
-    def __init__(self, causal_lm: PreTrainedModel) -> None:
+    def __init__(self, causal_lm: PreTrainedModel, *, model: Model, kernel: Kernel) -> None:
         super().__init__()
-        self.causal_lm = causal_lm
+        self.causal_lm, self._attention, self._kernel = causal_lm, model.attention, kernel
         causal_lm.lm_head = nn.Identity()
         self.value_head = nn.Linear(causal_lm.config.hidden_size, 1, bias=False, dtype=torch.float32)
 
     def forward(self, batch: TokenBatch) -> Tensor:
         """Values [N] with gradient, float32."""
-        return self.value_head(_hidden_states(self.causal_lm, batch)).squeeze(-1)
+        attention = LayerAttention(self._kernel(batch), self._attention)
+        return self.value_head(_hidden_states(self.causal_lm, batch, attention)).squeeze(-1)
 
 
-def _hidden_states(causal_lm: PreTrainedModel, batch: TokenBatch) -> Tensor:
-    """[N, H]: the last hidden states at the places that predict a completion token.
-
-    Sequences are padded on the right here. That needs no mask, since no token looks ahead.
-    """
-    num_tokens, length = len(batch.input_ids_T), batch.max_seqlen
-    rows = torch.arange(batch.num_sequences, device=batch.input_ids_T.device)
-    rows_T = torch.repeat_interleave(rows, batch.cu_seqlens_S.diff(), output_size=num_tokens)
-    padded_T = rows_T * length + batch.position_ids_T
-    input_ids = batch.input_ids_T.new_zeros(batch.num_sequences * length)
-    input_ids_BL = input_ids.index_copy_(0, padded_T, batch.input_ids_T).view(batch.num_sequences, length)
-    hidden_BLH = causal_lm.model(input_ids=input_ids_BL, use_cache=False).last_hidden_state
-    return hidden_BLH.flatten(0, 1).index_select(0, padded_T.index_select(0, batch.places_N))
+def _hidden_states(causal_lm: PreTrainedModel, batch: TokenBatch, attention: LayerAttention) -> Tensor:
+    """[N, H]: the last hidden states at the places that predict a completion token."""
+    outputs = causal_lm.model(
+        input_ids=batch.input_ids_T.unsqueeze(0),
+        position_ids=batch.position_ids_T.unsqueeze(0),
+        use_cache=False,
+        layer_attention=attention,
+    )
+    return outputs.last_hidden_state.squeeze(0).index_select(0, batch.places_N)
 
 
 def read_model_config(path: Path) -> PreTrainedConfig:
@@ -133,7 +149,7 @@ def load_policy(source: NetworkSource, *, region: AbstractContextManager[None]) 
 
     Gradients are summed over ranks, not averaged, in float32. Raises as read_model, check_module, check_lora_targets and load_shards.
     """
-    policy = Policy(_on_meta(source), final_logit_softcap=source.model.final_logit_softcap)
+    policy = Policy(_on_meta(source), model=source.model, kernel=PaddedSequences.of)
     _materialize(policy, source, region=region)
     load_shards(source.path, local_shards(policy.causal_lm))
     return policy
@@ -142,7 +158,7 @@ def load_policy(source: NetworkSource, *, region: AbstractContextManager[None]) 
 def load_critic(source: NetworkSource, *, region: AbstractContextManager[None]) -> Critic:
     """As load_policy, with a value head: the folder's `value_head.weight`, or zeros, so that every value starts at 0."""
     with torch.device("meta"):
-        critic = Critic(_on_meta(source))
+        critic = Critic(_on_meta(source), model=source.model, kernel=PaddedSequences.of)
     # The head computes in float32: rounded values would be a noise in the advantages.
     precision = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
     fully_shard(critic.value_head, mesh=source.mesh, mp_policy=precision)
@@ -159,11 +175,9 @@ def load_critic(source: NetworkSource, *, region: AbstractContextManager[None]) 
 def _on_meta(source: NetworkSource) -> PreTrainedModel:
     """The model without memory, with adapters where they are asked for."""
     model = source.model
-    # torch's fused attention caps no logits.
-    attention = "eager" if model.attention.logit_softcap is not None else _ATTENTION[source.mesh.device_type]
     with torch.device("meta"):
         causal_lm = AutoModelForCausalLM.from_config(
-            _without_dropout(source.config), dtype=source.param_dtype, attn_implementation=attention
+            _without_dropout(source.config), dtype=source.param_dtype, attn_implementation=IMPLEMENTATION
         )
         check_module(causal_lm, model)
         if source.lora is not None:
