@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from tasuki.models.family import Attention
-from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
 from tasuki.trainer.data.micro_batch import TokenBatch
 
 IMPLEMENTATION = "tasuki_packed"

@@ -70,7 +70,9 @@ class PaddedSequences:
             yield part.view(num, length, *part.shape[1:])
 
 
-def _attend(q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, scale: float, window: int | None, softcap: float | None) -> Tensor:
+def _attend(
+    q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
     """[B * L, H, D] of one group."""
     num, length, num_heads, head_dim = q_BLHD.shape
     q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BLKD, v_BLKD))
@@ -84,7 +86,9 @@ def _attend(q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, scale: float, win
             k, v = (x.repeat_interleave(num_heads // x.shape[1], dim=1) for x in (k, v))
             is_shared = False
         mask = None if window is None else _seen(length, window, q.device)
-        out_BHLD = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=is_shared)
+        out_BHLD = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=is_shared
+        )
     return out_BHLD.transpose(1, 2).reshape(num * length, num_heads, head_dim)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -197,16 +198,40 @@ def _materialize(network: Policy | Critic, source: NetworkSource, *, region: Abs
     initialize_adapters(network.causal_lm, seed=source.seed)
 
 
+def reshard(network: Policy | Critic) -> None:
+    """Frees what a forward pass has left gathered, of root and vocabulary projection, for a backward pass that does not come."""
+    for module in _groups(network):
+        module.reshard()
+
+
 def _shard(network: Policy | Critic, *, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+    """Makes the FSDP2 groups: each layer, embedding and vocabulary projection each, and the root with the rest.
+
+    A tied embedding is used at both ends of a pass, so it is the root's, which stays gathered in between.
+    """
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    for layer in network.causal_lm.model.layers:
+    decoder, head = network.causal_lm.model, network.causal_lm.lm_head
+    for layer in decoder.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
+    is_policy = isinstance(head, VocabularyHead)
+    if not (is_policy and head.weight is decoder.embed_tokens.weight):
+        embedding = fully_shard(decoder.embed_tokens, mesh=mesh, mp_policy=precision)
+        # Its gradient is made from the token ids alone.
+        embedding.set_unshard_in_backward(False)
+        if is_policy:
+            # Backward begins with it. Temperatures stay float32.
+            fully_shard(head, mesh=mesh, mp_policy=replace(precision, cast_forward_inputs=False), reshard_after_forward=False)
     fully_shard(network, mesh=mesh, mp_policy=precision)
-    for module in network.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            # Without it a factor other than the number of ranks takes an NCCL-only operation.
-            module.set_force_sum_reduction_for_comms(True)
+    if mesh.size() == 1:
+        return
+    for module in _groups(network):
+        module.set_gradient_divide_factor(1.0)
+        # Without it a factor other than the number of ranks takes an NCCL-only operation.
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def _groups(network: Policy | Critic) -> Iterator[FSDPModule]:
+    return (module for module in network.modules() if isinstance(module, FSDPModule))
 
 
 def _without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
