@@ -139,6 +139,10 @@ class TrainerConfig(OptimizerConfig):
     export_handles: Literal["vmm", "ipc"] = "vmm"
     """How a GPU's memory is given to rollout: as file descriptors of our own arenas, or a copy in torch's memory by a legacy CUDA IPC
     handle, where descriptors do not work."""
+    attention_backend: Literal["auto", "fa4", "varlen", "sdpa"] = "auto"
+    """Attention over packed sequences: FlashAttention-4, torch's `varlen_attn`, or torch's `scaled_dot_product_attention`, which pads
+    inside and takes every model and dtype. "auto" is the first that is there and computes right when the trainer starts; the log says
+    which."""
     gradient_checkpointing: bool = False
     lora: LoraConfig | None = None
     """Trains adapters beside a frozen model, which is then also the reference policy."""

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tasuki.trainer.data.micro_batch import TokenBatch
-
 # Sequences up to this length are one group: a call costs more than their padding.
 _SHORT = 64
 # Up to this length matrix products train faster on a CPU than torch's fused attention: in bfloat16 three to ten times at tens of tokens.
@@ -35,9 +33,10 @@ class PaddedSequences:
     """int64: the place of each token."""
 
     @classmethod
-    def of(cls, batch: TokenBatch) -> PaddedSequences:
+    def of(cls, cu_seqlens_S: Tensor, max_seqlen: int) -> PaddedSequences:
+        """cu_seqlens_S, max_seqlen: of a TokenBatch."""
         # One copy to the host for a micro-batch, where these are on a GPU.
-        starts_S = batch.cu_seqlens_S.cpu().long()
+        starts_S = cu_seqlens_S.cpu().long()
         lengths_S = starts_S.diff()
         lengths: list[int] = lengths_S.tolist()
         order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
@@ -50,7 +49,8 @@ class PaddedSequences:
             rows.append(torch.minimum(starts_S[part, None] + torch.arange(length), starts_S[1:][part, None] - 1).flatten())
             num_places += num * length
         places_T = torch.arange(sum(lengths)) + torch.repeat_interleave(first_place_S - starts_S[:-1], lengths_S)
-        device = batch.cu_seqlens_S.device
+        assert max_seqlen == groups[0][1]
+        device = cu_seqlens_S.device
         return cls(groups, torch.cat(rows).to(device), places_T.to(device))
 
     def attend(

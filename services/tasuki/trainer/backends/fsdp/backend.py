@@ -188,6 +188,7 @@ class FsdpBackend:
             mesh=self._mesh,
             param_dtype=compute_dtype if is_base else getattr(torch, config.param_dtype),
             compute_dtype=compute_dtype,
+            attention_backend=config.attention_backend,
             lora=lora,
             seed=config.seed,
         )

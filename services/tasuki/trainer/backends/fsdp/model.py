@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +22,7 @@ from tasuki.models.config_json import read_json_object
 from tasuki.models.families import FAMILIES, read_model
 from tasuki.models.family import Model
 from tasuki.models.shape import check_lora_targets
-from tasuki.trainer.backends.fsdp.attention import IMPLEMENTATION, Kernel, LayerAttention
-from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
+from tasuki.trainer.backends.fsdp.attention import IMPLEMENTATION, AttentionBackend, PackedAttention, choose_kernel
 from tasuki.trainer.backends.fsdp.lora import add_adapters, initialize_adapters
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
 from tasuki.trainer.backends.fsdp.model_buffers import check_module, set_buffers
@@ -57,40 +57,38 @@ class VocabularyHead(nn.Module):
 class Policy(nn.Module):
     """Scores completion tokens. Only the places that predict one pass through the vocabulary projection."""
 
-    def __init__(self, causal_lm: PreTrainedModel, *, model: Model, kernel: Kernel) -> None:
+    def __init__(self, causal_lm: PreTrainedModel, *, model: Model, attention: PackedAttention) -> None:
         super().__init__()
-        self.causal_lm, self._attention, self._kernel = causal_lm, model.attention, kernel
+        self.causal_lm, self._attention = causal_lm, attention
         causal_lm.lm_head = VocabularyHead(causal_lm.lm_head, final_logit_softcap=model.final_logit_softcap)
 
     def forward(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Log-probs [N] with gradient, and entropies [N]; float32."""
-        attention = LayerAttention(self._kernel(batch), self._attention)
-        hidden_NH = _hidden_states(self.causal_lm, batch, attention)
+        hidden_NH = _hidden_states(self.causal_lm, batch, self._attention)
         return self.causal_lm.lm_head(hidden_NH, batch.token_ids_N, batch.temperature_N)
 
 
 class Critic(nn.Module):
     """Gives each completion token a value, from the tokens before it: a linear head in place of the vocabulary projection."""
 
-    def __init__(self, causal_lm: PreTrainedModel, *, model: Model, kernel: Kernel) -> None:
+    def __init__(self, causal_lm: PreTrainedModel, *, attention: PackedAttention) -> None:
         super().__init__()
-        self.causal_lm, self._attention, self._kernel = causal_lm, model.attention, kernel
+        self.causal_lm, self._attention = causal_lm, attention
         causal_lm.lm_head = nn.Identity()
         self.value_head = nn.Linear(causal_lm.config.hidden_size, 1, bias=False, dtype=torch.float32)
 
     def forward(self, batch: TokenBatch) -> Tensor:
         """Values [N] with gradient, float32."""
-        attention = LayerAttention(self._kernel(batch), self._attention)
-        return self.value_head(_hidden_states(self.causal_lm, batch, attention)).squeeze(-1)
+        return self.value_head(_hidden_states(self.causal_lm, batch, self._attention)).squeeze(-1)
 
 
-def _hidden_states(causal_lm: PreTrainedModel, batch: TokenBatch, attention: LayerAttention) -> Tensor:
+def _hidden_states(causal_lm: PreTrainedModel, batch: TokenBatch, attention: PackedAttention) -> Tensor:
     """[N, H]: the last hidden states at the places that predict a completion token."""
     outputs = causal_lm.model(
         input_ids=batch.input_ids_T.unsqueeze(0),
         position_ids=batch.position_ids_T.unsqueeze(0),
         use_cache=False,
-        layer_attention=attention,
+        layer_attention=attention.over(batch),
     )
     return outputs.last_hidden_state.squeeze(0).index_select(0, batch.places_N)
 
@@ -134,6 +132,7 @@ class NetworkSource:
     """Of the shards."""
     compute_dtype: torch.dtype
     """Of forward and backward."""
+    attention_backend: AttentionBackend | Literal["auto"] = "auto"
     lora: LoraConfig | None = None
     """Trains adapters alone."""
     seed: int = 0
@@ -150,7 +149,7 @@ def load_policy(source: NetworkSource, *, region: AbstractContextManager[None]) 
 
     Gradients are summed over ranks, not averaged, in float32. Raises as read_model, check_module, check_lora_targets and load_shards.
     """
-    policy = Policy(_on_meta(source), model=source.model, kernel=PaddedSequences.of)
+    policy = Policy(_on_meta(source), model=source.model, attention=_attention(source))
     _materialize(policy, source, region=region)
     load_shards(source.path, local_shards(policy.causal_lm))
     return policy
@@ -158,8 +157,9 @@ def load_policy(source: NetworkSource, *, region: AbstractContextManager[None]) 
 
 def load_critic(source: NetworkSource, *, region: AbstractContextManager[None]) -> Critic:
     """As load_policy, with a value head: the folder's `value_head.weight`, or zeros, so that every value starts at 0."""
+    attention = _attention(source)
     with torch.device("meta"):
-        critic = Critic(_on_meta(source), model=source.model, kernel=PaddedSequences.of)
+        critic = Critic(_on_meta(source), attention=attention)
     # The head computes in float32: rounded values would be a noise in the advantages.
     precision = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
     fully_shard(critic.value_head, mesh=source.mesh, mp_policy=precision)
@@ -171,6 +171,19 @@ def load_critic(source: NetworkSource, *, region: AbstractContextManager[None]) 
     else:
         critic.value_head.weight.data.zero_()
     return critic
+
+
+def _attention(source: NetworkSource) -> PackedAttention:
+    """Raises InvalidArgument when source.attention_backend cannot compute the model."""
+    model = source.model
+    kernel = choose_kernel(
+        source.attention_backend,
+        shape=model.shape,
+        attention=model.attention,
+        dtype=source.compute_dtype,
+        device=mesh_device(source.mesh),
+    )
+    return PackedAttention(kernel, model.attention)
 
 
 def _on_meta(source: NetworkSource) -> PreTrainedModel:
