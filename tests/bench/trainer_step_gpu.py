@@ -79,7 +79,7 @@ def samples_of(lengths: list[int], vocab_size: int) -> Any:
     return decode_samples(samples)
 
 
-def measure(case: str, folder: Path, backend: str | None, num_samples: int, num_tokens: int) -> dict[str, Any]:
+def measure(case: str, folder: Path, backend: str, num_samples: int, num_tokens: int) -> dict[str, Any]:
     from tasuki.algorithms.loss_types import LossConfig
     from tasuki.trainer.backends.fsdp.mesh import start_mesh
     from tasuki.trainer.launch import read_launch
@@ -90,7 +90,7 @@ def measure(case: str, folder: Path, backend: str | None, num_samples: int, num_
     shape, lengths = MODELS[preset], lengths_of(num_samples)
     mesh = start_mesh("cuda", launch=read_launch(os.environ), gpu=0, num_threads=1, timeout_s=60)
     started = time.perf_counter()
-    choice = {} if backend is None else {"attention_backend": backend}
+    choice = {} if backend == "default" else {"attention_backend": backend}
     learner = start_learner(folder, mesh=mesh, compute_dtype="bfloat16", export_stays=True, **settings, **choice)
     start_s = time.perf_counter() - started
     samples = samples_of(lengths, shape.vocab_size)
@@ -135,9 +135,9 @@ def run_case(case: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any
         layout = layout_of(CASES[case][0], gpu_bytes=1, device="cuda", num_ranks=1)
         make_model(Path(folder), layout, "cuda")
         torch.cuda.empty_cache()
-        for backend in arguments.backends or [None]:
+        for backend in arguments.backends:
             numbers = [str(arguments.samples), str(arguments.micro_batch_tokens)]
-            part = ["-m", "tests.bench.trainer_step_gpu", "--part", case, folder, backend or "", *numbers]
+            part = ["-m", "tests.bench.trainer_step_gpu", "--part", case, folder, backend, *numbers]
             launch = [sys.executable, "-m", "tasuki.trainer.launch", "--num-ranks", "1", "--", *part]
             paths = os.pathsep.join([*SOURCES, os.environ.get("PYTHONPATH", "")])
             ran = subprocess.run(
@@ -154,16 +154,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--backends", nargs="+", default=["fa4", "varlen", "sdpa"])
+    parser.add_argument("--backends", nargs="+", default=["fa4", "varlen", "sdpa"], help='or "default", without the setting')
     parser.add_argument("--samples", type=int, default=48)
     parser.add_argument("--micro-batch-tokens", type=int, default=MICRO_BATCH_TOKENS)
     parser.add_argument("--part", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.part is not None:
         case, folder, backend, num_samples, num_tokens = arguments.part
-        print(
-            "RESULT " + json.dumps(measure(case, Path(folder), backend or None, int(num_samples), int(num_tokens))), flush=True
-        )
+        print("RESULT " + json.dumps(measure(case, Path(folder), backend, int(num_samples), int(num_tokens))), flush=True)
         os._exit(0)
     require_gpus(1)
     results: list[dict[str, Any]] = []
