@@ -49,7 +49,8 @@ def policy_of(causal_lm: PreTrainedModel, *, is_checkpointed: bool = False) -> P
         causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
     causal_lm.train()
     model = read_model({**causal_lm.config.to_dict(), "architectures": [type(causal_lm).__name__]})
-    return Policy(causal_lm, model=model, attention=PackedAttention(PaddedSequences.of, model.attention))
+    attention = PackedAttention(PaddedSequences.of, model.attention)
+    return Policy(causal_lm, attention=attention, final_logit_softcap=model.final_logit_softcap)
 
 
 def plain_log_probs(causal_lm: PreTrainedModel, batch: TokenBatch) -> Tensor:
@@ -128,6 +129,14 @@ def test_attention_equals_its_formula(
     torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
     for one, other in zip(*(torch.autograd.grad(out, (q, k, v), grad) for out in (found, exact)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_sequences_of_one_length_are_not_copied() -> None:
+    q = torch.randn(24, 2, 8)
+    sequences = PaddedSequences.of(torch.tensor([0, 12, 24], dtype=torch.int32), 12)
+    assert not sequences.is_padded
+    found = sequences.attend(q, q, q, scale=0.3, window=None, softcap=None)
+    torch.testing.assert_close(found, attend_plainly(q, q, q, (12, 12), window=None, softcap=None))
 
 
 @pytest.mark.parametrize("backend", ["fa4", "varlen"])

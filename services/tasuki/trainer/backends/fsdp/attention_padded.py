@@ -27,6 +27,8 @@ class PaddedSequences:
 
     groups: tuple[tuple[int, int], ...]
     """(B, L) of each."""
+    is_padded: bool
+    """Whether places differ from tokens; not where all sequences are of one length."""
     rows_P: Tensor
     """int64: the token at each place; a sequence's last one where it has none."""
     places_T: Tensor
@@ -51,18 +53,20 @@ class PaddedSequences:
         places_T = torch.arange(sum(lengths)) + torch.repeat_interleave(first_place_S - starts_S[:-1], lengths_S)
         assert max_seqlen == groups[0][1]
         device = cu_seqlens_S.device
-        return cls(groups, torch.cat(rows).to(device), places_T.to(device))
+        is_padded = len(groups) > 1 or num_places > sum(lengths)
+        return cls(groups, is_padded, torch.cat(rows).to(device), places_T.to(device))
 
     def attend(
         self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
         """[T, H, D]: each token over those before it in its sequence, itself among them. See tasuki.models.family.Attention."""
-        padded = [_Pad.apply(x, self.rows_P, self.places_T) for x in (q_THD, k_TKD, v_TKD)]
+        qkv = (q_THD, k_TKD, v_TKD)
+        padded = [_Pad.apply(x, self.rows_P, self.places_T) for x in qkv] if self.is_padded else qkv
         parts = [
             _attend(q, k, v, scale=scale, window=window, softcap=softcap)
             for q, k, v in zip(*(self._split(x) for x in padded), strict=True)
         ]
-        return _Unpad.apply(parts[0] if len(parts) == 1 else torch.cat(parts), self.rows_P, self.places_T)
+        return _Unpad.apply(torch.cat(parts), self.rows_P, self.places_T) if self.is_padded else parts[0]
 
     def _split(self, x_PHD: Tensor) -> Iterator[Tensor]:
         """Each group's [B, L, H, D]."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -13,16 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from tasuki.algorithms.token_log_probs import token_log_probs
 from tasuki.config.schema import LoraConfig
 from tasuki.models.config_json import read_json_object
 from tasuki.models.families import FAMILIES, read_model
 from tasuki.models.family import Model
 from tasuki.models.shape import check_lora_targets
 from tasuki.trainer.backends.fsdp.attention import IMPLEMENTATION, AttentionBackend, PackedAttention, choose_kernel
+from tasuki.trainer.backends.fsdp.lm_head import LmHead
 from tasuki.trainer.backends.fsdp.lora import add_adapters, initialize_adapters
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
 from tasuki.trainer.backends.fsdp.model_buffers import check_module, set_buffers
@@ -34,38 +33,20 @@ from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
 ARCHITECTURES = tuple(FAMILIES)
 
 
-class VocabularyHead(nn.Module):
-    """The vocabulary projection and what is made of its logits.
-
-    `weight` [V, H] is whole, in compute dtype, inside `forward` only: untied it is an FSDP2 group by itself, gathered when this module is
-    called and until its backward; tied it is in the root's group. Its gradient may have the compute dtype.
-    """
-
-    def __init__(self, linear: nn.Linear, *, final_logit_softcap: float | None) -> None:
-        super().__init__()
-        self.weight = linear.weight
-        self.final_logit_softcap = final_logit_softcap
-
-    def forward(self, hidden_NH: Tensor, token_ids_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probs [N] of the tokens with gradient, and entropies [N]; float32."""
-        logits_NV = linear(hidden_NH, self.weight)
-        if self.final_logit_softcap is not None:
-            logits_NV = torch.tanh(logits_NV / self.final_logit_softcap) * self.final_logit_softcap
-        return token_log_probs(logits_NV, token_ids_N, temperature_N=temperature_N)
-
-
 class Policy(nn.Module):
     """Scores completion tokens. Only the places that predict one pass through the vocabulary projection."""
 
-    def __init__(self, causal_lm: PreTrainedModel, *, model: Model, attention: PackedAttention) -> None:
+    def __init__(
+        self, causal_lm: PreTrainedModel, *, attention: PackedAttention, final_logit_softcap: float | None = None
+    ) -> None:
         super().__init__()
         self.causal_lm, self._attention = causal_lm, attention
-        causal_lm.lm_head = VocabularyHead(causal_lm.lm_head, final_logit_softcap=model.final_logit_softcap)
+        causal_lm.lm_head = LmHead(causal_lm.lm_head, softcap=final_logit_softcap)
 
     def forward(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Log-probs [N] with gradient, and entropies [N]; float32."""
         hidden_NH = _hidden_states(self.causal_lm, batch, self._attention)
-        return self.causal_lm.lm_head(hidden_NH, batch.token_ids_N, batch.temperature_N)
+        return self.causal_lm.lm_head(hidden_NH, batch.token_ids_N, temperature_N=batch.temperature_N)
 
 
 class Critic(nn.Module):
@@ -149,7 +130,8 @@ def load_policy(source: NetworkSource, *, region: AbstractContextManager[None]) 
 
     Gradients are summed over ranks, not averaged, in float32. Raises as read_model, check_module, check_lora_targets and load_shards.
     """
-    policy = Policy(_on_meta(source), model=source.model, attention=_attention(source))
+    softcap = source.model.final_logit_softcap
+    policy = Policy(_on_meta(source), attention=_attention(source), final_logit_softcap=softcap)
     _materialize(policy, source, region=region)
     load_shards(source.path, local_shards(policy.causal_lm))
     return policy
@@ -222,18 +204,19 @@ def _shard(network: Policy | Critic, *, mesh: DeviceMesh, compute_dtype: torch.d
 
     A tied embedding is used at both ends of a pass, so it is the root's, which stays gathered in between.
     """
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    # Inputs keep their dtypes: FSDP2 would round the temperatures, which it finds in the batch, to bfloat16.
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     decoder, head = network.causal_lm.model, network.causal_lm.lm_head
     for layer in decoder.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
-    is_policy = isinstance(head, VocabularyHead)
+    is_policy = isinstance(head, LmHead)
     if not (is_policy and head.weight is decoder.embed_tokens.weight):
         embedding = fully_shard(decoder.embed_tokens, mesh=mesh, mp_policy=precision)
         # Its gradient is made from the token ids alone.
         embedding.set_unshard_in_backward(False)
         if is_policy:
-            # Backward begins with it. Temperatures stay float32.
-            fully_shard(head, mesh=mesh, mp_policy=replace(precision, cast_forward_inputs=False), reshard_after_forward=False)
+            # Backward begins with it.
+            fully_shard(head, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     fully_shard(network, mesh=mesh, mp_policy=precision)
     if mesh.size() == 1:
         return
