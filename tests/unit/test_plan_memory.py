@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ from tests.unit.test_model_shape import write_model
 
 
 def h200s(model: str, **settings: Any) -> Layout:
-    """8 GPUs of 141 GB, full shard, full checkpointing, gradients sharded after every micro-batch."""
-    given = {"checkpointing": Checkpointing.FULL, "accumulates": False} | settings
+    """8 GPUs of 141 GB, full shard, full checkpointing."""
+    given = {"checkpointing": Checkpointing.FULL} | settings
     return Layout(model=MODELS[model], num_gpus=8, gpu_bytes=141 * GB, host_bytes=2000 * GB, num_ranks=8, **given)
 
 
@@ -63,8 +64,7 @@ MEASURED = {
 def test_a_trainers_stages_are_predicted_within_5_percent_of_what_an_h200_showed(
     size: str, num_ranks: int, num_micro_batches: int
 ):
-    settings = {"num_ranks": num_ranks, "num_micro_batches": num_micro_batches}
-    predicted = plan_gpu.predict(plan_gpu.layout_of(size, gpu_bytes=150 * GB, device="cuda", **settings))
+    predicted = plan_gpu.predict(plan_gpu.layout_of(size, gpu_bytes=150 * GB, device="cuda", num_ranks=num_ranks))
     measured = MEASURED[size, num_ranks, num_micro_batches]
     assert [predicted[stage, "driver"] / GB for stage in plan_gpu.STAGES] == pytest.approx(measured, rel=0.05)
 
@@ -196,8 +196,13 @@ def test_a_host_that_is_too_small_is_told_what_to_keep_on_the_gpu():
     assert first.plan.fits
 
 
-def test_whole_gradients_are_counted_while_micro_batches_add_up():
-    assert training_peak(h200s("qwen2.5-7b", accumulates=True))[Part.WHOLE_GRADIENTS] == 4 * MODELS["qwen2.5-7b"].num_parameters
+@pytest.mark.parametrize("tokens", [1024, 32_000])
+def test_no_more_than_two_groups_have_whole_gradients(tokens: int):
+    shape = MODELS["qwen2.5-7b"]
+    table, layer = shape.vocab_size * shape.hidden_size, sum(math.prod(each) for each in shape.layer(0).values())
+    whole = training_peak(h200s("qwen2.5-7b", micro_batch_tokens=tokens))[Part.WHOLE_GRADIENTS]
+    # As they are made, and as they are sent.
+    assert whole in ((2 + 4) * table, (2 + 4) * layer + 4 * table)
 
 
 def test_adapters_train_a_model_whose_parameters_would_not_fit():
@@ -215,7 +220,7 @@ def test_presets_make_plans(name: str):
     shape = MODELS[preset.model]
     layout = Layout(
         model=shape, num_gpus=8, num_ranks=8, gpu_bytes=preset.gpu_bytes, host_bytes=2000 * GB,
-        checkpointing=Checkpointing.FULL, accumulates=False, **preset.settings,
+        checkpointing=Checkpointing.FULL, **preset.settings,
     )  # fmt: skip
     assert plan(layout).fits is (name != "70b+")  # 16 bytes a parameter of 72 billion do not fit 8 GPUs of 141 GB
 

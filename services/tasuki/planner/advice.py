@@ -160,10 +160,6 @@ def _for_training(layout: Layout) -> Iterator[_Change]:
         yield _Change("sleeping", _names(layout.sleeping), _names(away), replace(layout, sleeping=away), False)
     if not layout.reshards_after_forward:
         yield _Change("reshard after forward", "no", "yes", replace(layout, reshards_after_forward=True), False)
-    if layout.accumulates and layout.lora_rank is None:
-        yield _Change(
-            "gradients", "whole until the last micro-batch", "sharded after each", replace(layout, accumulates=False), False
-        )
     if layout.num_ranks < layout.num_gpus and layout.rank_gpus is None:
         yield _Change(
             "trainer.num_ranks", str(layout.num_ranks), str(layout.num_gpus), replace(layout, num_ranks=layout.num_gpus)

@@ -73,7 +73,7 @@ def training_peak(layout: Layout) -> Bytes:
         return _fullest(moments)
     if layout.device == "cuda":
         # Each network has its own streams, whose blocks serve no other: the critic's stay while the policy learns.
-        kept = _cached(critic, moment="optimizer")
+        kept = _cached(critic, moment="idle")
         moments = [parts | {Part.TORCH_CACHE: parts[Part.TORCH_CACHE] + kept} for parts in moments]
     return _fullest([*moments, *step_moments(critic).values()])
 
@@ -83,12 +83,8 @@ def _fullest(moments: list[Bytes]) -> Bytes:
 
 
 def step_moments(layout: Layout) -> dict[str, Bytes]:
-    """Working memory at the moments of ForwardBackward and OptimStep that can be the highest."""
-    trained = sum(math.prod(shape) for shape in _trained_shards(layout))
-    step = {
-        Part.OPTIMIZER_STEP: trained * layout.param_bytes
-    }  # the square roots of AdamW's second moments, of all tensors at once
-    moments = {"loss": _at_loss(layout), "layer": _at_layer(layout), "root": _at_root(layout), "optimizer": step}
+    """Working memory at the moments of ForwardBackward that can be the highest. Fused AdamW takes none."""
+    moments = {"loss": _at_loss(layout), "layer": _at_layer(layout), "table": _at_table(layout)}
     if layout.device == "cpu":
         return moments
     return {name: parts | {Part.TORCH_CACHE: _cached(layout, moment=name)} for name, parts in moments.items()}
@@ -97,22 +93,19 @@ def step_moments(layout: Layout) -> dict[str, Bytes]:
 def _cached(layout: Layout, *, moment: str) -> int:
     """What torch holds at a moment without using it: blocks of FSDP2's own streams, which serve no other stream.
 
-    Of several ranks: the root's parameters as they are sent and as they arrive, the reduced gradients of root and layer in float32, and, if
-    gradients stay whole, those of the root as they are sent, for which no free block is large enough, and a block for logits, since whole
-    gradients have broken up a free one. Of a single one: such gradients twice, divided and copied, and, unless gradients stay whole, a
-    block for logits, since its parameters have broken up a free one. As torch's allocator showed on H200s (docs/plan.md).
+    Of several ranks: the parameters of the largest group as they are sent and as they arrive, and the reduced gradients of that group and a
+    layer in float32. Of a single one: such gradients, copied, and a block for logits, since its parameters have broken up a free one. As
+    torch's allocator showed on H200s (docs/plan.md).
     """
     model, ranks = layout.model, layout.num_ranks
-    root, layer = _numel(model.root()), max(_numel(model.layer(index)) for index in range(model.num_layers))
+    table, layer = _largest_table(model), max(_numel(model.layer(index)) for index in range(model.num_layers))
     trains_base = layout.lora_rank is None
-    logits = _logit_places(layout) * model.num_outputs * layout.compute_bytes
     if ranks > 1:
-        arriving = root * layout.compute_bytes * (ranks + 1) // ranks
-        reduced = _FLOAT32 * (root + layer) // ranks if trains_base else 0
-        whole = logits + (0 if moment == "root" else _FLOAT32 * root) if _whole_gradients(layout) else 0
-        return arriving + reduced + whole
-    idle = {"layer": root, "root": layer}.get(moment, root + layer)
-    return (0 if layout.accumulates else logits) + (2 * _FLOAT32 * idle if trains_base else 0)
+        arriving = table * layout.compute_bytes * (ranks + 1) // ranks
+        return arriving + (_FLOAT32 * (table + layer) // ranks if trains_base else 0)
+    logits = _logit_places(layout) * model.num_outputs * layout.compute_bytes
+    unused = {"layer": table, "table": layer}.get(moment, table + layer)
+    return logits + (_FLOAT32 * unused if trains_base else 0)
 
 
 def kept_per_token(
@@ -184,8 +177,7 @@ def _at_loss(layout: Layout) -> Bytes:
         # What the cap made of them is kept, and their gradient passes through it.
         forward, backward = forward + logits, backward + logits
     return {
-        Part.LAYERS: _gathered(layout, layers=0 if layout.num_ranks == 1 else 1),
-        Part.WHOLE_GRADIENTS: _whole_gradients(layout),
+        Part.LAYERS: _gathered(layout, layers=0 if layout.num_ranks == 1 else 1) + _gathered_head(layout),
         Part.ACTIVATIONS: _kept(layout) + _last_norm(layout),
         Part.LOGITS: max(forward, backward),
     }
@@ -200,43 +192,59 @@ def _at_layer(layout: Layout) -> Bytes:
     # In backward of the MLP's product, which has gone itself: its gradient and those of both factors, and that of the hidden states.
     width = 2 * (model.experts_per_token * model.expert_size if model.is_sparse(widest) else model.intermediate_size)
     flowing = layout.micro_batch_tokens * (width + model.hidden_size) * compute
-    gradients = 0
-    if layout.lora_rank is None:
-        # Of the layer and, until the step's end, of the vocabulary projection; the former again in float32 on their way to the owners.
-        vocabulary = model.num_outputs * model.hidden_size
-        gradients = (layer + vocabulary) * compute + (0 if layout.accumulates else layer * _sent_bytes(layout))
     return {
         # This one, and for several ranks the next one's as it arrives and as it is copied out.
-        Part.LAYERS: _gathered(layout, layers=1 if layout.num_ranks == 1 else 3) + gradients,
-        Part.WHOLE_GRADIENTS: _whole_gradients(layout),
+        Part.LAYERS: _gathered(layout, layers=1 if layout.num_ranks == 1 else 3),
+        Part.WHOLE_GRADIENTS: _whole_gradients(layout, layer) + _held_before_layers(layout),
         Part.ACTIVATIONS: _kept(layout) + recomputed + flowing,
     }
 
 
-def _at_root(layout: Layout) -> Bytes:
-    """The end of backward: the root's gradients on their way to their owners."""
-    root = _numel(layout.model.root())
-    gradients = 0 if layout.lora_rank is not None else root * max(layout.compute_bytes + _FLOAT32, _sent_bytes(layout))
-    return {Part.LAYERS: _gathered(layout, layers=0) + gradients, Part.WHOLE_GRADIENTS: _whole_gradients(layout)}
+def _at_table(layout: Layout) -> Bytes:
+    """The end of backward: the gradient of the embedding, or of the root that it is tied in, on its way to its owners."""
+    return {
+        Part.LAYERS: _gathered(layout, layers=0),
+        Part.WHOLE_GRADIENTS: _whole_gradients(layout, _largest_table(layout.model)),
+    }
 
 
-def _sent_bytes(layout: Layout) -> int:
-    """Of one element of a gradient on its way to its owner, in float32; a single rank copies it to itself, divided."""
-    return _FLOAT32 * (3 if layout.num_ranks == 1 else 1)
+def _whole_gradients(layout: Layout, numel: int) -> int:
+    """Of a group of FSDP2, in compute dtype, and in float32 as they are sent; a single rank copies them to itself.
+
+    Every micro-batch's are reduced before the next group's.
+    """
+    if layout.lora_rank is not None:
+        return 0
+    return numel * (layout.compute_bytes + _FLOAT32 * (2 if layout.num_ranks == 1 else 1))
+
+
+def _held_before_layers(layout: Layout) -> int:
+    """Of the vocabulary projection, while the last layer's are made: its gradient, in compute dtype where it is tied, or as it is sent."""
+    model = layout.model
+    if layout.lora_rank is not None:
+        return 0
+    vocabulary = model.num_outputs * model.hidden_size
+    return vocabulary * (layout.compute_bytes if model.is_tied else _FLOAT32)
+
+
+def _largest_table(model: ModelShape) -> int:
+    """Elements of the largest group of FSDP2 beside the layers: the embedding, or the root that it is tied in."""
+    return _numel(model.root()) if model.is_tied else model.vocab_size * model.hidden_size
+
+
+def _gathered_head(layout: Layout) -> int:
+    """The vocabulary projection, whole, in compute dtype, where it is not in the root."""
+    model = layout.model
+    return 0 if model.is_tied else model.num_outputs * model.hidden_size * layout.compute_bytes
 
 
 def _gathered(layout: Layout, *, layers: int) -> int:
     """The root's parameters and those of so many layers, whole, in compute dtype; at most as many as the model has."""
     model = layout.model
+    root = _numel(model.root()) if model.is_tied else model.hidden_size
     units = sorted((_numel(model.layer(index)) for index in range(model.num_layers)), reverse=True)
     in_flight = units[:layers] if layout.reshards_after_forward else [*units, *units[:1]]
-    return (_numel(model.root()) + sum(in_flight)) * layout.compute_bytes
-
-
-def _whole_gradients(layout: Layout) -> int:
-    if not layout.accumulates or layout.lora_rank is not None:
-        return 0
-    return layout.model.num_parameters * _FLOAT32
+    return (root + sum(in_flight)) * layout.compute_bytes
 
 
 def _kept(layout: Layout) -> int:
