@@ -18,7 +18,7 @@ from tasuki.planner.layout import GB, MIB, TAGS, Checkpointing, Layout, Part, St
 from tasuki.planner.node_plan import plan_node
 from tasuki.planner.plan import PLAN_STAGES, Plan, PlanStage, needed_bytes, plan
 from tasuki.planner.presets import MODELS, PRESETS
-from tasuki.planner.trainer_bytes import training_peak
+from tasuki.planner.trainer_bytes import step_moments
 from tasuki.wire.errors import InvalidArgument
 from tests.bench import plan_gpu
 from tests.unit.test_model_shape import write_model
@@ -196,13 +196,15 @@ def test_a_host_that_is_too_small_is_told_what_to_keep_on_the_gpu():
     assert first.plan.fits
 
 
-@pytest.mark.parametrize("tokens", [1024, 32_000])
-def test_no_more_than_two_groups_have_whole_gradients(tokens: int):
-    shape = MODELS["qwen2.5-7b"]
-    table, layer = shape.vocab_size * shape.hidden_size, sum(math.prod(each) for each in shape.layer(0).values())
-    whole = training_peak(h200s("qwen2.5-7b", micro_batch_tokens=tokens))[Part.WHOLE_GRADIENTS]
-    # As they are made, and as they are sent.
-    assert whole in ((2 + 4) * table, (2 + 4) * layer + 4 * table)
+def test_no_more_than_two_groups_have_whole_gradients():
+    layout = h200s("qwen2.5-7b")
+    table, layer = 152_064 * 3584, sum(math.prod(shape) for shape in layout.model.layer(0).values())
+    moments = step_moments(layout)
+    # Of a group, as they are made and as they are sent; the projection's, as they are sent, while the last layer's are made.
+    assert moments["layer"][Part.WHOLE_GRADIENTS] == (2 + 4) * layer + 4 * table
+    assert moments["table"][Part.WHOLE_GRADIENTS] == (2 + 4) * table
+    adapters = step_moments(replace(layout, lora_rank=32))
+    assert adapters["layer"][Part.WHOLE_GRADIENTS] == adapters["table"][Part.WHOLE_GRADIENTS] == 0
 
 
 def test_adapters_train_a_model_whose_parameters_would_not_fit():
