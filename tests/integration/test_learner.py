@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 from tasuki.algorithms.loss_types import Correction, LossConfig, ValueLoss
 from tasuki.trainer.backends.fsdp.memory import TAGS
@@ -221,3 +223,42 @@ def test_a_sleep_keeps_every_byte_of_the_critic(mesh: DeviceMesh, model: Path, s
     memory.resume(TAGS)
     memory.wait_for_optimizer()
     assert all(torch.equal(*pair) for pair in zip(everything(), before, strict=True))
+
+
+def groups(learner: Learner) -> list[Any]:
+    """FSDP2's parameters of the policy, group by group."""
+    modules = [module for module in trained(learner, Role.POLICY).network.modules() if isinstance(module, FSDPModule)]
+    return [module._get_fsdp_state()._fsdp_param_group.fsdp_params for module in modules]
+
+
+def test_gradients_are_in_their_shards_after_every_micro_batch(mesh: DeviceMesh, model: Path, samples: Samples) -> None:
+    learner = start_learner(model, mesh=mesh)
+    gradients = trained(learner, Role.POLICY).optimizer._gradients
+    addresses = [gradient.data_ptr() for gradient in gradients]
+    norms: list[float] = []
+
+    def look() -> None:
+        norms.append(float(torch.stack([gradient.norm() for gradient in gradients]).norm()))
+        for param in (param for group in groups(learner) for param in group):
+            assert param.unsharded_accumulated_grad is None
+            assert param._unsharded_param.grad is None
+
+    learner._progressed = look
+    learn(learner, Role.POLICY, samples, config=LOSSES[Role.POLICY], max_tokens=32)
+    assert len(norms) > 2
+    assert len({0.0, *norms}) == len(norms) + 1
+    assert [gradient.data_ptr() for gradient in gradients] == addresses
+
+
+def test_embedding_and_projection_are_groups_by_themselves_and_scoring_leaves_nothing_gathered(
+    mesh: DeviceMesh, model: Path, samples: Samples
+) -> None:
+    learner = start_learner(model, mesh=mesh)
+    scores(learner, Role.POLICY, samples)
+    sizes = [sum(param.sharded_param.numel() for param in group) for group in groups(learner)]
+    shape = trained(learner, Role.POLICY).network.causal_lm.config
+    table = shape.vocab_size * shape.hidden_size
+    # The root, which comes first, has the last norm alone.
+    assert sizes[0] == shape.hidden_size
+    assert sizes.count(table) == 2
+    assert {param.sharded_state for group in groups(learner) for param in group} == {ShardedState.SHARDED}

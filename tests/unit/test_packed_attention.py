@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from tasuki.models.family import full_attention
 from tasuki.planner.presets import MODELS
 from tasuki.trainer.backends.fsdp import attention_padded
 from tasuki.trainer.backends.fsdp.attention import IMPLEMENTATION, PackedAttention, choose_kernel
-from tasuki.trainer.backends.fsdp.attention_flash import packed_attention
+from tasuki.trainer.backends.fsdp.attention_flash import cache_variables, packed_attention
 from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
 from tasuki.trainer.backends.fsdp.model import Policy
 from tasuki.trainer.data.micro_batch import TokenBatch
@@ -147,6 +149,15 @@ def test_a_kernel_that_cannot_compute_the_model_is_refused(backend: str) -> None
         choose_kernel(backend, attention=attention, **settings)
     assert refused.value.metadata["field"] == "trainer.attention_backend"
     assert choose_kernel("auto", attention=attention, **settings) == PaddedSequences.of
+
+
+def test_fa4_reads_the_variables_that_are_set_for_it(tmp_path: Path) -> None:
+    found = find_spec("flash_attn.cute")
+    assert found is not None and found.origin is not None
+    source = (Path(found.origin).parent / "cache_utils.py").read_text()
+    for name, value in cache_variables(tmp_path).items():
+        assert f'os.getenv("{name}"' in source
+        assert value in ("1", str(tmp_path / "attention-kernels"))
 
 
 def test_the_operator_says_its_shapes_without_a_gpu() -> None:

@@ -31,6 +31,7 @@ from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.rank_server import Handlers
 from tasuki.rpc.server import RpcServer
+from tasuki.trainer.backends.fsdp.attention_flash import cache_variables
 from tasuki.trainer.backends.fsdp.backend import FsdpBackend
 from tasuki.trainer.backends.fsdp.mesh import start_mesh
 from tasuki.trainer.durable.restore import restore
@@ -67,6 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         config = load_config(arguments.config, overrides=arguments.overrides)
         if launch.num_ranks != config.trainer.num_ranks:
             raise InvalidArgument("trainer.num_ranks", f"is {config.trainer.num_ranks}, but {launch.num_ranks} were started")
+        os.environ |= {name: value for name, value in cache_variables(config.state_dir).items() if name not in os.environ}
         show_gpus(config)
         if config.device == "cuda":
             staying = [] if config.served_adapter is None else [MEMORY_TAG_WEIGHTS]
