@@ -179,7 +179,7 @@ def run_part(size: str, arguments: argparse.Namespace) -> dict[str, Any]:
         if makes.returncode != 0:
             raise SystemExit(f"{size} was not made:\n{makes.stderr[-4000:]}")
         launch = [sys.executable, "-m", "tasuki.trainer.launch", "--num-ranks", str(arguments.ranks), "--"]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(SOURCES)}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([*SOURCES, os.environ.get("PYTHONPATH", "")])}
         ranks = subprocess.run([*launch, *command], env=environment, capture_output=True, text=True, check=False)
     answers = [line for line in ranks.stdout.splitlines() if line.startswith("RESULT ")]
     if ranks.returncode or not answers:

@@ -129,7 +129,8 @@ class TrainerConfig(OptimizerConfig):
     """Dtype of forward and backward."""
     param_dtype: Literal["bfloat16", "float32"] = "float32"
     """Dtype of the weights that are trained, of their gradients and of the optimizer state. In bfloat16 an update below about 1/256 of a
-    weight is lost, and all four take half the memory. Not with `[trainer.lora]`: adapters are float32, the frozen model `compute_dtype`."""
+    weight is lost, gradients of micro-batches add up with that rounding, too, and all four take half the memory. Not with
+    `[trainer.lora]`: adapters are float32, the frozen model `compute_dtype`."""
     export: Literal["auto", "parameters", "copy"] = "auto"
     """What rollout reads at a sync: the parameters themselves, which takes no memory and needs `param_dtype` to be `rollout.dtype`, or a
     copy in that dtype. "auto" is "parameters" where that is possible."""
