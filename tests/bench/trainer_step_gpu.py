@@ -33,8 +33,10 @@ from tests.bench.plan_gpu import SOURCES, layout_of, make_model
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "0.5b": ("qwen2.5-0.5b", {}),
-    "1.5b": ("qwen2.5-1.5b", {"gradient_checkpointing": True}),
-    "7b-lora": ("qwen2.5-7b", {"gradient_checkpointing": True, "lora": {"rank": 32}}),
+    "1.5b": ("qwen2.5-1.5b", {}),
+    "1.5b-recomputed": ("qwen2.5-1.5b", {"gradient_checkpointing": True}),
+    "7b-lora": ("qwen2.5-7b", {"lora": {"rank": 32}}),
+    "7b-lora-recomputed": ("qwen2.5-7b", {"gradient_checkpointing": True, "lora": {"rank": 32}}),
 }
 """Preset, and settings of [trainer]."""
 MEDIAN, SIGMA, LONGEST, SEED = 1500, 0.8, 8192, 0
