@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from itertools import chain
 
+from tasuki.algorithms.vocabulary_tiles import most_logits
 from tasuki.memory.granularity import CPU_MIN_TENSOR, arena_bytes, export_bytes
 from tasuki.models.shape import ROUTER, ModelShape, QkNorm, Shapes
 from tasuki.planner.layout import Checkpointing, Layout, Part
@@ -14,8 +15,6 @@ Bytes = dict[Part, int]
 # Of what is computed in float32 whatever the parameters' dtype.
 _FLOAT32 = 4
 _ALIGNMENT = 256
-# algorithms/token_log_probs.py works on blocks of this many float32 values.
-_BLOCK_VALUES = 1 << 24
 
 
 def trainer_tags(layout: Layout) -> Bytes:
@@ -103,7 +102,7 @@ def _cached(layout: Layout, *, moment: str) -> int:
     if ranks > 1:
         arriving = table * layout.compute_bytes * (ranks + 1) // ranks
         return arriving + (_FLOAT32 * (table + layer) // ranks if trains_base else 0)
-    logits = _logit_places(layout) * model.num_outputs * layout.compute_bytes
+    logits = _FLOAT32 * _tile_logits(layout)
     unused = {"layer": table, "table": layer}.get(moment, table + layer)
     return logits + (_FLOAT32 * unused if trains_base else 0)
 
@@ -168,18 +167,24 @@ def offloaded_bytes(layout: Layout) -> int:
 
 
 def _at_loss(layout: Layout) -> Bytes:
-    """The loss: logits, and in backward their gradient, while nothing of the activations has gone."""
-    values = _logit_places(layout) * layout.model.num_outputs
-    logits, block = values * layout.compute_bytes, min(values, _BLOCK_VALUES)
-    # Forward: the scaled copy and two temporaries. Backward: the gradient of a block, in float32 and in compute dtype.
-    forward, backward = logits + 3 * _FLOAT32 * block, 2 * logits + (_FLOAT32 + layout.compute_bytes) * block
-    if layout.model.caps_logits:
-        # What the cap made of them is kept, and their gradient passes through it.
-        forward, backward = forward + logits, backward + logits
+    """The loss: a tile of logits and its gradient, and the whole weight's, while nothing of the activations has gone."""
+    model, compute, places, tile = layout.model, layout.compute_bytes, _logit_places(layout), _tile_logits(layout)
+    gathered = _gathered(layout, layers=0 if layout.num_ranks == 1 else 1) + _gathered_head(layout)
+    if layout.lora_rank is None:
+        gathered += model.num_outputs * model.hidden_size * compute
+    # Gradients of the hidden states add up in float32.
+    hidden = _FLOAT32 * places * model.hidden_size
+    if layout.device == "cuda":
+        logits = (_FLOAT32 + compute) * tile + hidden
+    else:
+        # Logits, scaled logits and their exponentials; operands in float32.
+        copies = compute < _FLOAT32
+        logits = 3 * _FLOAT32 * tile + copies * hidden
+        gathered += copies * _FLOAT32 * -(-tile // max(1, places)) * model.hidden_size
     return {
-        Part.LAYERS: _gathered(layout, layers=0 if layout.num_ranks == 1 else 1) + _gathered_head(layout),
+        Part.LAYERS: gathered,
         Part.ACTIVATIONS: _kept(layout) + _last_norm(layout),
-        Part.LOGITS: max(forward, backward),
+        Part.LOGITS: logits,
     }
 
 
@@ -280,6 +285,12 @@ def _last_norm(layout: Layout) -> int:
 
 def _logit_places(layout: Layout) -> int:
     return layout.micro_batch_tokens if layout.logit_tokens is None else min(layout.logit_tokens, layout.micro_batch_tokens)
+
+
+def _tile_logits(layout: Layout) -> int:
+    """Logits that are there at a time."""
+    model, places = layout.model, _logit_places(layout)
+    return most_logits(places, hidden_size=model.hidden_size, vocab_size=model.num_outputs, device=layout.device)
 
 
 def shards(layout: Layout) -> Iterator[tuple[int, ...]]:

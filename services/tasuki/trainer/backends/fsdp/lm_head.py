@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
-from tasuki.algorithms.token_log_probs import token_log_probs
+from tasuki.algorithms.lm_head import token_log_probs
 
 
 class LmHead(nn.Module):
@@ -18,11 +16,9 @@ class LmHead(nn.Module):
 
     def __init__(self, projection: nn.Linear, *, softcap: float | None) -> None:
         super().__init__()
+        assert projection.bias is None, "no family that is supported has one"
         self.weight, self.softcap = projection.weight, softcap
 
     def forward(self, hidden_NH: Tensor, token_ids_N: Tensor, *, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
         """See token_log_probs."""
-        logits_NV = linear(hidden_NH, self.weight)
-        if self.softcap is not None:
-            logits_NV = torch.tanh(logits_NV / self.softcap) * self.softcap
-        return token_log_probs(logits_NV, token_ids_N, temperature_N=temperature_N)
+        return token_log_probs(hidden_NH, self.weight, token_ids_N, temperature_N=temperature_N, softcap=self.softcap)
