@@ -18,6 +18,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from transformers import AutoModelForCausalLM
 
 from tasuki.algorithms.loss_types import Correction, LossConfig, ValueLoss
+from tasuki.models.families import read_model
+from tasuki.trainer.backends.fsdp.attention import IMPLEMENTATION, PackedAttention
+from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
 from tasuki.trainer.backends.fsdp.memory import TAGS
 from tasuki.trainer.backends.fsdp.model import Policy
 from tasuki.trainer.data.micro_batch import token_batch
@@ -85,10 +88,11 @@ def broken(samples: Samples) -> Samples:
 
 def test_temperatures_are_not_rounded_to_the_compute_dtype(mesh: DeviceMesh, model: Path) -> None:
     samples = decode_samples(make_samples(9, vocab_size=VOCAB_SIZE, temperature=0.7))
-    unsharded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="eager")
+    unsharded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation=IMPLEMENTATION)
+    attention = PackedAttention(PaddedSequences.of, read_model(unsharded.config.to_dict()).attention)
     learner = start_learner(model, mesh=mesh, compute_dtype="bfloat16")
     with torch.no_grad():
-        expected, _ = Policy(unsharded)(token_batch(samples, device=learner.backend.device))
+        expected, _ = Policy(unsharded, attention=attention)(token_batch(samples, device=learner.backend.device))
     # bfloat16 has 0.69921875 instead, which shows in the third decimal place.
     assert scores(learner, Role.POLICY, samples) == pytest.approx(expected.tolist(), abs=1e-4)
 

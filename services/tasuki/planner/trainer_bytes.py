@@ -99,10 +99,10 @@ def _cached(layout: Layout, *, moment: str) -> int:
     model, ranks = layout.model, layout.num_ranks
     table, layer = _largest_table(model), max(_numel(model.layer(index)) for index in range(model.num_layers))
     trains_base = layout.lora_rank is None
-    logits = _FLOAT32 * _tile_logits(layout)
     if ranks > 1:
         arriving = table * layout.compute_bytes * (ranks + 1) // ranks
         return arriving + (_FLOAT32 * (table + layer) // ranks if trains_base else 0)
+    logits = _FLOAT32 * _tile_logits(layout)
     unused = {"layer": table, "table": layer}.get(moment, table + layer)
     return logits + (_FLOAT32 * unused if trains_base else 0)
 
@@ -169,10 +169,8 @@ def offloaded_bytes(layout: Layout) -> int:
 def _at_loss(layout: Layout) -> Bytes:
     """The loss: a tile of logits and its gradient, and the whole weight's, while nothing of the activations has gone."""
     model, compute, places, tile = layout.model, layout.compute_bytes, _logit_places(layout), _tile_logits(layout)
-    gathered = _gathered(layout, layers=0 if layout.num_ranks == 1 else 1)
-    gathered += _gathered_head(layout)
+    gathered = _gathered(layout, layers=0 if layout.num_ranks == 1 else 1) + _gathered_head(layout)
     if layout.lora_rank is None:
-        # The gradient of its weight.
         gathered += model.num_outputs * model.hidden_size * compute
     # Gradients of the hidden states add up in float32.
     hidden = _FLOAT32 * places * model.hidden_size

@@ -23,7 +23,10 @@ _PRODUCTS_UP_TO = {"cpu": 256, "cuda": 0}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PaddedSequences:
-    """The sequences of a micro-batch in groups, each padded on the right to its longest. A group's lengths differ by less than two."""
+    """The sequences of a micro-batch in groups, each padded on the right to its longest.
+
+    Above _SHORT tokens none is longer than twice another of its group.
+    """
 
     groups: tuple[tuple[int, int], ...]
     """(B, L) of each."""
