@@ -1,8 +1,8 @@
-"""Training steps on one GPU: `python -m tests.bench.trainer_step_gpu [--out FOLDER] [--cases 0.5b 7b-lora] [--backends fa4 sdpa]`.
+"""Training steps on GPUs: `python -m tests.bench.trainer_step_gpu [--out FOLDER] [--cases 0.5b 7b-lora] [--backends fa4] [--ranks 2]`.
 
 Qwen2.5's shapes with random weights, through the learner and FSDP2 as the service runs them: bfloat16 compute, AdamW, packed samples of
 lognormal lengths (median 1,500, sigma 0.8, at most 8,192; seed fixed), the second half of each completion tokens. For each attention
-backend real tokens/s, MFU and peak memory. Prints a line of JSON a case and writes trainer_step_gpu.json.
+backend real tokens/s, MFU and peak memory, of one GPU. Prints a line of JSON a case and writes trainer_step_gpu.json.
 
 FLOPs of a step: 6 a weight of the layers and token (4 with a frozen model, and 6 of the adapters'), as many a weight of the vocabulary
 projection and completion token, and 6 L^2 a head's element and layer for causal attention over L tokens. Nothing recomputed counts. MFU
@@ -35,6 +35,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "0.5b": ("qwen2.5-0.5b", {}),
     "1.5b": ("qwen2.5-1.5b", {}),
     "1.5b-recomputed": ("qwen2.5-1.5b", {"gradient_checkpointing": True}),
+    "7b": ("qwen2.5-7b", {"gradient_checkpointing": True}),
     "7b-lora": ("qwen2.5-7b", {"lora": {"rank": 32}}),
     "7b-lora-recomputed": ("qwen2.5-7b", {"gradient_checkpointing": True, "lora": {"rank": 32}}),
 }
@@ -90,7 +91,8 @@ def measure(case: str, folder: Path, backend: str, num_samples: int, num_tokens:
 
     preset, settings = CASES[case]
     shape, lengths = MODELS[preset], lengths_of(num_samples)
-    mesh = start_mesh("cuda", launch=read_launch(os.environ), gpu=0, num_threads=1, timeout_s=60)
+    launch = read_launch(os.environ)
+    mesh = start_mesh("cuda", launch=launch, gpu=launch.rank, num_threads=1, timeout_s=60)
     started = time.perf_counter()
     choice = {} if backend == "default" else {"attention_backend": backend}
     learner = start_learner(folder, mesh=mesh, compute_dtype="bfloat16", export_stays=True, **settings, **choice)
@@ -116,14 +118,15 @@ def measure(case: str, folder: Path, backend: str, num_samples: int, num_tokens:
         "case": case,
         "backend": backend,
         "device": torch.cuda.get_device_name(),
+        "ranks": mesh.size(),
         "samples": num_samples,
         "tokens": sum(lengths),
         "micro_batches": len(batches),
         "start_s": round(start_s, 1),
         "first_step_s": round(seconds[0], 2),
         "step_s": round(step_s, 3),
-        "tokens_per_s": round(sum(lengths) / step_s),
-        "mfu": round(flops / step_s / PEAK_FLOPS, 4),
+        "tokens_per_s": round(sum(lengths) / step_s / mesh.size()),
+        "mfu": round(flops / step_s / mesh.size() / PEAK_FLOPS, 4),
         "peak_bytes": torch.cuda.max_memory_allocated(),
         "reserved_bytes": torch.cuda.max_memory_reserved(),
         "losses": losses,
@@ -134,13 +137,13 @@ def measure(case: str, folder: Path, backend: str, num_samples: int, num_tokens:
 def run_case(case: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Each backend in a process of its own, on one model."""
     with tempfile.TemporaryDirectory() as folder:
-        layout = layout_of(CASES[case][0], gpu_bytes=1, device="cuda", num_ranks=1)
+        layout = layout_of(CASES[case][0], gpu_bytes=1, device="cuda", num_ranks=arguments.ranks)
         make_model(Path(folder), layout, "cuda")
         torch.cuda.empty_cache()
         for backend in arguments.backends:
             numbers = [str(arguments.samples), str(arguments.micro_batch_tokens)]
             part = ["-m", "tests.bench.trainer_step_gpu", "--part", case, folder, backend, *numbers]
-            launch = [sys.executable, "-m", "tasuki.trainer.launch", "--num-ranks", "1", "--", *part]
+            launch = [sys.executable, "-m", "tasuki.trainer.launch", "--num-ranks", str(arguments.ranks), "--", *part]
             paths = os.pathsep.join([*SOURCES, os.environ.get("PYTHONPATH", "")])
             ran = subprocess.run(
                 launch, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False, timeout=600
@@ -158,14 +161,17 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--backends", nargs="+", default=["fa4", "varlen", "sdpa"], help='or "default", without the setting')
     parser.add_argument("--samples", type=int, default=48)
+    parser.add_argument("--ranks", type=int, default=1, help="a GPU each")
     parser.add_argument("--micro-batch-tokens", type=int, default=MICRO_BATCH_TOKENS)
     parser.add_argument("--part", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.part is not None:
         case, folder, backend, num_samples, num_tokens = arguments.part
-        print("RESULT " + json.dumps(measure(case, Path(folder), backend, int(num_samples), int(num_tokens))), flush=True)
+        result = measure(case, Path(folder), backend, int(num_samples), int(num_tokens))
+        if os.environ["RANK"] == "0":
+            print("RESULT " + json.dumps(result), flush=True)
         os._exit(0)
-    require_gpus(1)
+    require_gpus(arguments.ranks)
     results: list[dict[str, Any]] = []
     for case in arguments.cases:
         for result in run_case(case, arguments):
