@@ -6,9 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from torch.nn.functional import gelu, silu
 
-from tasuki.trainer.backends.fsdp.pointwise import Activation, RmsNorm, gated
+from tasuki.models.families import read_model
+from tasuki.planner.trainer_bytes import kept_per_token
+from tasuki.trainer.backends.fsdp.pointwise import Activation, RmsNorm, fuse_pointwise, gated
+from tests.models import CONFIGS
 
 pytestmark = pytest.mark.gpu
 # A rounding to bfloat16 is up to 2^-9 of a value.
@@ -57,3 +61,33 @@ def test_a_norm_is_rounded_once_and_keeps_no_float32_copy(shape: tuple[int, ...]
     found = torch.autograd.grad(out, (x, weight), grad)
     wanted = torch.autograd.grad(expected, (exact, scale), grad.float())
     assert all(_difference(one, other) < TOLERANCE for one, other in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma2", "phi3", "olmo2"])
+def test_a_fused_layer_keeps_as_many_bytes_for_backward_as_planned(kind: str) -> None:
+    num_tokens, config = 256, CONFIGS[kind]()
+    config.attn_logit_softcapping = None
+    with torch.device("cuda"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    fuse_pointwise(model)
+    layer = model.model.layers[1]
+    hidden = torch.randn(1, num_tokens, config.hidden_size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    rotary = model.model.rotary_emb(hidden, torch.arange(num_tokens, device="cuda")[None])
+    shared = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *rotary)}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in shared:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with (
+        torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
+        layer(hidden, attention_mask=None, position_embeddings=rotary)
+    shape = read_model({**config.to_dict(), "architectures": [type(model).__name__]}).shape
+    # Key heads may be repeated for torch's attention, and norms of Gemma keep their weights plus one.
+    predicted = num_tokens * kept_per_token(shape, 1, num_keys=num_tokens, is_fused=True)
+    assert sum(kept.values()) == pytest.approx(predicted, rel=0.1)

@@ -108,32 +108,40 @@ def _cached(layout: Layout, *, moment: str) -> int:
 
 
 def kept_per_token(
-    model: ModelShape, layer: int, *, num_keys: int, compute_bytes: int = 2, lora_rank: int | None = None
+    model: ModelShape,
+    layer: int,
+    *,
+    num_keys: int,
+    compute_bytes: int = 2,
+    lora_rank: int | None = None,
+    is_fused: bool = False,
 ) -> int:
     """Bytes that autograd keeps of one token in one layer of transformers' implementation, with flash attention.
 
-    Each norm: its input in float32, one float32, and the two factors of its last product, the second being its result, which is kept where
-    it goes into a linear layer; attention; four tensors of the MLP's width. num_keys: of the longest sequence, where attention is capped.
+    Each norm: its input, one float32, a factor of its last product unless it is fused, and its result where that goes into a linear layer;
+    attention; gate, up, their product and, unless it is fused, the activation. num_keys: of the longest sequence, where attention is
+    capped. is_fused: as on a GPU, see trainer/backends/fsdp/pointwise.py.
     """
     hidden = model.hidden_size
     # Without a norm before them, attention and MLP keep their input itself.
     own_inputs = (2 - len(model.norms)) * hidden * compute_bytes
-    post_norm = hidden * (4 + _norm_factor(model, compute_bytes)) + 4
+    norm = _kept_of_norm(model, compute_bytes, is_fused=is_fused)
+    post_norm = hidden * norm + 4
     pre_norm = post_norm + hidden * compute_bytes
     norms = len(model.norms) * pre_norm + len(model.post_norms) * post_norm + own_inputs
-    attention = _kept_of_attention(model, compute_bytes, num_keys=num_keys)
+    attention = _kept_of_attention(model, compute_bytes, num_keys=num_keys, norm=norm)
     if model.is_sparse(layer):
         # For each chosen expert: the token, gate and up, what they make, the result and its weight; four indices and a mask to sort them.
         width = 2 * hidden + 4 * model.expert_size + 1
         mlp = model.experts_per_token * (width * compute_bytes + 4 * 8 + 1) + 4 * model.num_experts
     else:
-        mlp = 4 * model.intermediate_size * compute_bytes
+        mlp = (3 if is_fused else 4) * model.intermediate_size * compute_bytes
     adapters = 0 if lora_rank is None else 7 * lora_rank * compute_bytes
     return norms + attention + mlp + adapters
 
 
-def _kept_of_attention(model: ModelShape, compute_bytes: int, *, num_keys: int) -> int:
-    """Of one token: norms of queries and keys; rotated queries, keys, values and the output, and one float32 for each head.
+def _kept_of_attention(model: ModelShape, compute_bytes: int, *, num_keys: int, norm: int) -> int:
+    """Of one token: norms of queries and keys, `norm` bytes for each element; rotated queries, keys, values and the output, and one float32 for each head.
 
     Where it is capped, all of queries' size, and for each key and head what the cap makes, the softmax in float32, and its copy.
     """
@@ -141,7 +149,7 @@ def _kept_of_attention(model: ModelShape, compute_bytes: int, *, num_keys: int) 
     norms = 0
     if model.qk_norm is not None:
         sums = heads + model.num_kv_heads if model.qk_norm is QkNorm.HEAD else 2
-        norms = (query + kv) * (4 + _norm_factor(model, compute_bytes)) + 4 * sums
+        norms = (query + kv) * norm + 4 * sums
     if model.caps_attention:
         copy = compute_bytes if compute_bytes < _FLOAT32 else 0
         return norms + 4 * query * compute_bytes + heads * num_keys * (compute_bytes + _FLOAT32 + copy)
@@ -155,8 +163,11 @@ def _kept_of_attention(model: ModelShape, compute_bytes: int, *, num_keys: int) 
     return norms + kept * compute_bytes + 4 * heads
 
 
-def _norm_factor(model: ModelShape, compute_bytes: int) -> int:
-    return _FLOAT32 if model.has_float_norms else compute_bytes
+def _kept_of_norm(model: ModelShape, compute_bytes: int, *, is_fused: bool) -> int:
+    """Of one element: the input, in float32 unless the norm is fused, and then no factor of its product with the weight."""
+    if is_fused and not model.has_offset_norms:
+        return compute_bytes
+    return _FLOAT32 + (_FLOAT32 if model.has_float_norms else compute_bytes)
 
 
 def offloaded_bytes(layout: Layout) -> int:
@@ -272,6 +283,7 @@ def _layer_activations(layout: Layout, index: int) -> int:
         num_keys=min(layout.longest_sequence, layout.micro_batch_tokens),
         compute_bytes=layout.compute_bytes,
         lora_rank=layout.lora_rank,
+        is_fused=layout.device == "cuda",
     )
     return layout.micro_batch_tokens * each
 
@@ -280,7 +292,9 @@ def _last_norm(layout: Layout) -> int:
     """The norm before the logits, and the places that are taken of its result."""
     hidden, compute = layout.model.hidden_size, layout.compute_bytes
     places = _logit_places(layout) * hidden * compute
-    return layout.micro_batch_tokens * (hidden * (4 + 2 * compute) + 4) + places
+    is_fused = layout.device == "cuda" and not layout.model.has_offset_norms
+    kept = 2 * compute if is_fused else _FLOAT32 + 2 * compute
+    return layout.micro_batch_tokens * (hidden * kept + 4) + places
 
 
 def _logit_places(layout: Layout) -> int:
