@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 from torch.nn.functional import gelu, silu
+from transformers import AutoModelForCausalLM
 
 from tasuki.models.families import read_model
 from tasuki.planner.trainer_bytes import kept_per_token

@@ -141,9 +141,10 @@ def kept_per_token(
 
 
 def _kept_of_attention(model: ModelShape, compute_bytes: int, *, num_keys: int, norm: int) -> int:
-    """Of one token: norms of queries and keys, `norm` bytes for each element; rotated queries, keys, values and the output, and one float32 for each head.
+    """Of one token: norms of queries and keys; rotated queries, keys, values and the output, and one float32 for each head.
 
-    Where it is capped, all of queries' size, and for each key and head what the cap makes, the softmax in float32, and its copy.
+    Where it is capped, all of queries' size, and for each key and head what the cap makes, the softmax in float32, and its copy. norm: bytes
+    for each element of a norm.
     """
     query, kv, heads = model.query_size, model.kv_size, model.num_heads
     norms = 0
