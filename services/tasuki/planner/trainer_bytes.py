@@ -92,8 +92,8 @@ def step_moments(layout: Layout) -> dict[str, Bytes]:
 def _cached(layout: Layout, *, moment: str) -> int:
     """What torch holds at a moment without using it: blocks of FSDP2's own streams, which serve no other stream.
 
-    Of several ranks: the parameters of the largest group as they are sent and as they arrive, and the reduced gradients of that group and a
-    layer in float32. Of a single one: such gradients, copied, and a block for logits, since its parameters have broken up a free one. As
+    Of several ranks: the parameters of the largest group as they are sent and as they arrive, the reduced gradients of that group and a
+    layer in float32, and a tile of logits with its gradient, whose blocks parameters have broken up. Of a single one: such gradients, copied, and a block for logits, since its parameters have broken up a free one. As
     torch's allocator showed on H200s (docs/plan.md).
     """
     model, ranks = layout.model, layout.num_ranks
@@ -101,7 +101,8 @@ def _cached(layout: Layout, *, moment: str) -> int:
     trains_base = layout.lora_rank is None
     if ranks > 1:
         arriving = table * layout.compute_bytes * (ranks + 1) // ranks
-        return arriving + (_FLOAT32 * (table + layer) // ranks if trains_base else 0)
+        tile = (_FLOAT32 + layout.compute_bytes) * _tile_logits(layout)
+        return arriving + tile + (_FLOAT32 * (table + layer) // ranks if trains_base else 0)
     logits = _FLOAT32 * _tile_logits(layout)
     unused = {"layer": table, "table": layer}.get(moment, table + layer)
     return logits + (_FLOAT32 * unused if trains_base else 0)
