@@ -50,9 +50,7 @@ def test_7b_generates_in_80_to_115_gb(kv_ratio: float):
 # GB on rank 0's GPU, as an H200's driver said (tests/bench/plan_gpu.py), by size, ranks and micro-batches of a step: a step's end, with the
 # export arena, asleep, awake again.
 MEASURED = {
-    ("qwen2.5-0.5b", 1, 1): (16.801, 17.791, 2.750, 12.078),
     ("qwen2.5-1.5b", 1, 1): (37.584, 40.673, 5.139, 31.513),
-    ("qwen2.5-0.5b", 2, 1): (10.694, 11.189, 2.306, 7.070),
     ("qwen2.5-7b", 2, 1): (85.588, 93.205, 9.763, 72.376),
     ("qwen2.5-1.5b", 2, 2): (29.751, 31.297, 3.438, 17.867),
     ("qwen2.5-7b", 2, 2): (117.196, 124.813, 9.763, 72.376),
