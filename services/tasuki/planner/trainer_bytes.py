@@ -120,7 +120,7 @@ def kept_per_token(
     """Bytes that autograd keeps of one token in one layer of transformers' implementation, with flash attention.
 
     Each norm: its input in float32, one float32, and the two factors of its last product, the second being its result, which is kept where
-    it goes into a linear layer; attention; four tensors of the MLP's width. num_keys: of the padded sequence, where attention is capped.
+    it goes into a linear layer; attention; four tensors of the MLP's width. num_keys: of the longest sequence, where attention is capped.
     """
     hidden = model.hidden_size
     # Without a norm before them, attention and MLP keep their input itself.
