@@ -41,7 +41,7 @@ demo: setup  ## train a small model with GRPO through all three services; leaves
 
 test: setup grpcurl  ## all tests; none needs the network
 	$(MAKE) -s -C csrc test
-	$(BIN)/python -m pytest tests/unit tests/contract tests/integration tests/e2e tests/gpu $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 tests/unit tests/contract tests/integration tests/e2e tests/gpu $(PYTEST_ARGS)
 
 oracles: $(ORACLES)  ## every advantage and loss against verl's and TRL's own functions
 	.oracles-venv/bin/python -m pytest -c tests/oracles/pytest.ini tests/oracles $(PYTEST_ARGS)
