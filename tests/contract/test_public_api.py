@@ -14,7 +14,7 @@ from tasuki.client import AsyncClient, Client
 ROOT = Path(__file__).parents[2]
 NAMES = {
     "Aggregation", "AsyncClient", "CispoLoss", "Client", "Correction", "Dataset", "FinishReason", "GspoLoss", "KlEstimator", "LossConfig",
-    "OldPolicy", "Phase", "PolicyGradientLoss", "PpoLoss", "RewardPool", "Role", "Sample", "SamplingParams", "SftLoss", "Stage",
+    "OldPolicy", "Phase", "PolicyGradientLoss", "PpoLoss", "RewardPool", "Role", "Sample", "SamplingParams", "SapoLoss", "SftLoss", "Stage",
     "TrainingSample", "ValueLoss", "read_jsonl",
 }  # fmt: skip
 VERBS = {
