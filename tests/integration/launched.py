@@ -43,7 +43,9 @@ def _run_rank(argv: Sequence[str], rank: int, num_ranks: int, parent: int, folde
     """As the launcher starts one."""
     error_fd = os.open(folder / f"{rank}.log", os.O_CREAT | os.O_WRONLY, 0o600)
     os.dup2(error_fd, sys.stderr.fileno())
-    launch = Launch(rank=rank, local_rank=rank, num_ranks=num_ranks, launcher_fd=os.pidfd_open(parent), store_path=folder / "store")
+    launch = Launch(
+        rank=rank, local_rank=rank, num_ranks=num_ranks, launcher_fd=os.pidfd_open(parent), store_path=folder / "store"
+    )
     os.environ |= {**launch.environment(), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     sys.argv = list(argv)
     runpy.run_path(argv[0], run_name="__main__")
