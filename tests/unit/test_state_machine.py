@@ -1,7 +1,8 @@
 """Hypothesis asks a node for anything in any order, while calls, services, disk and coordinator fail: no promise is ever broken.
 
 The promises are asserted where they are kept: the simulated services (a version is received before it is served, no sample is trained
-twice, one holder of the GPUs, versions grow), the command gate's count of executions, and the audit of the journal at the end. Here in 2,000 steps, in `make chaos` in 10,000.
+twice, one holder of the GPUs, versions grow), the command gate's count of executions, and the audit of the journal at the end.
+Here in 2,000 steps, in `make chaos` in 10,000.
 """
 
 from __future__ import annotations
