@@ -67,7 +67,7 @@ def _kill_in_update(output: Path, process: subprocess.Popen[str], *, step: int, 
 def _figures(output: Path) -> list[dict[str, Any]]:
     """Of every step, without its durations."""
     steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in step.items() if name not in ("seconds", "changeovers")} for step in steps]
+    return [{name: value for name, value in step.items() if name not in ("seconds", "stage_seconds")} for step in steps]
 
 
 def _digest(output: Path) -> str:
