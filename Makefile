@@ -42,7 +42,7 @@ demo: setup  ## train a small model with GRPO through all three services; leaves
 	$(BIN)/python client/examples/demo/run.py --seed 0 --output runs/demo $(if $(KILL),--kill $(KILL))
 
 test: setup grpcurl  ## all tests; none needs the network
-	$(MAKE) -s -C csrc test
+	$(MAKE) -s -j2 -C csrc test
 	$(BIN)/python -m pytest -n 2 tests/unit tests/contract tests/integration tests/e2e tests/gpu $(PYTEST_ARGS)
 
 oracles: $(ORACLES)  ## every advantage and loss against verl's and TRL's own functions
