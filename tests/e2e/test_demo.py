@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.rollout_process import left_of, shared_memory
+
 ROOT = Path(__file__).parents[2]
 RUN = ROOT / "client" / "examples" / "demo" / "run.py"
 NUM_STEPS, SAVE_EVERY, NUM_SHORT_STEPS = 12, 4, 6
@@ -55,15 +57,15 @@ def _demo(output: Path, *overrides: str) -> subprocess.Popen[str]:
     )
 
 
-def _processes_of(output: Path) -> list[str]:
-    """Command lines of processes that the run started: they have its mark in their environment, or its logs open."""
-    found = []
+def _processes_of(output: Path) -> dict[int, str]:
+    """Command lines by pid of what the run started: processes with its mark in their environment, or its logs open."""
+    found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             names = [os.readlink(link) for link in (folder / "fd").iterdir()]
             is_ours = f"{MARK}={output}".encode() in (folder / "environ").read_bytes().split(b"\0")
             if is_ours or any(name.startswith(str(output)) for name in names):
-                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue  # ended while we looked
     return found
@@ -131,13 +133,12 @@ def test_curve_journal_and_checkpoint_are_there(run: tuple[Path, str]):
 
 
 def test_nothing_of_the_demo_goes_on(run: tuple[Path, str]):
-    assert _processes_of(run[0]) == []
+    assert _processes_of(run[0]) == {}
     assert not (run[0] / "node" / "run").exists()
 
 
 def test_ctrl_c_while_it_trains_leaves_nothing_and_the_run_is_resumed_on_the_same_path(run: tuple[Path, str], tmp_path: Path):
     output = tmp_path / "demo"
-    shared_before = set(os.listdir("/dev/shm"))
     with _demo(output, *SHORTER) as process:
         assert process.stdout is not None
         lines = []
@@ -145,15 +146,17 @@ def test_ctrl_c_while_it_trains_leaves_nothing_and_the_run_is_resumed_on_the_sam
             lines.append(line)
             if line.startswith(f"step {SAVE_EVERY:>3}"):  # one more than is saved
                 break
+        shared = shared_memory(list(_processes_of(output)))
+        assert shared
         os.killpg(process.pid, signal.SIGINT)
         interrupted = time.monotonic()
         rest = process.stdout.read()
         assert process.wait(timeout=30) == 130, "".join(lines) + rest
     assert time.monotonic() - interrupted < 20
     assert "Traceback" not in rest
-    assert _processes_of(output) == []
+    assert _processes_of(output) == {}
     assert not (output / "node" / "run").exists()
-    assert {name for name in set(os.listdir("/dev/shm")) - shared_before if "tasuki" in name} == set()
+    assert left_of(shared) == []
     # What was measured until then is there.
     assert len((output / "metrics.jsonl").read_text().splitlines()) > SAVE_EVERY
 
