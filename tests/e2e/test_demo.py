@@ -147,7 +147,6 @@ def test_ctrl_c_while_it_trains_leaves_nothing_and_the_run_is_resumed_on_the_sam
             if line.startswith(f"step {SAVE_EVERY:>3}"):  # one more than is saved
                 break
         shared = shared_memory(list(_processes_of(output)))
-        assert shared
         os.killpg(process.pid, signal.SIGINT)
         interrupted = time.monotonic()
         rest = process.stdout.read()
