@@ -18,7 +18,7 @@ from tests.integration.rollout_process import left_of, shared_memory
 
 ROOT = Path(__file__).parents[2]
 RUN = ROOT / "client" / "examples" / "demo" / "run.py"
-NUM_STEPS, SAVE_EVERY, NUM_SHORT_STEPS = 12, 4, 6
+NUM_STEPS, SAVE_EVERY, NUM_SHORT_STEPS = 12, 4, 8
 MARK = "TASUKI_TEST_RUN"
 # A start takes under a minute on two free cores, and minutes on a busy machine.
 START_S = 540
@@ -141,12 +141,13 @@ def test_ctrl_c_while_it_trains_leaves_nothing_and_the_run_is_resumed_on_the_sam
     output = tmp_path / "demo"
     with _demo(output, *SHORTER) as process:
         assert process.stdout is not None
-        lines = []
+        lines, shared = [], set[int]()
         for line in process.stdout:
             lines.append(line)
+            if line.startswith("step   1"):
+                shared = shared_memory(list(_processes_of(output)))
             if line.startswith(f"step {SAVE_EVERY:>3}"):  # one more than is saved
                 break
-        shared = shared_memory(list(_processes_of(output)))
         os.killpg(process.pid, signal.SIGINT)
         interrupted = time.monotonic()
         rest = process.stdout.read()
