@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -212,8 +212,11 @@ def stop_rollout(rollout: RolloutProcess) -> int:
 
 def shared_memory(pids: list[int]) -> set[int]:
     """Inodes of what the processes have mapped from /dev/shm."""
-    lines = [line.split() for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/dev/shm/" in line]
-    return {int(line[4]) for line in lines}
+    maps = []
+    for pid in pids:
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            maps += Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {int(line.split()[4]) for line in maps if "/dev/shm/" in line}
 
 
 def left_of(inodes: set[int]) -> list[str]:

@@ -5,6 +5,7 @@ Every answer is found by planning again with the change, never by a rule of thum
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -89,11 +90,14 @@ def smallest_sleeping(layout: Layout) -> frozenset[Part] | None:
 
 
 def largest_kv_ratio(layout: Layout) -> float | None:
-    for hundredths in range(_RATIO_STEPS - 1, 0, -1):
-        ratio = hundredths / _RATIO_STEPS
-        if plan(replace(layout, kv_ratio=ratio)).fits:
-            return ratio
-    return None
+    """Bisects: a larger cache takes no less memory, and holds no shorter sequence."""
+
+    def is_too_large(hundredths: int) -> bool:
+        tried = plan(replace(layout, kv_ratio=hundredths / _RATIO_STEPS))
+        return not (tried.fits_gpu and tried.fits_host)
+
+    ratio = bisect_left(range(1, _RATIO_STEPS), True, key=is_too_large) / _RATIO_STEPS
+    return ratio if ratio > 0 and plan(replace(layout, kv_ratio=ratio)).fits else None
 
 
 def climb(planned: Plan) -> tuple[Rung, ...]:
