@@ -36,7 +36,10 @@ class PortNode:
     @property
     def target(self) -> str:
         """Of the coordinator's port."""
-        return f"localhost:{port_targets(self.config)['coordinator'].rpartition(':')[2]}"
+        return self.port_of("coordinator")
+
+    def port_of(self, service: str) -> str:
+        return f"localhost:{port_targets(self.config)[service].rpartition(':')[2]}"
 
     def credentials(self, role: str = "trainer") -> Credentials:
         """The certificate of a role, or its token."""
@@ -72,7 +75,9 @@ def write_secret(path: Path, text: str) -> None:
 
 
 def mtls(folder: Path) -> list[str]:
-    return [f"security.{key}={folder / name}" for key, name in (("cert", "node.pem"), ("key", "node.key"), ("client_ca", "ca.pem"))]
+    return [
+        f"security.{key}={folder / name}" for key, name in (("cert", "node.pem"), ("key", "node.key"), ("client_ca", "ca.pem"))
+    ]
 
 
 def tokens(folder: Path) -> list[str]:

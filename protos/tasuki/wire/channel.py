@@ -105,5 +105,5 @@ def open_blocking_channel(target: str) -> grpc.Channel:
 def _refuse_plaintext(target: str) -> None:
     if is_beyond_loopback(target):
         raise InvalidArgument(
-            "credentials", f"{target} is not loopback: calls to it need TLS, which needs credentials with `ca`"
+            "credentials", f"{target} is not loopback: give credentials with `ca`, so that calls to it use TLS"
         )

@@ -85,7 +85,7 @@ class ReloadingChannel(grpc.aio.Channel):
 
     def _current(self) -> grpc.aio.Channel:
         material = self._newest()
-        if material is not self._material:
+        if material != self._material:
             self._material = material
             old, self._channel = self._channel, self._open()
             task = asyncio.get_running_loop().create_task(old.close(_OLD_CALLS_S))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import secrets
 import socket
 import sys
 from collections.abc import Sequence
@@ -45,7 +46,9 @@ def run(folder: Path, *, hosts: Sequence[str], days: int) -> int:
     if days < 1:
         raise InvalidArgument("days", f"{days} must be at least 1")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    authority = _authority_in(folder)
+    if not (folder / "ca.pem").exists() and not (folder / "ca.key").exists():
+        _write_authority(folder, make_authority())
+    authority = read_authority(folder)
     until = datetime.now(UTC) + timedelta(days=days)
     names = [*(hosts or [socket.gethostname()]), *_THIS_MACHINE]
     write_pair(folder, "node", *issue(authority, "tasuki node", hosts=names, until=until))
@@ -56,18 +59,34 @@ def run(folder: Path, *, hosts: Sequence[str], days: int) -> int:
     return 0
 
 
-def make_authority(*, name: str = "tasuki lab", days: int = _AUTHORITY_DAYS) -> Authority:
-    """A new authority with a key."""
+def make_authority() -> Authority:
+    """A new authority with a key, and a name that no other has."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
 
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = _subject(name)
-    builder = _builder(subject, subject, key.public_key(), until=datetime.now(UTC) + timedelta(days=days))
+    subject = _subject(f"tasuki lab {secrets.token_hex(4)}")
+    builder = _builder(subject, subject, key.public_key(), until=datetime.now(UTC) + timedelta(days=_AUTHORITY_DAYS))
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     builder = builder.add_extension(_key_usage(signs_certificates=True), critical=True)
     return Authority(builder.sign(key, hashes.SHA256()), key)
+
+
+def read_authority(folder: Path) -> Authority:
+    """The authority of ca.pem and ca.key. Raises InvalidArgument when they are not there or no pair."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    try:
+        key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), password=None)
+        cert = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
+    except (OSError, ValueError, TypeError) as error:
+        raise InvalidArgument("folder", f"{folder} has no usable ca.pem and ca.key: {error}; name another folder") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != cert.public_key():
+        raise InvalidArgument("folder", f"ca.key in {folder} is not the key of ca.pem; name another folder")
+    return Authority(cert, key)
 
 
 def issue(
@@ -107,27 +126,12 @@ def write_pair(folder: Path, name: str, cert: bytes, key: bytes) -> None:
     _write(folder / f"{name}.pem", cert, mode=0o644)
 
 
-def _authority_in(folder: Path) -> Authority:
-    from cryptography import x509
+def _write_authority(folder: Path, authority: Authority) -> None:
     from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
 
-    cert_path, key_path = folder / "ca.pem", folder / "ca.key"
-    if not cert_path.exists() and not key_path.exists():
-        authority = make_authority()
-        plain = serialization.NoEncryption()
-        pem = serialization.Encoding.PEM
-        key = authority.key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain)
-        write_pair(folder, "ca", authority.cert.public_bytes(pem), key)
-        return authority
-    try:
-        key = serialization.load_pem_private_key(key_path.read_bytes(), password=None)
-        cert = x509.load_pem_x509_certificate(cert_path.read_bytes())
-    except (OSError, ValueError, TypeError) as error:
-        raise InvalidArgument("folder", f"{folder} has no usable ca.pem and ca.key: {error}; name another folder") from error
-    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != cert.public_key():
-        raise InvalidArgument("folder", f"ca.key in {folder} is not the key of ca.pem; name another folder")
-    return Authority(cert, key)
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    key = authority.key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain)
+    write_pair(folder, "ca", authority.cert.public_bytes(pem), key)
 
 
 def _write(path: Path, content: bytes, *, mode: int) -> None:
