@@ -200,7 +200,8 @@ def _supervise(arguments: argparse.Namespace) -> int:
         node_services(config),
         lock=StateLock(arguments.lock_fd),
         starter_fd=arguments.starter_fd,
-        environment=dict(os.environ),
+        # By default grpc writes a line for every stranger that fails to make a connection to a port.
+        environment={"GRPC_VERBOSITY": "ERROR", **os.environ},
         restart=config.restart,
     )
 

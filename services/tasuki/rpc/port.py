@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import grpc
@@ -11,6 +12,9 @@ from tasuki.config.schema import NodeConfig
 from tasuki.rpc.access import Access, access_of
 from tasuki.wire.credentials import TlsFiles, TlsMaterial
 from tasuki.wire.reloaded import Reloaded
+
+_SETTLE_S = 0.1
+"""Far longer than a connection takes from the answer to its own copy of the certificate: microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +55,29 @@ def _server_credentials(config: NodeConfig) -> grpc.ServerCredentials | None:
     material = Reloaded(files.paths, files.read)
     return grpc.dynamic_ssl_server_credentials(
         _configuration(material.value),
-        lambda: _configuration(material.value),
+        _Changes(material),
         require_client_authentication=security.client_ca is not None,
     )
+
+
+class _Changes:
+    """What grpc asks for at the begin of each connection: a new certificate, or None while it is the old one.
+
+    While it is answered here no other connection gets further, but one that got its answer just before may still take up the old
+    certificate, which is freed when this one answers (grpc/grpc#36693). The pause lets it come to an end. Delete it when grpc holds a
+    reference meanwhile.
+    """
+
+    def __init__(self, material: Reloaded[TlsMaterial]) -> None:
+        self._material, self._given = material, material.value
+
+    def __call__(self) -> grpc.ServerCertificateConfiguration | None:
+        newest = self._material.value
+        if newest == self._given:
+            return None
+        time.sleep(_SETTLE_S)
+        self._given = newest
+        return _configuration(newest)
 
 
 def _configuration(material: TlsMaterial) -> grpc.ServerCertificateConfiguration:

@@ -1,0 +1,168 @@
+"""A real coordinator on a port: garbage, slow connections and refusals, after which it is the one that it was."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+import ssl
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tasuki.client import AsyncClient, Credentials
+from tasuki.config.places import log_path, node_targets
+from tasuki.config.ports import port_targets
+from tasuki.v1.types_pb2 import PHASE_ROLLOUT, PHASE_TRAIN
+from tasuki.wire.channel import open_channel
+from tests.integration.coordinator_process import TO_ROLLOUT, Node, running_node
+from tests.integration.mutations import mutated_calls
+from tests.integration.port_node import certificate, make_certs, make_tokens, mtls, port_config, tokens
+from tests.integration.raw_calls import code_of, code_of_stream
+
+NUM_MUTATIONS = 10_000
+NUM_SLOW = 500
+NUM_AT_ONCE = 16
+SERVICES = {
+    "coordinator": frozenset({"CoordinatorService"}),
+    "trainer": frozenset({"TrainerService", "MemoryService"}),
+    "rollout": frozenset({"RolloutService", "MemoryService"}),
+}
+
+
+@pytest.fixture
+async def certs_node(tmp_path: Path) -> AsyncIterator[tuple[Node, Path]]:
+    """With certificates; the second is their folder."""
+    folder = make_certs(tmp_path / "certs")
+    async with running_node(port_config(tmp_path, *mtls(folder), host="0.0.0.0")) as node:
+        yield node, folder
+
+
+@pytest.fixture
+async def tokens_node(tmp_path: Path) -> AsyncIterator[tuple[Node, Path]]:
+    """With TLS and tokens: everybody gets as far as a connection."""
+    folder = make_tokens(make_certs(tmp_path / "certs"))
+    async with running_node(port_config(tmp_path, *mtls(folder)[:2], *tokens(folder))) as node:
+        yield node, folder
+
+
+def port_of(node: Node, service: str) -> int:
+    return int(port_targets(node.config)[service].rpartition(":")[2])
+
+
+async def test_changeovers_go_on_while_a_client_at_the_port_trains(certs_node: tuple[Node, Path]) -> None:
+    node, folder = certs_node
+    async with AsyncClient(f"localhost:{port_of(node, 'coordinator')}", credentials=certificate(folder, "trainer")) as client:
+        state = await client.state()
+        assert (state.trainer_target, state.rollout_target) == tuple(
+            port_targets(node.config)[s] for s in ("trainer", "rollout")
+        )
+        assert [each.event.stage for each in await node.acquire(PHASE_ROLLOUT) if each.event.seconds] == TO_ROLLOUT
+        assert (await client.rollout_state()).stage is not None
+    assert (await node.state()).trainer_target == node_targets(node.config)["trainer"]
+
+
+@pytest.mark.timeout(120)
+async def test_mutated_messages_are_answered_and_break_nothing(certs_node: tuple[Node, Path]) -> None:
+    node, folder = certs_node
+    before, codes = await node.state(), Counter[grpc.StatusCode]()
+    for service, share in (("coordinator", 0.5), ("trainer", 0.3), ("rollout", 0.2)):
+        target = f"localhost:{port_of(node, service)}"
+        calls = itertools.islice(mutated_calls(seed=1, services=SERVICES[service]), int(share * NUM_MUTATIONS))
+        async with open_channel(target, credentials=certificate(folder, "peer")) as channel:
+            answered = await answers(channel, calls)
+        if service == "coordinator":  # behind the other two ports is scripted work, which minds some messages
+            assert grpc.StatusCode.INTERNAL not in answered and grpc.StatusCode.UNKNOWN not in answered, answered
+        codes += answered
+    assert codes.total() == NUM_MUTATIONS
+    assert codes[grpc.StatusCode.INVALID_ARGUMENT] > NUM_MUTATIONS / 10
+    after = await node.state()
+    assert (after.boot_id, after.epoch) == (before.boot_id, before.epoch)
+    assert node.process.returncode is None
+
+
+async def answers(channel: grpc.aio.Channel, calls: Iterator[tuple[str, list[bytes]]]) -> Counter[grpc.StatusCode]:
+    """How often each code came."""
+    codes: Counter[grpc.StatusCode] = Counter()
+
+    async def attack() -> None:
+        for path, messages in calls:
+            call = code_of(channel, path, messages[0]) if len(messages) == 1 else code_of_stream(channel, path, messages)
+            codes[await call] += 1
+
+    await asyncio.gather(*(attack() for _ in range(NUM_AT_ONCE)))
+    return codes
+
+
+@contextmanager
+def slow_connections(port: int, ca: Path) -> Iterator[list[socket.socket]]:
+    """Half-open ones: silent, in the middle of a handshake, with garbage, and with TLS or HTTP/2 and nothing after."""
+    context = ssl.create_default_context(cafile=str(ca))
+    context.set_alpn_protocols(["h2"])
+    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+    plain = (b"", b"\x16\x03\x01\x02\x00\x01", preface, os.urandom(50))
+    opened: list[socket.socket] = []
+    try:
+        for number in range(NUM_SLOW):
+            connection = socket.create_connection(("127.0.0.1", port), timeout=10)
+            if number % 10 < 8:
+                connection.sendall(plain[number % 4])
+            else:
+                connection = context.wrap_socket(connection, server_hostname="localhost")
+                connection.sendall(preface[: 10 if number % 10 == 8 else None])
+            opened.append(connection)
+        yield opened
+    finally:
+        for connection in opened:
+            connection.close()
+
+
+@pytest.mark.timeout(120)
+async def test_slow_connections_do_not_keep_others_out(tokens_node: tuple[Node, Path]) -> None:
+    node, folder = tokens_node
+    port = port_of(node, "coordinator")
+    credentials = viewer_token(folder)
+    opening = slow_connections(port, folder / "ca.pem")
+    opened = await asyncio.to_thread(opening.__enter__)
+    try:
+        assert len(opened) == NUM_SLOW
+        for _ in range(5):
+            started = time.monotonic()
+            async with AsyncClient(f"localhost:{port}", credentials=credentials) as client:
+                await client.state()
+            assert time.monotonic() - started < 2.0
+        assert (await node.acquire(PHASE_ROLLOUT))[-1].state.phase == PHASE_ROLLOUT
+        make_certs(folder)  # a new certificate comes in between
+        async with AsyncClient(f"localhost:{port}", credentials=credentials) as client:
+            await client.state()
+    finally:
+        opening.__exit__(None, None, None)
+    assert (await node.acquire(PHASE_TRAIN))[-1].state.phase == PHASE_TRAIN
+
+
+def viewer_token(folder: Path) -> Credentials:
+    return Credentials(ca=folder / "ca.pem", token_file=folder / "viewer.token")
+
+
+async def test_no_secret_is_in_a_log_an_argument_or_an_environment(tokens_node: tuple[Node, Path]) -> None:
+    node, folder = tokens_node
+    wrong = "deadbeef" * 8
+    async with AsyncClient(f"localhost:{port_of(node, 'coordinator')}", credentials=viewer_token(folder)) as client:
+        await client.state()
+    context = grpc.ssl_channel_credentials((folder / "ca.pem").read_bytes())
+    async with grpc.aio.secure_channel(f"localhost:{port_of(node, 'coordinator')}", context) as channel:
+        path = "/tasuki.v1.CoordinatorService/GetState"
+        assert await code_of(channel, path, metadata=[("authorization", f"Bearer {wrong}")]) is grpc.StatusCode.UNAUTHENTICATED
+    process = Path(f"/proc/{node.process.pid}")
+    told = [process / "cmdline", process / "environ", log_path(node.config.state_dir, "coordinator")]
+    told += [file for file in node.config.state_dir.rglob("*") if file.is_file()]
+    tokens_there = [file.read_text().strip() for file in folder.glob("*.token")]
+    keys = [line for file in folder.glob("*.key") for line in file.read_text().splitlines() if not line.startswith("-")]
+    for secret in (*tokens_there, *keys, wrong):
+        assert [str(file) for file in told if secret.encode() in file.read_bytes()] == []
