@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,8 +59,8 @@ def node() -> Iterator[RunningNode]:
 
 
 @contextmanager
-def started_node(*, tables: str = "") -> Iterator[RunningNode]:
-    """A node by `tasuki up`. tables: of the configuration, beside its usual ones."""
+def started_node(*, tables: str = "", overrides: Sequence[str] = ()) -> Iterator[RunningNode]:
+    """A node by `tasuki up`. tables: of the configuration, beside its usual ones. overrides: such as "a.b=c"."""
     from tests.models import make_model, save_checkpoint  # takes seconds: only when a test asks for it
 
     # Not pytest's own folder: a unix socket's path must be short.
@@ -85,7 +85,8 @@ def started_node(*, tables: str = "") -> Iterator[RunningNode]:
         """
     )
     try:
-        started = tasuki("up", config, "--set", "rollout.start_timeout_s=420", timeout_s=480)
+        settings = [part for override in ("rollout.start_timeout_s=420", *overrides) for part in ("--set", override)]
+        started = tasuki("up", config, *settings, timeout_s=480)
         assert started.returncode == 0, f"tasuki up: {started.stderr}{_log_ends(state_dir)}"
         yield RunningNode(config=config, state_dir=state_dir, model=model)
     finally:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import grpc
 import grpc.aio
 
 Header = tuple[str, str]
+NUM_AT_ONCE = 16
 
 
 async def code_of(
@@ -43,3 +46,16 @@ async def code_of_stream(
         is_lost = error.code() is grpc.StatusCode.INTERNAL and error.details() == "Internal error from Core"
         return grpc.StatusCode.CANCELLED if is_lost else error.code()
     return await call.code()
+
+
+async def answers(channel: grpc.aio.Channel, calls: Iterator[tuple[str, list[bytes]]]) -> Counter[grpc.StatusCode]:
+    """Makes calls, each a path and its messages; tells how often each code came."""
+    codes: Counter[grpc.StatusCode] = Counter()
+
+    async def attack() -> None:
+        for path, messages in calls:
+            call = code_of(channel, path, messages[0]) if len(messages) == 1 else code_of_stream(channel, path, messages)
+            codes[await call] += 1
+
+    await asyncio.gather(*(attack() for _ in range(NUM_AT_ONCE)))
+    return codes

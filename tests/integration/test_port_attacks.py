@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
-import socket
-import ssl
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
@@ -24,11 +19,11 @@ from tasuki.wire.channel import open_channel
 from tests.integration.coordinator_process import Node, running_node
 from tests.integration.mutations import mutated_calls
 from tests.integration.port_node import certificate, make_certs, make_tokens, mtls, port_config, tokens
-from tests.integration.raw_calls import code_of, code_of_stream
+from tests.integration.raw_calls import answers, code_of
+from tests.integration.slow_connections import slow_connections
 
 NUM_MUTATIONS = 10_000
 NUM_SLOW = 500
-NUM_AT_ONCE = 16
 ANSWERS = {
     grpc.StatusCode.OK,
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -88,48 +83,12 @@ async def test_mutated_messages_are_answered_and_break_nothing(certs_node: tuple
     assert (await node.acquire(PHASE_ROLLOUT))[-1].state.phase == PHASE_ROLLOUT
 
 
-async def answers(channel: grpc.aio.Channel, calls: Iterator[tuple[str, list[bytes]]]) -> Counter[grpc.StatusCode]:
-    """How often each code came."""
-    codes: Counter[grpc.StatusCode] = Counter()
-
-    async def attack() -> None:
-        for path, messages in calls:
-            call = code_of(channel, path, messages[0]) if len(messages) == 1 else code_of_stream(channel, path, messages)
-            codes[await call] += 1
-
-    await asyncio.gather(*(attack() for _ in range(NUM_AT_ONCE)))
-    return codes
-
-
-@contextmanager
-def slow_connections(port: int, ca: Path) -> Iterator[list[socket.socket]]:
-    """Half-open ones: silent, in the middle of a handshake, with garbage, and with TLS or HTTP/2 and nothing after."""
-    context = ssl.create_default_context(cafile=str(ca))
-    context.set_alpn_protocols(["h2"])
-    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-    plain = (b"", b"\x16\x03\x01\x02\x00\x01", preface, os.urandom(50))
-    opened: list[socket.socket] = []
-    try:
-        for number in range(NUM_SLOW):
-            connection = socket.create_connection(("127.0.0.1", port), timeout=10)
-            if number % 10 < 8:
-                connection.sendall(plain[number % 4])
-            else:
-                connection = context.wrap_socket(connection, server_hostname="localhost")
-                connection.sendall(preface[: 10 if number % 10 == 8 else None])
-            opened.append(connection)
-        yield opened
-    finally:
-        for connection in opened:
-            connection.close()
-
-
 @pytest.mark.timeout(120)
 async def test_slow_connections_do_not_keep_others_out(tokens_node: tuple[Node, Path]) -> None:
     node, folder = tokens_node
     port = port_of(node, "coordinator")
     credentials = viewer_token(folder)
-    opening = slow_connections(port, folder / "ca.pem")
+    opening = slow_connections(port, folder / "ca.pem", num=NUM_SLOW)
     opened = await asyncio.to_thread(opening.__enter__)
     try:
         assert len(opened) == NUM_SLOW
