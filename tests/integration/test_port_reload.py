@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import ssl
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 from tasuki.cli import certs
 from tasuki.client import AsyncClient, Credentials
 from tasuki.config.ports import port_targets
-from tasuki.wire.channel import open_channel
+from tasuki.wire.channel import PORT_OPTIONS, open_channel
 from tasuki.wire.errors import Unauthenticated
 from tests.integration.port_node import (
     PortNode,
@@ -30,6 +31,7 @@ from tests.integration.raw_calls import code_of
 
 GET_STATE = "/tasuki.v1.CoordinatorService/GetState"
 NUM_CALLERS = 8
+AGE_MS = 400
 
 
 class Load:
@@ -184,3 +186,34 @@ async def test_certificate_of_the_node_is_no_callers(tmp_path: Path) -> None:
         open_channel(node.target, credentials=shown) as channel,
     ):
         assert await code_of(channel, GET_STATE) is not grpc.StatusCode.OK
+
+
+async def test_connections_that_end_by_their_age_lose_no_call_and_shut_a_lost_authority_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {**dict(PORT_OPTIONS), "grpc.max_connection_age_ms": AGE_MS}
+    monkeypatch.setattr("tasuki.rpc.server.PORT_OPTIONS", list(options.items()))
+    folder, other = make_certs(tmp_path / "certs"), make_certs(tmp_path / "other")
+    async with port_node(port_config(tmp_path, *mtls(folder)), folder) as node:
+        async with AsyncClient(node.target, credentials=node.credentials()) as client:
+            watch = client.watch()
+            await anext(watch)
+            load, started = Load(node), time.monotonic()
+            while time.monotonic() - started < 5 * AGE_MS / 1000:
+                await load.after(50)
+            await load.stop()
+            async with node.scripted.changed:
+                node.scripted.changed.notify_all()
+            await asyncio.wait_for(anext(watch), 5)  # longer than any connection's age
+            await client.state()
+            kept = folder / "kept.pem"
+            kept.write_bytes((folder / "ca.pem").read_bytes())
+        shown = Credentials(ca=kept, cert=folder / "viewer.pem", key=folder / "viewer.key")
+        async with open_channel(node.target, credentials=shown) as channel:
+            assert await code_of(channel, GET_STATE) is grpc.StatusCode.OK
+            write_secret(folder / "ca.pem", (other / "ca.pem").read_text())
+            deadline = time.monotonic() + 5 * AGE_MS / 1000
+            while (code := await code_of(channel, GET_STATE)) is grpc.StatusCode.OK:
+                assert time.monotonic() < deadline, "the connection outlived its authority"
+                await asyncio.sleep(0.05)
+            assert code is grpc.StatusCode.UNAVAILABLE

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from pathlib import Path
 
 import grpc
@@ -98,3 +100,18 @@ async def test_a_method_that_is_not_there_is_unimplemented(tmp_path: Path) -> No
     config = port_config(tmp_path, *mtls(folder))
     async with port_node(config, folder) as node, open_channel(node.target, credentials=node.credentials("peer")) as channel:
         assert await code_of(channel, "/tasuki.v1.CoordinatorService/Nothing") is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_strangers_cannot_fill_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_tokens(tmp_path / "tokens")
+    caplog.set_level(logging.INFO, logger="tasuki.rpc")
+    async with (
+        port_node(port_config(tmp_path, *tokens(folder)), folder) as node,
+        grpc.aio.insecure_channel(node.target) as channel,
+    ):
+        started = time.monotonic()
+        codes = [await code_of(channel, "/tasuki.v1.CoordinatorService/GetState") for _ in range(200)]
+        assert set(codes) == {grpc.StatusCode.UNAUTHENTICATED}
+    lines = [record.getMessage() for record in caplog.records if "GetState" in record.getMessage()]
+    assert 1 <= len(lines) <= time.monotonic() - started + 1
+    assert "event=strangers_refused num=1 " in lines[0] and "last_peer=ipv4:127.0.0.1:" in lines[0]

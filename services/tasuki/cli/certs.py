@@ -18,7 +18,7 @@ from tasuki.wire.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
 
 _TRUST_DOMAIN = "spiffe://tasuki.lab"
 _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
@@ -161,9 +161,7 @@ def _subject(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
-def _builder(
-    subject: x509.Name, issuer: x509.Name, key: x509.CertificatePublicKeyTypes, *, until: datetime
-) -> x509.CertificateBuilder:
+def _builder(subject: x509.Name, issuer: x509.Name, key: EllipticCurvePublicKey, *, until: datetime) -> x509.CertificateBuilder:
     from cryptography import x509
 
     begin = min(datetime.now(UTC), until) - _CLOCKS_DIFFER

@@ -20,10 +20,12 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from tasuki.config.security_schema import CallerRole
 from tasuki.rpc.access import Access
 from tasuki.rpc.methods import METHODS, Method, standard_methods, unknown_method
 from tasuki.rpc.metrics import CallMetrics
-from tasuki.wire.errors import DeadlineRequired, InternalError, InvalidArgument, TasukiError, to_status
+from tasuki.rpc.stranger_log import StrangerLog
+from tasuki.wire.errors import DeadlineRequired, InternalError, InvalidArgument, TasukiError, Unauthenticated, to_status
 
 REQUEST_ID_KEY = "x-request-id"
 _log = logging.getLogger("tasuki.rpc")
@@ -85,6 +87,7 @@ class PortInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, metrics: CallMetrics, access: Access) -> None:
         self._metrics, self._access = metrics, access
+        self._strangers = StrangerLog()
         self._methods: Mapping[str, Method] = {**METHODS, **standard_methods()}
 
     async def intercept_service(
@@ -98,12 +101,19 @@ class PortInterceptor(grpc.aio.ServerInterceptor):
     def _method(self, path: str) -> Method:
         return self._methods.get(path) or unknown_method(path)
 
+    def _admitted(self, method: Method, context: Any) -> CallerRole:
+        try:
+            return self._access.check(method, context)
+        except Unauthenticated:
+            self._strangers.refused(method.name, peer=context.peer())
+            raise
+
     def _guarded(self, handler: Any, method: Method) -> grpc.RpcMethodHandler[Any, Any]:
         """The handler as one of streams, which the server calls before a message is there."""
 
         async def answers(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             async with _observed(method, context, self._metrics):
-                role = self._access.check(method, context)
+                role = self._admitted(method, context)
                 _require_deadline(method, context)
                 requests = _decoded(messages, handler.request_deserializer)
                 if not handler.request_streaming:
@@ -169,7 +179,8 @@ async def _errors_mapped(method: Method, context: Any, *, request_id: str, outco
         yield
     except TasukiError as error:
         outcome.code = error.code
-        _log.info("rpc=%s request_id=%s reason=%s message=%s", method.name, request_id, error.reason, error.message)
+        level = logging.DEBUG if isinstance(error, Unauthenticated) else logging.INFO
+        _log.log(level, "rpc=%s request_id=%s reason=%s message=%s", method.name, request_id, error.reason, error.message)
         await context.abort_with_status(to_status(error))
     except grpc.aio.AbortError:  # of the health service, which has told its caller
         outcome.code = next(code for code in grpc.StatusCode if code.value[0] == context.code())

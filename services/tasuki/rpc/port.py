@@ -55,7 +55,7 @@ def _server_credentials(config: NodeConfig) -> grpc.ServerCredentials | None:
     material = Reloaded(files.paths, files.read)
     return grpc.dynamic_ssl_server_credentials(
         _configuration(material.value),
-        _Changes(material),
+        _Changes(material),  # pyright: ignore[reportArgumentType]  the stub does not know None, for no change
         require_client_authentication=security.client_ca is not None,
     )
 
