@@ -165,6 +165,8 @@ def test_new_certificates_under_garbage_and_load(ported: PortedNode) -> None:
             for thread in (*senders, rotating):
                 thread.join()
         assert num_calls > 100
+    for service in SERVICES:  # not a line for each of the strangers
+        assert "Handshake failed" not in log_path(ported.node.state_dir, service).read_text()
 
 
 def rotate(certs: Path, stopped: threading.Event) -> None:

@@ -7,6 +7,7 @@ import secrets
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives import serialization
 
 from tasuki.cli import certs
 from tasuki.config.security_schema import CallerRole
@@ -110,3 +111,15 @@ def test_a_table_of_roles_that_is_wrong_names_its_key(tmp_path: Path, text: str)
     with pytest.raises(InvalidArgument) as refused:
         read_roles(tmp_path / "roles.toml")
     assert refused.value.metadata["field"] == "security.roles"
+
+
+def test_an_encrypted_key_is_refused_and_no_password_is_asked_for(tmp_path: Path) -> None:
+    assert certs.run(tmp_path, hosts=["a"], days=1) == 0
+    key = serialization.load_pem_private_key((tmp_path / "node.key").read_bytes(), password=None)
+    locked = serialization.BestAvailableEncryption(b"password")
+    pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, locked)
+    files = TlsFiles(
+        cert=("security.cert", tmp_path / "node.pem"), key=("security.key", secret(tmp_path / "locked.key", pem.decode()))
+    )
+    with pytest.raises(InvalidArgument, match="no unencrypted PEM key"):
+        files.read()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tasuki.cli.__main__ import main
 from tasuki.config.load import load_config
 from tasuki.config.ports import port_targets
 from tasuki.config.save import save_config
@@ -86,3 +87,11 @@ def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
         (tmp_path / "a",),
     )
     assert port_targets(config) == {}
+
+
+def test_command_that_would_open_a_port_to_everybody_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "node.toml"
+    path.write_text('state_dir = "state"\n[model]\npath = "model"\n[coordinator]\nlisten = "0.0.0.0:5000"\n')
+    assert main(["up", str(path)]) == 2
+    assert "INVALID_ARGUMENT: coordinator.listen = 0.0.0.0:5000 is not loopback" in capsys.readouterr().err
+    assert not (tmp_path / "state").exists()

@@ -149,7 +149,11 @@ def _general_name(host: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
         pass
-    if not host or not host.isascii() or not all(part and part.replace("-", "").isalnum() for part in host.split(".")):
+    if (
+        not host
+        or not host.isascii()
+        or not all(part and part.replace("-", "").replace("_", "").isalnum() for part in host.split("."))
+    ):
         raise InvalidArgument("host", f"{host!r} is neither the name nor the address of a machine")
     return x509.DNSName(host)
 
