@@ -49,7 +49,12 @@ def run(algorithm: str, seed: int, folder: Path, *, settings: tuple[str, ...]) -
         command += ["--set", override]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        return {"algorithm": algorithm, "seed": seed, "error": done.stderr.strip().splitlines()[-1:]}
+        return {
+            "algorithm": algorithm,
+            "seed": seed,
+            "exit_code": done.returncode,
+            "error": done.stderr.strip().splitlines()[-30:],
+        }
     summary = json.loads((output / "summary.json").read_text())
     steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     training_s = sum(sum(step["seconds"].values()) for step in steps)

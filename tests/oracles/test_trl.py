@@ -11,7 +11,7 @@ from trl_trainers import advantages as their_advantages
 from trl_trainers import loss as their_loss
 
 from tasuki.algorithms import advantages
-from tasuki.algorithms.loss_types import Aggregation, CispoLoss, Correction, GspoLoss, LossConfig, OldPolicy, PpoLoss
+from tasuki.algorithms.loss_types import Aggregation, CispoLoss, Correction, GspoLoss, LossConfig, OldPolicy, PpoLoss, SapoLoss
 from tasuki.algorithms.objective import policy_loss
 
 UNCORRECTED = Correction(token_truncation=None)
@@ -30,6 +30,11 @@ LOSSES = [
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.1, "epsilon_high": 0.2},
     ),
     CISPO,
+    (
+        SapoLoss(temperature_positive=0.5, temperature_negative=4.0),
+        Aggregation.SEQUENCE_MEAN_TOKEN_MEAN,
+        {"loss_type": "sapo", "sapo_temperature_pos": 0.5, "sapo_temperature_neg": 4.0},
+    ),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 
@@ -22,6 +23,7 @@ from tasuki.algorithms.loss_types import (
     OldPolicy,
     PolicyGradientLoss,
     PpoLoss,
+    SapoLoss,
     ValueLoss,
 )
 from tasuki.algorithms.objective import policy_loss, value_loss
@@ -96,6 +98,23 @@ def test_ratio_losses(name: str, loss, old_policy: OldPolicy) -> None:
         ours = policy_loss(config, log_probs_N=log_probs_N, entropy_N=torch.zeros_like(log_probs_N), batch=batch)
         _assert_equal(ours.loss, theirs, log_probs_ST)
         assert ours.metrics["clip_fraction"].value.item() == pytest.approx(metrics["actor/pg_clipfrac"], rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", [SapoLoss(), SapoLoss(temperature_positive=0.5, temperature_negative=4.0)], ids=str)
+def test_sapo(loss: SapoLoss) -> None:
+    """verl has one aggregation for it."""
+    actor = dataclasses.replace(_actor(PpoLoss()), tau_pos=loss.temperature_positive, tau_neg=loss.temperature_negative)
+    config = _config(loss, Aggregation.SEQUENCE_MEAN_TOKEN_MEAN, old_policy=OldPolicy.GIVEN, correction=UNCORRECTED)
+    for seed in SEEDS:
+        case = padded(seed)
+        log_probs_ST = case.log_probs_ST.clone().requires_grad_()
+        theirs, _ = core_algos.compute_policy_loss_sapo(
+            case.old_log_probs_ST, log_probs_ST, case.advantages_ST, case.mask_ST, config=actor
+        )
+        log_probs_N = case.flat(log_probs_ST)
+        batch = loss_batch(case, config)
+        ours = policy_loss(config, log_probs_N=log_probs_N, entropy_N=torch.zeros_like(log_probs_N), batch=batch)
+        _assert_equal(ours.loss, theirs, log_probs_ST)
 
 
 def test_policy_gradient() -> None:

@@ -20,7 +20,6 @@ from tasuki.algorithms.loss_types import (
     PolicyGradientLoss,
     PpoLoss,
     SettingError,
-    SftLoss,
     ValueLoss,
 )
 from tasuki.cli.loop_settings import loop_settings
@@ -32,6 +31,7 @@ from tasuki.config.loss_table import read_loss, write_loss
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
 from tasuki.wire.errors import InvalidArgument
+from tests.unit.every_loss import ANY_LOSS
 
 MINIMAL = (
     'state_dir = "state"\n[model]\npath = "model"\n[train]\ndataset = "a"\noutput_dir = "b"\n[train.reward]\nfunction = "a:b"\n'
@@ -101,9 +101,14 @@ def test_what_the_file_sets_wins_and_the_rest_of_the_algorithm_stays(tmp_path: P
 
 def test_settings_of_another_loss_are_not_inherited(tmp_path: Path) -> None:
     assert settings_of(tmp_path, "train.algorithm=dapo", "train.loss.name=gspo").loss.loss == GspoLoss()
-    assert settings_of(tmp_path, "train.algorithm=gspo", "train.loss.name=ppo").loss == LossConfig()
+    assert settings_of(tmp_path, "train.algorithm=gspo", "train.loss.name=ppo").loss.loss == PpoLoss()
     loss = settings_of(tmp_path, "train.algorithm=dapo", "train.loss.name=ppo").loss.loss
     assert loss == PpoLoss(clip_high=0.28)
+
+
+def test_another_loss_inherits_what_every_loss_has(tmp_path: Path) -> None:
+    loss = settings_of(tmp_path, "train.algorithm=dr_grpo", "train.loss.name=cispo", "train.max_new_tokens=32").loss
+    assert loss == LossConfig(loss=CispoLoss(), aggregation=Aggregation.CONSTANT, aggregation_length=32)
 
 
 def test_dr_grpo_divides_by_the_longest_completion_unless_it_is_told_another_length(tmp_path: Path) -> None:
@@ -130,22 +135,13 @@ def test_old_log_probs_are_computed_where_a_ratio_needs_them(tmp_path: Path, ove
     assert settings_of(tmp_path, *overrides).loss.old_policy is expected
 
 
-CLIPS = st.floats(0, 1)
 TRUNCATION = st.none() | st.floats(1, 100)
 BOUNDS = st.none() | st.tuples(st.floats(0, 1), st.floats(1, 100))
-LOSSES = st.one_of(
-    st.builds(PpoLoss, clip_low=CLIPS, clip_high=CLIPS, dual_clip=st.none() | st.floats(1.5, 9)),
-    st.builds(GspoLoss, clip_low=CLIPS, clip_high=CLIPS),
-    st.builds(CispoLoss, clip_low=CLIPS, clip_high=CLIPS),
-    st.builds(ValueLoss, clip=st.none() | st.floats(0.1, 9)),
-    st.builds(PolicyGradientLoss),
-    st.builds(SftLoss),
-)
 
 
 @st.composite
 def losses(draw: st.DrawFn) -> LossConfig:
-    loss, aggregation = draw(LOSSES), draw(st.sampled_from(Aggregation))
+    loss, aggregation = draw(ANY_LOSS), draw(st.sampled_from(Aggregation))
     has_policy = not isinstance(loss, ValueLoss)
     truncation = draw(TRUNCATION)
     return LossConfig(
@@ -210,7 +206,7 @@ def test_a_wrong_key_of_a_loss_is_named(table: dict[str, Any], field: str) -> No
         (["train.loss.clip_low=1.5"], "train.loss.clip_low", "is 1.5; must be from 0 to 1"),
         (["train.loss.clip=0.2"], "train.loss.clip", "unknown key; ppo has"),
         (["train.loss.correction.mask=1"], "train.loss.correction.mask", "unknown key; it has token_truncation"),
-        (["train.loss.name=nope"], "train.loss.name", "give one of ppo, gspo, cispo, policy_gradient"),
+        (["train.loss.name=nope"], "train.loss.name", "give one of ppo, gspo, cispo, sapo, policy_gradient"),
         (["train.algorithm=grop"], "train.algorithm", "Input should be 'grpo'"),
         (["train.advantages.std=median"], "train.advantages.std", "Input should be"),
         (["train.advantages.kl_target=0.1"], "train.advantages", "needs a kl_coef"),

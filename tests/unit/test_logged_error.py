@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+
 from tasuki.cli.logged_error import find_error
+from tests.conftest import ENVIRONMENT
 
 RANK_FAILED = """\
 12:00 INFO service=trainer event=start
@@ -27,6 +32,19 @@ def test_first_traceback_is_shown_and_not_its_echoes() -> None:
     assert words.reason == ""
     assert words.text.splitlines()[0] == "[rank0]: Traceback (most recent call last):"
     assert words.text.splitlines()[-1] == "[rank0]: RuntimeError: no such tensor: lm_head.weight"
+
+
+def test_a_crash_in_native_code_names_the_signal_and_the_line_that_was_running() -> None:
+    crash = (
+        "from tasuki.rpc.logs import configure_logging; import os, signal; configure_logging('trainer')\n"
+        "def sync(): os.kill(os.getpid(), signal.SIGSEGV)\n"
+        "sync()"
+    )
+    died = subprocess.run([sys.executable, "-c", crash], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    words = find_error("12:00 INFO service=trainer event=start\n" + died.stderr + "more\n" * 20)
+    assert died.returncode == -signal.SIGSEGV
+    assert words.text.startswith("Fatal Python error: Segmentation fault")
+    assert "in sync" in words.text
 
 
 def test_without_a_traceback_the_last_lines_are_shown() -> None:

@@ -19,23 +19,16 @@ from tasuki.algorithms.loss_types import (
     OldPolicy,
     PolicyGradientLoss,
     PpoLoss,
+    SapoLoss,
     SftLoss,
+    ValueLoss,
 )
 from tasuki.algorithms.objective import policy_loss
+from tests.unit.every_loss import EXAMPLES, has_ratio
 from tests.unit.loss_batches import Case, random_case
 
 UNCORRECTED = Correction(token_truncation=None)
-LOSSES = [
-    PpoLoss(),
-    PpoLoss(clip_low=0.1, clip_high=0.28),
-    PpoLoss(dual_clip=1.5),
-    GspoLoss(),
-    GspoLoss(clip_low=0.2, clip_high=0.3),
-    CispoLoss(),
-    CispoLoss(clip_low=0.2, clip_high=0.2),
-    PolicyGradientLoss(),
-    SftLoss(),
-]
+LOSSES = [loss for loss in EXAMPLES if not isinstance(loss, ValueLoss)]
 
 
 def _token(loss: Loss, *, log_prob: float, ratio: float, advantage: float) -> tuple[float, float]:
@@ -56,10 +49,16 @@ def _token(loss: Loss, *, log_prob: float, ratio: float, advantage: float) -> tu
         case CispoLoss():
             weight = min(max(ratio, 1 - loss.clip_low), 1 + loss.clip_high)
             return -weight * advantage * log_prob, -weight * advantage
+        case SapoLoss():
+            temperature = loss.temperature_positive if advantage > 0 else loss.temperature_negative
+            sigmoid = 1 / (1 + math.exp(-temperature * (ratio - 1)))
+            return -advantage * sigmoid * 4 / temperature, -advantage * 4 * sigmoid * (1 - sigmoid) * ratio
         case PolicyGradientLoss():
             return -advantage * log_prob, -advantage
-        case _:
+        case SftLoss():
             return -log_prob, -1.0
+        case _:
+            raise AssertionError(f"{type(loss).__name__} has no definition here")
 
 
 def _reference(config: LossConfig, case: Case) -> tuple[float, list[float]]:
@@ -88,7 +87,7 @@ def _reference(config: LossConfig, case: Case) -> tuple[float, list[float]]:
 @pytest.mark.parametrize("old_policy", OldPolicy)
 @pytest.mark.parametrize("seed", range(8))
 def test_loss_and_gradient_are_the_papers(loss: Loss, old_policy: OldPolicy, seed: int) -> None:
-    if old_policy is not OldPolicy.CURRENT and isinstance(loss, PolicyGradientLoss | SftLoss):
+    if not has_ratio(loss):
         old_policy = OldPolicy.CURRENT
     config = LossConfig(
         loss=loss, old_policy=old_policy, correction=UNCORRECTED, aggregation=Aggregation.SEQUENCE_MEAN_TOKEN_MEAN

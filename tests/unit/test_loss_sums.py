@@ -14,21 +14,16 @@ from hypothesis import strategies as st
 from tasuki.algorithms.batch import LossSum, Metric
 from tasuki.algorithms.loss_types import (
     Aggregation,
-    CispoLoss,
     Correction,
-    GspoLoss,
     LossConfig,
     OldPolicy,
-    PolicyGradientLoss,
     PpoLoss,
-    SftLoss,
     ValueLoss,
 )
 from tasuki.algorithms.objective import policy_loss, value_loss
+from tests.unit.every_loss import EXAMPLES, has_ratio
 from tests.unit.loss_batches import Case, part, random_case
 
-WITH_RATIO = [PpoLoss(), PpoLoss(dual_clip=2.0), GspoLoss(clip_low=0.1, clip_high=0.1), CispoLoss(clip_low=0.2, clip_high=0.2)]
-LOSSES = [*WITH_RATIO, PolicyGradientLoss(), SftLoss(), ValueLoss()]
 CORRECTION = Correction(token_truncation=None, sequence_truncation=1.5, token_mask=(0.5, 2.0), geometric_mask=(0.7, 1.4))
 
 
@@ -36,7 +31,7 @@ def _config(loss, **settings) -> LossConfig:
     constant = settings.get("aggregation") is Aggregation.CONSTANT
     if not isinstance(loss, ValueLoss):
         settings = {"kl_coef": 0.1, "entropy_coef": 0.01, "correction": CORRECTION, **settings}
-    if type(loss) in {type(other) for other in WITH_RATIO}:
+    if has_ratio(loss):
         settings = {"old_policy": OldPolicy.GIVEN, **settings}
     return LossConfig(loss=loss, aggregation_length=16 if constant else None, **settings)
 
@@ -47,7 +42,7 @@ def _loss_sum(config: LossConfig, case: Case) -> LossSum:
     return policy_loss(config, log_probs_N=case.log_probs_N, entropy_N=case.entropy_N, batch=case.batch)
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=str)
+@pytest.mark.parametrize("loss", EXAMPLES, ids=str)
 @given(
     lengths=st.lists(st.integers(0, 7), min_size=1, max_size=6).filter(any),
     seed=st.integers(0, 1 << 20),
@@ -72,7 +67,7 @@ def test_parts_add_up_to_the_loss_its_gradient_and_its_metrics(
         torch.testing.assert_close(merged.value, metric.value, rtol=1e-6, atol=1e-9, equal_nan=True)
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=str)
+@pytest.mark.parametrize("loss", EXAMPLES, ids=str)
 def test_masked_tokens_add_nothing_even_if_their_numbers_are_not_finite(loss) -> None:
     config = _config(loss)
     case = random_case(config)
@@ -90,7 +85,7 @@ def test_masked_tokens_add_nothing_even_if_their_numbers_are_not_finite(loss) ->
         assert torch.equal(metric.total, expected.metrics[name].total), name
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=str)
+@pytest.mark.parametrize("loss", EXAMPLES, ids=str)
 @pytest.mark.parametrize("lengths", [(3, 2), (0, 0), ()])
 def test_nothing_counted_gives_exactly_zero_with_a_zero_gradient(loss, lengths: tuple[int, ...]) -> None:
     config = _config(loss)
@@ -104,7 +99,7 @@ def test_nothing_counted_gives_exactly_zero_with_a_zero_gradient(loss, lengths: 
     assert all(metric.value.isnan() for metric in result.metrics.values())
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=str)
+@pytest.mark.parametrize("loss", EXAMPLES, ids=str)
 def test_huge_ratios_stay_finite_in_float32(loss) -> None:
     config = _config(loss)
     case = random_case(config, spread=500.0, dtype=torch.float32)

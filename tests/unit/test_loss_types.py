@@ -20,6 +20,7 @@ from tasuki.algorithms.loss_types import (
     OldPolicy,
     PolicyGradientLoss,
     PpoLoss,
+    SapoLoss,
     SettingError,
     SftLoss,
     ValueLoss,
@@ -34,6 +35,11 @@ NAN, INF = math.nan, math.inf
         *((cls, "clip_low", value) for cls in (PpoLoss, GspoLoss, CispoLoss) for value in (-0.1, 1.1, NAN)),
         *((cls, "clip_high", value) for cls in (PpoLoss, GspoLoss, CispoLoss) for value in (-0.1, INF, NAN)),
         *((PpoLoss, "dual_clip", value) for value in (1.0, 0.5, INF, NAN)),
+        *(
+            (SapoLoss, name, value)
+            for name in ("temperature_positive", "temperature_negative")
+            for value in (0.0, -1.0, INF, NAN)
+        ),
         *((ValueLoss, "clip", value) for value in (0.0, -1.0, INF, NAN)),
         *((Correction, "token_truncation", value) for value in (0.9, INF, NAN)),
         *((Correction, "token_mask", value) for value in ((1.1, 2.0), (0.5, 0.9), (-0.1, 2.0), (0.5, INF), (NAN, 2.0), (0.5,))),

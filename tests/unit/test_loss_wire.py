@@ -12,40 +12,22 @@ from hypothesis import strategies as st
 
 from tasuki.algorithms.loss_types import (
     Aggregation,
-    CispoLoss,
     Correction,
-    GspoLoss,
     KlEstimator,
-    Loss,
     LossConfig,
     OldPolicy,
-    PolicyGradientLoss,
-    PpoLoss,
-    SftLoss,
     ValueLoss,
 )
 from tasuki.client.encode import loss_to_proto
+from tasuki.config.loss_table import LOSSES
 from tasuki.trainer.ranks.loss import decode_loss
 from tasuki.v1 import loss_pb2
 from tasuki.wire.errors import InvalidArgument
+from tests.unit.every_loss import ANY_LOSS
 
 LOW, HIGH = st.floats(0.0, 1.0), st.floats(0.0, 10.0)
 ABOVE_1 = st.floats(1.0, 100.0, exclude_min=True)
 BOUNDS = st.none() | st.tuples(st.floats(0.0, 1.0), st.floats(1.0, 100.0))
-WITH_RATIO = (
-    st.builds(PpoLoss, clip_low=LOW, clip_high=HIGH, dual_clip=st.none() | ABOVE_1),
-    st.builds(GspoLoss, clip_low=LOW, clip_high=HIGH),
-    st.builds(CispoLoss, clip_low=LOW, clip_high=HIGH),
-)
-VALUE = st.builds(ValueLoss, clip=st.none() | st.floats(0.0, 10.0, exclude_min=True))
-DEFAULTS: dict[str, Loss] = {
-    "ppo": PpoLoss(),
-    "gspo": GspoLoss(),
-    "cispo": CispoLoss(),
-    "policyGradient": PolicyGradientLoss(),
-    "value": ValueLoss(),
-    "sft": SftLoss(),
-}
 
 
 @st.composite
@@ -58,7 +40,7 @@ def corrections(draw: st.DrawFn) -> Correction:
 
 @st.composite
 def losses(draw: st.DrawFn) -> LossConfig:
-    loss = draw(st.one_of(*WITH_RATIO, st.builds(PolicyGradientLoss), st.builds(SftLoss), VALUE))
+    loss = draw(ANY_LOSS)
     aggregation = draw(st.sampled_from(Aggregation))
     settings: dict[str, Any] = {"aggregation": aggregation}
     if aggregation is Aggregation.CONSTANT:
@@ -82,10 +64,10 @@ def test_what_a_client_sends_is_what_the_trainer_minimizes(config: LossConfig) -
     assert decode_loss(message) == config
 
 
-@pytest.mark.parametrize(("name", "loss"), DEFAULTS.items())
-def test_a_name_alone_takes_every_default(name: str, loss: Loss) -> None:
+@pytest.mark.parametrize(("name", "cls"), LOSSES.items())
+def test_a_name_alone_takes_every_default(name: str, cls: type) -> None:
     message = json_format.ParseDict({name: {}}, loss_pb2.LossConfig())
-    assert decode_loss(message) == LossConfig(loss=loss)
+    assert decode_loss(message) == LossConfig(loss=cls())
 
 
 def test_an_empty_correction_corrects_nothing() -> None:
@@ -133,6 +115,6 @@ def test_a_setting_out_of_range_is_named(given_fields: dict[str, Any], field: st
 def test_every_loss_has_a_message_of_its_name_and_fields() -> None:
     oneof = loss_pb2.LossConfig.DESCRIPTOR.oneofs_by_name["loss"]
     messages = {each.message_type.name: each.message_type for each in oneof.fields if each.message_type is not None}
-    assert messages.keys() == {type(loss).__name__ for loss in DEFAULTS.values()}
-    for loss in DEFAULTS.values():
-        assert [field.name for field in messages[type(loss).__name__].fields] == [field.name for field in fields(loss)]
+    assert messages.keys() == {cls.__name__ for cls in LOSSES.values()}
+    for cls in LOSSES.values():
+        assert [field.name for field in messages[cls.__name__].fields] == [field.name for field in fields(cls)]

@@ -10,6 +10,7 @@ from tasuki.algorithms.loss_types import (
     OldPolicy,
     PolicyGradientLoss,
     PpoLoss,
+    SapoLoss,
     SftLoss,
     ValueLoss,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "Role",
     "Sample",
     "SamplingParams",
+    "SapoLoss",
     "SftLoss",
     "Stage",
     "TrainingSample",

@@ -109,6 +109,7 @@ class LossConfig(_message.Message):
     POLICY_GRADIENT_FIELD_NUMBER: _builtins.int
     VALUE_FIELD_NUMBER: _builtins.int
     SFT_FIELD_NUMBER: _builtins.int
+    SAPO_FIELD_NUMBER: _builtins.int
     AGGREGATION_FIELD_NUMBER: _builtins.int
     AGGREGATION_LENGTH_FIELD_NUMBER: _builtins.int
     KL_COEF_FIELD_NUMBER: _builtins.int
@@ -144,6 +145,8 @@ class LossConfig(_message.Message):
     @_builtins.property
     def sft(self) -> Global___SftLoss: ...
     @_builtins.property
+    def sapo(self) -> Global___SapoLoss: ...
+    @_builtins.property
     def correction(self) -> Global___Correction:
         """For the difference between rollout's log-probs and the trainer's; when not set, token weights truncated at 2. Set and empty: none."""
 
@@ -156,6 +159,7 @@ class LossConfig(_message.Message):
         policy_gradient: Global___PolicyGradientLoss | None = ...,
         value: Global___ValueLoss | None = ...,
         sft: Global___SftLoss | None = ...,
+        sapo: Global___SapoLoss | None = ...,
         aggregation: Global___Aggregation.ValueType = ...,
         aggregation_length: _builtins.int | None = ...,
         kl_coef: _builtins.float | None = ...,
@@ -165,9 +169,9 @@ class LossConfig(_message.Message):
         correction: Global___Correction | None = ...,
         denominator: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_aggregation_length", b"_aggregation_length", "_denominator", b"_denominator", "_entropy_coef", b"_entropy_coef", "_kl_coef", b"_kl_coef", "aggregation_length", b"aggregation_length", "cispo", b"cispo", "correction", b"correction", "denominator", b"denominator", "entropy_coef", b"entropy_coef", "gspo", b"gspo", "kl_coef", b"kl_coef", "loss", b"loss", "policy_gradient", b"policy_gradient", "ppo", b"ppo", "sft", b"sft", "value", b"value"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_aggregation_length", b"_aggregation_length", "_denominator", b"_denominator", "_entropy_coef", b"_entropy_coef", "_kl_coef", b"_kl_coef", "aggregation_length", b"aggregation_length", "cispo", b"cispo", "correction", b"correction", "denominator", b"denominator", "entropy_coef", b"entropy_coef", "gspo", b"gspo", "kl_coef", b"kl_coef", "loss", b"loss", "policy_gradient", b"policy_gradient", "ppo", b"ppo", "sapo", b"sapo", "sft", b"sft", "value", b"value"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_aggregation_length", b"_aggregation_length", "_denominator", b"_denominator", "_entropy_coef", b"_entropy_coef", "_kl_coef", b"_kl_coef", "aggregation", b"aggregation", "aggregation_length", b"aggregation_length", "cispo", b"cispo", "correction", b"correction", "denominator", b"denominator", "entropy_coef", b"entropy_coef", "gspo", b"gspo", "kl_coef", b"kl_coef", "kl_estimator", b"kl_estimator", "loss", b"loss", "old_policy", b"old_policy", "policy_gradient", b"policy_gradient", "ppo", b"ppo", "sft", b"sft", "value", b"value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_aggregation_length", b"_aggregation_length", "_denominator", b"_denominator", "_entropy_coef", b"_entropy_coef", "_kl_coef", b"_kl_coef", "aggregation", b"aggregation", "aggregation_length", b"aggregation_length", "cispo", b"cispo", "correction", b"correction", "denominator", b"denominator", "entropy_coef", b"entropy_coef", "gspo", b"gspo", "kl_coef", b"kl_coef", "kl_estimator", b"kl_estimator", "loss", b"loss", "old_policy", b"old_policy", "policy_gradient", b"policy_gradient", "ppo", b"ppo", "sapo", b"sapo", "sft", b"sft", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__aggregation_length: _TypeAlias = _typing.Literal["aggregation_length"]  # noqa: Y015
     _WhichOneofArgType__aggregation_length: _TypeAlias = _typing.Literal["_aggregation_length", b"_aggregation_length"]  # noqa: Y015
@@ -177,7 +181,7 @@ class LossConfig(_message.Message):
     _WhichOneofArgType__entropy_coef: _TypeAlias = _typing.Literal["_entropy_coef", b"_entropy_coef"]  # noqa: Y015
     _WhichOneofReturnType__kl_coef: _TypeAlias = _typing.Literal["kl_coef"]  # noqa: Y015
     _WhichOneofArgType__kl_coef: _TypeAlias = _typing.Literal["_kl_coef", b"_kl_coef"]  # noqa: Y015
-    _WhichOneofReturnType_loss: _TypeAlias = _typing.Literal["ppo", "gspo", "cispo", "policy_gradient", "value", "sft"]  # noqa: Y015
+    _WhichOneofReturnType_loss: _TypeAlias = _typing.Literal["ppo", "gspo", "cispo", "policy_gradient", "value", "sft", "sapo"]  # noqa: Y015
     _WhichOneofArgType_loss: _TypeAlias = _typing.Literal["loss", b"loss"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__aggregation_length) -> _WhichOneofReturnType__aggregation_length | None: ...
@@ -294,6 +298,39 @@ class CispoLoss(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__clip_low) -> _WhichOneofReturnType__clip_low | None: ...
 
 Global___CispoLoss: _TypeAlias = CispoLoss  # noqa: Y015
+
+@_typing.final
+class SapoLoss(_message.Message):
+    """Policy gradient that a sigmoid of the ratio fades out (arXiv:2511.20347)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEMPERATURE_POSITIVE_FIELD_NUMBER: _builtins.int
+    TEMPERATURE_NEGATIVE_FIELD_NUMBER: _builtins.int
+    temperature_positive: _builtins.float
+    """Of tokens with a positive advantage; a greater one fades sooner."""
+    temperature_negative: _builtins.float
+    """Of the other tokens."""
+    def __init__(
+        self,
+        *,
+        temperature_positive: _builtins.float | None = ...,
+        temperature_negative: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_temperature_negative", b"_temperature_negative", "_temperature_positive", b"_temperature_positive", "temperature_negative", b"temperature_negative", "temperature_positive", b"temperature_positive"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_temperature_negative", b"_temperature_negative", "_temperature_positive", b"_temperature_positive", "temperature_negative", b"temperature_negative", "temperature_positive", b"temperature_positive"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__temperature_negative: _TypeAlias = _typing.Literal["temperature_negative"]  # noqa: Y015
+    _WhichOneofArgType__temperature_negative: _TypeAlias = _typing.Literal["_temperature_negative", b"_temperature_negative"]  # noqa: Y015
+    _WhichOneofReturnType__temperature_positive: _TypeAlias = _typing.Literal["temperature_positive"]  # noqa: Y015
+    _WhichOneofArgType__temperature_positive: _TypeAlias = _typing.Literal["_temperature_positive", b"_temperature_positive"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature_negative) -> _WhichOneofReturnType__temperature_negative | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature_positive) -> _WhichOneofReturnType__temperature_positive | None: ...
+
+Global___SapoLoss: _TypeAlias = SapoLoss  # noqa: Y015
 
 @_typing.final
 class PolicyGradientLoss(_message.Message):

@@ -432,7 +432,7 @@ class TrainingSample(_message.Message):
 
     @_builtins.property
     def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """The critic's values before the first step on this batch; needed by the value loss unless its clip is 0."""
+        """The critic's values before the first step on this batch; needed by the value loss with a clip."""
 
     @_builtins.property
     def returns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:

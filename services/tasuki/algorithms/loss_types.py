@@ -87,6 +87,22 @@ class CispoLoss:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SapoLoss:
+    """SAPO: a sigmoid around ratio 1 in place of the clip, so that the gradient fades instead of ending (arXiv:2511.20347).
+
+    A greater temperature fades sooner; that of negative advantages is the greater one by default.
+    """
+
+    temperature_positive: float = 1.0
+    temperature_negative: float = 1.05
+
+    def __post_init__(self) -> None:
+        for name in ("temperature_positive", "temperature_negative"):
+            value = getattr(self, name)
+            _check(0.0 < value < math.inf, name, value, "greater than 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyGradientLoss:
     """REINFORCE: -advantage * log-probability. It has no ratio and no clip."""
 
@@ -107,8 +123,8 @@ class SftLoss:
     """Supervised fine-tuning: the negative log-probability of each counted token."""
 
 
-Loss = PpoLoss | GspoLoss | CispoLoss | PolicyGradientLoss | ValueLoss | SftLoss
-_LOSSES_WITH_RATIO = (PpoLoss, GspoLoss, CispoLoss)
+Loss = PpoLoss | GspoLoss | CispoLoss | SapoLoss | PolicyGradientLoss | ValueLoss | SftLoss
+_LOSSES_WITH_RATIO = (PpoLoss, GspoLoss, CispoLoss, SapoLoss)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,17 +9,14 @@ from tasuki.algorithms.batch import LossBatch, LossSum, Metric, max_metric, mean
 from tasuki.algorithms.correction import correction_weights
 from tasuki.algorithms.kl import kl_divergence, log_ratio
 from tasuki.algorithms.loss_types import (
-    CispoLoss,
-    GspoLoss,
     KlEstimator,
     LossConfig,
     OldPolicy,
     PolicyGradientLoss,
-    PpoLoss,
     SftLoss,
     ValueLoss,
 )
-from tasuki.algorithms.surrogates import Surrogate, cispo, gspo, policy_gradient, ppo
+from tasuki.algorithms.surrogates import policy_gradient, surrogate
 
 
 def policy_loss(config: LossConfig, *, log_probs_N: Tensor, entropy_N: Tensor, batch: LossBatch) -> LossSum:
@@ -75,10 +72,9 @@ def _policy_term(config: LossConfig, *, log_probs_N: Tensor, batch: LossBatch) -
         loss_N, metrics = policy_gradient(log_probs_N=log_probs_N, advantages_N=batch.advantages_N), {}
     else:
         old_log_probs_N = _old_log_probs(config.old_policy, log_probs_N=log_probs_N, batch=batch)
-        surrogate = _surrogate(
-            config, log_probs_N=log_probs_N, log_ratio_N=log_ratio(log_probs_N, old_log_probs_N), batch=batch
-        )
-        loss_N, metrics = surrogate.loss_N, surrogate.metrics(batch.loss_mask_N)
+        log_ratio_N = log_ratio(log_probs_N, old_log_probs_N)
+        bounded = surrogate(config.loss, log_probs_N=log_probs_N, log_ratio_N=log_ratio_N, batch=batch)
+        loss_N, metrics = bounded.loss_N, bounded.metrics(batch.loss_mask_N)
         old_kl_N = kl_divergence(old_log_probs_N, ref_log_probs_N=log_probs_N.detach(), estimator=KlEstimator.K3)
         metrics["old_kl"] = mean_metric(old_kl_N, batch.loss_mask_N)
     correction = correction_weights(config, log_probs_N=log_probs_N, batch=batch)
@@ -86,19 +82,6 @@ def _policy_term(config: LossConfig, *, log_probs_N: Tensor, batch: LossBatch) -
         loss_N = loss_N * correction.weights_N
         metrics.update(correction.metrics(batch.loss_mask_N))
     return loss_N, metrics
-
-
-def _surrogate(config: LossConfig, *, log_probs_N: Tensor, log_ratio_N: Tensor, batch: LossBatch) -> Surrogate:
-    assert batch.advantages_N is not None
-    match config.loss:
-        case PpoLoss() as loss:
-            return ppo(loss, log_ratio_N=log_ratio_N, advantages_N=batch.advantages_N)
-        case GspoLoss() as loss:
-            return gspo(loss, log_probs_N=log_probs_N, log_ratio_N=log_ratio_N, advantages_N=batch.advantages_N, batch=batch)
-        case CispoLoss() as loss:
-            return cispo(loss, log_probs_N=log_probs_N, log_ratio_N=log_ratio_N, advantages_N=batch.advantages_N)
-        case _:
-            raise AssertionError(f"{type(config.loss).__name__} has no ratio")
 
 
 def _old_log_probs(old_policy: OldPolicy, *, log_probs_N: Tensor, batch: LossBatch) -> Tensor:

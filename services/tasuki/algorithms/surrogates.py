@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tasuki.algorithms.batch import LossBatch, Metric, max_metric, mean_metric, sample_sums, to_tokens
 from tasuki.algorithms.kl import MAX_LOG_RATIO
-from tasuki.algorithms.loss_types import CispoLoss, GspoLoss, PpoLoss
+from tasuki.algorithms.loss_types import CispoLoss, GspoLoss, Loss, PpoLoss, SapoLoss
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,6 +40,22 @@ class Surrogate:
         if self.dual_clipped_N is not None:
             metrics["dual_clip_fraction"] = mean_metric(self.dual_clipped_N, loss_mask_N)
         return metrics
+
+
+def surrogate(loss: Loss, *, log_probs_N: Tensor, log_ratio_N: Tensor, batch: LossBatch) -> Surrogate:
+    """The surrogate of a loss that has a ratio."""
+    assert batch.advantages_N is not None
+    match loss:
+        case PpoLoss():
+            return ppo(loss, log_ratio_N=log_ratio_N, advantages_N=batch.advantages_N)
+        case GspoLoss():
+            return gspo(loss, log_probs_N=log_probs_N, log_ratio_N=log_ratio_N, advantages_N=batch.advantages_N, batch=batch)
+        case CispoLoss():
+            return cispo(loss, log_probs_N=log_probs_N, log_ratio_N=log_ratio_N, advantages_N=batch.advantages_N)
+        case SapoLoss():
+            return sapo(loss, log_ratio_N=log_ratio_N, advantages_N=batch.advantages_N)
+        case _:
+            raise AssertionError(f"{type(loss).__name__} has no ratio")
 
 
 def ppo(loss: PpoLoss, *, log_ratio_N: Tensor, advantages_N: Tensor) -> Surrogate:
@@ -89,6 +105,19 @@ def cispo(loss: CispoLoss, *, log_probs_N: Tensor, log_ratio_N: Tensor, advantag
         clipped_low_N=ratio_N < 1.0 - loss.clip_low,
         clipped_high_N=ratio_N > 1.0 + loss.clip_high,
     )
+
+
+def sapo(loss: SapoLoss, *, log_ratio_N: Tensor, advantages_N: Tensor) -> Surrogate:
+    """SAPO: -advantage * sigmoid(t * (ratio - 1)) * 4 / t, whose slope at ratio 1 is that of the unclipped loss. It never clips.
+
+    Source: Soft Adaptive Policy Optimization (arXiv:2511.20347).
+    """
+    ratio_N = log_ratio_N.exp()
+    is_positive_N = advantages_N > 0.0
+    temperature_N = torch.full_like(ratio_N, loss.temperature_negative).masked_fill(is_positive_N, loss.temperature_positive)
+    soft_N = torch.sigmoid(temperature_N * (ratio_N - 1.0)) * (4.0 / temperature_N)
+    never_N = torch.zeros_like(advantages_N, dtype=torch.bool)
+    return Surrogate(loss_N=-advantages_N * soft_N, ratio_N=ratio_N.detach(), clipped_low_N=never_N, clipped_high_N=never_N)
 
 
 def policy_gradient(*, log_probs_N: Tensor, advantages_N: Tensor) -> Tensor:

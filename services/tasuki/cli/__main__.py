@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import signal
 import sys
@@ -32,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def exit_code_of(command: Callable[[], int]) -> int:
-    """Runs a command; what it raises becomes one line and an exit code."""
+    """Runs a command; what it raises becomes one line and an exit code, and a crash in native code leaves the Python stack on stderr."""
+    faulthandler.enable(file=2)
     # Also for SIGINT: a shell starts its background jobs with that one ignored.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupted)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 _OURS = re.compile(r"^tasuki(?:\.\w+)?: (?:error )?([A-Z_]+): (.*)$", re.MULTILINE)
 _TRACEBACK = "Traceback (most recent call last):"
+_CRASH = "Fatal Python error: "
 _NUM_LINES = 12
 
 
@@ -19,15 +20,16 @@ class LoggedError:
 
 
 def find_error(log: str) -> LoggedError:
-    """Our own error line if there is one; else the end of the first traceback, of which later ones are mostly echoes; else the
-    last lines."""
+    """Our own error line if there is one; else the end of the first traceback, of which later ones are mostly echoes; else
+    the stack of a crash in native code; else the last lines."""
     ours = _OURS.search(log)
     if ours:
         return LoggedError(ours[2], reason=ours[1])
     lines = [line for line in log.splitlines() if line.strip()]
     start = next((number for number, line in enumerate(lines) if _TRACEBACK in line), None)
     if start is None:
-        return LoggedError("\n".join(lines[-_NUM_LINES:]))
+        crash = next((number for number, line in enumerate(lines) if line.startswith(_CRASH)), None)
+        return LoggedError("\n".join(lines[-_NUM_LINES:] if crash is None else lines[crash : crash + _NUM_LINES]))
     margin = len(lines[start]) - len(lines[start].partition("Traceback")[2]) - len("Traceback")
     end = start + 1
     while end < len(lines) and lines[end][margin : margin + 1] in (" ", ""):

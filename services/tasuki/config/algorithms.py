@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from tasuki.config.loss_table import SHARED
+
 Algorithm = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "ppo", "dapo", "gspo", "cispo"]
 DEFAULT_MAX_NEW_TOKENS = 512
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -38,11 +40,11 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def expanded(train: Mapping[str, Any]) -> dict[str, Any]:
-    """A [train] table with the settings of its algorithm below its own. The settings of another loss are left out."""
+    """A [train] table with the settings of its algorithm below its own. Settings that another loss does not have are left out."""
     preset = dict(PRESETS.get(str(train.get("algorithm", "grpo")), {}))
     own, usual = train.get("loss"), preset.get("loss", {})
     if isinstance(own, Mapping) and own.get("name", usual.get("name")) != usual.get("name"):
-        preset.pop("loss", None)
+        preset["loss"] = {key: value for key, value in usual.items() if key in SHARED}
     merged = _merged(preset, train)
     loss = merged.get("loss")
     if isinstance(loss, Mapping) and loss.get("aggregation") == "constant":

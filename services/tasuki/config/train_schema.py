@@ -137,7 +137,7 @@ class TrainConfig(Schema):
     steps, or rollout's. "auto" is "given" where a step has several optimizer steps, else "current"."""
     advantages: AdvantageConfig = AdvantageConfig()
     loss: LossTable = LossConfig()
-    """Of the policy: `name` ("ppo", "gspo", "cispo", "policy_gradient"), its settings, and those of every loss (docs/algorithms.md)."""
+    """Of the policy: `name` ("ppo", "gspo", "cispo", "sapo", "policy_gradient"), its settings and every loss's (docs/algorithms.md)."""
     value_loss: ValueLossConfig = ValueLossConfig()
     critic_warmup_steps: int = Field(default=0, ge=0)
     """Steps in which the critic alone learns."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import sys
 
@@ -28,7 +29,8 @@ class _Lines(logging.StreamHandler):
 
 
 def configure_logging(service: str) -> None:
-    """Sets the format once, at the start of a service's process."""
+    """Sets the format once, at the start of a service's process. A crash in native code leaves every thread's Python stack on stderr."""
+    faulthandler.enable(file=2)
     logging.basicConfig(
         level=logging.INFO,
         format=f"%(asctime)s %(levelname)s service={service} logger=%(name)s %(message)s",
