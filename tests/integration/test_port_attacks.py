@@ -31,6 +31,7 @@ ANSWERS = {
     grpc.StatusCode.ABORTED,
     grpc.StatusCode.NOT_FOUND,
     grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,  # of a watch, or a changeover, on a busy machine
 }
 """What a message may be answered with, whatever it is."""
 
@@ -78,6 +79,7 @@ async def test_mutated_messages_are_answered_and_break_nothing(certs_node: tuple
     assert codes.total() == NUM_MUTATIONS
     assert codes[grpc.StatusCode.INVALID_ARGUMENT] > NUM_MUTATIONS / 10
     assert codes.keys() <= ANSWERS, codes
+    assert codes[grpc.StatusCode.DEADLINE_EXCEEDED] < NUM_MUTATIONS / 1000
     after = await node.settled()
     assert (after.boot_id, after.epoch) == (before.boot_id, before.epoch)
     assert (await node.acquire(PHASE_ROLLOUT))[-1].state.phase == PHASE_ROLLOUT

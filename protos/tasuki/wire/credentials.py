@@ -20,7 +20,7 @@ class Credentials:
     cert, key: PEM of the caller's own certificate, for a node with `security.client_ca`.
     token_file: the first line is the caller's token, for a node with `security.tokens`.
 
-    Raises InvalidArgument for a combination that no port takes, or a file that cannot be used.
+    Raises InvalidArgument for a combination that no port takes. The files are looked at when a channel is opened.
     """
 
     ca: Path | str | None = None

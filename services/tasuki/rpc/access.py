@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from tasuki.wire.credentials import read_tokens
 from tasuki.wire.errors import InvalidArgument, PermissionDenied, Unauthenticated
 from tasuki.wire.reloaded import Reloaded
 
+_SPIFFE = "spiffe:"
 _SPIFFE_ROLE = re.compile(r"spiffe://[^/]+/tasuki/([a-z]+)")
 _BEARER = "bearer "
 
@@ -110,13 +111,20 @@ class CertifiedCallers:
         self._roles = None if roles is None else Reloaded([roles], lambda: read_roles(roles), broken={})
 
     def of(self, context: Any) -> Caller:
-        shown: Mapping[str, Any] = context.auth_context()
-        name = next(iter(shown.get("peer_spiffe_id", ())), None) or next(iter(shown.get("x509_common_name", ())), b"")
-        text = name.decode(errors="replace")
+        name = _certified_name(context.auth_context())
         if self._roles is not None:
-            return Caller(ascii(text), self._roles.value.get(text))
-        found = _SPIFFE_ROLE.fullmatch(text) if "peer_spiffe_id" in shown else None
-        return Caller(ascii(text), None if found is None else CallerRole.named(found[1]))
+            return Caller(ascii(name), self._roles.value.get(name))
+        found = _SPIFFE_ROLE.fullmatch(name)
+        return Caller(ascii(name), None if found is None else CallerRole.named(found[1]))
+
+
+def _certified_name(shown: Mapping[str, Sequence[bytes]]) -> str:
+    """The SPIFFE id, else the common name; "" for a common name that looks like an id, which whoever asks for a certificate may choose."""
+    for field in ("peer_spiffe_id", "x509_common_name"):
+        name = next(iter(shown.get(field, ())), b"").decode(errors="replace")
+        if name:
+            return "" if field == "x509_common_name" and name.lower().startswith(_SPIFFE) else name
+    return ""
 
 
 def read_roles(path: Path) -> dict[str, CallerRole]:
