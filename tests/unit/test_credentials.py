@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 from pathlib import Path
 
 import pytest
@@ -123,3 +124,17 @@ def test_an_encrypted_key_is_refused_and_no_password_is_asked_for(tmp_path: Path
     )
     with pytest.raises(InvalidArgument, match="no unencrypted PEM key"):
         files.read()
+
+
+def test_files_that_are_just_being_replaced_are_waited_for(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder in (old, new):
+        assert certs.run(folder, hosts=["a"], days=1) == 0
+    files = TlsFiles(cert=("security.cert", old / "node.pem"), key=("security.key", old / "node.key"))
+    (new / "node.key").rename(old / "node.key")
+    with pytest.raises(InvalidArgument):
+        files.read()
+    rest = threading.Timer(0.05, lambda: (new / "node.pem").rename(old / "node.pem"))
+    rest.start()
+    assert Reloaded(files.paths, files.read).value.cert == (old / "node.pem").read_bytes()
+    rest.join()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -14,6 +15,7 @@ from tasuki.wire.errors import TasukiError
 _log = logging.getLogger("tasuki.wire")
 _Value = TypeVar("_Value")
 _Stamp = tuple[int, ...]
+_HALF_REPLACED_S = 0.2
 
 
 class Reloaded(Generic[_Value]):
@@ -26,8 +28,11 @@ class Reloaded(Generic[_Value]):
         """
         self._paths, self._read, self._broken = paths, read, broken
         self._lock = threading.Lock()
-        self._stamps = self._look()
-        self._value = read()
+        try:
+            self._stamps, self._value = self._look(), read()
+        except (OSError, TasukiError):
+            time.sleep(_HALF_REPLACED_S)  # a key may be new already, and its certificate not yet
+            self._stamps, self._value = self._look(), read()
 
     @property
     def value(self) -> _Value:
