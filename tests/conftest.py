@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,8 +70,8 @@ def node() -> Iterator[RunningNode]:
 
 
 @contextmanager
-def started_node(*, tables: str = "") -> Iterator[RunningNode]:
-    """A node by `tasuki up`. tables: of the configuration, beside its usual ones."""
+def started_node(*, tables: str = "", overrides: Sequence[str] = ()) -> Iterator[RunningNode]:
+    """A node by `tasuki up`. tables: of the configuration, beside its usual ones. overrides: such as "a.b=c"."""
     from tests.models import make_model, save_checkpoint  # takes seconds: only when a test asks for it
 
     # Not pytest's own folder: a unix socket's path must be short.
@@ -95,7 +95,8 @@ def started_node(*, tables: str = "") -> Iterator[RunningNode]:
         {tables}
         """
     )
-    argv = [sys.executable, "-m", "tasuki.cli", "up", str(config), "--foreground", "--set", "rollout.start_timeout_s=420"]
+    settings = [part for override in ("rollout.start_timeout_s=420", *overrides) for part in ("--set", override)]
+    argv = [sys.executable, "-m", "tasuki.cli", "up", str(config), "--foreground", *settings]
     log = folder / "up.log"
     with log.open("wb") as output:
         up = subprocess.Popen(argv, env=ENVIRONMENT, stderr=output)

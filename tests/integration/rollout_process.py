@@ -24,6 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tasuki.config import places
 from tasuki.transport.export import WeightExport
 from tasuki.v1 import memory_pb2, memory_pb2_grpc, rollout_pb2, rollout_pb2_grpc, types_pb2, weights_pb2
+from tasuki.wire.address import unix_target
 from tasuki.wire.channel import open_channel
 from tests.conftest import ENVIRONMENT
 from tests.models import trainer_shards
@@ -49,7 +50,7 @@ class RolloutProcess:
 
     @property
     def target(self) -> str:
-        return places.grpc_target(self.state_dir, service="rollout", listen="unix")
+        return unix_target(self.state_dir, service="rollout")
 
     @property
     def socket_dir(self) -> Path:

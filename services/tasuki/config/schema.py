@@ -19,21 +19,14 @@ from pydantic import (
 
 from tasuki.config.constraints import FUSED_LINEAR, check_constraints
 from tasuki.config.devices import Devices
+from tasuki.config.ports import check_listen
+from tasuki.config.security_schema import PathsConfig, SecurityConfig
 from tasuki.config.sft_schema import SftConfig
 from tasuki.config.table import Schema
 from tasuki.config.train_schema import TrainConfig
+from tasuki.wire.address import MAX_PORT
 
-
-def _loopback(listen: str) -> str:
-    host, _, port = listen.rpartition(":")
-    if listen != "unix" and not (host in LOOPBACK and port.isdecimal() and 0 < int(port) <= MAX_PORT):
-        raise ValueError(f'must be "unix" or a loopback address with a port, such as "{LOOPBACK[0]}:50051"')
-    return listen
-
-
-MAX_PORT = 65535
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-Listen = Annotated[str, AfterValidator(_loopback)]
+Listen = Annotated[str, AfterValidator(check_listen)]
 Port = Annotated[int, Field(ge=1, le=MAX_PORT)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 LinearName = Literal["q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"]
@@ -46,7 +39,8 @@ class ModelConfig(Schema):
 
 class CoordinatorConfig(Schema):
     listen: Listen = "unix"
-    """"unix" for a socket in the state folder, or "127.0.0.1:PORT" (loopback only)."""
+    """"unix", or an address such as "0.0.0.0:50050" to listen on a port, too. Every service always listens on a unix socket in the state
+    folder. A port asks callers for what `[security]` says; all three services need one for clients on other machines."""
     metrics_port: Port | None = None
     """Loopback port of Prometheus' /metrics; none by default."""
     stage_timeout_s: PositiveFloat = 600.0
@@ -238,6 +232,8 @@ class NodeConfig(Schema):
     rollout: RolloutConfig = RolloutConfig()
     restart: RestartConfig = RestartConfig()
     memory: MemoryConfig = MemoryConfig()
+    security: SecurityConfig = SecurityConfig()
+    paths: PathsConfig = PathsConfig()
     train: TrainConfig | None = None
     sft: SftConfig | None = None
     unsafe: bool = False
