@@ -16,6 +16,7 @@ from tasuki.v1 import trainer_pb2
 from tasuki.wire.address import socket_folder, unix_target
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
+RUN = '[train]\ndataset = "a"\noutput_dir = "b"\n[train.reward]\nfunction = "a:b"\n'
 MINIMAL = 'state_dir = "state"\n[model]\npath = "model"\n'
 
 
@@ -72,6 +73,13 @@ def test_overrides_are_typed_as_in_toml_and_bare_words_are_strings(tmp_path: Pat
         ("", ["trainer.lora.target_modules=[]"], "trainer.lora.target_modules"),
         ("", ["trainer.lora.dropout=0.1"], "trainer.lora.dropout"),
         ("", ["trainer.num_ranks"], "set"),
+        ("", ["trainer.seed=-1"], "trainer.seed"),
+        ("", ["rollout.seed=-1"], "rollout.seed"),
+        ("", ["rollout.seed=4294967296"], "rollout.seed"),
+        (RUN, ["train.seed=-1"], "train.seed"),
+        ('[sft]\ndataset = "a"\noutput_dir = "b"\n', ["sft.seed=-1"], "sft.seed"),
+        ("", ["trainer.warmup_steps=9", "trainer.total_steps=8"], "trainer.warmup_steps"),
+        ("", ["trainer.critic.warmup_steps=9", "trainer.critic.total_steps=8"], "trainer.critic.warmup_steps"),
         ("", ["device.kind=cpu"], "device.kind"),
     ],
 )

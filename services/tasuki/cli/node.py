@@ -16,7 +16,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tasuki.cli.exit_report import node_down
-from tasuki.cli.model_folder import check_model_folder
+from tasuki.cli.model_folder import check_model_folders
+from tasuki.cli.node_settings import check_node_runs_with
 from tasuki.cli.post_mortem import why_it_ended
 from tasuki.cli.processes import descendants, has_ended, parent_and_state
 from tasuki.cli.rotation import KEPT_LOGS, rotate
@@ -99,7 +100,7 @@ def start_node(config: NodeConfig, *, resumes: bool = False, tell: Tell = to_std
     Raises NodeRunning when one runs already, PathNotFound or InvalidArgument for the model folder, InvalidArgument for GPUs where there
     are none, ServiceFailed when a service ends before it serves. Whatever is raised, KeyboardInterrupt included, nothing is left running.
     """
-    check_model_folder(config.model.path)
+    check_model_folders(config)
     check_gpu_is_shown(config)
     check_host_budget(config)
     check_ports(config)
@@ -195,8 +196,9 @@ def _stuck(pid: int) -> str:
 def running_node(config: NodeConfig, *, may_start: bool = True, tell: Tell = to_stderr) -> Iterator[None]:
     """The node of `config`: the one that runs, or one started here and stopped at the end, however this process ends.
 
-    may_start: False raises NodeDown where one would be started.
+    may_start: False raises NodeDown where one would be started. Raises InvalidArgument naming a key in which the one that runs differs.
     """
+    check_node_runs_with(config)
     if holder(config.state_dir, name=NODE_LOCK) is not None and _stays(config, tell=tell):
         yield
         return

@@ -17,12 +17,13 @@ from pydantic import (
     model_validator,
 )
 
+from tasuki.algorithms.loss_types import SettingError
 from tasuki.config.constraints import FUSED_LINEAR, check_constraints
 from tasuki.config.devices import Devices
 from tasuki.config.ports import check_listen
 from tasuki.config.security_schema import PathsConfig, SecurityConfig
 from tasuki.config.sft_schema import SftConfig
-from tasuki.config.table import Schema
+from tasuki.config.table import Schema, Seed
 from tasuki.config.train_schema import TrainConfig
 from tasuki.wire.address import MAX_PORT
 
@@ -89,6 +90,11 @@ class OptimizerConfig(Schema):
     def _schedule_has_length(self) -> OptimizerConfig:
         if self.lr_schedule != "constant" and self.total_steps is None:
             raise ValueError("total_steps is needed with lr_schedule = linear or cosine")
+        if self.total_steps is not None and self.warmup_steps > self.total_steps:
+            problem = (
+                f"is {self.warmup_steps}, above total_steps = {self.total_steps}: the schedule would end before its warm-up"
+            )
+            raise SettingError("warmup_steps", problem)
         return self
 
 
@@ -148,7 +154,7 @@ class TrainerConfig(OptimizerConfig):
     """Trains adapters beside a frozen model, which is then also the reference policy."""
     collective_timeout_s: PositiveFloat = 600.0
     """Time-out of every process group; a rank that is lost is noticed after this."""
-    seed: int = 0
+    seed: Seed = 0
 
     @model_validator(mode="after")
     def _ipc_handles_are_for_copies_that_stay(self) -> TrainerConfig:
@@ -197,7 +203,7 @@ class RolloutConfig(Schema):
     start_timeout_s: PositiveFloat = 600.0
     num_threads: PositiveInt = 1
     """Torch threads for each engine rank on a CPU."""
-    seed: int = 0
+    seed: Seed = 0
 
 
 class RestartConfig(Schema):

@@ -15,6 +15,7 @@ from tasuki.config.places import socket_dir
 from tasuki.config.schema import LoraConfig, NodeConfig, OptimizerConfig
 from tasuki.memory.arena import set_host_budget
 from tasuki.memory.tags import DeviceUsage, MemoryTag, TagUsage
+from tasuki.planner.node_plan import check_critic
 from tasuki.trainer.backend import LearnerFacts, Publication
 from tasuki.trainer.backends.fsdp import export
 from tasuki.trainer.backends.fsdp.checkpoint import (
@@ -55,11 +56,12 @@ class FsdpBackend:
     """See tasuki.trainer.backend.Backend for what each method promises."""
 
     def __init__(self, node: NodeConfig, *, mesh: DeviceMesh) -> None:
-        """Loads the start weights. Raises what model.read_model_config and shards.load_shards raise."""
+        """Loads the start weights. Raises what read_model_config, check_critic and load_shards raise."""
         config = node.trainer
         self._node, self._mesh = node, mesh
         self.device, self.num_ranks = mesh_device(mesh), mesh.size()
         self._model_config = read_model_config(node.model.path)
+        check_critic(node)
         torch.manual_seed(config.seed)
         if node.memory.host_budget_bytes is not None:
             set_host_budget(node.memory.host_budget_bytes // mesh.size())

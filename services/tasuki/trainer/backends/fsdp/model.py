@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -85,7 +86,7 @@ def read_model_config(path: Path) -> PreTrainedConfig:
         raise PathNotFound(f"model.path: {path} is no Hugging Face model folder: config.json is missing", path=path)
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, OSError, StrictDataclassError) as error:
         raise _unreadable(path, error) from error
     architecture = next(iter(config.architectures or []), "none")
     if architecture not in ARCHITECTURES:
@@ -237,7 +238,7 @@ def _without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
     """A copy in which every dropout probability is 0: a token must have the same log-prob at every call."""
     copy = deepcopy(config)
     for name, value in vars(copy).items():
-        if isinstance(value, float) and ("dropout" in name or "pdrop" in name):
+        if isinstance(value, int | float) and ("dropout" in name or "pdrop" in name):
             setattr(copy, name, 0.0)
     return copy
 
