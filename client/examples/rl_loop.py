@@ -15,7 +15,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tasuki.algorithms.loss_types import LossConfig, OldPolicy
+from tasuki.algorithms.estimator import check_critic, check_groups, check_loss, check_overlong
+from tasuki.algorithms.loss_types import LossConfig, OldPolicy, SettingError
 from tasuki.algorithms.overlong import soft_overlong_penalty
 from tasuki.client.dataset import Dataset, Row
 from tasuki.client.dynamic_sampling import Group, collect, groups_of
@@ -64,6 +65,17 @@ class Settings:
     save_every: int | None = None
     seed: int = 0
     """Of the order of samples in mini-batches."""
+
+    def __post_init__(self) -> None:
+        """Raises SettingError naming the field that does not fit the others."""
+        for name in ("num_steps", "prompts_per_step", "group_size", "num_epochs", "num_mini_batches", "max_batches"):
+            if getattr(self, name) < 1:
+                raise SettingError(name, f"is {getattr(self, name)}; must be 1 or greater")
+        estimator = self.advantages.estimator
+        check_groups(estimator, group_size=self.group_size, max_batches=self.max_batches)
+        check_overlong(self.overlong_tokens, max_new_tokens=self.sampling.max_new_tokens)
+        check_loss(self.loss, num_updates=self.num_epochs * self.num_mini_batches)
+        check_critic(estimator, value_loss=self.value_loss, warmup_steps=self.critic_warmup_steps)
 
 
 @dataclass(slots=True)
@@ -195,13 +207,7 @@ class RlLoop:
         has_reward = np.isfinite(np.concatenate([group.rewards for group in groups]))
         places = [place for place, (_, sample) in enumerate(completions) if len(sample.token_ids) and has_reward[place]]
         samples = [
-            TrainingSample(
-                prompt_token_ids=group.prompt_token_ids,
-                completion_token_ids=sample.token_ids,
-                rollout_log_probs=sample.rollout_log_probs,
-                policy_version=sample.policy_version,
-                temperature=sample.temperature,
-            )
+            TrainingSample.of(sample, prompt_token_ids=group.prompt_token_ids)
             for group, sample in (completions[place] for place in places)
         ]
         if settings.mask_truncated:

@@ -75,7 +75,8 @@ def test_a_bad_line_of_the_dataset_is_named(config: Path, capsys: pytest.Capture
         ("train.group_size=0", "train.group_size"),
         ("train.max_new_tokens=-1", "train.max_new_tokens"),
         ("train.group_sice=8", "train.group_sice: unknown key"),
-        ("train.max_new_tokens=64", "at most 0 fit"),
+        ("train.max_new_tokens=64", "train.max_new_tokens: is 64, which leaves no room for a prompt"),
+        ("train.max_new_tokens=100000", "prompt and completion have 64 tokens together"),
     ],
 )
 def test_a_bad_key_is_named(config: Path, capsys: pytest.CaptureFixture[str], override: str, problem: str):

@@ -67,10 +67,13 @@ def check_output(settings: RunSettings) -> None:
 def check_lengths(
     rows: Sequence[Row], *, tokenizer: ModelTokenizer, limit: int, key: str, max_new_tokens: int, path: Path | None
 ) -> None:
-    """Raises InvalidArgument naming the first row whose prompt leaves no room for max_new_tokens, which `key` sets.
+    """Raises InvalidArgument naming the first row whose prompt leaves no room for max_new_tokens, which `key` sets; or `key`.
 
     limit: tokens of a prompt with its completion.
     """
+    if rows and max_new_tokens >= limit:
+        text = f"is {max_new_tokens}, which leaves no room for a prompt: prompt and completion have {limit} tokens together"
+        raise InvalidArgument(key, text, limit=limit)
     for number, row in enumerate(rows, start=1):
         num_tokens = len(tokenizer.encode_prompt(row["prompt"]))
         if not num_tokens:
