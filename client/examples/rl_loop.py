@@ -22,7 +22,7 @@ from tasuki.client.dataset import Dataset, Row
 from tasuki.client.dynamic_sampling import Group, collect, groups_of
 from tasuki.client.estimation import AdvantageSettings, Estimator, EstimatorState, estimate_advantages
 from tasuki.client.evaluation import EvalSettings, eval_figures
-from tasuki.client.loop_state import LoopState, write_loop_state, write_pending
+from tasuki.client.loop_state import LoopState, checkpoint_path, write_loop_state, write_pending
 from tasuki.client.rewards import Completion, RewardPool, Scores
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
@@ -229,6 +229,8 @@ class RlLoop:
         )
         self.state = estimate.state
         step.metrics |= estimate.metrics
+        if settings.value_loss is not None:
+            step.critic_version = self.client.trainer_state().critic_version
         write_pending(settings.output_dir, replace(step, estimator=self.state.numbers()))
         measured: list[dict[str, float]] = []
         for mini_batch in self.mini_batches(estimate.samples, number=step.step):
@@ -285,13 +287,14 @@ class RlLoop:
             done = self.client.forward_backward(samples, loss, role=Role.CRITIC)
             stepped = self.client.optim_step(role=Role.CRITIC, schedule_step=step.step)
         step.num_skipped_updates += stepped.is_skipped
+        step.num_critic_steps += not stepped.is_skipped
         figures = {**done.metrics, "grad_norm": stepped.grad_norm, "learning_rate": stepped.learning_rate}
         return {f"critic/{name}": value for name, value in figures.items()}
 
     def save(self, step: Step) -> None:
-        """A checkpoint of what the step left, unless nothing was learned since the last one."""
-        path = self.settings.output_dir / "checkpoints" / f"version-{step.next_version():06d}"
-        if not step.num_policy_steps and path.exists():
+        """A checkpoint of what the step left, unless it learned nothing and its policy version has one."""
+        path = checkpoint_path(self.settings.output_dir / "checkpoints", step)
+        if path is None:
             return
         step.acquire(self.client, Phase.TRAIN)
         with step.timed("save"):

@@ -13,6 +13,7 @@ from tasuki.algorithms import advantages
 from tasuki.algorithms.loss_types import Correction, LossConfig, OldPolicy, PolicyGradientLoss, PpoLoss, ValueLoss
 from tasuki.client.dataset import Dataset
 from tasuki.client.estimation import AdvantageSettings, Estimator
+from tasuki.client.loop_state import complete_checkpoints, read_loop_state
 from tasuki.client.rl_loop import Settings
 from tasuki.client.types import Role, SamplingParams
 from tests.unit.loop_node import ROWS, LoopClient, equal, keys, loop_of, steps_of
@@ -117,6 +118,21 @@ def test_the_critic_alone_learns_while_it_warms_up(settings: Settings):
     assert [step.policy_version for step in steps] == [0, 0, 0]
     assert len(client.of("optim_step", Role.CRITIC)) == 3
     assert [call.schedule_step for call in client.of("optim_step")] == [2]
+
+
+def test_checkpoints_of_a_critic_that_warms_up_have_each_their_step(settings: Settings):
+    steps = steps_of(loop_of(LoopClient(), ppo(settings, num_steps=7, critic_warmup_steps=5, save_every=2)))
+    paths = complete_checkpoints(settings.output_dir / "checkpoints")
+    assert [path.name for path in paths] == ["version-000000", "version-000000-step-000003", "version-000001"]
+    assert [read_loop_state(path).step.step for path in paths] == [1, 3, 5]
+    assert [(step.critic_version, step.num_critic_steps) for step in steps] == [(number, 1) for number in range(7)]
+    assert read_loop_state(paths[1]).position == steps[3].position
+
+
+def test_a_step_that_taught_the_critic_nothing_saves_no_second_checkpoint(settings: Settings):
+    own = ppo(settings, num_steps=2, critic_warmup_steps=2, save_every=1)
+    steps_of(loop_of(LoopClient(skips={1}), own))
+    assert [path.name for path in complete_checkpoints(settings.output_dir / "checkpoints")] == ["version-000000"]
 
 
 def dapo(settings: Settings, **own: Any) -> Settings:

@@ -250,6 +250,8 @@ class TrainerState:
     """Of any role."""
     roles: tuple[Role, ...]
     """That are trained."""
+    critic_version: int | None
+    """Optimizer steps behind the critic's weights; None without a critic."""
     num_ranks: int
     num_parameters: int
     vocab_size: int
