@@ -20,7 +20,7 @@ from tasuki.algorithms.loss_types import LossConfig, OldPolicy, SettingError
 from tasuki.algorithms.overlong import soft_overlong_penalty
 from tasuki.client.dataset import Dataset, Row
 from tasuki.client.dynamic_sampling import Group, collect, groups_of
-from tasuki.client.estimation import AdvantageSettings, Estimator, EstimatorState, estimate_advantages
+from tasuki.client.estimation import AdvantageSettings, Estimator, EstimatorState, estimate_advantages, has_advantages
 from tasuki.client.evaluation import EvalSettings, eval_figures
 from tasuki.client.loop_state import LoopState, checkpoint_path, write_loop_state, write_pending
 from tasuki.client.rewards import Completion, RewardPool, Scores
@@ -236,7 +236,7 @@ class RlLoop:
         for mini_batch in self.mini_batches(estimate.samples, number=step.step):
             if settings.value_loss is not None:
                 measured.append(self.update_critic(step, mini_batch, settings.value_loss))
-            if step.step >= settings.critic_warmup_steps:
+            if step.step >= settings.critic_warmup_steps and self.moves_policy(mini_batch):
                 measured.append(self.update_policy(step, mini_batch))
         step.metrics |= averaged(measured)
 
@@ -269,6 +269,11 @@ class RlLoop:
                 mini_batch = [samples[index] for index in part]
                 if has_loss_tokens(mini_batch):
                     yield mini_batch
+
+    def moves_policy(self, samples: Sequence[TrainingSample]) -> bool:
+        """Whether the policy's loss has a gradient. A step without one would still move the weights, by AdamW's moments."""
+        loss = self.settings.loss
+        return bool(loss.kl_coef or loss.entropy_coef) or has_advantages(samples)
 
     def update_policy(self, step: Step, samples: list[TrainingSample]) -> dict[str, float]:
         with step.timed("forward_backward"):

@@ -139,6 +139,12 @@ def test_the_adaptive_coefficient_needs_positive_numbers(field: str) -> None:
         reward_kl.AdaptiveKlCoef(**{"coef": 0.1, "target": 6.0, field: 0.0})
 
 
+def test_equal_values_whiten_to_exactly_0_whatever_is_not_counted() -> None:
+    values_N = np.array([0.1, 0.1, 7.0, 0.1])
+    assert not advantages.whitened(values_N, loss_mask_N=np.array([1.0, 1.0, 0.0, 1.0])).any()
+    assert not advantages.globally_whitened(np.array([0.0, 0.1, 0.1]), np.array([2, 1])).any()
+
+
 FIVE, ONE, LENGTHS = np.ones(5), np.ones(1), np.array([2, 3])
 
 

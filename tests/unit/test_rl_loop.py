@@ -69,11 +69,37 @@ def test_groups_that_all_agree_leave_the_gpus_with_rollout(settings: Settings):
 def test_groups_that_agree_are_trained_on_where_more_than_the_reward_is_learned(
     settings: Settings, own: dict[str, Any], needs_reference: bool
 ):
-    client = LoopClient()
+    client = LoopClient(num_tokens=lambda prompt, number: 3 + number)  # so that the KL divergence differs
     steps_of(loop_of(client, replace(settings, **own), reward=equal))
     (update,) = client.of("forward_backward")
     assert len(update.samples) == 12
     assert bool(client.of("log_probs", Role.REFERENCE)) == needs_reference
+
+
+EQUAL_REWARDS = (
+    (AdvantageSettings(estimator=Estimator.GREEDY_BASELINE), LossConfig(loss=PolicyGradientLoss())),
+    (AdvantageSettings(estimator=Estimator.GLOBALLY_WHITENED), LossConfig()),
+    (AdvantageSettings(estimator=Estimator.BATCH_BASELINE), LossConfig()),
+)
+
+
+@pytest.mark.parametrize(("estimator", "loss"), EQUAL_REWARDS)
+@pytest.mark.parametrize("term", [None, "kl_coef", "entropy_coef"])
+def test_a_batch_whose_advantages_are_all_0_makes_no_update_unless_the_loss_has_another_term(
+    settings: Settings, estimator: AdvantageSettings, loss: LossConfig, term: str | None
+):
+    client = LoopClient()
+    own = replace(settings, advantages=estimator, loss=loss if term is None else replace(loss, **{term: 0.1}))
+    (step,) = steps_of(loop_of(client, own, reward=lambda prompt, number: 0.1))
+    assert len(client.of("forward_backward")) == len(client.of("optim_step")) == step.num_policy_steps == (term is not None)
+
+
+def test_a_critic_learns_from_a_batch_that_moves_no_policy(settings: Settings):
+    client = LoopClient()
+    own = ppo(settings)
+    whiten = replace(own, advantages=replace(own.advantages, whiten=True))
+    (step,) = steps_of(loop_of(client, whiten, reward=lambda prompt, number: 0.1))
+    assert (step.num_critic_steps, step.num_policy_steps) == (1, 0)
 
 
 def test_samples_of_a_group_that_agrees_are_trained_on_beside_others(settings: Settings):

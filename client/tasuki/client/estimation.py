@@ -81,6 +81,13 @@ def estimate_advantages(
     return Estimate(estimated, EstimatorState(coef, state.baseline.updated(shaped_PG.reshape(-1))), metrics)
 
 
+def has_advantages(samples: Sequence[TrainingSample]) -> bool:
+    """Whether any counted token has an advantage other than 0."""
+    tokens = _Tokens(samples)
+    spread = [np.broadcast_to(sample.advantages, len(sample.completion_token_ids)) for sample in samples]
+    return bool(np.any(np.concatenate(spread)[tokens.mask_N > 0.0]))
+
+
 def _by_sample(
     rewards_PG: NDArray[np.floating],
     tokens: _Tokens,

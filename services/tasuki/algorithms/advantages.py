@@ -191,7 +191,7 @@ def explained_variance(values_N: Floats, returns_N: Floats, *, loss_mask_N: Floa
 
 
 def whitened(advantages_N: Floats, *, loss_mask_N: Floats) -> NDArray[np.float32]:
-    """[N]: shifted and scaled to mean 0 and variance 1 over counted tokens; 0 elsewhere.
+    """[N]: shifted and scaled to mean 0 and variance 1 over counted tokens; 0 elsewhere, and throughout where these are equal.
 
     The variance divides by the number of counted tokens less one.
     Source: advantage normalization, "What matters in on-policy reinforcement learning?" (arXiv:2006.05990).
@@ -248,8 +248,9 @@ def _group_centered(rewards_PG: Floats) -> NDArray[np.float64]:
 
 
 def _whitened(x: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Exactly 0 where all that is counted is equal: the mean of equal values need not be exactly that value."""
     total = weights.sum()
-    if total == 0.0:
+    if total == 0.0 or np.ptp(x[weights > 0.0]) == 0.0:
         return np.zeros_like(x)
     centered = np.where(weights > 0.0, x - (x * weights).sum() / total, 0.0)
     variance = (np.square(centered) * weights).sum() / max(total - 1.0, 1.0)
