@@ -1,7 +1,7 @@
 """The whole training loop: evaluate, generate groups, score them, learn from the difference, hand the GPUs over, again.
 
 `tasuki train` and `make demo` run this file (it is also importable as tasuki.client.rl_loop). Copy it to make your own loop.
-GRPO, RLOO, REINFORCE++, ReMax, PPO with a critic, DAPO, GSPO and CISPO are settings of it: docs/algorithms.md.
+GRPO, RLOO, REINFORCE++, ReMax, PPO with a critic, DAPO, GSPO, CISPO and SAPO are settings of it: docs/algorithms.md.
 """
 
 from __future__ import annotations
