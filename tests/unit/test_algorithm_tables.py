@@ -212,7 +212,11 @@ def test_a_wrong_key_of_a_loss_is_named(table: dict[str, Any], field: str) -> No
         (["train.advantages.kl_target=0.1"], "train.advantages.kl_target", "needs a kl_coef"),
         (["train.group_size=1"], "train.group_size", "teaches nothing"),
         (["train.group_size=1", "train.algorithm=rloo"], "train.group_size", 'estimator = "leave_one_out"'),
-        (["train.group_size=1", "train.algorithm=remax", "train.max_batches=2"], "train.max_batches", "a group of one never does"),
+        (
+            ["train.group_size=1", "train.algorithm=remax", "train.max_batches=2"],
+            "train.max_batches",
+            "a group of one never does",
+        ),
         (
             ["train.overlong_tokens=100", "train.max_new_tokens=99"],
             "train.overlong_tokens",

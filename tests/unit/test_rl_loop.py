@@ -47,7 +47,10 @@ def test_a_step_of_grpo_is_one_generation_and_one_update(settings: Settings):
 
 def test_the_schedule_is_told_the_step_also_by_a_run_that_goes_on(settings: Settings):
     client = LoopClient()
-    steps_of(loop_of(client, replace(settings, num_steps=5, num_mini_batches=2, loss=LossConfig(old_policy=OldPolicy.GIVEN))), first_step=3)
+    steps_of(
+        loop_of(client, replace(settings, num_steps=5, num_mini_batches=2, loss=LossConfig(old_policy=OldPolicy.GIVEN))),
+        first_step=3,
+    )
     assert [call.schedule_step for call in client.of("optim_step")] == [3, 3, 4, 4]
 
 

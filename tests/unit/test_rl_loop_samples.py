@@ -174,7 +174,9 @@ def test_what_is_known_of_a_step_is_on_disk_before_its_first_update(settings: Se
 
 def test_a_checkpoint_has_the_step_and_the_place_in_the_data(settings: Settings):
     client, dataset = LoopClient(), Dataset(ROWS)
-    steps = steps_of(loop_of(client, replace(settings, num_steps=4, save_every=2, num_mini_batches=2, loss=GIVEN), dataset=dataset))
+    steps = steps_of(
+        loop_of(client, replace(settings, num_steps=4, save_every=2, num_mini_batches=2, loss=GIVEN), dataset=dataset)
+    )
     paths = sorted((settings.output_dir / "checkpoints").iterdir())
     assert [path.name for path in paths] == ["version-000004", "version-000008"]
     saved = read_loop_state(paths[0])

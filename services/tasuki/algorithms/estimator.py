@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, get_args
 
-from tasuki.algorithms.loss_types import KlEstimator, LossConfig, OldPolicy, SettingError, SftLoss, ValueLoss, check_numbers, member
+from tasuki.algorithms.loss_types import (
+    KlEstimator,
+    LossConfig,
+    OldPolicy,
+    SettingError,
+    SftLoss,
+    ValueLoss,
+    check_numbers,
+    member,
+)
 
 Std = Literal["none", "sample", "population"]
 
@@ -77,9 +86,7 @@ def check_groups(estimator: Estimator, *, group_size: int, max_batches: int) -> 
         return
     if estimator.needs_groups:
         others = ", ".join(f'"{other}"' for other in Estimator if not other.needs_groups)
-        raise SettingError(
-            "group_size", f'of 1 teaches nothing with advantages.estimator = "{estimator}"; use one of {others}'
-        )
+        raise SettingError("group_size", f'of 1 teaches nothing with advantages.estimator = "{estimator}"; use one of {others}')
     if max_batches > 1:
         raise SettingError("max_batches", "above 1 keeps groups that differ, which a group of one never does")
 
@@ -92,7 +99,9 @@ def check_loss(loss: LossConfig, *, num_updates: int) -> None:
     if isinstance(loss.loss, ValueLoss | SftLoss):
         raise SettingError("loss", f"{type(loss.loss).__name__} does not learn from rewards")
     if num_updates > 1 and loss.has_ratio and loss.old_policy is OldPolicy.CURRENT:
-        raise SettingError("old_policy", f'"current" is for one optimizer step a step, and there are {num_updates}; use "given"')
+        raise SettingError(
+            "old_policy", f'"current" is for one optimizer step a step, and there are {num_updates}; use "given"'
+        )
 
 
 def check_critic(estimator: Estimator, *, value_loss: LossConfig | None, warmup_steps: int) -> None:

@@ -39,9 +39,7 @@ class Continuation:
             dataset.next_rows(rows_per_step)
 
 
-def continuation(
-    earlier: EarlierRun, *, node_version: int, is_of_run: bool, critic_version: int | None = None
-) -> Continuation:
+def continuation(earlier: EarlierRun, *, node_version: int, is_of_run: bool, critic_version: int | None = None) -> Continuation:
     """Where to go on on a node whose trainer is at `node_version`, and its critic, if there is one, at `critic_version`.
 
     is_of_run: whether the trainer's last training was the run's. Then nothing that it has learned is lost; else the run goes on from
@@ -54,9 +52,7 @@ def continuation(
         learned = _after(earlier.steps, saved)
         version = learned[-1].next_version() if learned else saved_version
         number = saved + len(learned)
-        pending = _pending(
-            earlier, number=number, version=version, node_version=node_version, critic_version=critic_version
-        )
+        pending = _pending(earlier, number=number, version=version, node_version=node_version, critic_version=critic_version)
         if pending is not None:
             learned = [*learned, pending]
         if node_version == version or pending is not None:
@@ -89,9 +85,7 @@ def check_num_steps(num_done: int, settings: RunSettings) -> None:
         )
 
 
-def _pending(
-    earlier: EarlierRun, *, number: int, version: int, node_version: int, critic_version: int | None
-) -> Step | None:
+def _pending(earlier: EarlierRun, *, number: int, version: int, node_version: int, critic_version: int | None) -> Step | None:
     """The step in which the client ended: after an optimizer step, and before the step's line. What it measured is lost with it."""
     known = earlier.pending if earlier.pending is not None and earlier.pending.step == number else None
     num_made, num_critic_steps = node_version - version, 0

@@ -12,7 +12,6 @@ from tasuki.trainer.data.samples import Samples, starts
 from tasuki.trainer.roles import Role
 from tasuki.wire.errors import InvalidArgument, VersionOrder
 
-
 _LOG_PROBS = ("rollout_log_probs", "old_log_probs", "ref_log_probs")
 # Rounding may lift the logarithm of a probability close to 1 above 0, by far less than this.
 _LOG_PROB_TOLERANCE = 1e-3
