@@ -28,7 +28,8 @@ for package in sys.argv[1:]:
         # For services with ranks, whose extras have pyzmq and torch.
         is_for_ranks = module.name in {
             "tasuki.rpc.rank_front", "tasuki.rpc.rank_server", "tasuki.algorithms.batch", "tasuki.algorithms.correction",
-            "tasuki.algorithms.kl", "tasuki.algorithms.objective", "tasuki.algorithms.surrogates", "tasuki.algorithms.token_log_probs",
+            "tasuki.algorithms.kl", "tasuki.algorithms.lm_head", "tasuki.algorithms.lm_head_tiles", "tasuki.algorithms.lm_head_triton",
+            "tasuki.algorithms.objective", "tasuki.algorithms.surrogates",
         }
         if not is_started and not is_for_ranks:
             importlib.import_module(module.name)

@@ -16,11 +16,15 @@ from tasuki.algorithms.aggregation import denominator
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.config.schema import NodeConfig
 from tasuki.trainer.backends.fsdp.backend import FsdpBackend, Trained
+from tasuki.trainer.data.cost import SampleCost
 from tasuki.trainer.data.micro_batch import MicroBatch, micro_batch
 from tasuki.trainer.data.plan import plan_micro_batches
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.learner import Learner, LossReport, MetricPart, trained_roles
 from tasuki.trainer.roles import Role
+
+# Of the models that are made for these tests tokens are all that counts.
+COST = SampleCost(linear=1.0, quadratic=0.0)
 
 
 def start_learner(model: Path, *, mesh: DeviceMesh, rollout: Mapping[str, Any] | None = None, **trainer: Any) -> Learner:
@@ -48,7 +52,8 @@ def trained(learner: Learner, role: Role) -> Trained:
 
 def micro_batches(learner: Learner, samples: Samples, *, config: LossConfig, max_tokens: int) -> list[MicroBatch]:
     """This rank's. config: with its denominator."""
-    plan = plan_micro_batches(samples.num_tokens_S.tolist(), num_ranks=learner.backend.num_ranks, max_tokens=max_tokens)
+    lengths, num_ranks = samples.num_tokens_S.tolist(), learner.backend.num_ranks
+    plan = plan_micro_batches(lengths, num_ranks=num_ranks, max_tokens=max_tokens, cost=COST)
     version, device = learner.policy_version, learner.backend.device
     return [
         micro_batch(samples.select(part), config=config, policy_version=version, device=device)
@@ -62,7 +67,7 @@ def with_denominator(config: LossConfig, samples: Samples) -> LossConfig:
 
 
 def learn(learner: Learner, role: Role, samples: Samples, *, config: LossConfig, max_tokens: int = 4096) -> LossReport:
-    """One call, in micro-batches of at most `max_tokens` padded tokens. Its report over all ranks."""
+    """One call, in micro-batches of at most `max_tokens` tokens. Its report over all ranks."""
     config = config if config.denominator is not None else with_denominator(config, samples)
     batches = micro_batches(learner, samples, config=config, max_tokens=max_tokens)
     return whole_report(learner.forward_backward(role, batches, config=config))

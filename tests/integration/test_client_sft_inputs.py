@@ -105,6 +105,18 @@ def test_the_length_is_in_steps_or_in_epochs(config: Path, override: str | None,
     assert (settings.num_steps, settings.length_key) == (num_steps, key)
 
 
+@pytest.mark.parametrize("key", ["dataset", "eval_dataset"])
+def test_the_longest_sample_is_of_both_files(config: Path, key: str):
+    train, longer = config.parent / "train.jsonl", config.parent / "longer.jsonl"
+    longer.write_text('{"prompt": "abcd", "completion": "dcba"}\n')
+    loaded = load_config(config, overrides=[f'sft.eval_dataset="{train}"'])
+    assert loaded.sft is not None
+    assert read_sft(loaded, loaded.sft).longest_sample == 7
+    loaded = load_config(config, overrides=[f'sft.eval_dataset="{train}"', f'sft.{key}="{longer}"'])
+    assert loaded.sft is not None
+    assert read_sft(loaded, loaded.sft).longest_sample == 9
+
+
 def test_a_node_keeps_the_table_and_reads_it_again(config: Path, tmp_path: Path):
     loaded = load_config(config)
     save_config(loaded, tmp_path / "kept.toml")

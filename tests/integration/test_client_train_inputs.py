@@ -13,6 +13,7 @@ from tasuki.cli.__main__ import USER_ERROR, main
 from tasuki.cli.earlier_run import RunHead, write_head
 from tasuki.cli.recipe import recipe
 from tasuki.cli.run_folder import MetricsFile, read_steps
+from tasuki.cli.train_inputs import read_inputs
 from tasuki.client.loop_state import LoopState, write_loop_state
 from tasuki.client.step import Step
 from tasuki.config.load import load_config
@@ -61,6 +62,11 @@ def test_a_bad_line_of_the_dataset_is_named(config: Path, capsys: pytest.Capture
     with (config.parent / "train.jsonl").open("a") as lines:
         lines.write(line + "\n")
     assert problem in _error(config, capsys)
+
+
+def test_the_longest_sample_is_the_longest_prompt_with_a_whole_completion(config: Path):
+    (config.parent / "train.jsonl").write_text('{"prompt": "abc"}\n{"prompt": "abcdefg"}\n{"prompt": "a"}\n')
+    assert read_inputs(load_config(config)).longest_sample == 7 + 32
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import AutoModelForCausalLM
 
 from tasuki.algorithms.loss_types import Correction, LossConfig, ValueLoss
 from tasuki.trainer.backends.fsdp.memory import TAGS
+from tasuki.trainer.backends.fsdp.model import Policy
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.learner import Learner
@@ -24,7 +26,8 @@ from tasuki.trainer.service.requests import decode_samples
 from tasuki.wire.errors import GradientsNotFinite, InvalidArgument, VersionOrder
 from tests.integration.learning import fsdp, learn, start_learner, trained, whole_parameters
 from tests.integration.plain_critic import PlainCritic, add_head, value_samples
-from tests.models import make_model, save_checkpoint
+from tests.integration.trainer_samples import make_samples
+from tests.models import VOCAB_SIZE, make_model, save_checkpoint
 
 LOSSES = {Role.POLICY: LossConfig(correction=Correction(token_truncation=None)), Role.CRITIC: LossConfig(loss=ValueLoss())}
 SCHEDULE = {"learning_rate": 1.0, "lr_schedule": "linear", "warmup_steps": 1, "total_steps": 3}
@@ -76,6 +79,16 @@ def broken(samples: Samples) -> Samples:
     """Gradients of these overflow."""
     huge_N = np.full_like(samples.columns["advantages"], 3e38)
     return replace(samples, columns={**samples.columns, "advantages": huge_N, "returns": huge_N})
+
+
+def test_temperatures_are_not_rounded_to_the_compute_dtype(mesh: DeviceMesh, model: Path) -> None:
+    samples = decode_samples(make_samples(9, vocab_size=VOCAB_SIZE, temperature=0.7))
+    unsharded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="eager")
+    learner = start_learner(model, mesh=mesh, compute_dtype="bfloat16")
+    with torch.no_grad():
+        expected, _ = Policy(unsharded)(token_batch(samples, device=learner.backend.device))
+    # bfloat16 has 0.69921875 instead, which shows in the third decimal place.
+    assert scores(learner, Role.POLICY, samples) == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 def test_a_second_run_begins_its_schedule_at_step_0(mesh: DeviceMesh, model: Path, samples: Samples) -> None:

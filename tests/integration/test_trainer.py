@@ -23,7 +23,7 @@ async def test_it_says_what_it_is(client: TrainerClient, trainer_model: Path) ->
     model = AutoModelForCausalLM.from_pretrained(trainer_model)
     assert state.num_ranks == 2
     assert state.num_parameters == sum(param.numel() for param in model.parameters())
-    assert (state.vocab_size, state.context_length) == (VOCAB_SIZE, 256)
+    assert (state.vocab_size, state.context_length, state.micro_batch_tokens) == (VOCAB_SIZE, 256, 128)
     assert state.model_path == str(trainer_model)
     assert not state.HasField("published_version")
 

@@ -20,7 +20,7 @@ from tasuki.trainer.launch import read_launch
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
 from tests.integration import trainer_samples as plain
-from tests.integration.learning import learn, metric, start_learner, whole_gradients, whole_parameters
+from tests.integration.learning import COST, learn, metric, start_learner, whole_gradients, whole_parameters
 from tests.models import VOCAB_SIZE
 
 NUM_SAMPLES = 23
@@ -45,7 +45,8 @@ def run_step(model: Path, *, max_tokens: int, output: Path, mesh: DeviceMesh) ->
     if dist.get_rank() == 0:
         stem = f"{model.name}-{max_tokens}"
         save_file(tensors, output / f"{stem}.safetensors")
-        plan = plan_micro_batches(samples.num_tokens_S.tolist(), num_ranks=mesh.size(), max_tokens=max_tokens)
+        lengths = samples.num_tokens_S.tolist()
+        plan = plan_micro_batches(lengths, num_ranks=mesh.size(), max_tokens=max_tokens, cost=COST)
         metrics = {name: metric(report, name) for name in report.metrics}
         facts = {"metrics": metrics, "grad_norm": step.grad_norm, "num_micro_batches": len(plan[0])}
         (output / f"{stem}.json").write_text(json.dumps(facts))

@@ -1,33 +1,148 @@
-"""The plan of micro-batches: every sample once, within the cap, balanced over ranks in lock step."""
+"""The plan of micro-batches: every sample once, within the cap, and even over ranks in lock step."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasuki.trainer.data.plan import plan_micro_batches
+from tasuki.models.family import Model, full_attention
+from tasuki.planner.presets import MODELS
+from tasuki.trainer.data.cost import SampleCost, sample_cost
+from tasuki.trainer.data.plan import MicroBatchPlan, plan_micro_batches
+from tests.bench.micro_batches import LENGTHS, RANKS, ideal_cost, packed_cost, padded_cost, padded_snake_plan
 
-
-@given(
-    lengths=st.lists(st.integers(2, 40), min_size=1, max_size=60),
-    num_ranks=st.integers(1, 5),
-    max_tokens=st.integers(40, 200),
+QWEN = sample_cost(Model(shape=MODELS["qwen2.5-7b"], attention=full_attention(MODELS["qwen2.5-7b"])))
+CAP = 40
+CALLS = st.fixed_dictionaries(
+    {
+        # The longest and the shortest often: they fill micro-batches in tokens long before they are even in cost.
+        "lengths": st.lists(st.integers(1, CAP) | st.sampled_from([1, 2, CAP // 2, CAP]), min_size=1, max_size=80),
+        "num_ranks": st.integers(1, 5),
+        "max_tokens": st.integers(CAP, 3 * CAP),
+        "cost": st.builds(SampleCost, linear=st.floats(0.01, 100), quadratic=st.floats(0, 10)),
+    }
 )
-def test_a_plan_holds_every_sample_once_within_the_cap_and_alike_for_all_ranks(
-    lengths: list[int], num_ranks: int, max_tokens: int
-) -> None:
-    plan = plan_micro_batches(lengths, num_ranks=num_ranks, max_tokens=max_tokens)
+
+
+def costs_of(plan: MicroBatchPlan, lengths: Sequence[int], cost: SampleCost) -> list[list[float]]:
+    """[micro-batch][rank]."""
+    flops = cost.flops(np.array(lengths))
+    return [[float(flops[part].sum()) for part in step] for step in zip(*plan, strict=True)]
+
+
+@given(call=CALLS)
+def test_a_plan_holds_every_sample_once_within_the_cap_and_as_many_micro_batches_for_all_ranks(call: dict) -> None:
+    lengths, cap = call["lengths"], call["max_tokens"]
+    plan = plan_micro_batches(**call)
     assert sorted(index for rank in plan for part in rank for index in part) == list(range(len(lengths)))
-    assert len(plan) == num_ranks
+    assert len(plan) == call["num_ranks"]
     assert len({len(rank) for rank in plan}) == 1
-    for rank in plan:
-        for part in rank:
-            assert len(part) * max((lengths[index] for index in part), default=0) <= max_tokens
-    num_samples = [sum(len(part) for part in rank) for rank in plan]
-    assert max(num_samples) - min(num_samples) <= 1
-    num_tokens = [sum(lengths[index] for part in rank for index in part) for rank in plan]
-    assert max(num_tokens) - min(num_tokens) <= max(lengths)
+    assert max(sum(lengths[index] for index in part) for rank in plan for part in rank) <= cap
+    # No two of the fewest would fit into one, so they are more than half full on average.
+    assert len(plan[0]) <= -(-(2 * sum(lengths) // cap + 1) // call["num_ranks"])
+
+
+@given(call=CALLS)
+def test_a_micro_batch_is_empty_only_where_no_other_has_two_samples(call: dict) -> None:
+    sizes = {len(part) for rank in plan_micro_batches(**call) for part in rank}
+    assert 0 not in sizes or sizes == {0, 1}
+
+
+@given(call=CALLS)
+def test_the_kth_micro_batches_are_even_or_no_exchange_of_two_samples_lowers_the_dearest(call: dict) -> None:
+    lengths, cap, cost = call["lengths"], call["max_tokens"], call["cost"]
+    plan = plan_micro_batches(**call)
+    flops = [*cost.flops(np.array(lengths)), 0.0]
+    tokens = [*lengths, 0]
+    for step, costs in zip(zip(*plan, strict=True), costs_of(plan, lengths, cost), strict=True):
+        dear = int(np.argmax(costs))
+        if costs[dear] <= 1.001 * sum(costs) / len(costs):
+            continue
+        for other in set(range(len(step))) - {dear}:
+            for given_index in step[dear]:
+                for taken_index in (*step[other], -1):  # the last is no sample
+                    shift, moved = flops[given_index] - flops[taken_index], tokens[given_index] - tokens[taken_index]
+                    fits = sum(tokens[index] for index in step[other]) + moved <= cap
+                    assert not (fits and shift > 0 and max(costs[dear] - shift, costs[other] + shift) < 0.999999 * costs[dear])
+
+
+@given(call=CALLS)
+def test_the_dearest_micro_batches_come_first(call: dict) -> None:
+    costs = [max(step) for step in costs_of(plan_micro_batches(**call), call["lengths"], call["cost"])]
+    assert all(one >= 0.999999 * other for one, other in pairwise(costs))
+
+
+@given(call=CALLS, data=st.data())
+def test_the_order_of_samples_decides_only_among_those_of_one_length(call: dict, data: st.DataObject) -> None:
+    order = data.draw(st.permutations(range(len(call["lengths"]))))
+    shuffled = [call["lengths"][index] for index in order]
+
+    def shapes(plan: MicroBatchPlan, lengths: Sequence[int]) -> list[list[list[int]]]:
+        return [[sorted(lengths[index] for index in part) for part in rank] for rank in plan]
+
+    plan = plan_micro_batches(**call)
+    assert plan == plan_micro_batches(**call)
+    assert shapes(plan, call["lengths"]) == shapes(plan_micro_batches(**{**call, "lengths": shuffled}), shuffled)
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_step_costs_little_more_than_the_ideal(name: str, num_ranks: int) -> None:
+    each = LENGTHS[name]
+    bound = {"long, few": 1.15, "long-tailed": 1.05, "wide": 1.04}.get(name, 1.03)
+    for seed in range(5):
+        lengths = each.draw(seed)
+        plan = plan_micro_batches(lengths, num_ranks=num_ranks, max_tokens=each.max_tokens, cost=QWEN)
+        # No plan can be cheaper than this.
+        least = max(ideal_cost(lengths, num_ranks=num_ranks, cost=QWEN), float(QWEN.flops(np.array(lengths)).max()))
+        assert packed_cost(plan, lengths, cost=QWEN) <= bound * least
+        padded = padded_snake_plan(lengths, num_ranks=num_ranks, max_tokens=each.max_tokens)
+        assert len(plan[0]) <= len(padded[0])
+        if num_ranks == 8:
+            assert padded_cost(padded, lengths, cost=QWEN) > 1.1 * packed_cost(plan, lengths, cost=QWEN)
 
 
 def test_a_batch_that_fits_is_one_micro_batch_for_each_rank() -> None:
-    assert [len(rank) for rank in plan_micro_batches([5] * 64, num_ranks=2, max_tokens=160)] == [1, 1]
+    plan = plan_micro_batches([5] * 64, num_ranks=2, max_tokens=160, cost=QWEN)
+    assert [[len(part) for part in rank] for rank in plan] == [[32], [32]]
+
+
+def test_a_long_sample_s_round_leaves_samples_for_every_other_micro_batch() -> None:
+    """21 and 10 tokens fit beside the 40, and one of the other two micro-batches would then be empty."""
+    cost = SampleCost(linear=0.01, quadratic=1.0)
+    plan = plan_micro_batches([40, 21, 21, 10], num_ranks=2, max_tokens=40, cost=cost)
+    assert [[len(part) for part in rank] for rank in plan] == [[1, 1], [1, 1]]
+
+
+def test_short_samples_beside_a_long_one_stay_within_the_cap() -> None:
+    """A hundred of one token cost less than one of 40, and have no room in one micro-batch."""
+    cost = SampleCost(linear=0.01, quadratic=1.0)
+    lengths = [40, *[1] * 100]
+    plan = plan_micro_batches(lengths, num_ranks=2, max_tokens=40, cost=cost)
+    tokens = [[sum(lengths[index] for index in part) for part in rank] for rank in plan]
+    assert tokens == [[40, 30], [40, 30]]
+
+
+def test_fewer_samples_than_ranks_are_one_for_each_of_the_first() -> None:
+    assert plan_micro_batches([3, 9], num_ranks=4, max_tokens=16, cost=QWEN) == [[[1]], [[0]], [[]], [[]]]
+
+
+def test_short_samples_are_beside_each_other_while_a_long_one_runs() -> None:
+    """One that fills its micro-batch shares the step with the others' fullest, not with their average."""
+    cost = SampleCost(linear=1.0, quadratic=0.0)
+    plan = plan_micro_batches([16, *[1] * 24], num_ranks=2, max_tokens=16, cost=cost)
+    assert costs_of(plan, [16, *[1] * 24], cost) == [[16, 16], [4, 4]]
+
+
+@pytest.mark.parametrize("shortest", [1, 500, 9000])
+def test_ten_thousand_samples_are_planned_in_half_a_second(shortest: int) -> None:
+    lengths = np.random.default_rng(0).integers(shortest, 16_384, 10_000, endpoint=True).tolist()
+    started = time.process_time()
+    plan_micro_batches(lengths, num_ranks=8, max_tokens=16_384, cost=QWEN)
+    assert time.process_time() - started < 0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -115,8 +116,8 @@ def loaded(kind: str) -> PreTrainedModel:
 def test_a_policy_scores_as_transformers_and_a_poisoned_buffer_shows(kind: str) -> None:
     module = loaded(kind)
     model = model_of(module)
-    policy = Policy(module, final_logit_softcap=model.final_logit_softcap)
     expected = plain_scores(module)
+    policy = Policy(module, final_logit_softcap=model.final_logit_softcap)
     torch.testing.assert_close(scores(policy), expected, rtol=1e-5, atol=1e-5)
     for name in model.buffers():
         if name.endswith("original_inv_freq"):
@@ -132,7 +133,7 @@ def test_a_policy_scores_as_transformers_and_a_poisoned_buffer_shows(kind: str) 
 def test_logits_that_are_not_capped_show() -> None:
     module = loaded("gemma2")
     expected = plain_scores(module)
-    assert not torch.allclose(scores(Policy(module)), expected, atol=1e-2)
+    assert not torch.allclose(scores(Policy(deepcopy(module))), expected, atol=1e-2)
     module.set_attn_implementation("sdpa")
     assert not torch.allclose(plain_scores(module), expected, atol=1e-2)
 

@@ -119,7 +119,7 @@ def _causal_lm(checkpointing: str, vocab_size: int) -> Any:
 def _layout(causal_lm: Any, checkpointing: str) -> Layout:
     return Layout(
         model=shape_of(causal_lm.config.to_dict() | {"architectures": ["Qwen2ForCausalLM"]}),
-        num_gpus=1, gpu_bytes=GB, host_bytes=GB, num_ranks=1,
+        device="cpu", num_gpus=1, gpu_bytes=GB, host_bytes=GB, num_ranks=1,
         micro_batch_tokens=NUM_TOKENS, logit_tokens=NUM_TOKENS - 1, checkpointing=Checkpointing(checkpointing),
     )  # fmt: skip
 

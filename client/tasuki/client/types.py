@@ -256,6 +256,8 @@ class TrainerState:
     num_parameters: int
     vocab_size: int
     context_length: int
+    micro_batch_tokens: int
+    """Most tokens of the samples in one micro-batch, so also of a sample."""
     model_path: str
 
 

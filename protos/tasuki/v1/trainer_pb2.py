@@ -4,14 +4,19 @@
 # source: tasuki/v1/trainer.proto
 # Protobuf Python Version: 6.31.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
-_runtime_version.ValidateProtobufRuntimeVersion(_runtime_version.Domain.PUBLIC, 6, 31, 1, "", "tasuki/v1/trainer.proto")
+_runtime_version.ValidateProtobufRuntimeVersion(
+    _runtime_version.Domain.PUBLIC,
+    6,
+    31,
+    1,
+    '',
+    'tasuki/v1/trainer.proto'
+)
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
@@ -22,79 +27,77 @@ from tasuki.v1 import types_pb2 as tasuki_dot_v1_dot_types__pb2
 from tasuki.v1 import weights_pb2 as tasuki_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x17tasuki/v1/trainer.proto\x12\ttasuki.v1\x1a\x14tasuki/v1/loss.proto\x1a\x15tasuki/v1/types.proto\x1a\x17tasuki/v1/weights.proto"P\n\x0f\x42\x65ginRunRequest\x12%\n\x07\x63ommand\x18\x01 \x01(\x0b\x32\x14.tasuki.v1.CommandId\x12\x16\n\x0ekeep_optimizer\x18\x02 \x01(\x08"*\n\x10\x42\x65ginRunResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04"\x83\x01\n\x16\x46orwardBackwardRequest\x12\x32\n\x06header\x18\x01 \x01(\x0b\x32 .tasuki.v1.ForwardBackwardHeaderH\x00\x12-\n\x07samples\x18\x02 \x01(\x0b\x32\x1a.tasuki.v1.TrainingSamplesH\x00\x42\x06\n\x04part"\x82\x01\n\x15\x46orwardBackwardHeader\x12%\n\x07\x63ommand\x18\x01 \x01(\x0b\x32\x14.tasuki.v1.CommandId\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.tasuki.v1.Role\x12#\n\x04loss\x18\x03 \x01(\x0b\x32\x15.tasuki.v1.LossConfig"=\n\x0fTrainingSamples\x12*\n\x07samples\x18\x01 \x03(\x0b\x32\x19.tasuki.v1.TrainingSample"\x83\x02\n\x17\x46orwardBackwardResponse\x12\x0c\n\x04loss\x18\x01 \x01(\x01\x12\x13\n\x0bnum_samples\x18\x02 \x01(\x04\x12\x12\n\nnum_tokens\x18\x03 \x01(\x04\x12\x13\n\x0b\x64\x65nominator\x18\x04 \x01(\x01\x12@\n\x07metrics\x18\x05 \x03(\x0b\x32/.tasuki.v1.ForwardBackwardResponse.MetricsEntry\x12\x19\n\x11num_micro_batches\x18\x06 \x01(\r\x12\x0f\n\x07seconds\x18\x07 \x01(\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01"\xb4\x01\n\x10OptimStepRequest\x12%\n\x07\x63ommand\x18\x01 \x01(\x0b\x32\x14.tasuki.v1.CommandId\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.tasuki.v1.Role\x12\x1a\n\rlearning_rate\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x1a\n\rschedule_step\x18\x04 \x01(\x04H\x01\x88\x01\x01\x42\x10\n\x0e_learning_rateB\x10\n\x0e_schedule_step"s\n\x11OptimStepResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x11\n\tgrad_norm\x18\x02 \x01(\x01\x12\x15\n\rlearning_rate\x18\x03 \x01(\x01\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12\x12\n\nis_skipped\x18\x05 \x01(\x08"_\n\x17\x44iscardGradientsRequest\x12%\n\x07\x63ommand\x18\x01 \x01(\x0b\x32\x14.tasuki.v1.CommandId\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.tasuki.v1.Role"\x1a\n\x18\x44iscardGradientsResponse"\x83\x01\n\x16\x43omputeLogProbsRequest\x12\x32\n\x06header\x18\x01 \x01(\x0b\x32 .tasuki.v1.ComputeLogProbsHeaderH\x00\x12-\n\x07samples\x18\x02 \x01(\x0b\x32\x1a.tasuki.v1.TrainingSamplesH\x00\x42\x06\n\x04part"6\n\x15\x43omputeLogProbsHeader\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.tasuki.v1.Role"D\n\x17\x43omputeLogProbsResponse\x12)\n\x07samples\x18\x01 \x03(\x0b\x32\x18.tasuki.v1.TokenLogProbs""\n\rTokenLogProbs\x12\x11\n\tlog_probs\x18\x01 \x03(\x02"C\n\x14\x43omputeValuesRequest\x12+\n\x07samples\x18\x01 \x01(\x0b\x32\x1a.tasuki.v1.TrainingSamples"@\n\x15\x43omputeValuesResponse\x12\'\n\x07samples\x18\x01 \x03(\x0b\x32\x16.tasuki.v1.TokenValues"\x1d\n\x0bTokenValues\x12\x0e\n\x06values\x18\x01 \x03(\x02">\n\x15PublishWeightsRequest\x12%\n\x07\x63ommand\x18\x01 \x01(\x0b\x32\x14.tasuki.v1.CommandId"p\n\x16PublishWeightsResponse\x12,\n\x07weights\x18\x01 \x01(\x0b\x32\x1b.tasuki.v1.PublishedWeights\x12\x17\n\x0fpublished_bytes\x18\x02 \x01(\x04\x12\x0f\n\x07seconds\x18\x03 \x01(\x01"?\n\x16WithdrawWeightsRequest\x12%\n\x07\x63ommand\x18\x01 \x01(\x0b\x32\x14.tasuki.v1.CommandId"\x19\n\x17WithdrawWeightsResponse"L\n\x15SaveCheckpointRequest\x12%\n\x07\x63ommand\x18\x01 \x01(\x0b\x32\x14.tasuki.v1.CommandId\x12\x0c\n\x04path\x18\x02 \x01(\t"P\n\x16SaveCheckpointResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0f\n\x07seconds\x18\x03 \x01(\x01"L\n\x15LoadCheckpointRequest\x12%\n\x07\x63ommand\x18\x01 \x01(\x0b\x32\x14.tasuki.v1.CommandId\x12\x0c\n\x04path\x18\x02 \x01(\t"U\n\x16LoadCheckpointResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12#\n\x05roles\x18\x02 \x03(\x0b\x32\x14.tasuki.v1.RoleState"I\n\x12\x45xportModelRequest\x12%\n\x07\x63ommand\x18\x01 \x01(\x0b\x32\x14.tasuki.v1.CommandId\x12\x0c\n\x04path\x18\x02 \x01(\t"M\n\x13\x45xportModelResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0f\n\x07seconds\x18\x03 \x01(\x01"6\n\x16GetTrainerStateRequest\x12\x12\n\x05\x65poch\x18\x01 \x01(\x04H\x00\x88\x01\x01\x42\x08\n\x06_epoch"\xa3\x03\n\x17GetTrainerStateResponse\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x1f\n\x05stage\x18\x04 \x01(\x0e\x32\x10.tasuki.v1.Stage\x12+\n\rresident_tags\x18\x05 \x03(\x0e\x32\x14.tasuki.v1.MemoryTag\x12\x16\n\x0epolicy_version\x18\x06 \x01(\x04\x12\x1e\n\x11published_version\x18\x07 \x01(\x04H\x00\x88\x01\x01\x12\x15\n\rhas_gradients\x18\x08 \x01(\x08\x12\x11\n\tnum_ranks\x18\t \x01(\r\x12\x16\n\x0enum_parameters\x18\n \x01(\x04\x12\x12\n\nvocab_size\x18\x0b \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x0c \x01(\r\x12\x12\n\nmodel_path\x18\r \x01(\t\x12\x13\n\x0bis_in_stage\x18\x0e \x01(\x08\x12#\n\x05roles\x18\x0f \x03(\x0b\x32\x14.tasuki.v1.RoleStateB\x14\n\x12_published_version"\x82\x01\n\tRoleState\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.tasuki.v1.Role\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x16\n\x0eschedule_start\x18\x03 \x01(\x04\x12\x15\n\rhas_gradients\x18\x04 \x01(\x08\x12\x16\n\x0enum_parameters\x18\x05 \x01(\x04\x32\x93\x08\n\x0eTrainerService\x12\x43\n\x08\x42\x65ginRun\x12\x1a.tasuki.v1.BeginRunRequest\x1a\x1b.tasuki.v1.BeginRunResponse\x12Z\n\x0f\x46orwardBackward\x12!.tasuki.v1.ForwardBackwardRequest\x1a".tasuki.v1.ForwardBackwardResponse(\x01\x12\x46\n\tOptimStep\x12\x1b.tasuki.v1.OptimStepRequest\x1a\x1c.tasuki.v1.OptimStepResponse\x12[\n\x10\x44iscardGradients\x12".tasuki.v1.DiscardGradientsRequest\x1a#.tasuki.v1.DiscardGradientsResponse\x12\\\n\x0f\x43omputeLogProbs\x12!.tasuki.v1.ComputeLogProbsRequest\x1a".tasuki.v1.ComputeLogProbsResponse(\x01\x30\x01\x12V\n\rComputeValues\x12\x1f.tasuki.v1.ComputeValuesRequest\x1a .tasuki.v1.ComputeValuesResponse(\x01\x30\x01\x12U\n\x0ePublishWeights\x12 .tasuki.v1.PublishWeightsRequest\x1a!.tasuki.v1.PublishWeightsResponse\x12X\n\x0fWithdrawWeights\x12!.tasuki.v1.WithdrawWeightsRequest\x1a".tasuki.v1.WithdrawWeightsResponse\x12U\n\x0eSaveCheckpoint\x12 .tasuki.v1.SaveCheckpointRequest\x1a!.tasuki.v1.SaveCheckpointResponse\x12U\n\x0eLoadCheckpoint\x12 .tasuki.v1.LoadCheckpointRequest\x1a!.tasuki.v1.LoadCheckpointResponse\x12L\n\x0b\x45xportModel\x12\x1d.tasuki.v1.ExportModelRequest\x1a\x1e.tasuki.v1.ExportModelResponse\x12X\n\x0fGetTrainerState\x12!.tasuki.v1.GetTrainerStateRequest\x1a".tasuki.v1.GetTrainerStateResponseb\x06proto3'
-)
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tasuki/v1/trainer.proto\x12\ttasuki.v1\x1a\x14tasuki/v1/loss.proto\x1a\x15tasuki/v1/types.proto\x1a\x17tasuki/v1/weights.proto\"P\n\x0f\x42\x65ginRunRequest\x12%\n\x07\x63ommand\x18\x01 \x01(\x0b\x32\x14.tasuki.v1.CommandId\x12\x16\n\x0ekeep_optimizer\x18\x02 \x01(\x08\"*\n\x10\x42\x65ginRunResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\"\x83\x01\n\x16\x46orwardBackwardRequest\x12\x32\n\x06header\x18\x01 \x01(\x0b\x32 .tasuki.v1.ForwardBackwardHeaderH\x00\x12-\n\x07samples\x18\x02 \x01(\x0b\x32\x1a.tasuki.v1.TrainingSamplesH\x00\x42\x06\n\x04part\"\x82\x01\n\x15\x46orwardBackwardHeader\x12%\n\x07\x63ommand\x18\x01 \x01(\x0b\x32\x14.tasuki.v1.CommandId\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.tasuki.v1.Role\x12#\n\x04loss\x18\x03 \x01(\x0b\x32\x15.tasuki.v1.LossConfig\"=\n\x0fTrainingSamples\x12*\n\x07samples\x18\x01 \x03(\x0b\x32\x19.tasuki.v1.TrainingSample\"\x83\x02\n\x17\x46orwardBackwardResponse\x12\x0c\n\x04loss\x18\x01 \x01(\x01\x12\x13\n\x0bnum_samples\x18\x02 \x01(\x04\x12\x12\n\nnum_tokens\x18\x03 \x01(\x04\x12\x13\n\x0b\x64\x65nominator\x18\x04 \x01(\x01\x12@\n\x07metrics\x18\x05 \x03(\x0b\x32/.tasuki.v1.ForwardBackwardResponse.MetricsEntry\x12\x19\n\x11num_micro_batches\x18\x06 \x01(\r\x12\x0f\n\x07seconds\x18\x07 \x01(\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xb4\x01\n\x10OptimStepRequest\x12%\n\x07\x63ommand\x18\x01 \x01(\x0b\x32\x14.tasuki.v1.CommandId\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.tasuki.v1.Role\x12\x1a\n\rlearning_rate\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x1a\n\rschedule_step\x18\x04 \x01(\x04H\x01\x88\x01\x01\x42\x10\n\x0e_learning_rateB\x10\n\x0e_schedule_step\"s\n\x11OptimStepResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x11\n\tgrad_norm\x18\x02 \x01(\x01\x12\x15\n\rlearning_rate\x18\x03 \x01(\x01\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12\x12\n\nis_skipped\x18\x05 \x01(\x08\"_\n\x17\x44iscardGradientsRequest\x12%\n\x07\x63ommand\x18\x01 \x01(\x0b\x32\x14.tasuki.v1.CommandId\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.tasuki.v1.Role\"\x1a\n\x18\x44iscardGradientsResponse\"\x83\x01\n\x16\x43omputeLogProbsRequest\x12\x32\n\x06header\x18\x01 \x01(\x0b\x32 .tasuki.v1.ComputeLogProbsHeaderH\x00\x12-\n\x07samples\x18\x02 \x01(\x0b\x32\x1a.tasuki.v1.TrainingSamplesH\x00\x42\x06\n\x04part\"6\n\x15\x43omputeLogProbsHeader\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.tasuki.v1.Role\"D\n\x17\x43omputeLogProbsResponse\x12)\n\x07samples\x18\x01 \x03(\x0b\x32\x18.tasuki.v1.TokenLogProbs\"\"\n\rTokenLogProbs\x12\x11\n\tlog_probs\x18\x01 \x03(\x02\"C\n\x14\x43omputeValuesRequest\x12+\n\x07samples\x18\x01 \x01(\x0b\x32\x1a.tasuki.v1.TrainingSamples\"@\n\x15\x43omputeValuesResponse\x12\'\n\x07samples\x18\x01 \x03(\x0b\x32\x16.tasuki.v1.TokenValues\"\x1d\n\x0bTokenValues\x12\x0e\n\x06values\x18\x01 \x03(\x02\">\n\x15PublishWeightsRequest\x12%\n\x07\x63ommand\x18\x01 \x01(\x0b\x32\x14.tasuki.v1.CommandId\"p\n\x16PublishWeightsResponse\x12,\n\x07weights\x18\x01 \x01(\x0b\x32\x1b.tasuki.v1.PublishedWeights\x12\x17\n\x0fpublished_bytes\x18\x02 \x01(\x04\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"?\n\x16WithdrawWeightsRequest\x12%\n\x07\x63ommand\x18\x01 \x01(\x0b\x32\x14.tasuki.v1.CommandId\"\x19\n\x17WithdrawWeightsResponse\"L\n\x15SaveCheckpointRequest\x12%\n\x07\x63ommand\x18\x01 \x01(\x0b\x32\x14.tasuki.v1.CommandId\x12\x0c\n\x04path\x18\x02 \x01(\t\"P\n\x16SaveCheckpointResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"L\n\x15LoadCheckpointRequest\x12%\n\x07\x63ommand\x18\x01 \x01(\x0b\x32\x14.tasuki.v1.CommandId\x12\x0c\n\x04path\x18\x02 \x01(\t\"U\n\x16LoadCheckpointResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12#\n\x05roles\x18\x02 \x03(\x0b\x32\x14.tasuki.v1.RoleState\"I\n\x12\x45xportModelRequest\x12%\n\x07\x63ommand\x18\x01 \x01(\x0b\x32\x14.tasuki.v1.CommandId\x12\x0c\n\x04path\x18\x02 \x01(\t\"M\n\x13\x45xportModelResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"6\n\x16GetTrainerStateRequest\x12\x12\n\x05\x65poch\x18\x01 \x01(\x04H\x00\x88\x01\x01\x42\x08\n\x06_epoch\"\xbf\x03\n\x17GetTrainerStateResponse\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x1f\n\x05stage\x18\x04 \x01(\x0e\x32\x10.tasuki.v1.Stage\x12+\n\rresident_tags\x18\x05 \x03(\x0e\x32\x14.tasuki.v1.MemoryTag\x12\x16\n\x0epolicy_version\x18\x06 \x01(\x04\x12\x1e\n\x11published_version\x18\x07 \x01(\x04H\x00\x88\x01\x01\x12\x15\n\rhas_gradients\x18\x08 \x01(\x08\x12\x11\n\tnum_ranks\x18\t \x01(\r\x12\x16\n\x0enum_parameters\x18\n \x01(\x04\x12\x12\n\nvocab_size\x18\x0b \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x0c \x01(\r\x12\x12\n\nmodel_path\x18\r \x01(\t\x12\x13\n\x0bis_in_stage\x18\x0e \x01(\x08\x12#\n\x05roles\x18\x0f \x03(\x0b\x32\x14.tasuki.v1.RoleState\x12\x1a\n\x12micro_batch_tokens\x18\x10 \x01(\rB\x14\n\x12_published_version\"\x82\x01\n\tRoleState\x12\x1d\n\x04role\x18\x01 \x01(\x0e\x32\x0f.tasuki.v1.Role\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x16\n\x0eschedule_start\x18\x03 \x01(\x04\x12\x15\n\rhas_gradients\x18\x04 \x01(\x08\x12\x16\n\x0enum_parameters\x18\x05 \x01(\x04\x32\x93\x08\n\x0eTrainerService\x12\x43\n\x08\x42\x65ginRun\x12\x1a.tasuki.v1.BeginRunRequest\x1a\x1b.tasuki.v1.BeginRunResponse\x12Z\n\x0f\x46orwardBackward\x12!.tasuki.v1.ForwardBackwardRequest\x1a\".tasuki.v1.ForwardBackwardResponse(\x01\x12\x46\n\tOptimStep\x12\x1b.tasuki.v1.OptimStepRequest\x1a\x1c.tasuki.v1.OptimStepResponse\x12[\n\x10\x44iscardGradients\x12\".tasuki.v1.DiscardGradientsRequest\x1a#.tasuki.v1.DiscardGradientsResponse\x12\\\n\x0f\x43omputeLogProbs\x12!.tasuki.v1.ComputeLogProbsRequest\x1a\".tasuki.v1.ComputeLogProbsResponse(\x01\x30\x01\x12V\n\rComputeValues\x12\x1f.tasuki.v1.ComputeValuesRequest\x1a .tasuki.v1.ComputeValuesResponse(\x01\x30\x01\x12U\n\x0ePublishWeights\x12 .tasuki.v1.PublishWeightsRequest\x1a!.tasuki.v1.PublishWeightsResponse\x12X\n\x0fWithdrawWeights\x12!.tasuki.v1.WithdrawWeightsRequest\x1a\".tasuki.v1.WithdrawWeightsResponse\x12U\n\x0eSaveCheckpoint\x12 .tasuki.v1.SaveCheckpointRequest\x1a!.tasuki.v1.SaveCheckpointResponse\x12U\n\x0eLoadCheckpoint\x12 .tasuki.v1.LoadCheckpointRequest\x1a!.tasuki.v1.LoadCheckpointResponse\x12L\n\x0b\x45xportModel\x12\x1d.tasuki.v1.ExportModelRequest\x1a\x1e.tasuki.v1.ExportModelResponse\x12X\n\x0fGetTrainerState\x12!.tasuki.v1.GetTrainerStateRequest\x1a\".tasuki.v1.GetTrainerStateResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "tasuki.v1.trainer_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tasuki.v1.trainer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_FORWARDBACKWARDRESPONSE_METRICSENTRY"]._loaded_options = None
-    _globals["_FORWARDBACKWARDRESPONSE_METRICSENTRY"]._serialized_options = b"8\001"
-    _globals["_BEGINRUNREQUEST"]._serialized_start = 108
-    _globals["_BEGINRUNREQUEST"]._serialized_end = 188
-    _globals["_BEGINRUNRESPONSE"]._serialized_start = 190
-    _globals["_BEGINRUNRESPONSE"]._serialized_end = 232
-    _globals["_FORWARDBACKWARDREQUEST"]._serialized_start = 235
-    _globals["_FORWARDBACKWARDREQUEST"]._serialized_end = 366
-    _globals["_FORWARDBACKWARDHEADER"]._serialized_start = 369
-    _globals["_FORWARDBACKWARDHEADER"]._serialized_end = 499
-    _globals["_TRAININGSAMPLES"]._serialized_start = 501
-    _globals["_TRAININGSAMPLES"]._serialized_end = 562
-    _globals["_FORWARDBACKWARDRESPONSE"]._serialized_start = 565
-    _globals["_FORWARDBACKWARDRESPONSE"]._serialized_end = 824
-    _globals["_FORWARDBACKWARDRESPONSE_METRICSENTRY"]._serialized_start = 778
-    _globals["_FORWARDBACKWARDRESPONSE_METRICSENTRY"]._serialized_end = 824
-    _globals["_OPTIMSTEPREQUEST"]._serialized_start = 827
-    _globals["_OPTIMSTEPREQUEST"]._serialized_end = 1007
-    _globals["_OPTIMSTEPRESPONSE"]._serialized_start = 1009
-    _globals["_OPTIMSTEPRESPONSE"]._serialized_end = 1124
-    _globals["_DISCARDGRADIENTSREQUEST"]._serialized_start = 1126
-    _globals["_DISCARDGRADIENTSREQUEST"]._serialized_end = 1221
-    _globals["_DISCARDGRADIENTSRESPONSE"]._serialized_start = 1223
-    _globals["_DISCARDGRADIENTSRESPONSE"]._serialized_end = 1249
-    _globals["_COMPUTELOGPROBSREQUEST"]._serialized_start = 1252
-    _globals["_COMPUTELOGPROBSREQUEST"]._serialized_end = 1383
-    _globals["_COMPUTELOGPROBSHEADER"]._serialized_start = 1385
-    _globals["_COMPUTELOGPROBSHEADER"]._serialized_end = 1439
-    _globals["_COMPUTELOGPROBSRESPONSE"]._serialized_start = 1441
-    _globals["_COMPUTELOGPROBSRESPONSE"]._serialized_end = 1509
-    _globals["_TOKENLOGPROBS"]._serialized_start = 1511
-    _globals["_TOKENLOGPROBS"]._serialized_end = 1545
-    _globals["_COMPUTEVALUESREQUEST"]._serialized_start = 1547
-    _globals["_COMPUTEVALUESREQUEST"]._serialized_end = 1614
-    _globals["_COMPUTEVALUESRESPONSE"]._serialized_start = 1616
-    _globals["_COMPUTEVALUESRESPONSE"]._serialized_end = 1680
-    _globals["_TOKENVALUES"]._serialized_start = 1682
-    _globals["_TOKENVALUES"]._serialized_end = 1711
-    _globals["_PUBLISHWEIGHTSREQUEST"]._serialized_start = 1713
-    _globals["_PUBLISHWEIGHTSREQUEST"]._serialized_end = 1775
-    _globals["_PUBLISHWEIGHTSRESPONSE"]._serialized_start = 1777
-    _globals["_PUBLISHWEIGHTSRESPONSE"]._serialized_end = 1889
-    _globals["_WITHDRAWWEIGHTSREQUEST"]._serialized_start = 1891
-    _globals["_WITHDRAWWEIGHTSREQUEST"]._serialized_end = 1954
-    _globals["_WITHDRAWWEIGHTSRESPONSE"]._serialized_start = 1956
-    _globals["_WITHDRAWWEIGHTSRESPONSE"]._serialized_end = 1981
-    _globals["_SAVECHECKPOINTREQUEST"]._serialized_start = 1983
-    _globals["_SAVECHECKPOINTREQUEST"]._serialized_end = 2059
-    _globals["_SAVECHECKPOINTRESPONSE"]._serialized_start = 2061
-    _globals["_SAVECHECKPOINTRESPONSE"]._serialized_end = 2141
-    _globals["_LOADCHECKPOINTREQUEST"]._serialized_start = 2143
-    _globals["_LOADCHECKPOINTREQUEST"]._serialized_end = 2219
-    _globals["_LOADCHECKPOINTRESPONSE"]._serialized_start = 2221
-    _globals["_LOADCHECKPOINTRESPONSE"]._serialized_end = 2306
-    _globals["_EXPORTMODELREQUEST"]._serialized_start = 2308
-    _globals["_EXPORTMODELREQUEST"]._serialized_end = 2381
-    _globals["_EXPORTMODELRESPONSE"]._serialized_start = 2383
-    _globals["_EXPORTMODELRESPONSE"]._serialized_end = 2460
-    _globals["_GETTRAINERSTATEREQUEST"]._serialized_start = 2462
-    _globals["_GETTRAINERSTATEREQUEST"]._serialized_end = 2516
-    _globals["_GETTRAINERSTATERESPONSE"]._serialized_start = 2519
-    _globals["_GETTRAINERSTATERESPONSE"]._serialized_end = 2938
-    _globals["_ROLESTATE"]._serialized_start = 2941
-    _globals["_ROLESTATE"]._serialized_end = 3071
-    _globals["_TRAINERSERVICE"]._serialized_start = 3074
-    _globals["_TRAINERSERVICE"]._serialized_end = 4117
+  DESCRIPTOR._loaded_options = None
+  _globals['_FORWARDBACKWARDRESPONSE_METRICSENTRY']._loaded_options = None
+  _globals['_FORWARDBACKWARDRESPONSE_METRICSENTRY']._serialized_options = b'8\001'
+  _globals['_BEGINRUNREQUEST']._serialized_start=108
+  _globals['_BEGINRUNREQUEST']._serialized_end=188
+  _globals['_BEGINRUNRESPONSE']._serialized_start=190
+  _globals['_BEGINRUNRESPONSE']._serialized_end=232
+  _globals['_FORWARDBACKWARDREQUEST']._serialized_start=235
+  _globals['_FORWARDBACKWARDREQUEST']._serialized_end=366
+  _globals['_FORWARDBACKWARDHEADER']._serialized_start=369
+  _globals['_FORWARDBACKWARDHEADER']._serialized_end=499
+  _globals['_TRAININGSAMPLES']._serialized_start=501
+  _globals['_TRAININGSAMPLES']._serialized_end=562
+  _globals['_FORWARDBACKWARDRESPONSE']._serialized_start=565
+  _globals['_FORWARDBACKWARDRESPONSE']._serialized_end=824
+  _globals['_FORWARDBACKWARDRESPONSE_METRICSENTRY']._serialized_start=778
+  _globals['_FORWARDBACKWARDRESPONSE_METRICSENTRY']._serialized_end=824
+  _globals['_OPTIMSTEPREQUEST']._serialized_start=827
+  _globals['_OPTIMSTEPREQUEST']._serialized_end=1007
+  _globals['_OPTIMSTEPRESPONSE']._serialized_start=1009
+  _globals['_OPTIMSTEPRESPONSE']._serialized_end=1124
+  _globals['_DISCARDGRADIENTSREQUEST']._serialized_start=1126
+  _globals['_DISCARDGRADIENTSREQUEST']._serialized_end=1221
+  _globals['_DISCARDGRADIENTSRESPONSE']._serialized_start=1223
+  _globals['_DISCARDGRADIENTSRESPONSE']._serialized_end=1249
+  _globals['_COMPUTELOGPROBSREQUEST']._serialized_start=1252
+  _globals['_COMPUTELOGPROBSREQUEST']._serialized_end=1383
+  _globals['_COMPUTELOGPROBSHEADER']._serialized_start=1385
+  _globals['_COMPUTELOGPROBSHEADER']._serialized_end=1439
+  _globals['_COMPUTELOGPROBSRESPONSE']._serialized_start=1441
+  _globals['_COMPUTELOGPROBSRESPONSE']._serialized_end=1509
+  _globals['_TOKENLOGPROBS']._serialized_start=1511
+  _globals['_TOKENLOGPROBS']._serialized_end=1545
+  _globals['_COMPUTEVALUESREQUEST']._serialized_start=1547
+  _globals['_COMPUTEVALUESREQUEST']._serialized_end=1614
+  _globals['_COMPUTEVALUESRESPONSE']._serialized_start=1616
+  _globals['_COMPUTEVALUESRESPONSE']._serialized_end=1680
+  _globals['_TOKENVALUES']._serialized_start=1682
+  _globals['_TOKENVALUES']._serialized_end=1711
+  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_start=1713
+  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_end=1775
+  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_start=1777
+  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_end=1889
+  _globals['_WITHDRAWWEIGHTSREQUEST']._serialized_start=1891
+  _globals['_WITHDRAWWEIGHTSREQUEST']._serialized_end=1954
+  _globals['_WITHDRAWWEIGHTSRESPONSE']._serialized_start=1956
+  _globals['_WITHDRAWWEIGHTSRESPONSE']._serialized_end=1981
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=1983
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=2059
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=2061
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=2141
+  _globals['_LOADCHECKPOINTREQUEST']._serialized_start=2143
+  _globals['_LOADCHECKPOINTREQUEST']._serialized_end=2219
+  _globals['_LOADCHECKPOINTRESPONSE']._serialized_start=2221
+  _globals['_LOADCHECKPOINTRESPONSE']._serialized_end=2306
+  _globals['_EXPORTMODELREQUEST']._serialized_start=2308
+  _globals['_EXPORTMODELREQUEST']._serialized_end=2381
+  _globals['_EXPORTMODELRESPONSE']._serialized_start=2383
+  _globals['_EXPORTMODELRESPONSE']._serialized_end=2460
+  _globals['_GETTRAINERSTATEREQUEST']._serialized_start=2462
+  _globals['_GETTRAINERSTATEREQUEST']._serialized_end=2516
+  _globals['_GETTRAINERSTATERESPONSE']._serialized_start=2519
+  _globals['_GETTRAINERSTATERESPONSE']._serialized_end=2966
+  _globals['_ROLESTATE']._serialized_start=2969
+  _globals['_ROLESTATE']._serialized_end=3099
+  _globals['_TRAINERSERVICE']._serialized_start=3102
+  _globals['_TRAINERSERVICE']._serialized_end=4145
 # @@protoc_insertion_point(module_scope)

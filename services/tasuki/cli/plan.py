@@ -23,6 +23,7 @@ from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node_plan import node_layout
 from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS, find_preset
+from tasuki.planner.step_tokens import most_tokens
 from tasuki.wire.errors import InvalidArgument
 
 DOES_NOT_FIT = 1
@@ -119,7 +120,7 @@ def _of_model(shape: ModelShape | None, wishes: Wishes) -> Layout:
     settings |= wishes.settings or {}
     settings["checkpointing"] = Checkpointing(settings["checkpointing"])
     settings.setdefault("num_engines", max(1, num_gpus // max(1, settings.get("tp_size", 1))))
-    return Layout(
+    layout = Layout(
         model=shape,
         num_gpus=num_gpus,
         num_ranks=num_gpus,
@@ -127,6 +128,7 @@ def _of_model(shape: ModelShape | None, wishes: Wishes) -> Layout:
         host_bytes=_host_bytes(wishes),
         **settings,
     )
+    return layout if "micro_batch_tokens" in settings else replace(layout, micro_batch_tokens=most_tokens(layout))
 
 
 def _gpu_bytes(wishes: Wishes, *, default: float | None) -> int:

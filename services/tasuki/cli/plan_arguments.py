@@ -22,7 +22,13 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     model = parser.add_argument_group("for a model or a preset; a node's TOML says these itself (--set A.B=VALUE)")
     model.add_argument("--tp", type=int, dest="tp_size", metavar="N", help="GPUs of one engine; there are GPUs / N engines")
-    model.add_argument("--tokens", type=int, dest="micro_batch_tokens", metavar="N", help="tokens of a micro-batch")
+    model.add_argument(
+        "--tokens",
+        type=int,
+        dest="micro_batch_tokens",
+        metavar="N",
+        help="tokens of a micro-batch; by default those that a node would have",
+    )
     model.add_argument("--kv-ratio", type=float, metavar="R")
     model.add_argument("--context", type=int, dest="context_length", metavar="N", help="longest sequence")
     model.add_argument("--checkpointing", choices=[*Checkpointing])

@@ -32,6 +32,10 @@ class RlTraining:
     def settings(self) -> RunSettings:
         return rl_run_settings(self.inputs.train)
 
+    @property
+    def longest_sample(self) -> int:
+        return self.inputs.longest_sample
+
     def dataset(self) -> Dataset[Row]:
         return Dataset(self.inputs.rows, seed=self.inputs.train.seed)
 

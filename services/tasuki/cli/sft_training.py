@@ -50,6 +50,11 @@ class SftTraining:
             save_every=sft.save_every,
         )
 
+    @property
+    def longest_sample(self) -> int:
+        samples = [*self.samples, *self.eval_samples]
+        return max(len(sample.prompt_token_ids) + len(sample.completion_token_ids) for sample in samples)
+
     def dataset(self) -> Dataset[TrainingSample]:
         return Dataset(self.samples, seed=self.sft.seed)
 
@@ -91,7 +96,7 @@ def read_sft(config: NodeConfig, sft: SftConfig) -> SftTraining:
 
 def _max_tokens(config: NodeConfig, sft: SftConfig) -> int:
     """Of one sample. Rollout's context length does not count: nothing is generated."""
-    context, budget = read_model_shape(config.model.path).context_length, config.trainer.micro_batch_tokens
+    context, budget = read_model_shape(config.model.path).context_length, config.most_micro_batch_tokens
     limit, name = min((context, "the model's context length"), (budget, "trainer.micro_batch_tokens"))
     if sft.max_tokens is not None and sft.max_tokens > limit:
         raise InvalidArgument("sft.max_tokens", f"is {sft.max_tokens}, above {name} of {limit}; lower it")

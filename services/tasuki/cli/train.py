@@ -102,9 +102,17 @@ def _run(
     return 0
 
 
+def check_longest_sample(num_tokens: int, *, limit: int) -> None:
+    """Raises InvalidArgument where a sample may have more tokens than a micro-batch of the node, for which the planner may have chosen."""
+    if num_tokens > limit:
+        problem = f"is {limit} on this node, and a sample of this run may have {num_tokens} tokens; set it to as many, or shorten samples"
+        raise InvalidArgument("trainer.micro_batch_tokens", problem, num_tokens=num_tokens, limit=limit)
+
+
 def _train(config: NodeConfig, training: Training, loop: Loop, earlier: EarlierRun | None, *, started: float) -> None:
     settings, target = training.settings, node_targets(config)["coordinator"]
     with Client(target) as client, TrainProgress(target, num_steps=settings.num_steps) as progress:
+        check_longest_sample(training.longest_sample, limit=client.trainer_state().micro_batch_tokens)
         num_changeovers = client.state().num_changeovers
         start = begin(client, config, settings) if earlier is None else go_on(client, config, settings, earlier)
         # Only from here on what the node has done is of this run.

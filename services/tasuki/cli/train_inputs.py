@@ -22,6 +22,8 @@ class TrainInputs:
     tokenizer: ModelTokenizer
     rows: list[Row]
     eval_rows: list[Row]
+    longest_sample: int
+    """Tokens of the longest prompt of `rows`, with a completion as long as it may be."""
 
 
 def read_inputs(config: NodeConfig) -> TrainInputs:
@@ -37,8 +39,8 @@ def read_inputs(config: NodeConfig) -> TrainInputs:
     if train.stop_at_eval_score is not None and not eval_rows:
         raise InvalidArgument("train.stop_at_eval_score", "needs an eval_dataset")
     tokenizer = ModelTokenizer(config.model.path)
-    limit = min(_context_length(config), config.trainer.micro_batch_tokens)
-    check_lengths(
+    limit = min(_context_length(config), config.most_micro_batch_tokens)
+    longest = check_lengths(
         rows,
         tokenizer=tokenizer,
         limit=limit,
@@ -50,7 +52,7 @@ def read_inputs(config: NodeConfig) -> TrainInputs:
     if max_new_tokens is None:
         key, max_new_tokens = "train.max_new_tokens", train.max_new_tokens
     check_lengths(eval_rows, tokenizer=tokenizer, limit=limit, key=key, max_new_tokens=max_new_tokens, path=train.eval_dataset)
-    return TrainInputs(train, tokenizer, rows, eval_rows)
+    return TrainInputs(train, tokenizer, rows, eval_rows, longest)
 
 
 def check_output(settings: RunSettings) -> None:
@@ -66,14 +68,16 @@ def check_output(settings: RunSettings) -> None:
 
 def check_lengths(
     rows: Sequence[Row], *, tokenizer: ModelTokenizer, limit: int, key: str, max_new_tokens: int, path: Path | None
-) -> None:
-    """Raises InvalidArgument naming the first row whose prompt leaves no room for max_new_tokens, which `key` sets; or `key`.
+) -> int:
+    """Tokens of the longest prompt, with max_new_tokens; 0 without rows.
 
-    limit: tokens of a prompt with its completion.
+    limit: tokens of a prompt with its completion. Raises InvalidArgument naming the first row whose prompt leaves no room for
+    max_new_tokens, which `key` sets, or `key` where that leaves room for none.
     """
     if rows and max_new_tokens >= limit:
         text = f"is {max_new_tokens}, which leaves no room for a prompt: prompt and completion have {limit} tokens together"
         raise InvalidArgument(key, text, limit=limit)
+    longest = 0
     for number, row in enumerate(rows, start=1):
         num_tokens = len(tokenizer.encode_prompt(row["prompt"]))
         if not num_tokens:
@@ -81,6 +85,8 @@ def check_lengths(
         if num_tokens > limit - max_new_tokens:
             text = f"{path}: row {number}: the prompt has {num_tokens} tokens; with {key}, at most {limit - max_new_tokens} fit"
             raise InvalidArgument("dataset", text, num_tokens=num_tokens)
+        longest = max(longest, num_tokens + max_new_tokens)
+    return longest
 
 
 def _context_length(config: NodeConfig) -> int:
@@ -88,4 +94,4 @@ def _context_length(config: NodeConfig) -> int:
     if config.rollout.context_length is not None:
         return config.rollout.context_length
     model = json.loads((config.model.path / "config.json").read_text())
-    return int(model.get("max_position_embeddings", config.trainer.micro_batch_tokens))
+    return int(model.get("max_position_embeddings", config.most_micro_batch_tokens))

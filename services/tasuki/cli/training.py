@@ -23,6 +23,11 @@ class Training(Protocol):
     @property
     def settings(self) -> RunSettings: ...
 
+    @property
+    def longest_sample(self) -> int:
+        """Most tokens that a sample of the run may have, prompt and completion together."""
+        ...
+
     def dataset(self) -> Dataset[Any]:
         """At its beginning."""
         ...

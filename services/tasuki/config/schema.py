@@ -107,6 +107,10 @@ class CriticConfig(OptimizerConfig):
     """Trains adapters and the head beside a frozen model."""
 
 
+DEFAULT_MICRO_BATCH_TOKENS = {"cpu": 8192, "cuda": 16_384}
+"""By device. On a GPU the planner may choose fewer."""
+
+
 class TrainerConfig(OptimizerConfig):
     listen: Listen = "unix"
     """As `coordinator.listen`."""
@@ -123,8 +127,9 @@ class TrainerConfig(OptimizerConfig):
     on_non_finite: Literal["stop", "skip"] = "stop"
     """What gradients that are not finite do: fail the step, or drop them and count the step as skipped."""
     critic: CriticConfig | None = None
-    micro_batch_tokens: PositiveInt = 8192
-    """Upper bound of padded tokens in one micro-batch; a longer single sample is refused."""
+    micro_batch_tokens: PositiveInt | None = None
+    """Most tokens of the samples in one micro-batch; a longer sample is refused. By default 8192 on a CPU; on a GPU 16384, or
+    the first of 8192, 4096, ... for which the planner has room, down to 1024 or `rollout.context_length`, whichever is more."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of forward and backward."""
     param_dtype: Literal["bfloat16", "float32"] = "float32"
@@ -243,6 +248,12 @@ class NodeConfig(Schema):
             return rollout.dp_size
         num_gpus = self.trainer.num_ranks if rollout.devices is None else len(rollout.devices)
         return 1 if self.device == "cpu" else max(1, num_gpus // rollout.tp_size)
+
+    @property
+    def most_micro_batch_tokens(self) -> int:
+        """`trainer.micro_batch_tokens`, or the most that it may be where the planner chooses."""
+        tokens = self.trainer.micro_batch_tokens
+        return DEFAULT_MICRO_BATCH_TOKENS[self.device] if tokens is None else tokens
 
     @property
     def num_engine_ranks(self) -> int:

@@ -12,9 +12,9 @@ from itertools import combinations
 from tasuki.memory.stages import Phase
 from tasuki.planner.layout import TAGS, Checkpointing, Layout, Part, Strategy, gb
 from tasuki.planner.plan import SERVING, TRAINER_TAGS, Plan, plan
+from tasuki.planner.step_tokens import MIN_TOKENS
 
 _RATIO_STEPS = 100
-_MIN_TOKENS = 1024
 _LORA_RANK = 32
 
 
@@ -215,7 +215,7 @@ def _for_host(layout: Layout) -> Iterator[_Change]:
 
 def _for_cache(planned: Plan) -> Iterator[_Change]:
     layout, num_tokens = planned.layout, planned.kv_pool.num_tokens
-    if num_tokens >= _MIN_TOKENS:
+    if num_tokens >= MIN_TOKENS:
         changed = replace(layout, context_length=num_tokens)
         yield _Change("rollout.context_length", str(layout.longest_sequence), str(num_tokens), changed)
     if (ratio := largest_kv_ratio(layout)) is not None and ratio > layout.kv_ratio:
@@ -238,7 +238,7 @@ def _export_in_place(layout: Layout) -> Iterator[_Change]:
 
 def _fewer_tokens(layout: Layout) -> Iterator[_Change]:
     """Halves, down to the longest sequence where one is set: a sample above the budget is refused."""
-    tokens, least = layout.micro_batch_tokens, layout.context_length or _MIN_TOKENS
+    tokens, least = layout.micro_batch_tokens, layout.context_length or MIN_TOKENS
     while (tokens := tokens // 2) >= least:
         changed = replace(layout, micro_batch_tokens=tokens)
         yield _Change("trainer.micro_batch_tokens", str(layout.micro_batch_tokens), str(tokens), changed)

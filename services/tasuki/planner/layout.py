@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Literal
 
 from tasuki.config.devices import MAX_GPUS
+from tasuki.config.schema import DEFAULT_MICRO_BATCH_TOKENS
 from tasuki.models.shape import ModelShape
 from tasuki.wire.errors import InvalidArgument
 
@@ -112,7 +113,8 @@ class Layout:
     """Whether the engine reads the parameters themselves; else a copy in its dtype."""
     export_stays: bool = True
     """Whether what the engine reads stays on the GPU over OFFLOAD; else it leaves then, and a copy comes back at LOAD_WEIGHTS."""
-    micro_batch_tokens: int = 8192
+    micro_batch_tokens: int = DEFAULT_MICRO_BATCH_TOKENS["cuda"]
+    """Most tokens in one; sequences follow one another without padding."""
     logit_tokens: int | None = None
     """Places of a micro-batch whose logits are computed: those of completion tokens. By default all, an upper bound."""
     accumulates: bool = True

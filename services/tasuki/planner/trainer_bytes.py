@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from itertools import chain
 
+from tasuki.algorithms.vocabulary_tiles import most_logits
 from tasuki.memory.granularity import CPU_MIN_TENSOR, arena_bytes, export_bytes
 from tasuki.models.shape import ROUTER, ModelShape, QkNorm, Shapes
 from tasuki.planner.layout import Checkpointing, Layout, Part
@@ -14,8 +15,6 @@ Bytes = dict[Part, int]
 # Of what is computed in float32 whatever the parameters' dtype.
 _FLOAT32 = 4
 _ALIGNMENT = 256
-# algorithms/token_log_probs.py works on blocks of this many float32 values.
-_BLOCK_VALUES = 1 << 24
 
 
 def trainer_tags(layout: Layout) -> Bytes:
@@ -105,7 +104,7 @@ def _cached(layout: Layout, *, moment: str) -> int:
     model, ranks = layout.model, layout.num_ranks
     root, layer = _numel(model.root()), max(_numel(model.layer(index)) for index in range(model.num_layers))
     trains_base = layout.lora_rank is None
-    logits = _logit_places(layout) * model.num_outputs * layout.compute_bytes
+    logits = _FLOAT32 * _tile_logits(layout)
     if ranks > 1:
         arriving = root * layout.compute_bytes * (ranks + 1) // ranks
         reduced = _FLOAT32 * (root + layer) // ranks if trains_base else 0
@@ -121,7 +120,7 @@ def kept_per_token(
     """Bytes that autograd keeps of one token in one layer of transformers' implementation, with flash attention.
 
     Each norm: its input in float32, one float32, and the two factors of its last product, the second being its result, which is kept where
-    it goes into a linear layer; attention; four tensors of the MLP's width. num_keys: of the padded sequence, where attention is capped.
+    it goes into a linear layer; attention; four tensors of the MLP's width. num_keys: of the longest sequence, where attention is capped.
     """
     hidden = model.hidden_size
     # Without a norm before them, attention and MLP keep their input itself.
@@ -175,19 +174,25 @@ def offloaded_bytes(layout: Layout) -> int:
 
 
 def _at_loss(layout: Layout) -> Bytes:
-    """The loss: logits, and in backward their gradient, while nothing of the activations has gone."""
-    values = _logit_places(layout) * layout.model.num_outputs
-    logits, block = values * layout.compute_bytes, min(values, _BLOCK_VALUES)
-    # Forward: the scaled copy and two temporaries. Backward: the gradient of a block, in float32 and in compute dtype.
-    forward, backward = logits + 3 * _FLOAT32 * block, 2 * logits + (_FLOAT32 + layout.compute_bytes) * block
-    if layout.model.caps_logits:
-        # What the cap made of them is kept, and their gradient passes through it.
-        forward, backward = forward + logits, backward + logits
+    """The loss: a tile of logits and its gradient, and the whole weight's, while nothing of the activations has gone."""
+    model, compute, places, tile = layout.model, layout.compute_bytes, _logit_places(layout), _tile_logits(layout)
+    gathered = _gathered(layout, layers=0 if layout.num_ranks == 1 else 1)
+    if layout.lora_rank is None:
+        gathered += model.num_outputs * model.hidden_size * compute
+    # Gradients of the hidden states add up in float32.
+    hidden = _FLOAT32 * places * model.hidden_size
+    if layout.device == "cuda":
+        logits = (_FLOAT32 + compute) * tile + hidden
+    else:
+        # Logits, scaled logits and their exponentials; operands in float32.
+        copies = compute < _FLOAT32
+        logits = 3 * _FLOAT32 * tile + copies * hidden
+        gathered += copies * _FLOAT32 * -(-tile // max(1, places)) * model.hidden_size
     return {
-        Part.LAYERS: _gathered(layout, layers=0 if layout.num_ranks == 1 else 1),
+        Part.LAYERS: gathered,
         Part.WHOLE_GRADIENTS: _whole_gradients(layout),
         Part.ACTIVATIONS: _kept(layout) + _last_norm(layout),
-        Part.LOGITS: max(forward, backward),
+        Part.LOGITS: logits,
     }
 
 
@@ -272,6 +277,12 @@ def _last_norm(layout: Layout) -> int:
 
 def _logit_places(layout: Layout) -> int:
     return layout.micro_batch_tokens if layout.logit_tokens is None else min(layout.logit_tokens, layout.micro_batch_tokens)
+
+
+def _tile_logits(layout: Layout) -> int:
+    """Logits that are there at a time."""
+    model, places = layout.model, _logit_places(layout)
+    return most_logits(places, hidden_size=model.hidden_size, vocab_size=model.num_outputs, device=layout.device)
 
 
 def shards(layout: Layout) -> Iterator[tuple[int, ...]]:

@@ -33,6 +33,7 @@ from tasuki.rpc.rank_server import Handlers
 from tasuki.rpc.server import RpcServer
 from tasuki.trainer.backends.fsdp.backend import FsdpBackend
 from tasuki.trainer.backends.fsdp.mesh import start_mesh
+from tasuki.trainer.data.checks import BatchLimits
 from tasuki.trainer.durable.restore import restore
 from tasuki.trainer.durable.training_log import TrainingLog
 from tasuki.trainer.launch import Launch, read_launch
@@ -41,6 +42,7 @@ from tasuki.trainer.ranks.commands import RankCommands
 from tasuki.trainer.ranks.front import TrainerRanks
 from tasuki.trainer.ranks.loop import run_rank
 from tasuki.trainer.service.memory_servicer import MemoryServicer
+from tasuki.trainer.service.micro_batches import micro_batch_tokens, sample_costs
 from tasuki.trainer.service.servicer import TrainerServicer
 from tasuki.trainer.service.state import TrainerState, roles_by_name
 from tasuki.trainer.service.training import Training
@@ -146,7 +148,13 @@ async def _serve(config: NodeConfig, *, launch: Launch) -> int:
         failpoints = Failpoints.of(config, "trainer")
         boot_id = uuid.uuid4().hex
         state = TrainerState(roles_by_name(ready.roles), gate=CommandGate(failpoints, boot_id=boot_id), boot_id=boot_id)
-        training = Training(ranks, state=state, ready=ready, config=config)
+        limits = BatchLimits(
+            vocab_size=ready.vocab_size,
+            context_length=ready.context_length,
+            micro_batch_tokens=await micro_batch_tokens(config, ranks),
+        )
+        _log.info("ready ranks=%d micro_batch_tokens=%d", launch.num_ranks, limits.micro_batch_tokens)
+        training = Training(ranks, state=state, limits=limits, costs=sample_costs(config))
         log = TrainingLog(training_log_path(config.state_dir), failpoints=failpoints)
         cleanup.callback(log.close)
         await restore(training, log, config=config)

@@ -89,10 +89,10 @@ def check_versions(samples: Samples, *, policy_version: int) -> None:
 
 def _too_long(index: int, *, num_tokens: int, limits: BatchLimits) -> InvalidArgument:
     if num_tokens > limits.context_length:
-        limit, name = limits.context_length, "the model's context length"
+        limit, name, advice = limits.context_length, "the model's context length", ""
     else:
-        limit, name = limits.micro_batch_tokens, "trainer.micro_batch_tokens"
-    problem = f"prompt and completion have {num_tokens} tokens, above {name} of {limit}"
+        limit, name, advice = limits.micro_batch_tokens, "trainer.micro_batch_tokens", "; raise it, or leave the sample out"
+    problem = f"prompt and completion have {num_tokens} tokens, above {name} of {limit}{advice}"
     return InvalidArgument(f"samples[{index}]", problem, num_tokens=num_tokens, limit=limit)
 
 

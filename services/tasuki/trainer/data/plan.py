@@ -1,37 +1,151 @@
-"""Which samples share a micro-batch on which rank, as a pure function."""
+"""Which samples share a micro-batch on which rank: one pure plan over all ranks of a call."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+import numpy as np
+
+from tasuki.trainer.data.cost import SampleCost
 
 MicroBatchPlan = list[list[list[int]]]
-"""[rank][micro-batch] -> positions of samples in the call. Every rank has as many micro-batches; the last of them may be empty."""
+"""[rank][micro-batch] -> positions of samples in the call. Every rank has as many micro-batches; some of the last may be empty."""
 
 
-def plan_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tokens: int) -> MicroBatchPlan:
-    """Balanced over ranks by tokens, few micro-batches, none above `max_tokens` padded tokens.
+class _Sample(NamedTuple):
+    length: int
+    cost: float
+    position: int
 
-    lengths: tokens of each sample, none above `max_tokens`. Samples of like length share a micro-batch, which keeps padding small.
+
+_Bin = list[_Sample]
+_NOTHING = _Sample(0, 0.0, -1)
+# Micro-batches are even when the dearest costs at most so many times their mean.
+_EVEN = 1.001
+_MAX_SWAPS = 64
+
+
+def plan_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tokens: int, cost: SampleCost) -> MicroBatchPlan:
+    """Few micro-batches of at most `max_tokens` tokens, the k-th ones of all ranks as even in cost as can be.
+
+    Ranks go in lock step, so a round, the k-th micro-batches of all ranks, takes as long as the dearest of them. Rounds go down in cost.
+    A micro-batch is empty only where no other has two samples. The order of samples matters only among those of equal length.
+
+    lengths: tokens of each sample, at least one sample, none above `max_tokens`.
     """
-    descending = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-    # Dealt in snake order (0 1 2 2 1 0 0 1 ...): every rank gets as many samples and nearly as many tokens.
-    snake = [*range(num_ranks), *reversed(range(num_ranks))]
-    dealt: list[list[int]] = [[] for _ in range(num_ranks)]
-    for turn, index in enumerate(descending):
-        dealt[snake[turn % len(snake)]].append(index)
-    plan = [_cut(indices, lengths=lengths, max_tokens=max_tokens) for indices in dealt]
-    num_micro_batches = max(len(micro_batches) for micro_batches in plan)
-    return [micro_batches + [[] for _ in range(num_micro_batches - len(micro_batches))] for micro_batches in plan]
+    costs = cost.flops(np.asarray(lengths, dtype=np.int64)).tolist()
+    descending = sorted(map(_Sample, lengths, costs, range(len(lengths))), key=lambda sample: (-sample.length, sample.position))
+    assert descending[0].length <= max_tokens, "check_sequences refuses such a sample"
+    fewest = _best_fit(descending, max_tokens=max_tokens)
+    num_rounds = -(-len(fewest) // num_ranks)
+    targets = _targets([sample.cost for sample in descending], num_ranks=num_ranks, num_rounds=num_rounds)
+    bins = _level(descending, targets=[each for each in targets for _ in range(num_ranks)], max_tokens=max_tokens) or fewest
+    bins += [[] for _ in range(num_rounds * num_ranks - len(bins))]
+    _fill_empty(bins)
+    bins.sort(key=_cost, reverse=True)
+    for first in range(0, len(bins), num_ranks):
+        _even_out(bins[first : first + num_ranks], max_tokens=max_tokens)
+    return [[sorted(sample.position for sample in each) for each in bins[rank::num_ranks]] for rank in range(num_ranks)]
 
 
-def _cut(indices: list[int], *, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Cuts samples, longest first, into runs of at most `max_tokens` padded tokens."""
-    micro_batches: list[list[int]] = []
-    start = 0
-    while start < len(indices):
-        longest = lengths[indices[start]]
-        assert longest <= max_tokens, "check_sequences refuses such a sample"
-        end = start + max_tokens // longest
-        micro_batches.append(indices[start:end])
-        start = end
-    return micro_batches
+def _best_fit(descending: Sequence[_Sample], *, max_tokens: int) -> list[_Bin]:
+    """Each sample into the bin that it leaves the least room in: few bins, at most 11/9 of the fewest and one more."""
+    bins: list[_Bin] = []
+    rooms: list[tuple[int, int]] = []
+    for sample in descending:
+        place = bisect_left(rooms, (sample.length, 0))
+        if place == len(rooms):
+            room, index = max_tokens, len(bins)
+            bins.append([])
+        else:
+            room, index = rooms.pop(place)
+        bins[index].append(sample)
+        insort(rooms, (room - sample.length, index))
+    return bins
+
+
+def _targets(costs: Sequence[float], *, num_ranks: int, num_rounds: int) -> list[float]:
+    """What a micro-batch of each round should cost: alike, but for the rounds of samples that cost more by themselves.
+
+    costs: of the samples, descending. The first `num_ranks` are in the first round, and so on.
+    """
+    largest = [*costs[::num_ranks][:num_rounds], *[0.0] * num_rounds][:num_rounds]
+    remaining = sum(costs) / num_ranks
+    for index, single in enumerate(largest):
+        level = remaining / (num_rounds - index)
+        if single <= level:
+            return largest[:index] + [level] * (num_rounds - index)
+        remaining -= single
+    return largest
+
+
+def _level(descending: Sequence[_Sample], *, targets: Sequence[float], max_tokens: int) -> list[_Bin] | None:
+    """Each sample into the bin that is farthest below its target and has room; None when one finds no room."""
+    bins: list[_Bin] = [[] for _ in targets]
+    rooms = [max_tokens] * len(targets)
+    # All of `farthest` have room for the sample; the others wait until samples are as short as their room.
+    farthest, waiting = [(-target, index) for index, target in enumerate(targets)], list[tuple[int, float, int]]()
+    heapify(farthest)
+    for sample in descending:
+        while waiting and -waiting[0][0] >= sample.length:
+            heappush(farthest, heappop(waiting)[1:])
+        if not farthest:
+            return None
+        below, index = heappop(farthest)
+        bins[index].append(sample)
+        rooms[index] -= sample.length
+        if rooms[index] >= sample.length:
+            heappush(farthest, (below + sample.cost, index))
+        else:
+            heappush(waiting, (-rooms[index], below + sample.cost, index))
+    return bins
+
+
+def _fill_empty(bins: list[_Bin]) -> None:
+    """Gives each empty bin every second sample of the dearest bin that has two."""
+    for index, each in enumerate(bins):
+        if not each:
+            dearest = max(range(len(bins)), key=lambda other: _cost(bins[other]) if len(bins[other]) > 1 else 0.0)
+            bins[index], bins[dearest] = bins[dearest][1::2], bins[dearest][::2]
+
+
+def _even_out(bins: Sequence[_Bin], *, max_tokens: int) -> None:
+    """Lowers the dearest bin of a round by exchanges with the others, as long as that helps."""
+    for _ in range(_MAX_SWAPS):
+        ascending = sorted(bins, key=_cost)
+        dearest = ascending.pop()
+        if _cost(dearest) * len(bins) <= _EVEN * sum(map(_cost, bins)):
+            return
+        if not any(_exchange(dearest, other, max_tokens=max_tokens) for other in ascending):
+            return
+
+
+def _exchange(dear: _Bin, cheap: _Bin, *, max_tokens: int) -> bool:
+    """Exchanges a sample for a shorter one, or for none, so that costs differ the least. Returns whether they differ less."""
+    least = gap = _cost(dear) - _cost(cheap)
+    room = max_tokens - sum(sample.length for sample in cheap)
+    partners = [_NOTHING, *sorted(cheap)]
+    lengths, costs = [sample.length for sample in partners], [sample.cost for sample in partners]
+    best: tuple[_Sample, _Sample] | None = None
+    for sample in dear:
+        first = bisect_left(lengths, sample.length - room)
+        nearest = bisect_left(costs, sample.cost - gap / 2)
+        for place in {max(nearest - 1, first), max(nearest, first)}:
+            if place < len(partners) and (left := abs(gap - 2 * (sample.cost - costs[place]))) < least:
+                least, best = left, (sample, partners[place])
+    if best is None:
+        return False
+    given, taken = best
+    dear.remove(given)
+    cheap.append(given)
+    if taken is not _NOTHING:
+        cheap.remove(taken)
+        dear.append(taken)
+    return True
+
+
+def _cost(samples: _Bin) -> float:
+    return sum(sample.cost for sample in samples)

@@ -188,6 +188,7 @@ class TrainerServicer(TrainerServiceServicer):
             model_path=str(self._config.model.path),
             is_in_stage=state.gate.is_in_stage,
             roles=state.roles.values(),
+            micro_batch_tokens=self._training.micro_batch_tokens,
         )
 
     def _record(self, request: Commanded, **content: Any) -> ranks_pb2.TrainingRecord:

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from tasuki.algorithms.aggregation import denominator
 from tasuki.algorithms.loss_types import LossConfig
-from tasuki.config.schema import NodeConfig
 from tasuki.trainer.data import checks
+from tasuki.trainer.data.cost import SampleCost
 from tasuki.trainer.data.plan import MicroBatchPlan, plan_micro_batches
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.ranks.front import TrainerRanks
@@ -29,13 +29,21 @@ from tasuki.wire.errors import GradientsNotFinite, GradientsPending, InvalidArgu
 class Training:
     """The ranks as one trainer."""
 
-    def __init__(self, ranks: TrainerRanks, *, state: TrainerState, ready: ranks_pb2.RankReady, config: NodeConfig) -> None:
+    def __init__(
+        self,
+        ranks: TrainerRanks,
+        *,
+        state: TrainerState,
+        limits: checks.BatchLimits,
+        costs: Mapping[Role, SampleCost],
+    ) -> None:
+        """costs: of a sample under every role that is trained or scored."""
         self.ranks, self.state = ranks, state
-        self._limits = checks.BatchLimits(
-            vocab_size=ready.vocab_size,
-            context_length=ready.context_length,
-            micro_batch_tokens=config.trainer.micro_batch_tokens,
-        )
+        self._limits, self._costs = limits, costs
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        return self._limits.micro_batch_tokens
 
     async def begin_run(self, request: trainer_pb2.BeginRunRequest) -> trainer_pb2.BeginRunResponse:
         """Raises GradientsPending."""
@@ -75,7 +83,7 @@ class Training:
         named = loss_pb2.LossConfig()
         named.CopyFrom(loss)
         named.denominator = divisor
-        plan = self._plan(samples)
+        plan = self._plan(role, samples)
         answers = await self.ranks.call_each(
             [
                 ranks_pb2.TrainerRankCommand(
@@ -128,7 +136,7 @@ class Training:
 
     async def score(self, role: Role, samples: Samples) -> list[NDArray[np.float32]]:
         """Log-probs or values, [its completion's tokens] for each sample, in their order."""
-        plan = self._plan(samples)
+        plan = self._plan(role, samples)
         commands = [
             ranks_pb2.RankScore(
                 role=ROLE_MESSAGES[role], micro_batches=[encode_samples(samples.select(part)) for part in parts]
@@ -149,9 +157,13 @@ class Training:
             raise InvalidArgument(field, "this node has no critic; add a table [trainer.critic]")
         return decode_role(role, allowed=list(self.state.roles), field=field)
 
-    def _plan(self, samples: Samples) -> MicroBatchPlan:
-        lengths = samples.num_tokens_S.tolist()
-        return plan_micro_batches(lengths, num_ranks=self.ranks.num_ranks, max_tokens=self._limits.micro_batch_tokens)
+    def _plan(self, role: Role, samples: Samples) -> MicroBatchPlan:
+        return plan_micro_batches(
+            samples.num_tokens_S.tolist(),
+            num_ranks=self.ranks.num_ranks,
+            max_tokens=self._limits.micro_batch_tokens,
+            cost=self._costs[role],
+        )
 
 
 def _tokens_only(sample: TrainingSample) -> TrainingSample:

@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from tasuki.algorithms.token_log_probs import token_log_probs
 from tasuki.config.schema import LoraConfig
 from tasuki.models.config_json import read_json_object
 from tasuki.models.families import FAMILIES, read_model
 from tasuki.models.family import Model
 from tasuki.models.shape import check_lora_targets
+from tasuki.trainer.backends.fsdp.lm_head import LmHead
 from tasuki.trainer.backends.fsdp.lora import add_adapters, initialize_adapters
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
 from tasuki.trainer.backends.fsdp.model_buffers import check_module, set_buffers
@@ -39,14 +39,12 @@ class Policy(nn.Module):
     def __init__(self, causal_lm: PreTrainedModel, *, final_logit_softcap: float | None = None) -> None:
         super().__init__()
         self.causal_lm = causal_lm
-        self.final_logit_softcap = final_logit_softcap
+        causal_lm.lm_head = LmHead(causal_lm.lm_head, softcap=final_logit_softcap)
 
     def forward(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Log-probs [N] with gradient, and entropies [N]; float32."""
-        logits_NV = self.causal_lm.lm_head(_hidden_states(self.causal_lm, batch))
-        if self.final_logit_softcap is not None:
-            logits_NV = torch.tanh(logits_NV / self.final_logit_softcap) * self.final_logit_softcap
-        return token_log_probs(logits_NV, batch.token_ids_N, temperature_N=batch.temperature_N)
+        hidden_NH = _hidden_states(self.causal_lm, batch)
+        return self.causal_lm.lm_head(hidden_NH, batch.token_ids_N, temperature_N=batch.temperature_N)
 
 
 class Critic(nn.Module):
@@ -184,7 +182,8 @@ def _materialize(network: Policy | Critic, source: NetworkSource, *, region: Abs
 
 
 def _shard(network: Policy | Critic, *, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    # Inputs keep their dtypes: FSDP2 would round the temperatures, which it finds in the batch, to bfloat16.
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in network.causal_lm.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(network, mesh=mesh, mp_policy=precision)

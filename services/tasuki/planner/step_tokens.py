@@ -1,0 +1,32 @@
+"""How many tokens a micro-batch may have where the configuration leaves it open."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tasuki.planner.layout import Layout
+from tasuki.planner.plan import Plan, plan
+
+MIN_TOKENS = 1024
+
+
+def most_tokens(layout: Layout) -> int:
+    """The most of `layout.micro_batch_tokens`, its half, its quarter, ... for which no stage lacks memory that fewer tokens would save.
+
+    Goes down to MIN_TOKENS, or to the longest sequence where one is set and is longer, since a sample above the result is refused.
+    """
+    ladder, least = [layout.micro_batch_tokens], max(MIN_TOKENS, layout.context_length or 0)
+    while ladder[-1] // 2 >= least:
+        ladder.append(ladder[-1] // 2)
+    fewest = plan(replace(layout, micro_batch_tokens=ladder[-1]))
+    plans = (plan(replace(layout, micro_batch_tokens=tokens)) for tokens in ladder)
+    return next(tried.layout.micro_batch_tokens for tried in plans if _lacks_nothing_more(tried, than=fewest))
+
+
+def _lacks_nothing_more(tried: Plan, *, than: Plan) -> bool:
+    layout = tried.layout
+    gpu_room, host_room = layout.gpu_bytes - layout.overheads.margin, layout.host_bytes - layout.overheads.margin
+    return all(
+        one.gpu_bytes <= max(gpu_room, other.gpu_bytes) and one.host_bytes <= max(host_room, other.host_bytes)
+        for one, other in zip(tried.stages, than.stages, strict=True)
+    )

@@ -1,0 +1,20 @@
+"""The vocabulary projection as a module that scores tokens, so that FSDP gathers its weight when it runs."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from tasuki.algorithms.lm_head import token_log_probs
+
+
+class LmHead(nn.Module):
+    """Takes the place of a model's `lm_head`. The weight keeps its name, and stays tied if it was."""
+
+    def __init__(self, projection: nn.Linear, *, softcap: float | None) -> None:
+        super().__init__()
+        assert projection.bias is None, "no family that is supported has one"
+        self.weight, self.softcap = projection.weight, softcap
+
+    def forward(self, hidden_NH: Tensor, token_ids_N: Tensor, *, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
+        """See token_log_probs."""
+        return token_log_probs(hidden_NH, self.weight, token_ids_N, temperature_N=temperature_N, softcap=self.softcap)

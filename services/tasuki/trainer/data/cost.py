@@ -1,0 +1,59 @@
+"""What a sample costs to train, by its length."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasuki.models.family import Model
+from tasuki.models.shape import ModelShape
+
+# FLOPs for each weight and token: 2 in forward, and in backward 2 for the gradient of the input and 2 for that of the weight.
+_TRAINED, _FROZEN = 6, 4
+# Products of attention, over the causal half of all pairs: 2 in forward, and 5 in backward of flash attention, which repeats one.
+_ATTENTION = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleCost:
+    """FLOPs of forward and backward of a sample with L tokens: `linear * L + quadratic * L**2`, and less where attention has a window.
+
+    Recomputed layers add to both terms nearly alike, and scoring takes about a third of both: proportions between samples hold there, too.
+    """
+
+    linear: float
+    quadratic: float
+    """Of layers in which a token sees all tokens before it."""
+    windows: tuple[tuple[int, float], ...] = ()
+    """(window, coefficient of L**2 up to that length) of the other layers."""
+
+    def flops(self, lengths_S: NDArray[np.int64]) -> NDArray[np.float64]:
+        """[S] for samples of `lengths_S` tokens; it grows with the length."""
+        tokens_S = lengths_S.astype(np.float64)
+        flops_S = self.linear * tokens_S + self.quadratic * tokens_S**2
+        for window, quadratic in self.windows:
+            flops_S += quadratic * (tokens_S**2 - np.maximum(tokens_S - window, 0) ** 2)
+        return flops_S
+
+
+def sample_cost(model: Model, *, is_frozen: bool = False) -> SampleCost:
+    """The cost under `model`. is_frozen: whether adapters are trained in place of its weights."""
+    shape = model.shape
+    each = float(_ATTENTION * shape.query_size)
+    num_layers = Counter(model.attention.windows)
+    return SampleCost(
+        linear=float((_FROZEN if is_frozen else _TRAINED) * _weights_per_token(shape)),
+        quadratic=each * num_layers.pop(None, 0),
+        windows=tuple((window, each * count) for window, count in num_layers.items() if window is not None),
+    )
+
+
+def _weights_per_token(shape: ModelShape) -> int:
+    """Elements of the matrices that a token is multiplied with: of experts those that are chosen for it, and no embedding."""
+    matrices = [weight for index in range(shape.num_layers) for weight in shape.layer(index).values()]
+    chosen = sum(math.prod(matrix[1:]) * shape.experts_per_token for matrix in matrices if len(matrix) == 3)
+    return chosen + sum(math.prod(matrix) for matrix in matrices if len(matrix) == 2) + shape.num_outputs * shape.hidden_size

@@ -1,0 +1,75 @@
+"""Tokens of a micro-batch where the configuration leaves them open."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tasuki.cli.plan import Wishes, layout_of
+from tasuki.config.schema import NodeConfig
+from tasuki.memory.stages import Stage
+from tasuki.planner.layout import GB, Checkpointing, Layout
+from tasuki.planner.node_plan import node_layout
+from tasuki.planner.plan import plan
+from tasuki.planner.presets import MODELS
+from tasuki.planner.step_tokens import most_tokens
+
+SHAPE = MODELS["qwen2.5-7b"]
+LAYOUT = Layout(
+    model=SHAPE, num_gpus=4, num_ranks=4, gpu_bytes=141 * GB, host_bytes=2000 * GB, num_engines=4, kv_ratio=0.3,
+    checkpointing=Checkpointing.FULL,
+)  # fmt: skip
+
+
+def enough_for(tokens: int) -> Layout:
+    """With GPUs that are just large enough: what torch caches in a step is still there in SYNC, the peak."""
+    peak = plan(replace(LAYOUT, micro_batch_tokens=tokens)).gpu_peak
+    assert peak.stage in (Stage.RESUME_WEIGHTS, Stage.SYNC)
+    return replace(LAYOUT, gpu_bytes=peak.gpu_bytes + LAYOUT.overheads.margin)
+
+
+@pytest.mark.parametrize("tokens", [16_384, 8192, 4096, 2048, 1024])
+def test_the_planner_takes_the_most_tokens_with_which_everything_fits(tokens: int) -> None:
+    full = enough_for(tokens)
+    assert plan(replace(full, micro_batch_tokens=tokens)).fits
+    assert most_tokens(full) == tokens
+    short = replace(full, gpu_bytes=full.gpu_bytes - 1)
+    assert most_tokens(short) == max(1024, tokens // 2)
+
+
+def test_a_sequence_that_rollout_serves_fits_into_a_micro_batch() -> None:
+    small = replace(enough_for(1024), context_length=3000)
+    assert most_tokens(small) == 4096
+    assert most_tokens(replace(small, context_length=30_000)) == 16_384
+
+
+def test_what_tokens_cannot_mend_does_not_lower_them() -> None:
+    for changed in (replace(LAYOUT, kv_ratio=0.98), replace(LAYOUT, host_bytes=GB)):
+        assert not plan(changed).fits
+        assert most_tokens(changed) == 16_384
+
+
+def node(device: str, **trainer: Any) -> Layout:
+    tables = {"model": {"path": "m"}, "trainer": {"gradient_checkpointing": True, "num_ranks": 4, **trainer}}
+    config = NodeConfig.model_validate({"state_dir": "node", "device": device, "rollout": {"kv_ratio": 0.3}, **tables})
+    return node_layout(config, SHAPE, gpu_bytes=110 * GB, host_bytes=2000 * GB)
+
+
+def test_a_node_on_a_gpu_has_what_the_planner_takes_unless_it_is_told() -> None:
+    assert node("cuda").micro_batch_tokens == 8192
+    assert plan(node("cuda")).fits
+    assert not plan(node("cuda", micro_batch_tokens=16_384)).fits
+    assert node("cuda", micro_batch_tokens=5000).micro_batch_tokens == 5000
+
+
+def test_a_node_on_a_cpu_has_as_many_as_always() -> None:
+    assert node("cpu").micro_batch_tokens == 8192
+
+
+def test_the_command_line_plans_a_model_with_the_tokens_that_a_node_would_have() -> None:
+    (small, large) = (layout_of(None, Wishes(preset="balanced", gpu_gb=size)).micro_batch_tokens for size in (40, 141))
+    assert small < large == 16_384
+    given = Wishes(preset="balanced", gpu_gb=40, settings={"micro_batch_tokens": 16_384})
+    assert layout_of(None, given).micro_batch_tokens == 16_384

@@ -1,0 +1,40 @@
+"""How large tiles of logits are."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as some
+
+from tasuki.algorithms.vocabulary_tiles import ALIGNMENT, TILE_VALUES, most_logits, tile_width
+
+SIZES = {
+    "num_places": some.integers(1, 200_000),
+    "hidden_size": some.integers(1, 16_384),
+    "vocab_size": some.integers(1, 300_000),
+    "device": some.sampled_from(sorted(TILE_VALUES)),
+}
+
+
+@given(**SIZES)
+def test_a_tile_is_aligned_or_all_and_no_larger_than_told(
+    num_places: int, hidden_size: int, vocab_size: int, device: str
+) -> None:
+    width = tile_width(num_places, hidden_size=hidden_size, vocab_size=vocab_size, device=device)
+    assert width == vocab_size or (0 < width < vocab_size and width % ALIGNMENT == 0)
+    most = most_logits(num_places, hidden_size=hidden_size, vocab_size=vocab_size, device=device)
+    assert num_places * width <= most <= TILE_VALUES[device] + num_places * ALIGNMENT
+
+
+@given(more=some.integers(1, 1000), **SIZES)
+def test_more_places_never_have_fewer_logits(
+    more: int, num_places: int, hidden_size: int, vocab_size: int, device: str
+) -> None:
+    few, many = (
+        most_logits(count, hidden_size=hidden_size, vocab_size=vocab_size, device=device)
+        for count in (num_places, num_places + more)
+    )
+    assert few <= many
+
+
+def test_8192_places_of_qwen_take_under_800_mb_on_a_gpu() -> None:
+    assert tile_width(8192, hidden_size=4096, vocab_size=151_936, device="cuda") == 15_232
