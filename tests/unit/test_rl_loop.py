@@ -11,9 +11,11 @@ import pytest
 
 from tasuki.algorithms import advantages
 from tasuki.algorithms.loss_types import Correction, LossConfig, OldPolicy, PolicyGradientLoss, PpoLoss, ValueLoss
+from tasuki.cli.continuation import continuation
+from tasuki.cli.earlier_run import EarlierRun, RunHead
 from tasuki.client.dataset import Dataset
 from tasuki.client.estimation import AdvantageSettings, Estimator
-from tasuki.client.loop_state import complete_checkpoints, read_loop_state
+from tasuki.client.loop_state import complete_checkpoints, newest_checkpoint, read_loop_state, read_pending
 from tasuki.client.rl_loop import Settings
 from tasuki.client.types import Role, SamplingParams
 from tests.unit.loop_node import ROWS, LoopClient, equal, keys, loop_of, steps_of
@@ -156,6 +158,32 @@ def test_checkpoints_of_a_critic_that_warms_up_have_each_their_step(settings: Se
     assert [read_loop_state(path).step.step for path in paths] == [1, 3, 5]
     assert [(step.critic_version, step.num_critic_steps) for step in steps] == [(number, 1) for number in range(7)]
     assert read_loop_state(paths[1]).position == steps[3].position
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_warm_up_that_was_broken_off_gives_the_critic_every_update_once(settings: Settings, saves: bool):
+    own = ppo(settings, num_steps=7, critic_warmup_steps=5, save_every=2 if saves else None)
+    client, steps = LoopClient(), []
+
+    def ends() -> None:
+        if client.critic_version == 5:
+            raise KeyboardInterrupt
+
+    client.before_update = ends
+    with pytest.raises(KeyboardInterrupt):
+        loop_of(client, own).run(steps.append)
+    checkpoint, loop = newest_checkpoint(own.output_dir / "checkpoints") or (None, None)
+    earlier = EarlierRun(RunHead("run", 0, {}), steps, checkpoint, loop, read_pending(own.output_dir))
+    if loop is None:  # goes on with the node as it is, else with another that loads the checkpoint
+        found = continuation(earlier, node_version=0, critic_version=client.critic_version, is_of_run=True)
+    else:
+        found = continuation(earlier, node_version=0, critic_version=0, is_of_run=False)
+        assert (found.checkpoint, loop.step.step) == (checkpoint, 3)
+    kept = [call.schedule_step for call in client.of("optim_step", Role.CRITIC)][: found.first_step]
+    client = LoopClient(critic_version=found.first_step)
+    steps_of(loop_of(client, own), first_step=found.first_step)
+    assert kept + [call.schedule_step for call in client.of("optim_step", Role.CRITIC)] == list(range(7))
+    assert [call.schedule_step for call in client.of("optim_step")] == [5, 6]
 
 
 def test_a_step_that_taught_the_critic_nothing_saves_no_second_checkpoint(settings: Settings):
