@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from tasuki.client.encode import training_sample_to_proto
 from tasuki.client.types import FinishReason, Sample, TrainingSample
@@ -27,8 +26,3 @@ def test_a_training_sample_of_a_sample_has_all_that_rollout_knows_of_it() -> Non
     assert list(message.rollout_log_probs) == [-0.5, -0.25]
     assert (message.policy_version, message.temperature) == (7, 0.5)
     assert (list(message.advantages), list(message.loss_mask)) == ([0.75], [1.0, 0.0])
-
-
-def test_a_prompt_must_be_given() -> None:
-    with pytest.raises(TypeError, match="prompt_token_ids"):
-        TrainingSample.of(SAMPLE)  # pyright: ignore[reportCallIssue]
