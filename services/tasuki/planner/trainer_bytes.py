@@ -93,8 +93,8 @@ def _cached(layout: Layout, *, moment: str) -> int:
     """What torch holds at a moment without using it: blocks of FSDP2's own streams, which serve no other stream.
 
     Of several ranks: the parameters of the largest group as they are sent and as they arrive, the reduced gradients of that group and a
-    layer in float32, and a tile of logits with its gradient, whose blocks parameters have broken up. Of a single one: such gradients, copied, and a block for logits, since its parameters have broken up a free one. As
-    torch's allocator showed on H200s (docs/plan.md).
+    layer in float32, and a tile of logits with its gradient, whose blocks parameters have broken up. Of a single one: such gradients,
+    copied, and a block for logits, since its parameters have broken up a free one. As torch's allocator showed on H200s (docs/plan.md).
     """
     model, ranks = layout.model, layout.num_ranks
     table, layer = _largest_table(model), max(_numel(model.layer(index)) for index in range(model.num_layers))
@@ -144,8 +144,8 @@ def kept_per_token(
 def _kept_of_attention(model: ModelShape, compute_bytes: int, *, num_keys: int, norm: int) -> int:
     """Of one token: norms of queries and keys; rotated queries, keys, values and the output, and one float32 for each head.
 
-    Where it is capped, all of queries' size, and for each key and head what the cap makes, the softmax in float32, and its copy. norm: bytes
-    for each element of a norm.
+    Where it is capped, all of queries' size, and for each key and head what the cap makes, the softmax in float32, and its copy.
+    norm: bytes for each element of a norm.
     """
     query, kv, heads = model.query_size, model.kv_size, model.num_heads
     norms = 0
