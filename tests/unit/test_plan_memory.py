@@ -48,25 +48,21 @@ def test_7b_generates_in_80_to_115_gb(kv_ratio: float):
     assert 80 <= plan(h200s("qwen2.5-7b", num_engines=8, kv_ratio=kv_ratio)).stage(Phase.ROLLOUT).gpu_bytes / GB <= 115
 
 
-# GB on rank 0's GPU, as an H200's driver said (tests/bench/plan_gpu.py), by size, ranks and micro-batches of a step: a step's end, with the
-# export arena, asleep, awake again.
+# GB on rank 0's GPU, as an H200's driver said (tests/bench/plan_gpu.py), by size and ranks: asleep, awake again.
 MEASURED = {
-    ("qwen2.5-0.5b", 1, 1): (16.801, 17.791, 2.750, 12.078),
-    ("qwen2.5-1.5b", 1, 1): (37.584, 40.673, 5.139, 31.513),
-    ("qwen2.5-0.5b", 2, 1): (10.694, 11.189, 2.306, 7.070),
-    ("qwen2.5-7b", 2, 1): (85.588, 93.205, 9.763, 72.376),
-    ("qwen2.5-1.5b", 2, 2): (29.751, 31.297, 3.438, 17.867),
-    ("qwen2.5-7b", 2, 2): (117.196, 124.813, 9.763, 72.376),
+    ("qwen2.5-0.5b", 1): (2.750, 12.078),
+    ("qwen2.5-1.5b", 1): (5.139, 31.513),
+    ("qwen2.5-0.5b", 2): (2.306, 7.070),
+    ("qwen2.5-1.5b", 2): (3.438, 17.867),
+    ("qwen2.5-7b", 2): (9.763, 72.376),
 }
 
 
-@pytest.mark.parametrize(("size", "num_ranks", "num_micro_batches"), MEASURED)
-def test_a_trainers_stages_are_predicted_within_5_percent_of_what_an_h200_showed(
-    size: str, num_ranks: int, num_micro_batches: int
-):
+@pytest.mark.parametrize(("size", "num_ranks"), MEASURED)
+def test_a_trainer_asleep_and_awake_is_predicted_within_5_percent_of_what_an_h200_showed(size: str, num_ranks: int):
     predicted = plan_gpu.predict(plan_gpu.layout_of(size, gpu_bytes=150 * GB, device="cuda", num_ranks=num_ranks))
-    measured = MEASURED[size, num_ranks, num_micro_batches]
-    assert [predicted[stage, "driver"] / GB for stage in plan_gpu.STAGES] == pytest.approx(measured, rel=0.05)
+    stages = (Stage.OFFLOAD, Stage.LOAD_TRAINER)
+    assert [predicted[stage, "driver"] / GB for stage in stages] == pytest.approx(MEASURED[size, num_ranks], rel=0.05)
 
 
 # As the seed ran it: gradients and optimizer leave after the step, weights pass through a bucket of 2 GiB.
