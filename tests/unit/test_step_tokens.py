@@ -69,7 +69,7 @@ def test_a_node_on_a_cpu_has_as_many_as_always() -> None:
 
 
 def test_the_command_line_plans_a_model_with_the_tokens_that_a_node_would_have() -> None:
-    (small, large) = (layout_of(None, Wishes(preset="balanced", gpu_gb=size)).micro_batch_tokens for size in (40, 141))
+    (small, large) = (layout_of(None, Wishes(preset="balanced", gpu_gb=size)).micro_batch_tokens for size in (36, 141))
     assert small < large == 16_384
-    given = Wishes(preset="balanced", gpu_gb=40, settings={"micro_batch_tokens": 16_384})
+    given = Wishes(preset="balanced", gpu_gb=36, settings={"micro_batch_tokens": 16_384})
     assert layout_of(None, given).micro_batch_tokens == 16_384
