@@ -1,7 +1,7 @@
 """The whole training loop: evaluate, generate groups, score them, learn from the difference, hand the GPUs over, again.
 
 `tasuki train` and `make demo` run this file (it is also importable as tasuki.client.rl_loop). Copy it to make your own loop.
-GRPO, RLOO, REINFORCE++, ReMax, PPO with a critic, DAPO, GSPO and CISPO are settings of it: docs/algorithms.md.
+GRPO, RLOO, REINFORCE++, ReMax, PPO with a critic, DAPO, GSPO, CISPO and SAPO are settings of it: docs/algorithms.md.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tasuki.algorithms.loss_types import LossConfig, OldPolicy
+from tasuki.algorithms.estimator import check_critic, check_groups, check_loss, check_overlong
+from tasuki.algorithms.loss_types import LossConfig, OldPolicy, SettingError
 from tasuki.algorithms.overlong import soft_overlong_penalty
 from tasuki.client.dataset import Dataset, Row
 from tasuki.client.dynamic_sampling import Group, collect, groups_of
-from tasuki.client.estimation import AdvantageSettings, Estimator, EstimatorState, estimate_advantages
+from tasuki.client.estimation import AdvantageSettings, Estimator, EstimatorState, estimate_advantages, has_advantages
 from tasuki.client.evaluation import EvalSettings, eval_figures
-from tasuki.client.loop_state import LoopState, write_loop_state, write_pending
+from tasuki.client.loop_state import LoopState, checkpoint_path, write_loop_state, write_pending
 from tasuki.client.rewards import Completion, RewardPool, Scores
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
@@ -64,6 +65,17 @@ class Settings:
     save_every: int | None = None
     seed: int = 0
     """Of the order of samples in mini-batches."""
+
+    def __post_init__(self) -> None:
+        """Raises SettingError naming the field that does not fit the others."""
+        for name in ("num_steps", "prompts_per_step", "group_size", "num_epochs", "num_mini_batches", "max_batches"):
+            if getattr(self, name) < 1:
+                raise SettingError(name, f"is {getattr(self, name)}; must be 1 or greater")
+        estimator = self.advantages.estimator
+        check_groups(estimator, group_size=self.group_size, max_batches=self.max_batches)
+        check_overlong(self.overlong_tokens, max_new_tokens=self.sampling.max_new_tokens)
+        check_loss(self.loss, num_updates=self.num_epochs * self.num_mini_batches)
+        check_critic(estimator, value_loss=self.value_loss, warmup_steps=self.critic_warmup_steps)
 
 
 @dataclass(slots=True)
@@ -195,13 +207,7 @@ class RlLoop:
         has_reward = np.isfinite(np.concatenate([group.rewards for group in groups]))
         places = [place for place, (_, sample) in enumerate(completions) if len(sample.token_ids) and has_reward[place]]
         samples = [
-            TrainingSample(
-                prompt_token_ids=group.prompt_token_ids,
-                completion_token_ids=sample.token_ids,
-                rollout_log_probs=sample.rollout_log_probs,
-                policy_version=sample.policy_version,
-                temperature=sample.temperature,
-            )
+            TrainingSample.of(sample, prompt_token_ids=group.prompt_token_ids)
             for group, sample in (completions[place] for place in places)
         ]
         if settings.mask_truncated:
@@ -223,12 +229,14 @@ class RlLoop:
         )
         self.state = estimate.state
         step.metrics |= estimate.metrics
+        if settings.value_loss is not None:
+            step.critic_version = self.client.trainer_state().critic_version
         write_pending(settings.output_dir, replace(step, estimator=self.state.numbers()))
         measured: list[dict[str, float]] = []
         for mini_batch in self.mini_batches(estimate.samples, number=step.step):
             if settings.value_loss is not None:
                 measured.append(self.update_critic(step, mini_batch, settings.value_loss))
-            if step.step >= settings.critic_warmup_steps:
+            if step.step >= settings.critic_warmup_steps and self.moves_policy(mini_batch):
                 measured.append(self.update_policy(step, mini_batch))
         step.metrics |= averaged(measured)
 
@@ -262,6 +270,11 @@ class RlLoop:
                 if has_loss_tokens(mini_batch):
                     yield mini_batch
 
+    def moves_policy(self, samples: Sequence[TrainingSample]) -> bool:
+        """Whether the policy's loss has a gradient. A step without one would still move the weights, by AdamW's moments."""
+        loss = self.settings.loss
+        return bool(loss.kl_coef or loss.entropy_coef) or has_advantages(samples)
+
     def update_policy(self, step: Step, samples: list[TrainingSample]) -> dict[str, float]:
         with step.timed("forward_backward"):
             done = self.client.forward_backward(samples, self.settings.loss)
@@ -279,13 +292,14 @@ class RlLoop:
             done = self.client.forward_backward(samples, loss, role=Role.CRITIC)
             stepped = self.client.optim_step(role=Role.CRITIC, schedule_step=step.step)
         step.num_skipped_updates += stepped.is_skipped
+        step.num_critic_steps += not stepped.is_skipped
         figures = {**done.metrics, "grad_norm": stepped.grad_norm, "learning_rate": stepped.learning_rate}
         return {f"critic/{name}": value for name, value in figures.items()}
 
     def save(self, step: Step) -> None:
-        """A checkpoint of what the step left, unless nothing was learned since the last one."""
-        path = self.settings.output_dir / "checkpoints" / f"version-{step.next_version():06d}"
-        if not step.num_policy_steps and path.exists():
+        """A checkpoint of what the step left, unless it learned nothing and its policy version has one."""
+        path = checkpoint_path(self.settings.output_dir / "checkpoints", step)
+        if path is None:
             return
         step.acquire(self.client, Phase.TRAIN)
         with step.timed("save"):

@@ -13,7 +13,7 @@ import numpy as np
 
 from tasuki.algorithms.loss_types import Aggregation, LossConfig, SftLoss
 from tasuki.client.dataset import Dataset
-from tasuki.client.loop_state import LoopState, write_loop_state, write_pending
+from tasuki.client.loop_state import LoopState, checkpoint_path, write_loop_state, write_pending
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.client.types import Phase, TrainingSample
@@ -80,9 +80,9 @@ class SftLoop:
             self.save(step)
 
     def save(self, step: Step) -> None:
-        """A checkpoint of what the step left, unless nothing was learned since the last one."""
-        path = self.settings.output_dir / "checkpoints" / f"version-{step.next_version():06d}"
-        if not step.num_policy_steps and path.exists():
+        """A checkpoint of what the step left, unless it learned nothing and its policy version has one."""
+        path = checkpoint_path(self.settings.output_dir / "checkpoints", step)
+        if path is None:
             return
         with step.timed("save"):
             saved = self.client.save(path)

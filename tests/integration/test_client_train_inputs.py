@@ -81,7 +81,8 @@ def test_the_longest_sample_is_the_longest_prompt_with_a_whole_completion(config
         ("train.group_size=0", "train.group_size"),
         ("train.max_new_tokens=-1", "train.max_new_tokens"),
         ("train.group_sice=8", "train.group_sice: unknown key"),
-        ("train.max_new_tokens=64", "at most 0 fit"),
+        ("train.max_new_tokens=64", "train.max_new_tokens: is 64, which leaves no room for a prompt"),
+        ("train.max_new_tokens=100000", "prompt and completion have 64 tokens together"),
         ("train.stop_token_ids=[131]", "train.stop_token_ids: 131 is no token id of the model; give 0 to 130"),
     ],
 )

@@ -108,6 +108,18 @@ async def test_a_node_that_began_from_its_model_gets_the_checkpoint_and_what_is_
     assert (await run.go_on()).first_step == 5
 
 
+async def test_incomplete_checkpoints_of_the_critic_after_the_newest_go_and_those_before_it_stay(run: Run) -> None:
+    run.train(6, saves=4)
+    names = ["version-000003-step-000009", "version-000004-step-000007", "version-000005-step-000009"]
+    for name in names:
+        (run.output_dir / "checkpoints" / name).mkdir()
+    _begin_anew(run.folder / "node")
+    run.node.policy_version = 0
+    await run.go_on()
+    left = sorted(path.name for path in (run.output_dir / "checkpoints").iterdir())
+    assert left == ["version-000003-step-000009", "version-000004"]
+
+
 async def test_a_step_that_the_trainer_ends_after_its_client_was_lost_is_not_made_twice(run: Run) -> None:
     run.train(6, saves=4)
     run.node.num_steps_under_way = 1

@@ -35,7 +35,7 @@ def make_samples(
     samples: list[TrainingSample] = []
     for index in range(num_samples):
         num_tokens = int(generator.integers(1, 12))
-        rollout_log_probs = -4.0 + generator.normal(size=num_tokens)
+        rollout_log_probs = np.minimum(-4.0 + generator.normal(size=num_tokens), -1.0)
         # Every other sample has one advantage for all of its tokens.
         advantages = generator.normal(size=num_tokens if index % 2 else 1)
         samples.append(

@@ -49,6 +49,7 @@ class LoopClient:
     """Called by forward_backward."""
     calls: list[Call] = field(default_factory=list)
     policy_version: int = 0
+    critic_version: int = 0
     num_optim_steps: int = 0
 
     def verbs(self) -> list[str]:
@@ -64,6 +65,9 @@ class LoopClient:
 
     def state(self) -> SimpleNamespace:
         return SimpleNamespace(policy_version=self.policy_version)
+
+    def trainer_state(self) -> SimpleNamespace:
+        return SimpleNamespace(policy_version=self.policy_version, critic_version=self.critic_version)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, num_samples: int) -> list[Sample]:
         call = len(self.of("generate"))
@@ -110,6 +114,7 @@ class LoopClient:
         is_skipped = self.num_optim_steps in self.skips
         self.num_optim_steps += 1
         self.policy_version += role is Role.POLICY and not is_skipped
+        self.critic_version += role is Role.CRITIC and not is_skipped
         return OptimStepResult(self.policy_version, float("nan") if is_skipped else 2.0, 0.5, 0.1, is_skipped)
 
     def save(self, path: Path) -> SaveResult:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasuki.algorithms import advantages
+from tasuki.algorithms.loss_types import SettingError
 from tasuki.algorithms.overlong import soft_overlong_penalty
 
 reward = st.one_of(st.integers(-3, 3).map(float), st.floats(-3, 3, width=16), st.just(math.nan))
@@ -151,3 +154,33 @@ def test_overlong_penalty_falls_linearly_within_the_buffer() -> None:
     lengths_S = np.array([0, 79, 80, 85, 90, 100, 120])
     result = soft_overlong_penalty(lengths_S, max_completion_tokens=100, buffer_tokens=20)
     _assert_equal(result, [0.0, 0.0, 0.0, -0.25, -0.5, -1.0, -1.0])
+
+
+GROUPS_PG = np.ones((2, 3))
+ROW = np.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("estimate", "argument"),
+    [
+        (lambda: advantages.group_mean(ROW), "rewards_PG"),
+        (lambda: advantages.leave_one_out(ROW), "rewards_PG"),
+        (lambda: advantages.group_baseline_whitened(ROW), "rewards_PG"),
+        (lambda: advantages.group_baseline_whitened(GROUPS_PG, num_counted_PG=np.ones((2, 1), dtype=int)), "num_counted_PG"),
+        (lambda: advantages.greedy_baseline(ROW, ROW), "rewards_PG"),
+        (lambda: advantages.greedy_baseline(GROUPS_PG, np.ones(1)), "greedy_rewards_P"),
+        (lambda: advantages.greedy_baseline(GROUPS_PG, np.ones((2, 3))), "greedy_rewards_P"),
+        (lambda: advantages.batch_baseline(GROUPS_PG), "rewards_S"),
+        (lambda: advantages.RunningBaseline(total=1.0, weight=1.0).advantages(GROUPS_PG), "rewards_S"),
+        (lambda: advantages.has_signal(ROW), "rewards_PG"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused_by_the_arguments_name(estimate: Callable[[], object], argument: str) -> None:
+    with pytest.raises(SettingError, match=rf"^{argument}: has shape "):
+        estimate()
+
+
+def test_an_unknown_deviation_is_refused() -> None:
+    words: dict[str, Any] = {"std": "foo"}
+    with pytest.raises(SettingError, match="std: is 'foo'; must be one of none, sample, population"):
+        advantages.group_mean(GROUPS_PG, **words)

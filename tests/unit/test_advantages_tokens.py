@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -136,3 +137,35 @@ def test_the_adaptive_coefficient_follows_the_clipped_error() -> None:
 def test_the_adaptive_coefficient_needs_positive_numbers(field: str) -> None:
     with pytest.raises(SettingError, match=field):
         reward_kl.AdaptiveKlCoef(**{"coef": 0.1, "target": 6.0, field: 0.0})
+
+
+def test_equal_values_whiten_to_exactly_0_whatever_is_not_counted() -> None:
+    values_N = np.array([0.1, 0.1, 7.0, 0.1])
+    assert not advantages.whitened(values_N, loss_mask_N=np.array([1.0, 1.0, 0.0, 1.0])).any()
+    assert not advantages.globally_whitened(np.array([0.0, 0.1, 0.1]), np.array([2, 1])).any()
+
+
+FIVE, ONE, LENGTHS = np.ones(5), np.ones(1), np.array([2, 3])
+
+
+@pytest.mark.parametrize(
+    ("estimate", "argument"),
+    [
+        (lambda: advantages.whitened(FIVE, loss_mask_N=ONE), "loss_mask_N"),
+        (lambda: advantages.whitened(np.ones((5, 1)), loss_mask_N=FIVE), "advantages_N"),
+        (lambda: advantages.globally_whitened(ONE, LENGTHS), "rewards_N"),
+        (lambda: advantages.globally_whitened(FIVE, LENGTHS, loss_mask_N=ONE), "loss_mask_N"),
+        (lambda: advantages.gae(ONE, FIVE, LENGTHS, discount=1.0, lam=1.0), "rewards_N"),
+        (lambda: advantages.gae(FIVE, ONE, LENGTHS, discount=1.0, lam=1.0), "values_N"),
+        (lambda: advantages.gae(FIVE, FIVE, LENGTHS, discount=1.0, lam=1.0, loss_mask_N=ONE), "loss_mask_N"),
+        (lambda: advantages.explained_variance(FIVE, ONE), "returns_N"),
+        (lambda: reward_kl.kl_penalties(FIVE, ONE), "ref_log_probs_N"),
+        (lambda: reward_kl.token_rewards(ONE, FIVE, LENGTHS, coef=0.1), "rewards_S"),
+        (lambda: reward_kl.token_rewards(np.ones(2), ONE, LENGTHS, coef=0.1), "penalties_N"),
+        (lambda: reward_kl.token_rewards(np.ones(2), FIVE, LENGTHS, coef=0.1, loss_mask_N=ONE), "loss_mask_N"),
+        (lambda: advantages.explained_variance(FIVE, FIVE, loss_mask_N=ONE), "loss_mask_N"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused_by_the_arguments_name(estimate: Callable[[], object], argument: str) -> None:
+    with pytest.raises(SettingError, match=rf"^{argument}: has shape "):
+        estimate()

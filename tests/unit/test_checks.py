@@ -35,6 +35,7 @@ def check_all(messages: list[TrainingSample], *, config: LossConfig | None = Non
         ({"prompt_token_ids": [1] * 5}, "samples[1]", "8 tokens, above trainer.micro_batch_tokens of 7"),
         ({"rollout_log_probs": [-0.1]}, "samples[1].rollout_log_probs", "has 1 entries; give 3"),
         ({"rollout_log_probs": [-0.1, NAN, 0]}, "samples[1].rollout_log_probs[1]", "nan is not finite"),
+        ({"rollout_log_probs": [-0.1, 0.3, 0.2]}, "samples[1].rollout_log_probs[1]", "0.3 is above 0"),
         ({"advantages": []}, "samples[1].advantages", "has 0 entries; give 3 or 1"),
         ({"advantages": [1.0, 2.0]}, "samples[1].advantages", "has 2 entries"),
         ({"advantages": [1.0, 2.0, NAN]}, "samples[1].advantages[2]", "nan is not finite"),
@@ -59,6 +60,13 @@ def test_a_wrong_field_is_named_with_its_sample(fields: dict[str, Any], field: s
 
 def test_good_samples_pass() -> None:
     check_all([make_sample(temperature=0.7), make_sample(advantages=[1.0, 2.0, 3.0], loss_mask=[1, 0, 1])])
+
+
+@pytest.mark.parametrize("field", ["rollout_log_probs", "old_log_probs", "ref_log_probs"])
+def test_log_probs_may_be_above_0_by_rounding_only(field: str) -> None:
+    check_all([make_sample(**{field: [-0.1, 1e-6, 0.0]})])
+    with pytest.raises(InvalidArgument, match=rf"samples\[1\]\.{field}\[2\]: 0\.9 is above 0.*natural logarithms"):
+        check_all([make_sample(**{field: [-0.1, -0.2, -0.3]}), make_sample(**{field: [-0.1, 0.0, 0.9]})])
 
 
 def test_an_empty_batch_is_refused() -> None:

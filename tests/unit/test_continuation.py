@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -201,3 +202,42 @@ def test_a_step_of_which_nothing_is_known_took_the_usual_rows():
 def test_a_checkpoints_place_counts_where_the_node_gets_the_checkpoint():
     saved = earlier(*STEPS, saved=step(3))
     assert next_rows(continuation(saved, node_version=0, is_of_run=False)) == ["8"]
+
+
+def warm_up(number: int) -> Step:
+    """One in which the critic alone learned."""
+    return Step(number, policy_version=0, mean_reward=0.5, critic_version=number, num_critic_steps=1)
+
+
+WARM_UP = [warm_up(number) for number in range(4)]
+
+
+def test_a_step_of_the_critic_whose_line_was_lost_is_not_made_again():
+    third = replace(warm_up(4), num_critic_steps=0, position=TWO[1].position)
+    found = continuation(begun(*WARM_UP, pending=third), node_version=0, critic_version=6, is_of_run=True)
+    assert (found.first_step, found.checkpoint, numbers(found)) == (5, None, [0, 1, 2, 3, 4])
+    last = found.steps[-1]
+    assert (last.critic_version, last.num_critic_steps, last.num_policy_steps) == (4, 2, 0)
+    assert next_rows(found) == ["5"]
+    # Ended again before its next step has a line.
+    again = continuation(begun(*found.steps, pending=third), node_version=0, critic_version=6, is_of_run=True)
+    assert again == found
+
+
+def test_a_step_whose_critic_learned_and_whose_policy_did_not_yet_is_not_made_again():
+    third = Step(2, policy_version=4, critic_version=7, position=TWO[1].position)
+    found = continuation(begun(*TWO, pending=third), node_version=4, critic_version=8, is_of_run=True)
+    assert (found.first_step, found.steps[-1].num_critic_steps, found.steps[-1].next_version()) == (3, 1, 4)
+
+
+def test_a_step_before_the_critics_first_update_is_made_again():
+    third = replace(warm_up(4), num_critic_steps=0)
+    found = continuation(begun(*WARM_UP, pending=third), node_version=0, critic_version=4, is_of_run=True)
+    assert (found.first_step, numbers(found)) == (4, [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize("pending", [None, replace(warm_up(4), num_critic_steps=0)])
+def test_a_fresh_node_goes_on_from_the_critics_latest_checkpoint(pending: Step | None):
+    saved = replace(earlier(*WARM_UP, saved=WARM_UP[2]), pending=pending)
+    found = continuation(saved, node_version=0, critic_version=0, is_of_run=False)
+    assert (found.first_step, found.checkpoint, numbers(found)) == (3, CHECKPOINT, [0, 1, 2])

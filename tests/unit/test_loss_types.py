@@ -6,6 +6,7 @@ import dataclasses
 import math
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -46,8 +47,23 @@ NAN, INF = math.nan, math.inf
         *((Correction, "geometric_mask", value) for value in ((1.1, 2.0), (0.5, NAN))),
         *((LossConfig, "kl_coef", value) for value in (-0.1, INF, NAN)),
         *((LossConfig, "entropy_coef", value) for value in (INF, NAN)),
-        *((LossConfig, "denominator", value) for value in (0.0, -1.0, INF, NAN)),
+        *((LossConfig, "denominator", value) for value in (0.0, -1.0, 1e-300, 1e300, INF, NAN)),
         (LossConfig, "aggregation_length", 10),
+        *(
+            (LossConfig, name, value)
+            for name in ("aggregation", "kl_estimator", "old_policy")
+            for value in ("foo", 3, None, [])
+        ),
+        *((LossConfig, "loss", value) for value in ("ppo", None, PpoLoss, 1.0)),
+        *((LossConfig, "correction", value) for value in (2.0, None, {})),
+        *((LossConfig, name, value) for name in ("kl_coef", "entropy_coef") for value in ("0.1", None, True)),
+        *((LossConfig, name, "1") for name in ("denominator", "aggregation_length")),
+        (LossConfig, "aggregation_length", 2.5),
+        (PpoLoss, "clip_high", "0.28"),
+        (PpoLoss, "clip_low", None),
+        (Correction, "token_truncation", "2"),
+        (Correction, "token_mask", 2.0),
+        (Correction, "token_mask", ("0.5", "2")),
     ],
 )
 def test_a_setting_out_of_range_is_named(cls: type, field: str, value: object) -> None:
@@ -55,6 +71,26 @@ def test_a_setting_out_of_range_is_named(cls: type, field: str, value: object) -
         cls(**{field: value})
     assert caught.value.field == field
     assert str(caught.value) == f"{field}: {caught.value.problem}"
+
+
+def test_an_enums_value_is_taken_for_its_member() -> None:
+    words: dict[str, Any] = {"aggregation": "constant", "kl_estimator": "k2", "old_policy": "rollout"}
+    config = LossConfig(aggregation_length=5, **words)
+    assert config.aggregation is Aggregation.CONSTANT
+    assert config.kl_estimator is KlEstimator.K2
+    assert config.old_policy is OldPolicy.ROLLOUT
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"aggregation": "foo"}, "aggregation: is 'foo'; must be one of token_mean, .*constant"),
+        ({"loss": "ppo"}, "loss: is 'ppo'; must be an instance of PpoLoss, GspoLoss"),
+    ],
+)
+def test_a_word_that_is_no_member_is_told_what_there_is(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        LossConfig(**settings)
 
 
 @pytest.mark.parametrize("value", [0.9, math.inf])

@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 
 from tasuki.algorithms import advantages
-from tasuki.algorithms.loss_types import Correction, LossConfig, PolicyGradientLoss, PpoLoss, ValueLoss
+from tasuki.algorithms.loss_types import Correction, LossConfig, OldPolicy, PolicyGradientLoss, PpoLoss, ValueLoss
+from tasuki.cli.continuation import continuation
+from tasuki.cli.earlier_run import EarlierRun, RunHead
 from tasuki.client.dataset import Dataset
 from tasuki.client.estimation import AdvantageSettings, Estimator
+from tasuki.client.loop_state import complete_checkpoints, newest_checkpoint, read_loop_state, read_pending
 from tasuki.client.rl_loop import Settings
 from tasuki.client.types import Role, SamplingParams
 from tests.unit.loop_node import ROWS, LoopClient, equal, keys, loop_of, steps_of
@@ -46,7 +49,10 @@ def test_a_step_of_grpo_is_one_generation_and_one_update(settings: Settings):
 
 def test_the_schedule_is_told_the_step_also_by_a_run_that_goes_on(settings: Settings):
     client = LoopClient()
-    steps_of(loop_of(client, replace(settings, num_steps=5, num_mini_batches=2)), first_step=3)
+    steps_of(
+        loop_of(client, replace(settings, num_steps=5, num_mini_batches=2, loss=LossConfig(old_policy=OldPolicy.GIVEN))),
+        first_step=3,
+    )
     assert [call.schedule_step for call in client.of("optim_step")] == [3, 3, 4, 4]
 
 
@@ -68,11 +74,37 @@ def test_groups_that_all_agree_leave_the_gpus_with_rollout(settings: Settings):
 def test_groups_that_agree_are_trained_on_where_more_than_the_reward_is_learned(
     settings: Settings, own: dict[str, Any], needs_reference: bool
 ):
-    client = LoopClient()
+    client = LoopClient(num_tokens=lambda prompt, number: 3 + number)  # so that the KL divergence differs
     steps_of(loop_of(client, replace(settings, **own), reward=equal))
     (update,) = client.of("forward_backward")
     assert len(update.samples) == 12
     assert bool(client.of("log_probs", Role.REFERENCE)) == needs_reference
+
+
+EQUAL_REWARDS = (
+    (AdvantageSettings(estimator=Estimator.GREEDY_BASELINE), LossConfig(loss=PolicyGradientLoss())),
+    (AdvantageSettings(estimator=Estimator.GLOBALLY_WHITENED), LossConfig()),
+    (AdvantageSettings(estimator=Estimator.BATCH_BASELINE), LossConfig()),
+)
+
+
+@pytest.mark.parametrize(("estimator", "loss"), EQUAL_REWARDS)
+@pytest.mark.parametrize("term", [None, "kl_coef", "entropy_coef"])
+def test_a_batch_whose_advantages_are_all_0_makes_no_update_unless_the_loss_has_another_term(
+    settings: Settings, estimator: AdvantageSettings, loss: LossConfig, term: str | None
+):
+    client = LoopClient()
+    own = replace(settings, advantages=estimator, loss=loss if term is None else replace(loss, **{term: 0.1}))
+    (step,) = steps_of(loop_of(client, own, reward=lambda prompt, number: 0.1))
+    assert len(client.of("forward_backward")) == len(client.of("optim_step")) == step.num_policy_steps == (term is not None)
+
+
+def test_a_critic_learns_from_a_batch_that_moves_no_policy(settings: Settings):
+    client = LoopClient()
+    own = ppo(settings)
+    whiten = replace(own, advantages=replace(own.advantages, whiten=True))
+    (step,) = steps_of(loop_of(client, whiten, reward=lambda prompt, number: 0.1))
+    assert (step.num_critic_steps, step.num_policy_steps) == (1, 0)
 
 
 def test_samples_of_a_group_that_agrees_are_trained_on_beside_others(settings: Settings):
@@ -117,6 +149,47 @@ def test_the_critic_alone_learns_while_it_warms_up(settings: Settings):
     assert [step.policy_version for step in steps] == [0, 0, 0]
     assert len(client.of("optim_step", Role.CRITIC)) == 3
     assert [call.schedule_step for call in client.of("optim_step")] == [2]
+
+
+def test_checkpoints_of_a_critic_that_warms_up_have_each_their_step(settings: Settings):
+    steps = steps_of(loop_of(LoopClient(), ppo(settings, num_steps=7, critic_warmup_steps=5, save_every=2)))
+    paths = complete_checkpoints(settings.output_dir / "checkpoints")
+    assert [path.name for path in paths] == ["version-000000", "version-000000-step-000003", "version-000001"]
+    assert [read_loop_state(path).step.step for path in paths] == [1, 3, 5]
+    assert [(step.critic_version, step.num_critic_steps) for step in steps] == [(number, 1) for number in range(7)]
+    assert read_loop_state(paths[1]).position == steps[3].position
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_warm_up_that_was_broken_off_gives_the_critic_every_update_once(settings: Settings, saves: bool):
+    own = ppo(settings, num_steps=7, critic_warmup_steps=5, save_every=2 if saves else None)
+    client, steps = LoopClient(), []
+
+    def ends() -> None:
+        if client.critic_version == 5:
+            raise KeyboardInterrupt
+
+    client.before_update = ends
+    with pytest.raises(KeyboardInterrupt):
+        loop_of(client, own).run(steps.append)
+    checkpoint, loop = newest_checkpoint(own.output_dir / "checkpoints") or (None, None)
+    earlier = EarlierRun(RunHead("run", 0, {}), steps, checkpoint, loop, read_pending(own.output_dir))
+    if loop is None:  # goes on with the node as it is, else with another that loads the checkpoint
+        found = continuation(earlier, node_version=0, critic_version=client.critic_version, is_of_run=True)
+    else:
+        found = continuation(earlier, node_version=0, critic_version=0, is_of_run=False)
+        assert (found.checkpoint, loop.step.step) == (checkpoint, 3)
+    kept = [call.schedule_step for call in client.of("optim_step", Role.CRITIC)][: found.first_step]
+    client = LoopClient(critic_version=found.first_step)
+    steps_of(loop_of(client, own), first_step=found.first_step)
+    assert kept + [call.schedule_step for call in client.of("optim_step", Role.CRITIC)] == list(range(7))
+    assert [call.schedule_step for call in client.of("optim_step")] == [5, 6]
+
+
+def test_a_step_that_taught_the_critic_nothing_saves_no_second_checkpoint(settings: Settings):
+    own = ppo(settings, num_steps=2, critic_warmup_steps=2, save_every=1)
+    steps_of(loop_of(LoopClient(skips={1}), own))
+    assert [path.name for path in complete_checkpoints(settings.output_dir / "checkpoints")] == ["version-000000"]
 
 
 def dapo(settings: Settings, **own: Any) -> Settings:

@@ -23,6 +23,7 @@ from tasuki.client.types import SamplingParams
 from tests.unit.loop_node import ROWS, LoopClient, by_number, equal, keys, loop_of, steps_of
 
 NAN = float("nan")
+GIVEN = LossConfig(old_policy=OldPolicy.GIVEN)
 
 
 @pytest.fixture
@@ -33,8 +34,7 @@ def settings(tmp_path: Path) -> Settings:
 
 @pytest.mark.parametrize("num_epochs", [1, 2])
 def test_every_epoch_has_every_sample_once_and_old_log_probs_are_computed_once(settings: Settings, num_epochs: int):
-    given = LossConfig(old_policy=OldPolicy.GIVEN)
-    own = replace(settings, num_epochs=num_epochs, num_mini_batches=5, loss=given)
+    own = replace(settings, num_epochs=num_epochs, num_mini_batches=5, loss=GIVEN)
     client = LoopClient()
     (step,) = steps_of(loop_of(client, own))
     updates = client.of("forward_backward")
@@ -52,7 +52,7 @@ def test_every_epoch_has_every_sample_once_and_old_log_probs_are_computed_once(s
 def test_mini_batches_are_shuffled_by_seed_step_and_epoch(settings: Settings):
     def orders(seed: int) -> list[list[tuple[int, int]]]:
         client = LoopClient()
-        own = replace(settings, num_steps=2, num_epochs=2, num_mini_batches=3, seed=seed)
+        own = replace(settings, num_steps=2, num_epochs=2, num_mini_batches=3, seed=seed, loss=GIVEN)
         steps_of(loop_of(client, own, dataset=Dataset(ROWS[:3])))
         numbers = [
             [(int(s.completion_token_ids[0]), int(s.completion_token_ids[2])) for s in c.samples]
@@ -67,7 +67,7 @@ def test_mini_batches_are_shuffled_by_seed_step_and_epoch(settings: Settings):
 
 def test_more_mini_batches_than_samples_are_as_many_as_samples(settings: Settings):
     client = LoopClient()
-    steps_of(loop_of(client, replace(settings, num_mini_batches=100)))
+    steps_of(loop_of(client, replace(settings, num_mini_batches=100, loss=GIVEN)))
     assert [len(call.samples) for call in client.of("forward_backward")] == [1] * 12
 
 
@@ -77,7 +77,7 @@ def _long_first(prompt: int, number: int) -> int:
 
 def test_completions_that_were_cut_count_in_the_baseline_and_not_in_the_loss(settings: Settings):
     client = LoopClient(num_tokens=_long_first)
-    (step,) = steps_of(loop_of(client, replace(settings, mask_truncated=True, num_mini_batches=12)))
+    (step,) = steps_of(loop_of(client, replace(settings, mask_truncated=True, num_mini_batches=12, loss=GIVEN)))
     updates = client.of("forward_backward")
     assert len(updates) == 9  # those without a counted token are left out
     expected = advantages.group_mean(np.arange(4.0)[None], std="sample")[0]
@@ -149,7 +149,7 @@ def test_samples_whose_log_probs_are_not_exact_are_counted(settings: Settings):
 
 def test_a_skipped_update_makes_no_version(settings: Settings):
     client = LoopClient(skips={2})
-    (step,) = steps_of(loop_of(client, replace(settings, num_mini_batches=3)))
+    (step,) = steps_of(loop_of(client, replace(settings, num_mini_batches=3, loss=GIVEN)))
     assert (step.num_policy_steps, step.num_skipped_updates, step.next_version()) == (2, 1, client.policy_version)
     assert (step.grad_norm, step.learning_rate) == (2.0, 0.5)
 
@@ -174,7 +174,9 @@ def test_what_is_known_of_a_step_is_on_disk_before_its_first_update(settings: Se
 
 def test_a_checkpoint_has_the_step_and_the_place_in_the_data(settings: Settings):
     client, dataset = LoopClient(), Dataset(ROWS)
-    steps = steps_of(loop_of(client, replace(settings, num_steps=4, save_every=2, num_mini_batches=2), dataset=dataset))
+    steps = steps_of(
+        loop_of(client, replace(settings, num_steps=4, save_every=2, num_mini_batches=2, loss=GIVEN), dataset=dataset)
+    )
     paths = sorted((settings.output_dir / "checkpoints").iterdir())
     assert [path.name for path in paths] == ["version-000004", "version-000008"]
     saved = read_loop_state(paths[0])

@@ -209,9 +209,10 @@ def forward_backward_from_proto(done: trainer_pb2.ForwardBackwardResponse) -> Fo
 
 
 def trainer_state_from_proto(state: trainer_pb2.GetTrainerStateResponse) -> TrainerState:
-    values: dict[str, Any] = {field.name: getattr(state, field.name) for field in fields(TrainerState)}
-    values["roles"] = tuple(Role(types_pb2.Role.Name(role.role).removeprefix("ROLE_")) for role in state.roles)
-    return TrainerState(**values)
+    named = [field.name for field in fields(TrainerState) if field.name not in ("roles", "critic_version")]
+    versions = {Role(types_pb2.Role.Name(role.role).removeprefix("ROLE_")): role.version for role in state.roles}
+    values: dict[str, Any] = {name: getattr(state, name) for name in named}
+    return TrainerState(roles=tuple(versions), critic_version=versions.get(Role.CRITIC), **values)
 
 
 def rollout_state_from_proto(state: rollout_pb2.GetRolloutStateResponse) -> RolloutState:

@@ -4,54 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tasuki.algorithms import advantages
-from tasuki.algorithms.advantages import RunningBaseline, Std
-from tasuki.algorithms.loss_types import KlEstimator
+from tasuki.algorithms.advantages import RunningBaseline
+from tasuki.algorithms.estimator import AdvantageSettings, Estimator
 from tasuki.algorithms.reward_kl import AdaptiveKlCoef, kl_penalties, token_rewards
 from tasuki.client.types import TrainingSample
-
-
-class Estimator(StrEnum):
-    """Where an advantage's baseline comes from; tasuki.algorithms.advantages has the formulas."""
-
-    GROUP_MEAN = "group_mean"
-    LEAVE_ONE_OUT = "leave_one_out"
-    GROUP_BASELINE_WHITENED = "group_baseline_whitened"
-    GLOBALLY_WHITENED = "globally_whitened"
-    GREEDY_BASELINE = "greedy_baseline"
-    BATCH_BASELINE = "batch_baseline"
-    RUNNING_BASELINE = "running_baseline"
-    GAE = "gae"
-    """Needs a critic."""
-
-    @property
-    def needs_groups(self) -> bool:
-        """Whether a group of one completion teaches nothing."""
-        return self in (Estimator.GROUP_MEAN, Estimator.LEAVE_ONE_OUT, Estimator.GROUP_BASELINE_WHITENED)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdvantageSettings:
-    estimator: Estimator = Estimator.GROUP_MEAN
-    std: Std = "sample"
-    """What group_mean and batch_baseline divide by."""
-    discount: float = 1.0
-    lam: float = 1.0
-    """GAE's lambda."""
-    whiten: bool = True
-    """Whether GAE's advantages are whitened over the batch."""
-    kl_coef: float = 0.0
-    """Weight of the KL divergence to the reference in the reward."""
-    kl_estimator: KlEstimator = KlEstimator.K1
-    kl_target: float | None = None
-    """Nats a sequence to which kl_coef is steered; fixed by default."""
-    kl_horizon: float = 10_000.0
-    """Samples over which an error of 20 % changes kl_coef by 20 %."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +79,13 @@ def estimate_advantages(
         ]
     coef = _next_coef(kl_coef, metrics, num_samples=len(samples), settings=settings)
     return Estimate(estimated, EstimatorState(coef, state.baseline.updated(shaped_PG.reshape(-1))), metrics)
+
+
+def has_advantages(samples: Sequence[TrainingSample]) -> bool:
+    """Whether any counted token has an advantage other than 0."""
+    tokens = _Tokens(samples)
+    spread = [np.broadcast_to(sample.advantages, len(sample.completion_token_ids)) for sample in samples]
+    return bool(np.any(np.concatenate(spread)[tokens.mask_N > 0.0]))
 
 
 def _by_sample(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from tasuki.wire.errors import InvalidArgument
 
 LOOP_FILE = "loop.json"
 _PENDING_FILE = "pending.json"
+_NAME = re.compile(r"version-(?P<version>\d+)(-step-(?P<step>\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +65,31 @@ def damaged_checkpoint(checkpoint: Path, problem: str) -> InvalidArgument:
     return InvalidArgument("checkpoint", f"{problem}; remove {checkpoint} {follows}")
 
 
+def checkpoint_path(folder: Path, step: Step) -> Path | None:
+    """Where the checkpoint of what `step` left belongs; None if it learned nothing and its policy version has a checkpoint.
+
+    Named by the version, and by the step where an earlier one has the version: there the critic alone has learned since.
+    """
+    path = folder / f"version-{step.next_version():06d}"
+    if not path.exists():
+        return path
+    return path.with_name(f"{path.name}-step-{step.step:06d}") if step.num_policy_steps or step.num_critic_steps else None
+
+
+def checkpoint_order(path: Path) -> tuple[int, int] | None:
+    """By which a run's checkpoints sort, the oldest first; None for another folder."""
+    found = _NAME.fullmatch(path.name)
+    return None if found is None else (int(found["version"]), -1 if found["step"] is None else int(found["step"]))
+
+
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Of a run's folder of checkpoints, the oldest version first."""
+    """Of a run's folder of checkpoints, the oldest first."""
     complete = [path.parent for path in folder.glob(f"version-*/{LOOP_FILE}")]
-    return sorted(complete, key=lambda path: (len(path.name), path.name))
+    ordered = [(order, path) for path in complete if (order := checkpoint_order(path)) is not None]
+    return [path for _, path in sorted(ordered)]
 
 
 def newest_checkpoint(folder: Path) -> tuple[Path, LoopState] | None:
-    """The complete checkpoint of the latest version; None without any. Raises as read_loop_state for that one; older ones do not count."""
+    """The latest complete checkpoint; None without any. Raises as read_loop_state for that one; older ones do not count."""
     complete = complete_checkpoints(folder)
     return (complete[-1], read_loop_state(complete[-1])) if complete else None

@@ -21,6 +21,10 @@ class Step:
     """That made the samples and the evaluation, or that a supervised step began with."""
     num_policy_steps: int = 0
     """Optimizer steps of the policy, each of which adds 1 to its version."""
+    critic_version: int | None = None
+    """The critic's before the updates of the step, if there is a critic."""
+    num_critic_steps: int = 0
+    """Optimizer steps of the critic."""
     eval_score: float | None = None
     mean_reward: float | None = None
     num_failed_rewards: int = 0
@@ -69,7 +73,8 @@ class Step:
     @property
     def is_evaluation(self) -> bool:
         """Whether nothing was made or learned in it: a run ends with such a step."""
-        return self.mean_reward is None and not self.num_policy_steps and not self.num_skipped_updates
+        num_updates = self.num_policy_steps + self.num_critic_steps + self.num_skipped_updates
+        return self.mean_reward is None and not num_updates
 
     def next_version(self) -> int:
         """The policy version after the step."""
@@ -80,13 +85,14 @@ class Step:
 
 
 _TABLES = ("metrics", "seconds", "stage_seconds", "position", "estimator")
-_COUNTS = ("num_policy_steps", "num_failed_rewards", "num_equal_groups", "num_skipped_updates")
+_COUNTS = ("num_policy_steps", "num_critic_steps", "num_failed_rewards", "num_equal_groups", "num_skipped_updates")
+_VERSIONS = ("policy_version", "critic_version")
 
 
 def _fits(name: str, value: object) -> bool:
     """Whether the field of a step may have the value."""
     if name in _TABLES:
         return isinstance(value, dict) and all(isinstance(number, int | float) for number in value.values())
-    if name in _COUNTS or name == "policy_version":
-        return isinstance(value, int) or (value is None and name == "policy_version")
+    if name in _COUNTS or name in _VERSIONS:
+        return isinstance(value, int) or (value is None and name in _VERSIONS)
     return value is None or isinstance(value, int | float)

@@ -120,13 +120,33 @@ class TrainingSample:
     policy_version: int = 0
     """Version of the weights that made the sample."""
     temperature: float | None = None
-    """That the sample was drawn with; None is 1."""
+    """That the sample was drawn with; None is 1. `TrainingSample.of` takes it from the sample."""
     old_log_probs: Sequence[float] | NDArray[np.float32] = ()
     """The policy's before the first of several steps on the batch. Needed with OldPolicy.GIVEN."""
     values: Sequence[float] | NDArray[np.float32] = ()
     """The critic's before the first step on the batch. Needed by a clipped ValueLoss."""
     returns: Sequence[float] | NDArray[np.float32] = ()
     """What the values should be. Needed by ValueLoss."""
+
+    @classmethod
+    def of(
+        cls,
+        sample: Sample,
+        *,
+        prompt_token_ids: Sequence[int] | NDArray[np.int32],
+        advantages: float | Sequence[float] | NDArray[np.float32] = (),
+        loss_mask: Sequence[float] | NDArray[np.float32] = (),
+    ) -> TrainingSample:
+        """What rollout generated, with all that training must know of it: log-probs, their temperature, and the policy's version."""
+        return cls(
+            prompt_token_ids=prompt_token_ids,
+            completion_token_ids=sample.token_ids,
+            rollout_log_probs=sample.rollout_log_probs,
+            advantages=advantages,
+            loss_mask=loss_mask,
+            policy_version=sample.policy_version,
+            temperature=sample.temperature,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +250,8 @@ class TrainerState:
     """Of any role."""
     roles: tuple[Role, ...]
     """That are trained."""
+    critic_version: int | None
+    """Optimizer steps behind the critic's weights; None without a critic."""
     num_ranks: int
     num_parameters: int
     vocab_size: int

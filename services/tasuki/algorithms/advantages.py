@@ -2,21 +2,21 @@
 
 Shape suffixes: P prompts, G completions of each; S samples; N completion tokens, one sample after the other. Arithmetic is in float64.
 A reward that is not finite marks a failed one: its sample leaves every mean and deviation, and gets advantage 0.
+Every function raises SettingError, a ValueError, naming the argument whose shape does not fit the others: nothing is broadcast.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tasuki.algorithms.estimator import Std
 from tasuki.algorithms.loss_types import SettingError
-from tasuki.algorithms.samples import Floats, Integers, from_rows, sample_ids, to_rows
-
-Std = Literal["none", "sample", "population"]
+from tasuki.algorithms.samples import Floats, Integers, check_shape, from_rows, sample_ids, to_rows
 
 # Keeps a group whose rewards differ by rounding only from getting large advantages.
 _STD_FLOOR = 1e-6
@@ -30,6 +30,8 @@ def group_mean(rewards_PG: Floats, *, std: Std = "none") -> NDArray[np.float32]:
     equal rewards or a single one.
     Source: GRPO, DeepSeekMath (arXiv:2402.03300) sec. 4.1.2; "none" is Dr. GRPO's (arXiv:2503.20783) sec. 3.2.
     """
+    if std not in get_args(Std):
+        raise SettingError("std", f"is {std!r}; must be one of {', '.join(get_args(Std))}")
     centered_PG = _group_centered(rewards_PG)
     if std != "none":
         degrees_P1 = np.maximum(np.isfinite(rewards_PG).sum(axis=1, keepdims=True) - (std == "sample"), 1)
@@ -43,8 +45,9 @@ def leave_one_out(rewards_PG: Floats) -> NDArray[np.float32]:
     rewards_PG: [P, G].
     Source: RLOO (arXiv:2402.14740).
     """
+    centered_PG = _group_centered(rewards_PG)
     num_valid_P1 = np.isfinite(rewards_PG).sum(axis=1, keepdims=True)
-    return (_group_centered(rewards_PG) * (num_valid_P1 / np.maximum(num_valid_P1 - 1, 1))).astype(np.float32)
+    return (centered_PG * (num_valid_P1 / np.maximum(num_valid_P1 - 1, 1))).astype(np.float32)
 
 
 def group_baseline_whitened(rewards_PG: Floats, *, num_counted_PG: Integers | None = None) -> NDArray[np.float32]:
@@ -56,6 +59,7 @@ def group_baseline_whitened(rewards_PG: Floats, *, num_counted_PG: Integers | No
     """
     centered_PG = _group_centered(rewards_PG)
     weights_PG = np.ones(centered_PG.shape) if num_counted_PG is None else np.asarray(num_counted_PG, dtype=np.float64)
+    check_shape(weights_PG, centered_PG.shape, name="num_counted_PG")
     weights_PG = np.where(np.isfinite(rewards_PG), weights_PG, 0.0)
     return _whitened(centered_PG, weights_PG).astype(np.float32)
 
@@ -70,6 +74,7 @@ def globally_whitened(
     Source: REINFORCE++ (arXiv:2501.03262).
     """
     mask_N = np.ones(len(rewards_N)) if loss_mask_N is None else np.asarray(loss_mask_N, dtype=np.float64)
+    _check_tokens(num_completion_S, rewards_N=rewards_N, loss_mask_N=mask_N)
     rewards_N, mask_N = _leave_out_failed(rewards_N, mask_N, num_completion_S)
     rewards_ST, mask_ST = to_rows(rewards_N, num_completion_S), to_rows(mask_N, num_completion_S)
     returns_ST = np.zeros_like(rewards_ST)
@@ -86,7 +91,9 @@ def greedy_baseline(rewards_PG: Floats, greedy_rewards_P: Floats) -> NDArray[np.
     rewards_PG: [P, G]; greedy_rewards_P: [P].
     Source: ReMax (arXiv:2310.10505).
     """
-    return np.nan_to_num(np.asarray(rewards_PG, dtype=np.float64) - np.asarray(greedy_rewards_P)[:, None]).astype(np.float32)
+    rewards_PG = _groups(rewards_PG)
+    check_shape(greedy_rewards_P, rewards_PG.shape[:1], name="greedy_rewards_P")
+    return np.nan_to_num(rewards_PG - np.asarray(greedy_rewards_P)[:, None]).astype(np.float32)
 
 
 def batch_baseline(rewards_S: Floats, *, std: Std = "none") -> NDArray[np.float32]:
@@ -94,6 +101,7 @@ def batch_baseline(rewards_S: Floats, *, std: Std = "none") -> NDArray[np.float3
 
     Source: REINFORCE with a baseline, Williams (1992); batch statistics as in REINFORCE++ (arXiv:2501.03262).
     """
+    check_shape(rewards_S, (np.size(rewards_S),), name="rewards_S")
     return group_mean(np.asarray(rewards_S)[None], std=std)[0]
 
 
@@ -116,6 +124,7 @@ class RunningBaseline:
 
     def advantages(self, rewards_S: Floats) -> NDArray[np.float32]:
         """[S]: reward minus the mean of past batches; of this batch if there is none."""
+        check_shape(rewards_S, (np.size(rewards_S),), name="rewards_S")
         if self.weight == 0.0:
             return batch_baseline(rewards_S)
         return np.nan_to_num(np.asarray(rewards_S, dtype=np.float64) - self.total / self.weight).astype(np.float32)
@@ -148,6 +157,7 @@ def gae(
     """
     mask_N = np.ones(len(rewards_N)) if loss_mask_N is None else np.asarray(loss_mask_N, dtype=np.float64)
     values_N = np.asarray(values_N, dtype=np.float64)
+    _check_tokens(num_completion_S, rewards_N=rewards_N, values_N=values_N, loss_mask_N=mask_N)
     rewards_N, mask_N = _leave_out_failed(rewards_N, mask_N, num_completion_S)
     rewards_ST, values_ST, mask_ST = (to_rows(x_N, num_completion_S) for x_N in (rewards_N, values_N, mask_N))
     advantages_ST = np.zeros_like(rewards_ST)
@@ -171,6 +181,8 @@ def explained_variance(values_N: Floats, returns_N: Floats, *, loss_mask_N: Floa
     NaN if the returns do not vary. Values and returns: [N].
     """
     is_counted_N = np.ones(len(values_N), dtype=bool) if loss_mask_N is None else np.asarray(loss_mask_N) > 0.0
+    for name, x_N in (("returns_N", returns_N), ("loss_mask_N", is_counted_N)):
+        check_shape(x_N, (np.size(values_N),), name=name)
     returns_N = np.asarray(returns_N, dtype=np.float64)[is_counted_N]
     errors_N = returns_N - np.asarray(values_N, dtype=np.float64)[is_counted_N]
     if len(returns_N) == 0 or np.ptp(returns_N) == 0.0:
@@ -179,11 +191,13 @@ def explained_variance(values_N: Floats, returns_N: Floats, *, loss_mask_N: Floa
 
 
 def whitened(advantages_N: Floats, *, loss_mask_N: Floats) -> NDArray[np.float32]:
-    """[N]: shifted and scaled to mean 0 and variance 1 over counted tokens; 0 elsewhere.
+    """[N]: shifted and scaled to mean 0 and variance 1 over counted tokens; 0 elsewhere, and throughout where these are equal.
 
     The variance divides by the number of counted tokens less one.
     Source: advantage normalization, "What matters in on-policy reinforcement learning?" (arXiv:2006.05990).
     """
+    check_shape(advantages_N, (np.size(advantages_N),), name="advantages_N")
+    check_shape(loss_mask_N, np.shape(advantages_N), name="loss_mask_N")
     return _whitened(np.asarray(advantages_N, dtype=np.float64), np.asarray(loss_mask_N, dtype=np.float64)).astype(np.float32)
 
 
@@ -192,9 +206,24 @@ def has_signal(rewards_PG: Floats) -> NDArray[np.bool_]:
 
     Source: the filter of DAPO's dynamic sampling (arXiv:2503.14476) sec. 3.2.
     """
+    rewards_PG = _groups(rewards_PG)
     is_valid_PG = np.isfinite(rewards_PG)
     lowest_P = np.where(is_valid_PG, rewards_PG, np.inf).min(axis=1, initial=np.inf)
     return np.where(is_valid_PG, rewards_PG, -np.inf).max(axis=1, initial=-np.inf) > lowest_P
+
+
+def _groups(rewards_PG: Floats) -> NDArray[np.float64]:
+    """[P, G] float64. Raises SettingError for another number of axes."""
+    rewards_PG = np.asarray(rewards_PG, dtype=np.float64)
+    if rewards_PG.ndim != 2:
+        raise SettingError("rewards_PG", f"has shape {list(rewards_PG.shape)}; give one row for each prompt")
+    return rewards_PG
+
+
+def _check_tokens(num_completion_S: Integers, **columns_N: Floats) -> None:
+    """Raises SettingError for a column that has not one entry for each token of the samples."""
+    for name, x_N in columns_N.items():
+        check_shape(x_N, (int(np.sum(num_completion_S)),), name=name)
 
 
 def _leave_out_failed(
@@ -211,7 +240,7 @@ def _group_centered(rewards_PG: Floats) -> NDArray[np.float64]:
 
     The mean of equal values need not be exactly that value, so has_signal decides.
     """
-    rewards_PG = np.asarray(rewards_PG, dtype=np.float64)
+    rewards_PG = _groups(rewards_PG)
     is_valid_PG = np.isfinite(rewards_PG)
     num_valid_P1 = np.maximum(is_valid_PG.sum(axis=1, keepdims=True), 1)
     centered_PG = rewards_PG - np.where(is_valid_PG, rewards_PG, 0.0).sum(axis=1, keepdims=True) / num_valid_P1
@@ -219,8 +248,9 @@ def _group_centered(rewards_PG: Floats) -> NDArray[np.float64]:
 
 
 def _whitened(x: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Exactly 0 where all that is counted is equal: the mean of equal values need not be exactly that value."""
     total = weights.sum()
-    if total == 0.0:
+    if total == 0.0 or np.ptp(x[weights > 0.0]) == 0.0:
         return np.zeros_like(x)
     centered = np.where(weights > 0.0, x - (x * weights).sum() / total, 0.0)
     variance = (np.square(centered) * weights).sum() / max(total - 1.0, 1.0)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, TypeVar, get_args
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 class SettingError(ValueError):
@@ -57,6 +62,7 @@ class PpoLoss:
     """Greater than 1; bounds the loss at -dual_clip * advantage where the advantage is negative (arXiv:1912.09729)."""
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         _check_clip(self.clip_low, self.clip_high)
         _check(self.dual_clip is None or 1.0 < self.dual_clip < math.inf, "dual_clip", self.dual_clip, "greater than 1")
 
@@ -69,6 +75,7 @@ class GspoLoss:
     clip_high: float = 4e-4
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         _check_clip(self.clip_low, self.clip_high)
 
 
@@ -83,6 +90,7 @@ class CispoLoss:
     clip_high: float = 4.0
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         _check_clip(self.clip_low, self.clip_high)
 
 
@@ -97,6 +105,7 @@ class SapoLoss:
     temperature_negative: float = 1.05
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         for name in ("temperature_positive", "temperature_negative"):
             value = getattr(self, name)
             _check(0.0 < value < math.inf, name, value, "greater than 0")
@@ -115,6 +124,7 @@ class ValueLoss:
     """How far a value may move from its old value before its loss stops falling; by default the plain squared error (arXiv:2006.05990)."""
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         _check(self.clip is None or 0.0 < self.clip < math.inf, "clip", self.clip, "greater than 0")
 
 
@@ -125,6 +135,8 @@ class SftLoss:
 
 Loss = PpoLoss | GspoLoss | CispoLoss | SapoLoss | PolicyGradientLoss | ValueLoss | SftLoss
 _LOSSES_WITH_RATIO = (PpoLoss, GspoLoss, CispoLoss, SapoLoss)
+# Outside of it, weights in float32 come close to 0 or infinity.
+_DENOMINATORS = (1e-6, 1e15)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,13 +156,13 @@ class Correction:
     """Leave out sequences whose geometric mean of r lies outside these bounds."""
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         for name in ("token_truncation", "sequence_truncation"):
             bound = getattr(self, name)
             _check(bound is None or 1.0 <= bound < math.inf, name, bound, "at least 1")
         for name in ("token_mask", "geometric_mask"):
             bounds = getattr(self, name)
-            allowed = bounds is None or (len(bounds) == 2 and 0.0 <= bounds[0] <= 1.0 <= bounds[1] < math.inf)
-            _check(allowed, name, bounds, "two bounds, low <= 1 <= high")
+            _check(bounds is None or _are_bounds(bounds), name, bounds, "two bounds, low <= 1 <= high")
         if self.token_truncation is not None and self.sequence_truncation is not None:
             raise SettingError("sequence_truncation", "excludes token_truncation; set one of them to None")
 
@@ -182,15 +194,32 @@ class LossConfig:
     """What weights are divided by, where one optimizer step takes several calls; None for the count of the call itself."""
 
     def __post_init__(self) -> None:
+        self._check_types()
         _check(0.0 <= self.kl_coef < math.inf, "kl_coef", self.kl_coef, "0 or greater")
         _check(math.isfinite(self.entropy_coef), "entropy_coef", self.entropy_coef, "finite")
-        _check(self.denominator is None or 0.0 < self.denominator < math.inf, "denominator", self.denominator, "greater than 0")
+        low, high = _DENOMINATORS
+        _check(
+            self.denominator is None or low <= self.denominator <= high,
+            "denominator",
+            self.denominator,
+            f"from {low:g} to {high:g}",
+        )
         self._check_aggregation_length()
         if isinstance(self.loss, ValueLoss):
             for name in ("kl_coef", "entropy_coef"):
                 _check(getattr(self, name) == 0.0, name, getattr(self, name), "0 with ValueLoss, which has no policy")
         if self.old_policy is not OldPolicy.CURRENT and not self.has_ratio:
             raise SettingError("old_policy", f"{self.old_policy}, but {type(self.loss).__name__} has no ratio; use current")
+
+    def _check_types(self) -> None:
+        """Takes members of enums by their values, too."""
+        for name, enum in (("aggregation", Aggregation), ("kl_estimator", KlEstimator), ("old_policy", OldPolicy)):
+            object.__setattr__(self, name, member(enum, getattr(self, name), field=name))
+        for name, classes in (("loss", get_args(Loss)), ("correction", (Correction,))):
+            value = getattr(self, name)
+            names = ", ".join(cls.__name__ for cls in classes)
+            _check(isinstance(value, classes), name, repr(value), f"an instance of {names}")
+        check_numbers(self)
 
     def _check_aggregation_length(self) -> None:
         if self.aggregation is not Aggregation.CONSTANT:
@@ -230,6 +259,35 @@ class LossConfig:
             "values": isinstance(self.loss, ValueLoss) and self.loss.clip is not None,
         }
         return frozenset(name for name, is_needed in needed.items() if is_needed)
+
+
+_Enum = TypeVar("_Enum", bound=StrEnum)
+
+
+def member(enum: type[_Enum], value: object, *, field: str) -> _Enum:
+    """The member that `value` is or names. Raises SettingError naming `field` and the values that there are."""
+    try:
+        return enum(value)
+    except ValueError:
+        raise SettingError(field, f"is {value!r}; must be one of {', '.join(enum)}") from None
+
+
+def check_numbers(settings: DataclassInstance) -> None:
+    """Raises SettingError naming the first field of a dataclass that holds no number although its type is one."""
+    for each in fields(settings):
+        name, _, optional = str(each.type).partition(" ")
+        kind = {"int": Integral, "float": Real}.get(name)
+        value = getattr(settings, each.name)
+        if kind is None or (value is None and optional):
+            continue
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise SettingError(each.name, f"is {value!r}; must be {'a whole number' if kind is Integral else 'a number'}")
+
+
+def _are_bounds(value: object) -> bool:
+    if not isinstance(value, tuple | list) or len(value) != 2 or not all(isinstance(bound, Real) for bound in value):
+        return False
+    return 0.0 <= value[0] <= 1.0 <= value[1] < math.inf
 
 
 def _check(is_allowed: bool, field: str, value: object, allowed: str) -> None:

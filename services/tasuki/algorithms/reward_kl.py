@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasuki.algorithms.loss_types import KlEstimator, SettingError
-from tasuki.algorithms.samples import Floats, Integers, sample_ids
+from tasuki.algorithms.samples import Floats, Integers, check_shape, sample_ids
 
 # As in the loss: beyond it an exponential says nothing.
 _MAX_LOG_RATIO = 20.0
@@ -28,6 +28,7 @@ def kl_penalties(
 
     Source: Schulman (http://joschu.net/blog/kl-approx.html); k1 is the penalty of InstructGPT (arXiv:2203.02155) eq. 2.
     """
+    check_shape(ref_log_probs_N, np.shape(log_probs_N), name="ref_log_probs_N")
     log_ratio_N = np.asarray(ref_log_probs_N, dtype=np.float64) - np.asarray(log_probs_N, dtype=np.float64)
     log_ratio_N = np.clip(log_ratio_N, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     match estimator:
@@ -54,6 +55,9 @@ def token_rewards(
     Source: Ziegler et al. (arXiv:1909.08593) eq. 2.
     """
     is_counted_N = np.ones(len(penalties_N), dtype=bool) if loss_mask_N is None else np.asarray(loss_mask_N) > 0.0
+    check_shape(rewards_S, (len(num_completion_S),), name="rewards_S")
+    for name, x_N in (("penalties_N", penalties_N), ("loss_mask_N", is_counted_N)):
+        check_shape(x_N, (int(np.sum(num_completion_S)),), name=name)
     rewards_N = np.where(is_counted_N, -coef * np.asarray(penalties_N, dtype=np.float64), 0.0)
     ids_N = sample_ids(num_completion_S)
     places = np.flatnonzero(is_counted_N)

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
+from tasuki.algorithms.loss_types import SettingError
+
 Floats = NDArray[np.floating]
 Integers = NDArray[np.integer]
+
+
+def check_shape(x: NDArray[Any], shape: tuple[int, ...], *, name: str) -> None:
+    """Raises SettingError naming the array and both shapes where they differ."""
+    if np.shape(x) != shape:
+        raise SettingError(name, f"has shape {list(np.shape(x))}; must be {list(shape)}")
 
 
 def sample_ids(num_completion_S: Integers) -> NDArray[np.int64]:

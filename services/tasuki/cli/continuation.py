@@ -39,8 +39,8 @@ class Continuation:
             dataset.next_rows(rows_per_step)
 
 
-def continuation(earlier: EarlierRun, *, node_version: int, is_of_run: bool) -> Continuation:
-    """Where to go on on a node whose trainer is at `node_version`.
+def continuation(earlier: EarlierRun, *, node_version: int, is_of_run: bool, critic_version: int | None = None) -> Continuation:
+    """Where to go on on a node whose trainer is at `node_version`, and its critic, if there is one, at `critic_version`.
 
     is_of_run: whether the trainer's last training was the run's. Then nothing that it has learned is lost; else the run goes on from
     its newest checkpoint, or from the beginning. Raises VersionOrder when the node has later weights of which nothing is known.
@@ -51,7 +51,8 @@ def continuation(earlier: EarlierRun, *, node_version: int, is_of_run: bool) -> 
     if is_of_run:
         learned = _after(earlier.steps, saved)
         version = learned[-1].next_version() if learned else saved_version
-        pending = _pending(earlier, number=saved + len(learned), version=version, node_version=node_version)
+        number = saved + len(learned)
+        pending = _pending(earlier, number=number, version=version, node_version=node_version, critic_version=critic_version)
         if pending is not None:
             learned = [*learned, pending]
         if node_version == version or pending is not None:
@@ -84,14 +85,16 @@ def check_num_steps(num_done: int, settings: RunSettings) -> None:
         )
 
 
-def _pending(earlier: EarlierRun, *, number: int, version: int, node_version: int) -> Step | None:
+def _pending(earlier: EarlierRun, *, number: int, version: int, node_version: int, critic_version: int | None) -> Step | None:
     """The step in which the client ended: after an optimizer step, and before the step's line. What it measured is lost with it."""
     known = earlier.pending if earlier.pending is not None and earlier.pending.step == number else None
-    num_made = node_version - version
-    if num_made < 1 or (known is None and num_made > 1):
+    num_made, num_critic_steps = node_version - version, 0
+    if known is not None and known.critic_version is not None and critic_version is not None:
+        num_critic_steps = max(critic_version - known.critic_version, 0)
+    if num_made < 0 or not (num_made or num_critic_steps) or (known is None and num_made > 1):
         return None
     step = Step(number) if known is None else replace(known, metrics={}, seconds={}, mean_reward=None)
-    return replace(step, policy_version=version, num_policy_steps=num_made)
+    return replace(step, policy_version=version, num_policy_steps=num_made, num_critic_steps=num_critic_steps)
 
 
 def _until(earlier: EarlierRun) -> list[Step]:

@@ -37,9 +37,10 @@ from tasuki.config.places import (
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
 from tasuki.planner.budget import check_host_budget
+from tasuki.rpc.port import check_ports
 from tasuki.v1 import coordinator_pb2, types_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from tasuki.wire.channel import CLIENT_OPTIONS
+from tasuki.wire.channel import open_blocking_channel
 from tasuki.wire.errors import (
     DeadlineExceeded,
     DiskFull,
@@ -102,6 +103,7 @@ def start_node(config: NodeConfig, *, resumes: bool = False, tell: Tell = to_std
     check_model_folders(config)
     check_gpu_is_shown(config)
     check_host_budget(config)
+    check_ports(config)
     _check_state_folder(config.state_dir)
     lock = StateLock.take(config.state_dir, name=NODE_LOCK)
     read_fd, starter_fd = os.pipe()
@@ -264,7 +266,7 @@ def node_state(config: NodeConfig) -> coordinator_pb2.NodeState:
     state_dir = config.state_dir
     if holder(state_dir, name=NODE_LOCK) is None:
         raise node_down(state_dir)
-    with grpc.insecure_channel(node_targets(config)["coordinator"], options=CLIENT_OPTIONS) as channel:
+    with open_blocking_channel(node_targets(config)["coordinator"]) as channel:
         request = coordinator_pb2.GetStateRequest()
         try:
             return CoordinatorServiceStub(channel).GetState(request, timeout=_CALL_TIMEOUT_S, wait_for_ready=True).state
@@ -287,7 +289,7 @@ def _without_interrupts() -> Iterator[None]:
 
 
 def _is_serving(service: ServiceCommand) -> bool:
-    with grpc.insecure_channel(service.target, options=CLIENT_OPTIONS) as channel:
+    with open_blocking_channel(service.target) as channel:
         request = health_pb2.HealthCheckRequest(service=service.health_name)
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=_CALL_TIMEOUT_S)

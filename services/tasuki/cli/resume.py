@@ -15,7 +15,7 @@ from tasuki.cli.run_folder import CHECKPOINTS
 from tasuki.cli.run_settings import RunSettings
 from tasuki.client.dataset import Dataset
 from tasuki.client.durable import write_durably
-from tasuki.client.loop_state import LOOP_FILE, damaged_checkpoint
+from tasuki.client.loop_state import LOOP_FILE, checkpoint_order, damaged_checkpoint
 from tasuki.client.sync_client import Client
 from tasuki.config.places import training_run_path
 from tasuki.config.schema import NodeConfig
@@ -61,8 +61,9 @@ def go_on(client: Client, config: NodeConfig, settings: RunSettings, earlier: Ea
     if is_of_run:
         # Gradients of a step that was broken off. Comes after whatever the trainer still carries out of it, which may be its end.
         _discard_gradients(client)
-    node_version = client.trainer_state().policy_version
-    found = continuation(earlier, node_version=node_version, is_of_run=is_of_run)
+    trainer = client.trainer_state()
+    node_version = trainer.policy_version
+    found = continuation(earlier, node_version=node_version, critic_version=trainer.critic_version, is_of_run=is_of_run)
     check_num_steps(found.first_step, settings)
     if not found.first_step and earlier.steps and not settings.save_every:
         raise InvalidArgument(
@@ -76,7 +77,7 @@ def go_on(client: Client, config: NodeConfig, settings: RunSettings, earlier: Ea
         if not found.first_step:
             client.begin_run(keep_optimizer=settings.keep_optimizer)
     if found.num_steps_after_position == 0:
-        _remove_incomplete(settings.output_dir / CHECKPOINTS, above=earlier.saved_version)
+        _remove_incomplete(settings.output_dir / CHECKPOINTS, earlier)
     _make_way(settings.output_dir, earlier)
     write_durably(marker, earlier.head.id)
     if found.first_step:
@@ -104,11 +105,12 @@ def _load(client: Client, checkpoint: Path, *, policy_version: int) -> None:
         )
 
 
-def _remove_incomplete(checkpoints: Path, *, above: int) -> None:
+def _remove_incomplete(checkpoints: Path, earlier: EarlierRun) -> None:
     """Those that the run will write again; the trainer, too, goes on from before them."""
+    newest = None if earlier.checkpoint is None else checkpoint_order(earlier.checkpoint)
     for path in checkpoints.glob("version-*"):
-        version = path.name.removeprefix("version-")
-        if version.isdecimal() and int(version) > above and not (path / LOOP_FILE).exists():
+        order = checkpoint_order(path)
+        if order and order > (newest or (earlier.saved_version, -1)) and not (path / LOOP_FILE).exists():
             shutil.rmtree(path)
 
 

@@ -74,8 +74,11 @@ def check_lengths(
     """Tokens of the longest prompt, with max_new_tokens; 0 without rows.
 
     limit: tokens of a prompt with its completion. Raises InvalidArgument naming the first row whose prompt leaves no room for
-    max_new_tokens, which `key` sets.
+    max_new_tokens, which `key` sets, or `key` where that leaves room for none.
     """
+    if rows and max_new_tokens >= limit:
+        text = f"is {max_new_tokens}, which leaves no room for a prompt: prompt and completion have {limit} tokens together"
+        raise InvalidArgument(key, text, limit=limit)
     longest = 0
     for number, row in enumerate(rows, start=1):
         num_tokens = len(tokenizer.encode_prompt(row["prompt"]))

@@ -20,21 +20,14 @@ from pydantic import (
 from tasuki.algorithms.loss_types import SettingError
 from tasuki.config.constraints import FUSED_LINEAR, check_constraints
 from tasuki.config.devices import Devices
+from tasuki.config.ports import check_listen
+from tasuki.config.security_schema import PathsConfig, SecurityConfig
 from tasuki.config.sft_schema import SftConfig
 from tasuki.config.table import Schema, Seed
 from tasuki.config.train_schema import TrainConfig
+from tasuki.wire.address import MAX_PORT
 
-
-def _loopback(listen: str) -> str:
-    host, _, port = listen.rpartition(":")
-    if listen != "unix" and not (host in LOOPBACK and port.isdecimal() and 0 < int(port) <= MAX_PORT):
-        raise ValueError(f'must be "unix" or a loopback address with a port, such as "{LOOPBACK[0]}:50051"')
-    return listen
-
-
-MAX_PORT = 65535
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-Listen = Annotated[str, AfterValidator(_loopback)]
+Listen = Annotated[str, AfterValidator(check_listen)]
 Port = Annotated[int, Field(ge=1, le=MAX_PORT)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 LinearName = Literal["q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"]
@@ -47,7 +40,8 @@ class ModelConfig(Schema):
 
 class CoordinatorConfig(Schema):
     listen: Listen = "unix"
-    """"unix" for a socket in the state folder, or "127.0.0.1:PORT" (loopback only)."""
+    """"unix", or an address such as "0.0.0.0:50050" to listen on a port, too. Every service always listens on a unix socket in the state
+    folder. A port asks callers for what `[security]` says; all three services need one for clients on other machines."""
     metrics_port: Port | None = None
     """Loopback port of Prometheus' /metrics; none by default."""
     stage_timeout_s: PositiveFloat = 600.0
@@ -140,7 +134,8 @@ class TrainerConfig(OptimizerConfig):
     """Dtype of forward and backward."""
     param_dtype: Literal["bfloat16", "float32"] = "float32"
     """Dtype of the weights that are trained, of their gradients and of the optimizer state. In bfloat16 an update below about 1/256 of a
-    weight is lost, and all four take half the memory. Not with `[trainer.lora]`: adapters are float32, the frozen model `compute_dtype`."""
+    weight is lost, gradients of micro-batches add up with that rounding, too, and all four take half the memory. Not with
+    `[trainer.lora]`: adapters are float32, the frozen model `compute_dtype`."""
     export: Literal["auto", "parameters", "copy"] = "auto"
     """What rollout reads at a sync: the parameters themselves, which takes no memory and needs `param_dtype` to be `rollout.dtype`, or a
     copy in that dtype. "auto" is "parameters" where that is possible."""
@@ -150,6 +145,10 @@ class TrainerConfig(OptimizerConfig):
     export_handles: Literal["vmm", "ipc"] = "vmm"
     """How a GPU's memory is given to rollout: as file descriptors of our own arenas, or a copy in torch's memory by a legacy CUDA IPC
     handle, where descriptors do not work."""
+    attention_backend: Literal["auto", "fa4", "varlen", "sdpa"] = "auto"
+    """Attention over packed sequences: FlashAttention-4, torch's `varlen_attn`, or torch's `scaled_dot_product_attention`, which pads
+    inside and takes every model and dtype. "auto" is the first that is there and computes right when the trainer starts; the log says
+    which."""
     gradient_checkpointing: bool = False
     lora: LoraConfig | None = None
     """Trains adapters beside a frozen model, which is then also the reference policy."""
@@ -239,6 +238,8 @@ class NodeConfig(Schema):
     rollout: RolloutConfig = RolloutConfig()
     restart: RestartConfig = RestartConfig()
     memory: MemoryConfig = MemoryConfig()
+    security: SecurityConfig = SecurityConfig()
+    paths: PathsConfig = PathsConfig()
     train: TrainConfig | None = None
     sft: SftConfig | None = None
     unsafe: bool = False

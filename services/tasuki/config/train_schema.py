@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, PositiveFloat, PositiveInt, model_validator
 
-from tasuki.algorithms.loss_types import LossConfig, SettingError, SftLoss, ValueLoss
+from tasuki.algorithms.estimator import AdvantageSettings, Estimator, check_critic, check_groups, check_loss, check_overlong
+from tasuki.algorithms.loss_types import Correction, KlEstimator, LossConfig, OldPolicy, SettingError, ValueLoss
 from tasuki.algorithms.reward_kl import MAX_ERROR
 from tasuki.config.algorithms import DEFAULT_MAX_NEW_TOKENS, Algorithm, expanded
 from tasuki.config.loss_table import read_loss, write_loss
@@ -68,10 +70,23 @@ class AdvantageConfig(Schema):
     """Samples over which an error of 20 % changes `kl_coef` by 20 %."""
 
     @model_validator(mode="after")
-    def _target_has_coef(self) -> AdvantageConfig:
-        if self.kl_target is not None and not self.kl_coef:
-            raise ValueError("kl_target needs a kl_coef to begin with")
+    def _fits(self) -> AdvantageConfig:
+        self.settings()
         return self
+
+    def settings(self) -> AdvantageSettings:
+        """Raises SettingError naming the key."""
+        return AdvantageSettings(
+            estimator=Estimator(self.estimator),
+            std=self.std,
+            discount=self.discount,
+            lam=self.lam,
+            whiten=self.whiten,
+            kl_coef=self.kl_coef,
+            kl_estimator=KlEstimator(self.kl_estimator),
+            kl_target=self.kl_target,
+            kl_horizon=self.kl_horizon,
+        )
 
 
 class EvalConfig(Schema):
@@ -168,23 +183,12 @@ class TrainConfig(Schema):
         return expanded(table) if isinstance(table, dict) else table
 
     @model_validator(mode="after")
-    def _groups_can_teach(self) -> TrainConfig:
-        estimator = self.advantages.estimator
-        if self.group_size == 1 and estimator in ("group_mean", "leave_one_out", "group_baseline_whitened"):
-            raise ValueError(
-                f'group_size = 1 teaches nothing with advantages.estimator = "{estimator}"; use "batch_baseline", "running_baseline", '
-                '"greedy_baseline", "globally_whitened" or "gae"'
-            )
-        if self.overlong_tokens is not None and self.overlong_tokens > self.max_new_tokens:
-            raise ValueError(f"overlong_tokens = {self.overlong_tokens} is above max_new_tokens = {self.max_new_tokens}")
-        if self.old_policy == "current" and self.num_epochs * self.num_mini_batches > 1:
-            raise ValueError('old_policy = "current" is for one optimizer step; leave it at "auto"')
-        if isinstance(self.loss.loss, ValueLoss | SftLoss):
-            raise ValueError(f"loss.name: {type(self.loss.loss).__name__} does not learn from rewards")
-        if self.max_batches > 1 and self.group_size == 1:
-            raise ValueError("max_batches > 1 keeps groups that differ, which a group of one never does")
-        if self.critic_warmup_steps and estimator != "gae":
-            raise ValueError('critic_warmup_steps needs a critic: set algorithm = "ppo"')
+    def _fits_the_loop(self) -> TrainConfig:
+        estimator = Estimator(self.advantages.estimator)
+        check_groups(estimator, group_size=self.group_size, max_batches=self.max_batches)
+        check_overlong(self.overlong_tokens, max_new_tokens=self.max_new_tokens)
+        check_loss(self.policy_loss(), num_updates=self.num_epochs * self.num_mini_batches)
+        check_critic(estimator, value_loss=self.critic_loss(), warmup_steps=self.critic_warmup_steps)
         if self.critic_warmup_steps >= self.num_steps:
             problem = (
                 f"is {self.critic_warmup_steps} of num_steps = {self.num_steps}, so the policy would never learn; lower it"
@@ -203,3 +207,23 @@ class TrainConfig(Schema):
                 f"{least:g}: kl_coef would fall to 0 or below"
             )
             raise SettingError("advantages.kl_horizon", problem)
+
+    def policy_loss(self) -> LossConfig:
+        """The loss with its old policy. "auto" recomputes log-probs only where a step has several optimizer steps, and the loss a ratio."""
+        if not self.loss.has_ratio:
+            return self.loss
+        if self.old_policy != "auto":
+            return replace(self.loss, old_policy=OldPolicy(self.old_policy))
+        has_several = self.num_epochs * self.num_mini_batches > 1
+        return replace(self.loss, old_policy=OldPolicy.GIVEN if has_several else OldPolicy.CURRENT)
+
+    def critic_loss(self) -> LossConfig | None:
+        """None without a critic. Aggregated as the policy's loss, so that both count the same tokens."""
+        if self.advantages.estimator != "gae":
+            return None
+        return LossConfig(
+            loss=ValueLoss(clip=self.value_loss.clip),
+            aggregation=self.loss.aggregation,
+            aggregation_length=self.loss.aggregation_length,
+            correction=Correction(token_truncation=None),
+        )

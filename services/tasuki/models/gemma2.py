@@ -17,6 +17,7 @@ NORMS: dict[str, Any] = {
     "norms": ("input_layernorm", "pre_feedforward_layernorm"),
     "post_norms": ("post_attention_layernorm", "post_feedforward_layernorm"),
     "has_float_norms": True,
+    "has_offset_norms": True,
 }
 KEYS = {
     "hidden_act": ("gelu_pytorch_tanh",),

@@ -12,6 +12,10 @@ from tasuki.trainer.data.samples import Samples, starts
 from tasuki.trainer.roles import Role
 from tasuki.wire.errors import InvalidArgument, VersionOrder
 
+_LOG_PROBS = ("rollout_log_probs", "old_log_probs", "ref_log_probs")
+# Rounding may lift the logarithm of a probability close to 1 above 0, by far less than this.
+_LOG_PROB_TOLERANCE = 1e-3
+
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
@@ -60,6 +64,12 @@ def check_loss(samples: Samples, *, config: LossConfig, role: Role) -> None:
         if len(wrong):
             problem = "is neither 0 nor 1" if name == "loss_mask" else "is not finite"
             raise InvalidArgument(_completion_place(samples, int(wrong[0]), field=name), f"{column_N[wrong[0]]:g} {problem}")
+    for name in (name for name in _LOG_PROBS if name in samples.columns):
+        wrong = np.flatnonzero(samples.columns[name] > _LOG_PROB_TOLERANCE)
+        if len(wrong):
+            problem = "is above 0, so it is the logarithm of no probability; give natural logarithms"
+            place = _completion_place(samples, int(wrong[0]), field=name)
+            raise InvalidArgument(place, f"{samples.columns[name][wrong[0]]:g} {problem}")
     if not samples.columns["loss_mask"].any():
         raise InvalidArgument("samples[].loss_mask", "masks every token of the call; at least one must count")
 

@@ -6,12 +6,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from tasuki.config.places import socket_dir
 from tasuki.config.schema import LoraConfig, NodeConfig, OptimizerConfig
@@ -30,7 +28,15 @@ from tasuki.trainer.backends.fsdp.checkpoint import (
 from tasuki.trainer.backends.fsdp.lora import adapters_off, merged_rows, trained_parameters
 from tasuki.trainer.backends.fsdp.memory import ExportChoice, TrainerMemory
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
-from tasuki.trainer.backends.fsdp.model import Critic, NetworkSource, Policy, load_critic, load_policy, read_model_config
+from tasuki.trainer.backends.fsdp.model import (
+    Critic,
+    NetworkSource,
+    Policy,
+    load_critic,
+    load_policy,
+    read_model_config,
+    reshard,
+)
 from tasuki.trainer.backends.fsdp.optimizer import ShardedAdamW
 from tasuki.trainer.backends.fsdp.shards import adapter_shards, local_shards
 from tasuki.trainer.data.micro_batch import TokenBatch
@@ -89,14 +95,12 @@ class FsdpBackend:
     def score_values(self, batch: TokenBatch) -> Tensor:
         return self._network(Role.CRITIC)(batch)
 
-    def backward(self, role: Role, loss: Tensor, *, is_last: bool) -> None:
-        # Gradients stay whole on each rank until the last micro-batch sums them over the ranks.
-        cast(FSDPModule, self._trained[role].network).set_requires_gradient_sync(is_last)
+    def backward(self, role: Role, loss: Tensor) -> None:
+        # FSDP2 reduces each group's gradients as soon as they are there, and adds the shards to those of the micro-batches before.
         loss.backward()
 
     def end_scoring(self, role: Role) -> None:
-        # Without a backward pass FSDP2 leaves the root's parameters gathered, in place of their shards.
-        cast(FSDPModule, self._network(role)).reshard()
+        reshard(self._network(role))
 
     def clip_gradients(self, role: Role) -> float:
         return self._trained[role].optimizer.clip()
@@ -186,6 +190,7 @@ class FsdpBackend:
             mesh=self._mesh,
             param_dtype=compute_dtype if is_base else getattr(torch, config.param_dtype),
             compute_dtype=compute_dtype,
+            attention_backend=config.attention_backend,
             lora=lora,
             seed=config.seed,
         )

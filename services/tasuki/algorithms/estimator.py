@@ -1,0 +1,125 @@
+"""Settings of advantages, and what a loop's settings must be to each other. The client's loop and the configuration both check here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal, get_args
+
+from tasuki.algorithms.loss_types import (
+    KlEstimator,
+    LossConfig,
+    OldPolicy,
+    SettingError,
+    SftLoss,
+    ValueLoss,
+    check_numbers,
+    member,
+)
+
+Std = Literal["none", "sample", "population"]
+
+
+class Estimator(StrEnum):
+    """Where an advantage's baseline comes from; tasuki.algorithms.advantages has the formulas."""
+
+    GROUP_MEAN = "group_mean"
+    LEAVE_ONE_OUT = "leave_one_out"
+    GROUP_BASELINE_WHITENED = "group_baseline_whitened"
+    GLOBALLY_WHITENED = "globally_whitened"
+    GREEDY_BASELINE = "greedy_baseline"
+    BATCH_BASELINE = "batch_baseline"
+    RUNNING_BASELINE = "running_baseline"
+    GAE = "gae"
+    """Needs a critic."""
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether a group of one completion teaches nothing."""
+        return self in (Estimator.GROUP_MEAN, Estimator.LEAVE_ONE_OUT, Estimator.GROUP_BASELINE_WHITENED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageSettings:
+    """How rewards become advantages. Raises SettingError naming the field that is out of range."""
+
+    estimator: Estimator = Estimator.GROUP_MEAN
+    std: Std = "sample"
+    """What group_mean and batch_baseline divide by."""
+    discount: float = 1.0
+    """Greater than 0, at most 1."""
+    lam: float = 1.0
+    """GAE's lambda, from 0 to 1."""
+    whiten: bool = True
+    """Whether GAE's advantages are whitened over the batch."""
+    kl_coef: float = 0.0
+    """Weight of the KL divergence to the reference in the reward."""
+    kl_estimator: KlEstimator = KlEstimator.K1
+    kl_target: float | None = None
+    """Nats a sequence to which kl_coef is steered; fixed by default."""
+    kl_horizon: float = 10_000.0
+    """Samples over which an error of 20 % changes kl_coef by 20 %."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "estimator", member(Estimator, self.estimator, field="estimator"))
+        object.__setattr__(self, "kl_estimator", member(KlEstimator, self.kl_estimator, field="kl_estimator"))
+        if self.std not in get_args(Std):
+            raise SettingError("std", f"is {self.std!r}; must be one of {', '.join(get_args(Std))}")
+        check_numbers(self)
+        for name, is_allowed, allowed in (
+            ("discount", 0.0 < self.discount <= 1.0, "greater than 0 and at most 1"),
+            ("lam", 0.0 <= self.lam <= 1.0, "from 0 to 1"),
+            ("kl_coef", 0.0 <= self.kl_coef < math.inf, "0 or greater"),
+            ("kl_target", self.kl_target is None or 0.0 < self.kl_target < math.inf, "greater than 0"),
+            ("kl_horizon", 0.0 < self.kl_horizon < math.inf, "greater than 0"),
+        ):
+            if not is_allowed:
+                raise SettingError(name, f"is {getattr(self, name)}; must be {allowed}")
+        if self.kl_target is not None and not self.kl_coef:
+            raise SettingError("kl_target", "needs a kl_coef to begin with")
+
+
+def check_groups(estimator: Estimator, *, group_size: int, max_batches: int) -> None:
+    """Raises SettingError where groups of one completion teach nothing."""
+    if group_size > 1:
+        return
+    if estimator.needs_groups:
+        others = ", ".join(f'"{other}"' for other in Estimator if not other.needs_groups)
+        raise SettingError("group_size", f'of 1 teaches nothing with advantages.estimator = "{estimator}"; use one of {others}')
+    if max_batches > 1:
+        raise SettingError("max_batches", "above 1 keeps groups that differ, which a group of one never does")
+
+
+def check_loss(loss: LossConfig, *, num_updates: int) -> None:
+    """Raises SettingError for a loss that rewards cannot teach, or whose ratio would be 1 in every update of a step.
+
+    num_updates: optimizer steps on the samples of a step.
+    """
+    if isinstance(loss.loss, ValueLoss | SftLoss):
+        raise SettingError("loss", f"{type(loss.loss).__name__} does not learn from rewards")
+    if num_updates > 1 and loss.has_ratio and loss.old_policy is OldPolicy.CURRENT:
+        raise SettingError(
+            "old_policy", f'"current" is for one optimizer step a step, and there are {num_updates}; use "given"'
+        )
+
+
+def check_critic(estimator: Estimator, *, value_loss: LossConfig | None, warmup_steps: int) -> None:
+    """Raises SettingError where an estimator that needs a critic has no value loss, or another has one."""
+    if warmup_steps and value_loss is None:
+        raise SettingError("critic_warmup_steps", 'needs a critic: use the estimator "gae" and a value_loss')
+    if (value_loss is not None) is not (estimator is Estimator.GAE):
+        problem = 'is needed by the estimator "gae"' if value_loss is None else f'is for "gae"; "{estimator}" has no returns'
+        raise SettingError("value_loss", problem)
+    if value_loss is not None and not isinstance(value_loss.loss, ValueLoss):
+        raise SettingError("value_loss", f"is {type(value_loss.loss).__name__}; must be ValueLoss")
+
+
+def check_overlong(overlong_tokens: int | None, *, max_new_tokens: int | None) -> None:
+    """Raises SettingError for a buffer that is longer than the longest completion, or has no longest completion."""
+    if overlong_tokens is None:
+        return
+    if max_new_tokens is None:
+        raise SettingError("overlong_tokens", "needs sampling.max_new_tokens")
+    if not 0 < overlong_tokens <= max_new_tokens:
+        raise SettingError("overlong_tokens", f"is {overlong_tokens}; must be from 1 to max_new_tokens = {max_new_tokens}")
