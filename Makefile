@@ -28,6 +28,8 @@ ORACLES := .oracles-venv/.installed
 WITH_BIN := PATH="$(CURDIR)/.venv/bin:$$PATH"
 PROTOS := $(wildcard protos/tasuki/v1/*.proto)
 SOURCES := protos services client tests tools
+# Of their proofs `make test` carries out a sample (tests/extent.py).
+SAMPLED := $(shell grep -rl 'tests.extent import' tests/unit tests/integration --include='test_*.py') tests/integration/test_loss_cuts.py
 
 .PHONY: help setup demo test oracles chaos check protos native lint types buf bench bench-memory bench-memory-gpu bench-sync-gpu grpcurl clean
 
@@ -40,14 +42,14 @@ demo: setup  ## train a small model with GRPO through all three services; leaves
 	$(BIN)/python client/examples/demo/run.py --seed 0 --output runs/demo $(if $(KILL),--kill $(KILL))
 
 test: setup grpcurl  ## all tests; none needs the network
-	$(MAKE) -s -C csrc test
-	$(BIN)/python -m pytest tests/unit tests/contract tests/integration tests/e2e tests/gpu $(PYTEST_ARGS)
+	$(MAKE) -s -j2 -C csrc test
+	$(BIN)/python -m pytest -n 2 tests/unit tests/contract tests/integration tests/e2e tests/gpu $(PYTEST_ARGS)
 
 oracles: $(ORACLES)  ## every advantage and loss against verl's and TRL's own functions
 	.oracles-venv/bin/python -m pytest -c tests/oracles/pytest.ini tests/oracles $(PYTEST_ARGS)
 
 chaos: setup  ## every process killed and stopped in every stage, and other long proofs; writes runs/chaos
-	$(BIN)/python -m pytest tests/chaos $(PYTEST_ARGS)
+	TASUKI_PROOFS=whole $(BIN)/python -m pytest tests/chaos $(SAMPLED) $(PYTEST_ARGS)
 
 check: lint types buf  ## lint, import rules, types, protos (lint, compatibility, generated code)
 	$(BIN)/python -m pytest -q tests/contract/test_generated_code.py

@@ -7,10 +7,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +32,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from tests.workers import FilesOverWorkers  # where the plugin is installed
+
+    return FilesOverWorkers(config, log)
+
+
 @dataclass(frozen=True, slots=True)
 class RunningNode:
     """A node started by `tasuki up`."""
@@ -37,6 +46,8 @@ class RunningNode:
     config: Path
     state_dir: Path
     model: Path
+    up: subprocess.Popen[bytes]
+    """The command, which stays in the foreground until the node ends."""
 
 
 def tasuki(*arguments: str | Path, timeout_s: float) -> subprocess.CompletedProcess[str]:
@@ -59,8 +70,8 @@ def node() -> Iterator[RunningNode]:
 
 
 @contextmanager
-def started_node(*, tables: str = "") -> Iterator[RunningNode]:
-    """A node by `tasuki up`. tables: of the configuration, beside its usual ones."""
+def started_node(*, tables: str = "", overrides: Sequence[str] = ()) -> Iterator[RunningNode]:
+    """A node by `tasuki up`. tables: of the configuration, beside its usual ones. overrides: such as "a.b=c"."""
     from tests.models import make_model, save_checkpoint  # takes seconds: only when a test asks for it
 
     # Not pytest's own folder: a unix socket's path must be short.
@@ -84,13 +95,20 @@ def started_node(*, tables: str = "") -> Iterator[RunningNode]:
         {tables}
         """
     )
+    settings = [part for override in ("rollout.start_timeout_s=420", *overrides) for part in ("--set", override)]
+    argv = [sys.executable, "-m", "tasuki.cli", "up", str(config), "--foreground", *settings]
+    log = folder / "up.log"
+    with log.open("wb") as output:
+        up = subprocess.Popen(argv, env=ENVIRONMENT, stderr=output)
     try:
-        started = tasuki("up", config, "--set", "rollout.start_timeout_s=420", timeout_s=480)
-        assert started.returncode == 0, f"tasuki up: {started.stderr}{_log_ends(state_dir)}"
-        yield RunningNode(config=config, state_dir=state_dir, model=model)
+        while "the node is up" not in log.read_text():
+            assert up.poll() is None, f"tasuki up: {log.read_text()}{_log_ends(state_dir)}"
+            time.sleep(0.1)
+        yield RunningNode(config=config, state_dir=state_dir, model=model, up=up)
     finally:
         stopped = tasuki("down", config, timeout_s=60)
         assert stopped.returncode == 0, f"tasuki down: {stopped.stderr}"
+        up.wait(10)
         shutil.rmtree(folder)
 
 

@@ -35,10 +35,8 @@ NUM_TOKENS, NUM_STEPS = 8192, 3
 STAGES = (Phase.TRAIN, Stage.LOAD_WEIGHTS, Stage.OFFLOAD, Stage.LOAD_TRAINER)
 
 
-def layout_of(
-    size: str, *, gpu_bytes: int, device: Literal["cpu", "cuda"], num_ranks: int, num_micro_batches: int = 1
-) -> Layout:
-    """What `measure` runs. Half of every sample are completion tokens; with one micro-batch a call no gradients stay whole."""
+def layout_of(size: str, *, gpu_bytes: int, device: Literal["cpu", "cuda"], num_ranks: int) -> Layout:
+    """What `measure` runs. Half of every sample are completion tokens."""
     shape = MODELS[size]
     if device == "cpu":
         tiny = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 4, "head_dim": 16, "vocab_size": 512}
@@ -46,7 +44,7 @@ def layout_of(
     num_tokens = 64 if device == "cpu" else NUM_TOKENS
     return Layout(
         model=shape, num_gpus=num_ranks, gpu_bytes=gpu_bytes, host_bytes=2000 * GB, num_ranks=num_ranks, device=device,
-        micro_batch_tokens=num_tokens, logit_tokens=num_tokens // 2, checkpointing=Checkpointing.FULL, accumulates=num_micro_batches > 1,
+        micro_batch_tokens=num_tokens, logit_tokens=num_tokens // 2, checkpointing=Checkpointing.FULL,
     )  # fmt: skip
 
 
@@ -181,7 +179,7 @@ def run_part(size: str, arguments: argparse.Namespace) -> dict[str, Any]:
         if makes.returncode != 0:
             raise SystemExit(f"{size} was not made:\n{makes.stderr[-4000:]}")
         launch = [sys.executable, "-m", "tasuki.trainer.launch", "--num-ranks", str(arguments.ranks), "--"]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(SOURCES)}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([*SOURCES, os.environ.get("PYTHONPATH", "")])}
         ranks = subprocess.run([*launch, *command], env=environment, capture_output=True, text=True, check=False)
     answers = [line for line in ranks.stdout.splitlines() if line.startswith("RESULT ")]
     if ranks.returncode or not answers:
@@ -227,8 +225,7 @@ def main() -> None:
     if not arguments.tiny:
         require_gpus(arguments.ranks)
     gpu_name, gpu_bytes = ("none", GB) if arguments.tiny else gpu()
-    settings = {"num_ranks": arguments.ranks, "num_micro_batches": arguments.micro_batches}
-    layouts = {size: layout_of(size, gpu_bytes=gpu_bytes, device=device, **settings) for size in SIZES}
+    layouts = {size: layout_of(size, gpu_bytes=gpu_bytes, device=device, num_ranks=arguments.ranks) for size in SIZES}
     if arguments.part is not None:
         work(arguments, layouts[arguments.part], device)
     results: dict[str, Any] = {}

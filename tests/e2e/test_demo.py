@@ -14,15 +14,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.rollout_process import left_of, shared_memory
+
 ROOT = Path(__file__).parents[2]
 RUN = ROOT / "client" / "examples" / "demo" / "run.py"
-NUM_STEPS = 12
+NUM_STEPS, SAVE_EVERY, NUM_SHORT_STEPS = 12, 4, 8
 MARK = "TASUKI_TEST_RUN"
 # A start takes under a minute on two free cores, and minutes on a busy machine.
 START_S = 540
 pytestmark = pytest.mark.timeout(START_S + 60)
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / root) for root in ("protos", "services", "client"))}
-SHORT = [f"train.num_steps={NUM_STEPS}", "train.eval_every=100", "train.loss.kl_coef=0.001", "train.save_every=10"]
+SHORT = [f"train.num_steps={NUM_STEPS}", "train.eval_every=100", "train.loss.kl_coef=0.001", f"train.save_every={SAVE_EVERY}"]
+SHORTER = [*SHORT, f"train.num_steps={NUM_SHORT_STEPS}"]
 
 # In a process of its own, as the user of an exported model.
 GREEDY = """
@@ -54,15 +57,15 @@ def _demo(output: Path, *overrides: str) -> subprocess.Popen[str]:
     )
 
 
-def _processes_of(output: Path) -> list[str]:
-    """Command lines of processes that the run started: they have its mark in their environment, or its logs open."""
-    found = []
+def _processes_of(output: Path) -> dict[int, str]:
+    """Command lines by pid of what the run started: processes with its mark in their environment, or its logs open."""
+    found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             names = [os.readlink(link) for link in (folder / "fd").iterdir()]
             is_ours = f"{MARK}={output}".encode() in (folder / "environ").read_bytes().split(b"\0")
             if is_ours or any(name.startswith(str(output)) for name in names):
-                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue  # ended while we looked
     return found
@@ -123,26 +126,27 @@ def test_the_exported_model_reproduces_the_score_in_transformers(run: tuple[Path
 
 def test_curve_journal_and_checkpoint_are_there(run: tuple[Path, str]):
     assert (run[0] / "curve.png").read_bytes().startswith(b"\x89PNG")
-    assert any((run[0] / "checkpoints" / "version-000010").iterdir())
+    assert any((run[0] / "checkpoints" / "version-000012").iterdir())
     with closing(sqlite3.connect(run[0] / "journal.sqlite")) as journal:
         (num_changeovers,) = journal.execute("SELECT count(*) FROM changeovers").fetchone()
     assert num_changeovers == 2 * (NUM_STEPS + 1)
 
 
 def test_nothing_of_the_demo_goes_on(run: tuple[Path, str]):
-    assert _processes_of(run[0]) == []
+    assert _processes_of(run[0]) == {}
     assert not (run[0] / "node" / "run").exists()
 
 
-def test_ctrl_c_while_it_trains_leaves_nothing_and_the_run_is_resumed_to_the_same_end(run: tuple[Path, str], tmp_path: Path):
+def test_ctrl_c_while_it_trains_leaves_nothing_and_the_run_is_resumed_on_the_same_path(run: tuple[Path, str], tmp_path: Path):
     output = tmp_path / "demo"
-    shared_before = set(os.listdir("/dev/shm"))
-    with _demo(output, *SHORT) as process:
+    with _demo(output, *SHORTER) as process:
         assert process.stdout is not None
-        lines = []
+        lines, shared = [], set[int]()
         for line in process.stdout:
             lines.append(line)
-            if line.startswith("step  10"):  # one more than is saved
+            if line.startswith("step   1"):
+                shared = shared_memory(list(_processes_of(output)))
+            if line.startswith(f"step {SAVE_EVERY:>3}"):  # one more than is saved
                 break
         os.killpg(process.pid, signal.SIGINT)
         interrupted = time.monotonic()
@@ -150,28 +154,28 @@ def test_ctrl_c_while_it_trains_leaves_nothing_and_the_run_is_resumed_to_the_sam
         assert process.wait(timeout=30) == 130, "".join(lines) + rest
     assert time.monotonic() - interrupted < 20
     assert "Traceback" not in rest
-    assert _processes_of(output) == []
+    assert _processes_of(output) == {}
     assert not (output / "node" / "run").exists()
-    assert {name for name in set(os.listdir("/dev/shm")) - shared_before if "tasuki" in name} == set()
+    assert left_of(shared) == []
     # What was measured until then is there.
-    assert len((output / "metrics.jsonl").read_text().splitlines()) >= 11
+    assert len((output / "metrics.jsonl").read_text().splitlines()) > SAVE_EVERY
 
-    arguments = [argument for override in SHORT for argument in ("--set", override)]
+    arguments = [argument for override in SHORTER for argument in ("--set", override)]
     resumed = subprocess.run(
         [sys.executable, "-m", "tasuki.cli", "train", output / "config.toml", "--resume", *arguments],
         cwd=RUN.parent, env=ENVIRONMENT, capture_output=True, text=True, timeout=START_S, check=False,
     )  # fmt: skip
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert "version-000010: step 10 of 12" in resumed.stderr
+    assert f"version-{SAVE_EVERY:06d}: step {SAVE_EVERY} of {NUM_SHORT_STEPS}" in resumed.stderr
     assert _figures(output) == _figures(run[0])
+    assert json.loads((output / "summary.json").read_text())["policy_version"] == NUM_SHORT_STEPS
     assert (output / "curve.png").exists()
 
 
 def _figures(output: Path) -> list[object]:
-    """All that is measured of a run but seconds."""
+    """All that is measured of a run's first steps but seconds."""
     steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    summary = json.loads((output / "summary.json").read_text())
     return [
         {name: value for name, value in figures.items() if name not in ("seconds", "stage_seconds")}
-        for figures in (*steps, summary)
+        for figures in steps[:NUM_SHORT_STEPS]
     ]

@@ -177,48 +177,35 @@ def test_second_up_is_refused_and_the_first_goes_on(node: RunningNode, coordinat
 
 
 @pytest.mark.timeout(700)
-def test_a_node_whose_supervisor_was_killed_leaves_nothing_behind_and_can_be_resumed(node: RunningNode, tmp_path: Path) -> None:
-    state_dir = tmp_path / "node"
-    argv = [sys.executable, "-m", "tasuki.cli", "up", str(node.config), "--foreground", "--set", f"state_dir={state_dir}"]
-    up = subprocess.Popen(argv, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
-    assert up.stderr is not None
-    told = ""
-    while "the node is up" not in told:
-        line = up.stderr.readline()
-        assert line, told
-        told += line
-    processes = processes_of(state_dir)
+def test_a_node_whose_supervisor_was_killed_leaves_nothing_behind_and_can_be_resumed(node: RunningNode) -> None:
+    processes = processes_of(node.state_dir)
     assert len(processes) >= 7  # guard, supervisor, coordinator, launcher, two ranks, rollout, and the engine's own
-    with Client(state_dir=state_dir) as client:
-        chaos = ChaosNode(RunningNode(config=node.config, state_dir=state_dir, model=node.model), client)
+    with Client(state_dir=node.state_dir) as client:
+        chaos = ChaosNode(node, client)
         client.acquire(Phase.TRAIN)
         version = chaos.step()
         client.acquire(Phase.ROLLOUT)
         tokens = chaos.greedy()
-    supervisor_pid = holder(state_dir, name=NODE_LOCK)
+    supervisor_pid = holder(node.state_dir, name=NODE_LOCK)
     assert supervisor_pid is not None
     os.kill(supervisor_pid, signal.SIGKILL)
     deadline = time.monotonic() + GONE_WITHIN_S
-    while holder(state_dir, name=NODE_LOCK) is not None:
+    while holder(node.state_dir, name=NODE_LOCK) is not None:
         assert time.monotonic() < deadline, "the node is still there"
         time.sleep(0.1)
-    assert processes_of(state_dir) & processes == set()
-    assert list(socket_dir(state_dir).iterdir()) == []
-    assert json.loads(exit_path(state_dir).read_text())["reason"] == "the supervisor was killed by SIGKILL"
-    assert up.wait(GONE_WITHIN_S) == 2  # NODE_DOWN
-    socket_dir(state_dir).rmdir()
+    assert processes_of(node.state_dir) & processes == set()
+    assert list(socket_dir(node.state_dir).iterdir()) == []
+    assert json.loads(exit_path(node.state_dir).read_text())["reason"] == "the supervisor was killed by SIGKILL"
+    assert node.up.wait(GONE_WITHIN_S) == 2  # NODE_DOWN
+    socket_dir(node.state_dir).rmdir()
 
-    resumed = tasuki("up", node.config, "--resume", "--set", f"state_dir={state_dir}", timeout_s=300)
+    resumed = tasuki("up", node.config, "--resume", timeout_s=300)
     assert resumed.returncode == 0, resumed.stderr
-    try:
-        with Client(state_dir=state_dir) as client:
-            chaos = ChaosNode(RunningNode(config=node.config, state_dir=state_dir, model=node.model), client)
-            assert client.trainer_state().policy_version == version == 1
-            client.acquire(Phase.ROLLOUT)
-            assert chaos.greedy() == tokens  # the same weights
-    finally:
-        assert tasuki("down", "--state-dir", state_dir, timeout_s=60).returncode == 0
-    audited = tasuki("audit", state_dir, timeout_s=60)
+    with Client(state_dir=node.state_dir) as client:
+        assert client.trainer_state().policy_version == version
+        client.acquire(Phase.ROLLOUT)
+        assert ChaosNode(node, client).greedy() == tokens  # the same weights
+    audited = tasuki("audit", node.state_dir, timeout_s=60)
     assert (audited.returncode, audited.stdout.splitlines()[0]) == (0, "clean"), audited.stdout
 
 

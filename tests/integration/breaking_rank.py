@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -27,6 +26,7 @@ from tasuki.rollout.rank_memory import rank_allocator
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.transport.copies import ViewCopy
 from tasuki.wire.errors import InternalError
+from tests.integration.forked import processes
 from tests.models import poison
 
 Shapes = Sequence[tuple[str, tuple[int, ...]]]
@@ -137,10 +137,6 @@ def _answer_commands(pipe: Connection, model: FlatModel, cache: torch.Tensor) ->
                 pipe.send((model.digest(), BreakingList.longest, cache.nbytes))
 
 
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload([__name__])
-
-
 class BreakingRank:
     """The process, as the front's RankCalls sees an engine of one rank."""
 
@@ -149,8 +145,8 @@ class BreakingRank:
     def __init__(
         self, shapes: Shapes, breaking: Breaking | None = None, *, rank: int = 0, failpoint: str | None = None
     ) -> None:
-        self._pipe, theirs = _processes.Pipe()
-        self._process = _processes.Process(target=run_rank, args=(theirs, shapes, breaking, rank, failpoint), daemon=True)
+        self._pipe, theirs = processes.Pipe()
+        self._process = processes.Process(target=run_rank, args=(theirs, shapes, breaking, rank, failpoint), daemon=True)
         self._process.start()
         theirs.close()
 

@@ -62,6 +62,15 @@ def rollout_process(rollout_model: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="session")
+def engine_pair(rollout_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutProcess]:
+    """A service whose engine has two ranks. The last test of test_rollout_process.py kills one of them."""
+    rollout = start_rollout(tmp_path_factory.mktemp("pair"), rollout_model, "rollout.tp_size=2")
+    wait_until_serving(rollout)
+    yield rollout
+    stop_rollout(rollout)
+
+
+@pytest.fixture(scope="session")
 def trainer(rollout_process: RolloutProcess) -> Iterator[TestTrainer]:
     """A trainer whose weights are not those that the engine was started with."""
     trainer = TestTrainer(rollout_process.socket_dir, "trainer", make_model("qwen2", seed=1))

@@ -96,6 +96,13 @@ async def running_coordinator(folder: Path, *, metrics_port: int) -> AsyncIterat
     """Settled in TRAIN; it must stop with exit code 0 in the end."""
     coordinator = CoordinatorConfig(metrics_port=metrics_port)
     config = NodeConfig(state_dir=folder / "state", model=ModelConfig(path=folder), coordinator=coordinator)
+    async with running_node(config) as node:
+        yield node
+
+
+@asynccontextmanager
+async def running_node(config: NodeConfig) -> AsyncIterator[Node]:
+    """The same for any configuration whose state folder is not there yet."""
     config.state_dir.mkdir()
     save_config(config, config.state_dir / "node.toml")
     async with serving(config) as (trainer, rollout):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from tasuki.trainer.backends.fsdp.lora import add_adapters, merged_rows
 from tasuki.trainer.backends.fsdp.shards import local_shards
 from tasuki.transport.export import WeightExport
 from tasuki.v1 import weights_pb2
+from tests.integration.forked import processes
 from tests.models import make_model
 
 _TIMEOUT_S = 240
@@ -34,14 +34,13 @@ def dtensor_ranks(
 
     dims: the tensor dimension that each axis of the mesh cuts. lora: adapters whose product is published in the weights.
     """
-    context = multiprocessing.get_context("spawn")
     num_ranks = torch.Size(mesh_shape).numel()
-    pipes, processes = [], []
+    pipes, ranks = [], []
     for rank in range(num_ranks):
-        ours, theirs = context.Pipe()
+        ours, theirs = processes.Pipe()
         arguments = (theirs, kind, folder, rank, num_ranks, mesh_shape, dims, lora)
-        processes.append(context.Process(target=_run_rank, args=arguments, daemon=True))
-        processes[-1].start()
+        ranks.append(processes.Process(target=_run_rank, args=arguments, daemon=True))
+        ranks[-1].start()
         theirs.close()
         pipes.append(ours)
     try:
@@ -51,7 +50,7 @@ def dtensor_ranks(
             handles.append(weights_pb2.WeightHandle.FromString(pipe.recv_bytes()))
         yield weights_pb2.PublishedWeights(policy_version=1, boot_id=str(folder), handles=handles)
     finally:
-        for process in processes:
+        for process in ranks:
             process.kill()
             process.join()
 

@@ -21,6 +21,7 @@ from tasuki.memory.tags import MemoryTag
 from tasuki.transport.plan import Slice
 from tasuki.v1 import weights_pb2
 from tests.integration.adapter_rank import Adapter, receive_adapter
+from tests.integration.forked import processes
 from tests.ports import free_port
 from tests.received import ReceivedPiece
 
@@ -118,31 +119,32 @@ def pieces_of(outcomes: list[Outcome]) -> list[ReceivedPiece]:
 @contextmanager
 def engine_ranks(num_ranks: int = 2, *, device: str = "cpu") -> Iterator[EngineRanks]:
     """device: "cpu", or "cuda" for one GPU a rank."""
-    context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
+    context = processes if device == "cpu" else multiprocessing.get_context("spawn")
+    pipes, ranks = [], []
     for index in range(num_ranks):
         ours, theirs = context.Pipe()
         rank_device = "cpu" if device == "cpu" else f"{device}:{index}"
-        process = context.Process(target=_run_rank, args=(theirs, rank_device), daemon=True)
-        process.start()
+        rank = context.Process(target=_run_rank, args=(theirs, rank_device), daemon=True)
+        rank.start()
         theirs.close()
         pipes.append(ours)
-        processes.append(process)
+        ranks.append(rank)
     try:
         yield EngineRanks(pipes)
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
+        for rank in ranks:
+            rank.kill()
+            rank.join()
 
 
 def _run_rank(pipe: Connection, device: str) -> None:
+    import torch
+
     os.environ |= {"OMP_NUM_THREADS": "1", "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_models_without_a_test())}
     if device == "cpu":
         os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_NCCL_SO_PATH": "/nonexistent"}
+        torch.set_num_threads(1)
     else:
-        import torch
-
         torch.cuda.set_device(device)
     from tasuki.memory.arena import set_host_budget
     from tasuki.rollout.rank_commands import command_tensors, run_command

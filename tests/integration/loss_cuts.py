@@ -37,6 +37,7 @@ from tasuki.trainer.launch import read_launch
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
+from tests.extent import IS_WHOLE
 from tests.integration.learning import learn, metric, start_learner, whole_gradients, with_denominator
 from tests.integration.plain_critic import value_samples
 
@@ -59,6 +60,7 @@ CASES = {
     )
     for name, config in LOSSES.items()
     for aggregation in Aggregation
+    if IS_WHOLE or name == "ppo" or aggregation is Aggregation.TOKEN_MEAN
 }
 
 

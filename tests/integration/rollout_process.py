@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tasuki.config import places
 from tasuki.transport.export import WeightExport
 from tasuki.v1 import memory_pb2, memory_pb2_grpc, rollout_pb2, rollout_pb2_grpc, types_pb2, weights_pb2
+from tasuki.wire.address import unix_target
 from tasuki.wire.channel import open_channel
 from tests.conftest import ENVIRONMENT
 from tests.models import trainer_shards
@@ -49,7 +50,7 @@ class RolloutProcess:
 
     @property
     def target(self) -> str:
-        return places.grpc_target(self.state_dir, service="rollout", listen="unix")
+        return unix_target(self.state_dir, service="rollout")
 
     @property
     def socket_dir(self) -> Path:
@@ -212,8 +213,11 @@ def stop_rollout(rollout: RolloutProcess) -> int:
 
 def shared_memory(pids: list[int]) -> set[int]:
     """Inodes of what the processes have mapped from /dev/shm."""
-    lines = [line.split() for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/dev/shm/" in line]
-    return {int(line[4]) for line in lines}
+    maps = []
+    for pid in pids:
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            maps += Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {int(line.split()[4]) for line in maps if "/dev/shm/" in line}
 
 
 def left_of(inodes: set[int]) -> list[str]:

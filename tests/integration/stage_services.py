@@ -14,6 +14,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.device_usage import device_usage
 from tasuki.rpc.commands import CommandGate
+from tasuki.rpc.port import port_of
 from tasuki.rpc.server import RpcServer
 from tasuki.rpc.usage import TAGS, usage_response
 from tasuki.v1 import memory_pb2, memory_pb2_grpc, rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
@@ -175,7 +176,7 @@ async def serving(config: NodeConfig) -> AsyncIterator[tuple[StageService, Stage
         ("trainer", trainer, Trainer(trainer), trainer_pb2_grpc.add_TrainerServiceServicer_to_server),
         ("rollout", rollout, Rollout(rollout), rollout_pb2_grpc.add_RolloutServiceServicer_to_server),
     ):
-        server = RpcServer(service=name, target=targets[name])
+        server = RpcServer(service=name, target=targets[name], port=port_of(config, name))
         server.add(add, servicer, f"tasuki.v1.{name.title()}Service")
         server.add(memory_pb2_grpc.add_MemoryServiceServicer_to_server, Memory(service), "tasuki.v1.MemoryService")
         await server.start()

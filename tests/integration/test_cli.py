@@ -19,12 +19,22 @@ def tasuki(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+}
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "node.toml").write_text('state_dir = "state"\n[model]\npath = "model"\n')
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"]}))
+    (model / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"], **SIZES}))
     (model / "model.safetensors").write_bytes(b"")
     (model / "tokenizer_config.json").write_text("{}")
     return tmp_path

@@ -1,4 +1,7 @@
-"""A process that writes the journal is killed 500 times, wherever it happens to be: nothing that it acknowledged is lost."""
+"""A process that writes the journal is killed wherever it happens to be: nothing that it acknowledged is lost.
+
+It is killed 100 times here, 500 times in `make chaos`.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,14 @@ from pathlib import Path
 from tasuki.coordinator.audit.history import History, read_history
 from tasuki.coordinator.audit.replay import audit
 from tests.conftest import ENVIRONMENT
+from tests.extent import IS_WHOLE
 from tests.unit.test_simulation import memory_folder
 
 WRITER = Path(__file__).with_name("journal_writer.py")
-NUM_KILLS, BATCH, SEED = 500, 50, 5
+NUM_KILLS, BATCH, SEED = 500 if IS_WHOLE else 100, 50, 5
 
 
-def test_500_kills_lose_nothing_that_was_acknowledged() -> None:
+def test_kills_lose_nothing_that_was_acknowledged() -> None:
     # A killed process leaves to the system what it has written; only a machine that loses its power asks for a real disk.
     with tempfile.TemporaryDirectory(dir=memory_folder()) as folder:
         journal = Path(folder) / "journal.sqlite"
@@ -33,7 +37,9 @@ def test_500_kills_lose_nothing_that_was_acknowledged() -> None:
     assert len(lives) == NUM_KILLS
     assert len(acknowledged) > 10 * NUM_KILLS
     last_words = {life[-1].split()[0] for life in lives if life}
-    assert last_words == {"epoch", "changeover", "intent", "result", "ending"}, "somewhere no writer was killed"
+    # Few are killed right after they have begun an epoch: of a hundred perhaps none.
+    places = {"changeover", "intent", "result", "ending", *(["epoch"] if IS_WHOLE else [])}
+    assert places <= last_words, "somewhere no writer was killed"
 
 
 def kill_writers(journal: Path, seed: int) -> list[list[str]]:

@@ -13,9 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from transformers import AutoModelForCausalLM
 
 from tasuki.algorithms.loss_types import Correction, LossConfig, ValueLoss
+from tasuki.models.families import read_model
+from tasuki.trainer.backends.fsdp.attention import IMPLEMENTATION, PackedAttention
+from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
 from tasuki.trainer.backends.fsdp.memory import TAGS
 from tasuki.trainer.backends.fsdp.model import Policy
 from tasuki.trainer.data.micro_batch import token_batch
@@ -83,10 +88,11 @@ def broken(samples: Samples) -> Samples:
 
 def test_temperatures_are_not_rounded_to_the_compute_dtype(mesh: DeviceMesh, model: Path) -> None:
     samples = decode_samples(make_samples(9, vocab_size=VOCAB_SIZE, temperature=0.7))
-    unsharded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="eager")
+    unsharded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation=IMPLEMENTATION)
+    attention = PackedAttention(PaddedSequences.of, read_model(unsharded.config.to_dict()).attention)
     learner = start_learner(model, mesh=mesh, compute_dtype="bfloat16")
     with torch.no_grad():
-        expected, _ = Policy(unsharded)(token_batch(samples, device=learner.backend.device))
+        expected, _ = Policy(unsharded, attention=attention)(token_batch(samples, device=learner.backend.device))
     # bfloat16 has 0.69921875 instead, which shows in the third decimal place.
     assert scores(learner, Role.POLICY, samples) == pytest.approx(expected.tolist(), abs=1e-4)
 
@@ -234,3 +240,42 @@ def test_a_sleep_keeps_every_byte_of_the_critic(mesh: DeviceMesh, model: Path, s
     memory.resume(TAGS)
     memory.wait_for_optimizer()
     assert all(torch.equal(*pair) for pair in zip(everything(), before, strict=True))
+
+
+def groups(learner: Learner) -> list[Any]:
+    """FSDP2's parameters of the policy, group by group."""
+    modules = [module for module in trained(learner, Role.POLICY).network.modules() if isinstance(module, FSDPModule)]
+    return [module._get_fsdp_state()._fsdp_param_group.fsdp_params for module in modules]
+
+
+def test_gradients_are_in_their_shards_after_every_micro_batch(mesh: DeviceMesh, model: Path, samples: Samples) -> None:
+    learner = start_learner(model, mesh=mesh)
+    gradients = trained(learner, Role.POLICY).optimizer._gradients
+    addresses = [gradient.data_ptr() for gradient in gradients]
+    norms: list[float] = []
+
+    def look() -> None:
+        norms.append(float(torch.stack([gradient.norm() for gradient in gradients]).norm()))
+        for param in (param for group in groups(learner) for param in group):
+            assert param.unsharded_accumulated_grad is None
+            assert param._unsharded_param.grad is None
+
+    learner._progressed = look
+    learn(learner, Role.POLICY, samples, config=LOSSES[Role.POLICY], max_tokens=32)
+    assert len(norms) > 2
+    assert len({0.0, *norms}) == len(norms) + 1
+    assert [gradient.data_ptr() for gradient in gradients] == addresses
+
+
+def test_embedding_and_projection_are_groups_by_themselves_and_scoring_leaves_nothing_gathered(
+    mesh: DeviceMesh, model: Path, samples: Samples
+) -> None:
+    learner = start_learner(model, mesh=mesh)
+    scores(learner, Role.POLICY, samples)
+    sizes = [sum(param.sharded_param.numel() for param in group) for group in groups(learner)]
+    shape = trained(learner, Role.POLICY).network.causal_lm.config
+    table = shape.vocab_size * shape.hidden_size
+    # The root, which comes first, has the last norm alone.
+    assert sizes[0] == shape.hidden_size
+    assert sizes.count(table) == 2
+    assert {param.sharded_state for group in groups(learner) for param in group} == {ShardedState.SHARDED}

@@ -1,4 +1,7 @@
-"""Every loss under every aggregation: one call's gradient does not depend on ranks, micro-batches, or how many calls it is cut into."""
+"""One call's gradient does not depend on ranks, micro-batches, or how many calls it is cut into.
+
+Here every loss under token means and one under every aggregation; in `make chaos` every loss under every aggregation.
+"""
 
 from __future__ import annotations
 

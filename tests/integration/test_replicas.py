@@ -1,4 +1,7 @@
-"""A rollout service with two replicas of its engine: one front, one sync, and requests spread over both."""
+"""A rollout service with two replicas of its engine: one front, one sync, and requests spread over both.
+
+They are in float32, and their log-probs those of transformers: every gap in bfloat16 is rounding.
+"""
 
 from __future__ import annotations
 
@@ -72,13 +75,13 @@ async def test_both_replicas_receive_each_version_and_generate_with_it(
         received = await client.wake(trainer.publish(version))
         assert received.copied_bytes == 2 * sum(4 * parameter.numel() for parameter in trainer.model.parameters())
         before = [rank.cpu_times().user for rank in ranks_of(replicas)]
-        samples = await client.generate(PROMPTS, num_samples=12, max_new_tokens=24, ignore_eos=True)
+        samples = await client.generate(PROMPTS, num_samples=12, max_new_tokens=32, temperature=0.7, ignore_eos=True)
         spent = [rank.cpu_times().user - old for rank, old in zip(ranks_of(replicas), before, strict=True)]
         assert len(spent) == 2 and min(spent) > 0.3 * max(spent), "each makes half of the samples"
         assert len(samples) == len({(sample.prompt_index, sample.sample_index) for sample in samples}) == 36
         for sample in samples:
-            theirs = log_probs_of(trainer.model, PROMPTS[sample.prompt_index], list(sample.token_ids))
-            assert torch.allclose(torch.tensor(sample.rollout_log_probs), theirs, atol=1e-4)
+            theirs = log_probs_of(trainer.model, PROMPTS[sample.prompt_index], list(sample.token_ids), temperature=0.7)
+            assert torch.allclose(torch.tensor(sample.rollout_log_probs), theirs, atol=2e-5)
         assert len({tuple(sample.token_ids) for sample in samples}) == 36, "no replica draws what another has drawn"
         await client.sleep()
 

@@ -116,7 +116,7 @@ async def test_usage_of_a_rank_that_does_not_answer_ends_in_time_and_comes_back(
     rank = Rank(rollout_process).process
     os.kill(rank.pid, signal.SIGSTOP)
     try:
-        error = await refused(usage_of(rollout, timeout_s=1))
+        error = await refused(usage_of(rollout, timeout_s=4))
         assert isinstance(error, DeadlineExceeded)
         assert "not every engine rank answered" in error.message
     finally:

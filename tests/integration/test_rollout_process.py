@@ -26,7 +26,6 @@ from tests.integration.rollout_process import (
     shared_memory,
     start_rollout,
     stop_rollout,
-    wait_until_serving,
 )
 from tests.models import make_model
 from tests.refusal import refused
@@ -104,23 +103,15 @@ def test_a_start_that_is_stopped_leaves_no_process(tmp_path: Path, rollout_model
 # --- two ranks
 
 
-@pytest.fixture(scope="module")
-def pair(rollout_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutProcess]:
-    rollout = start_rollout(tmp_path_factory.mktemp("pair"), rollout_model, "rollout.tp_size=2")
-    wait_until_serving(rollout)
-    yield rollout
-    stop_rollout(rollout)
-
-
 @pytest.fixture
-async def client(pair: RolloutProcess) -> AsyncIterator[RolloutClient]:
-    async with connected(pair) as client:
+async def client(engine_pair: RolloutProcess) -> AsyncIterator[RolloutClient]:
+    async with connected(engine_pair) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def pair_trainer(pair: RolloutProcess) -> Iterator[TestTrainer]:
-    trainer = TestTrainer(pair.socket_dir, "pair", make_model("qwen2", seed=2))
+def pair_trainer(engine_pair: RolloutProcess) -> Iterator[TestTrainer]:
+    trainer = TestTrainer(engine_pair.socket_dir, "pair", make_model("qwen2", seed=2))
     yield trainer
     trainer.close()
 
@@ -152,10 +143,12 @@ async def test_two_ranks_receive_and_generate(client: RolloutClient, pair_traine
     await client.sleep()
 
 
-async def test_a_second_service_on_the_same_state_folder_is_refused(pair: RolloutProcess, client: RolloutClient) -> None:
-    second = subprocess.run(pair.process.args, capture_output=True, text=True, timeout=60, env=pair.environment, check=False)
+async def test_a_second_service_on_the_same_state_folder_is_refused(engine_pair: RolloutProcess, client: RolloutClient) -> None:
+    second = subprocess.run(
+        engine_pair.process.args, capture_output=True, text=True, timeout=60, env=engine_pair.environment, check=False
+    )
     assert second.returncode == 1
-    expected = f"tasuki.rollout: NODE_RUNNING: pid {pair.process.pid} already runs a rollout on"
+    expected = f"tasuki.rollout: NODE_RUNNING: pid {engine_pair.process.pid} already runs a rollout on"
     assert second.stderr.splitlines()[-1].startswith(expected)
     assert (await client.state()).tp_size == 2
 
@@ -184,14 +177,19 @@ async def test_corrupt_weights_poison_the_engine(client: RolloutClient, pair_tra
     assert isinstance(await refused(client.resume(types_pb2.STAGE_RESUME_WEIGHTS, WEIGHTS)), EnginePoisoned)
 
 
-def test_a_dead_rank_ends_the_service_and_leaves_nothing(pair: RolloutProcess, pair_trainer: TestTrainer) -> None:
-    processes = children(pair)
+def test_a_dead_rank_ends_the_service_and_leaves_nothing(engine_pair: RolloutProcess, pair_trainer: TestTrainer) -> None:
+    processes = children(engine_pair)
     ranks = [process for process in processes if "scheduler" in process.name()]
     assert len(ranks) == 2
-    shared = shared_memory([pair.process.pid, *(process.pid for process in processes)])
+    shared = shared_memory([engine_pair.process.pid, *(process.pid for process in processes)])
     ranks[1].kill()
-    assert pair.process.wait(15) == 1
+    assert engine_pair.process.wait(15) == 1
     assert still_there(processes) == []
     assert left_of(shared) == []
-    assert "event=engine_lost" in pair.log.read_text()
-    assert sorted(path.name for path in pair.socket_dir.iterdir()) == ["generate-calls", "pair-0.sock", "pair-1.sock", "pulse"]
+    assert "event=engine_lost" in engine_pair.log.read_text()
+    assert sorted(path.name for path in engine_pair.socket_dir.iterdir()) == [
+        "generate-calls",
+        "pair-0.sock",
+        "pair-1.sock",
+        "pulse",
+    ]

@@ -14,6 +14,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
+from tasuki.rpc.access import Access, LocalCallers
+from tasuki.rpc.client_paths import ClientPaths
+from tasuki.rpc.port import Port
 from tasuki.rpc.server import RpcServer
 from tasuki.v1 import trainer_pb2, trainer_pb2_grpc, types_pb2
 from tasuki.wire.channel import KEEPALIVE_CLIENT_MS, KEEPALIVE_SERVER_MIN_MS, MAX_MESSAGE_BYTES, open_channel
@@ -153,18 +156,24 @@ async def test_socket_left_by_a_killed_server_is_taken_over(tmp_path: Path) -> N
     await server.stop()
 
 
-async def test_second_server_on_a_tcp_port_is_refused(unused_tcp_port: int) -> None:
-    first = RpcServer(service="trainer", target=f"127.0.0.1:{unused_tcp_port}")
+async def test_second_server_on_a_port_is_refused(tmp_path: Path, unused_tcp_port: int) -> None:
+    port = plain_port(f"127.0.0.1:{unused_tcp_port}", tmp_path)
+    first = RpcServer(service="trainer", target=f"unix:{tmp_path}/a.sock", port=port)
     await first.start()
     with pytest.raises(NodeRunning):
-        await RpcServer(service="trainer", target=first.target).start()
+        await RpcServer(service="trainer", target=f"unix:{tmp_path}/b.sock", port=port).start()
     await first.stop()
 
 
 @pytest.mark.parametrize("target", ["0.0.0.0:5000", "10.0.0.1:5000", "[::]:5000"])
-async def test_plain_tcp_beyond_loopback_is_refused(target: str) -> None:
+async def test_plain_tcp_beyond_loopback_is_refused(target: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="loopback"):
-        await RpcServer(service="trainer", target=target).start()
+        await RpcServer(service="trainer", target=f"unix:{tmp_path}/a.sock", port=plain_port(target, tmp_path)).start()
+
+
+def plain_port(target: str, folder: Path) -> Port:
+    access = Access(LocalCallers(), ClientPaths(state_dir=folder, write=(), read=()))
+    return Port(target=target, access=access, credentials=None)
 
 
 async def test_metrics_have_the_usual_names(tmp_path: Path, unused_tcp_port: int) -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 import grpc
 import grpc.aio
 
-from tasuki.config import places
 from tasuki.v1 import loss_pb2, memory_pb2, memory_pb2_grpc, trainer_pb2, trainer_pb2_grpc, types_pb2
 from tasuki.v1.types_pb2 import ROLE_POLICY, TrainingSample
+from tasuki.wire.address import unix_target
 from tasuki.wire.channel import open_channel
 from tests.integration.trainer_samples import make_samples
 from tests.models import VOCAB_SIZE
@@ -39,7 +39,7 @@ class TrainerProcess:
 
     @property
     def target(self) -> str:
-        return places.grpc_target(self.state_dir, service="trainer", listen="unix")
+        return unix_target(self.state_dir, service="trainer")
 
     def rank_pids(self) -> list[int]:
         """The processes that the launcher started, in order of rank."""

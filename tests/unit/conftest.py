@@ -6,11 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tests.unit.fake_node import make_node
 from tests.unit.fake_services import FakeServices
+
+# How long an example takes says how busy the machine is, no more.
+settings.register_profile("tasuki", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tasuki")
 
 
 @pytest.fixture

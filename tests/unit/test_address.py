@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.wire.address import socket_folder, unix_target
+from tasuki.wire.address import is_beyond_loopback, reachable, socket_folder, unix_target
 
 DEEP = Path("/" + "/".join(["a-long-folder-name"] * 6))
 
@@ -24,3 +24,30 @@ def test_both_ends_agree_whatever_their_temporary_folders(monkeypatch: pytest.Mo
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     assert socket_folder(DEEP) == seen_by_client
+
+
+@pytest.mark.parametrize(
+    ("target", "seen_from", "reached"),
+    [
+        ("0.0.0.0:5001", "node-a:5000", "node-a:5001"),
+        ("[::]:5001", "[fd00::7]:5000", "[fd00::7]:5001"),
+        ("0.0.0.0:5001", "unix:/run/coordinator.sock", "127.0.0.1:5001"),
+        ("10.0.0.5:5001", "node-a:5000", "10.0.0.5:5001"),
+        ("unix:/run/trainer.sock", "node-a:5000", "unix:/run/trainer.sock"),
+    ],
+)
+def test_a_service_on_every_address_is_reached_where_the_coordinator_was(target: str, seen_from: str, reached: str) -> None:
+    assert reachable(target, seen_from=seen_from) == reached
+
+
+@pytest.mark.parametrize("target", ["127.0.0.1:1", "127.9.9.9:1", "localhost:65535", "[::1]:5", "unix:/run/a.sock"])
+def test_loopback_is_no_further(target: str) -> None:
+    assert not is_beyond_loopback(target)
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["0.0.0.0:1", "[::]:1", "10.0.0.1:1", "node:1", "localhost", "127.0.0.1:0", "127.0.0.1:70000", "dns:///localhost:1"],
+)
+def test_anything_else_may_be(target: str) -> None:
+    assert is_beyond_loopback(target)

@@ -22,6 +22,7 @@ from tasuki.algorithms.loss_types import (
     SettingError,
     ValueLoss,
 )
+from tasuki.algorithms.reward_kl import AdaptiveKlCoef
 from tasuki.cli.loop_settings import loop_settings
 from tasuki.client.estimation import Estimator
 from tasuki.client.rl_loop import Settings
@@ -37,6 +38,7 @@ MINIMAL = (
     'state_dir = "state"\n[model]\npath = "model"\n[train]\ndataset = "a"\noutput_dir = "b"\n[train.reward]\nfunction = "a:b"\n'
 )
 CRITIC = "trainer.critic.learning_rate=1e-5"
+STEERED = ("train.advantages.kl_coef=0.1", "train.advantages.kl_target=6")
 
 
 def config_of(folder: Path, *overrides: str) -> NodeConfig:
@@ -230,6 +232,18 @@ def test_a_wrong_key_of_a_loss_is_named(table: dict[str, Any], field: str) -> No
         (["train.loss.name=sft"], "train.loss", "SftLoss does not learn from rewards"),
         (["train.loss.name=value"], "train.loss", "ValueLoss does not learn from rewards"),
         (["train.critic_warmup_steps=2"], "train.critic_warmup_steps", "needs a critic"),
+        (
+            ["train.algorithm=ppo", CRITIC, "train.critic_warmup_steps=9", "train.num_steps=9"],
+            "train.critic_warmup_steps",
+            "is 9 of num_steps = 9, so the policy would never learn",
+        ),
+        (["train.stop_token_ids=[7, 2147483648]"], "train.stop_token_ids.1", "less than or equal to 2147483647"),
+        (["train.top_k=2147483648"], "train.top_k", "less than or equal to 2147483647"),
+        (
+            [*STEERED, "train.prompts_per_step=10", "train.group_size=5", "train.advantages.kl_horizon=10"],
+            "train.advantages.kl_horizon",
+            "is 10, but a step of prompts_per_step * group_size = 50 samples needs more than 10",
+        ),
         (["train.algorithm=ppo"], "train.advantages.estimator", "add a table [trainer.critic]"),
         ([CRITIC], "trainer.critic", "nothing trains it"),
         (["train.eval.num_samples=4"], "train.eval", "temperature above 0"),
@@ -242,6 +256,15 @@ def test_what_does_not_fit_is_refused_when_the_file_is_read(
     error = refused(tmp_path, *overrides)
     assert error.metadata["field"] == field
     assert problem in error.message
+
+
+def test_a_horizon_that_keeps_the_coefficient_above_zero_is_accepted(tmp_path: Path) -> None:
+    overrides = ["train.prompts_per_step=10", "train.group_size=5", "train.advantages.kl_horizon=10.1"]
+    kept = settings_of(tmp_path, *STEERED, *overrides).advantages
+    assert kept.kl_target is not None
+    steered = AdaptiveKlCoef(coef=kept.kl_coef, target=kept.kl_target, horizon=kept.kl_horizon)
+    assert steered.updated(0.0, num_samples=50).coef > 0
+    assert settings_of(tmp_path, *overrides[:2], "train.advantages.kl_horizon=10").advantages.kl_target is None
 
 
 @pytest.mark.parametrize("estimator", Estimator)

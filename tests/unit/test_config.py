@@ -8,13 +8,15 @@ import pytest
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 
 from tasuki.config.load import load_config
-from tasuki.config.places import grpc_target, node_targets, socket_dir
+from tasuki.config.places import node_targets, socket_dir
+from tasuki.config.ports import port_targets
 from tasuki.config.save import save_config
 from tasuki.memory.stages import RULES, Stage
 from tasuki.v1 import trainer_pb2
-from tasuki.wire.address import socket_folder
+from tasuki.wire.address import socket_folder, unix_target
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
+RUN = '[train]\ndataset = "a"\noutput_dir = "b"\n[train.reward]\nfunction = "a:b"\n'
 MINIMAL = 'state_dir = "state"\n[model]\npath = "model"\n'
 
 
@@ -71,6 +73,13 @@ def test_overrides_are_typed_as_in_toml_and_bare_words_are_strings(tmp_path: Pat
         ("", ["trainer.lora.target_modules=[]"], "trainer.lora.target_modules"),
         ("", ["trainer.lora.dropout=0.1"], "trainer.lora.dropout"),
         ("", ["trainer.num_ranks"], "set"),
+        ("", ["trainer.seed=-1"], "trainer.seed"),
+        ("", ["rollout.seed=-1"], "rollout.seed"),
+        ("", ["rollout.seed=4294967296"], "rollout.seed"),
+        (RUN, ["train.seed=-1"], "train.seed"),
+        ('[sft]\ndataset = "a"\noutput_dir = "b"\n', ["sft.seed=-1"], "sft.seed"),
+        ("", ["trainer.warmup_steps=9", "trainer.total_steps=8"], "trainer.warmup_steps"),
+        ("", ["trainer.critic.warmup_steps=9", "trainer.critic.total_steps=8"], "trainer.critic.warmup_steps"),
         ("", ["device.kind=cpu"], "device.kind"),
     ],
 )
@@ -263,10 +272,8 @@ def test_deep_state_folders_have_socket_folders_of_their_own(tmp_path: Path) -> 
         place.rmdir()
 
 
-def test_targets_are_sockets_unless_an_address_is_given(tmp_path: Path) -> None:
-    config = load_config(write(tmp_path, MINIMAL), overrides=["rollout.listen=127.0.0.1:5005"])
-    targets = node_targets(config)
-    assert targets["rollout"] == "127.0.0.1:5005"
-    assert targets["trainer"] == grpc_target(config.state_dir, service="trainer", listen="unix")
-    assert targets["trainer"].startswith("unix:/")
+def test_a_port_is_beside_the_socket(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, MINIMAL), overrides=["rollout.listen=127.0.0.1:5005", "security.insecure=true"])
+    assert port_targets(config) == {"rollout": "127.0.0.1:5005"}
+    assert node_targets(config)["rollout"] == unix_target(config.state_dir, service="rollout")
     assert not socket_folder(config.state_dir).exists()

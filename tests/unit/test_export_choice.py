@@ -192,7 +192,7 @@ def test_devices_and_choices_survive_the_file(tmp_path: Path) -> None:
 def h200s(**settings: Any) -> Layout:
     """7B on four of them."""
     given: dict[str, Any] = {"num_gpus": 4, "num_ranks": 4, "num_engines": 4, "kv_ratio": 0.6} | settings
-    given = {"checkpointing": Checkpointing.FULL, "accumulates": False} | given
+    given = {"checkpointing": Checkpointing.FULL} | given
     return Layout(model=MODEL, gpu_bytes=141 * GB, host_bytes=2000 * GB, **given)
 
 

@@ -13,12 +13,21 @@ from tasuki.config.schema import NodeConfig
 
 HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
 
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+}
+
 
 @pytest.fixture
 def node(tmp_path: Path) -> Path:
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
+    (model / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], **SIZES}))
     (model / "tokenizer_config.json").write_text("{}")
     (model / "model.safetensors").touch()
     file = tmp_path / "node.toml"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,11 +22,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[TileKernels]:
     """Compiled for nobody else: Triton decides at import."""
     before = sys.modules.pop(NAME, None)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    module = importlib.import_module(NAME)
+    module: Any = importlib.import_module(NAME)
     # Programs that walk a row in several steps, of which the last is not whole.
     monkeypatch.setattr(module, "_FOLD_COLUMNS", 32)
     monkeypatch.setattr(module, "_GRADIENT_COLUMNS", 32)
-    yield module
+    yield cast(TileKernels, module)
     del sys.modules[NAME]
     if before is not None:
         sys.modules[NAME] = before

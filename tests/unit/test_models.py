@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tasuki.models.families import FAMILIES, read_model
 from tasuki.models.family import Model
+from tasuki.trainer.backends.fsdp.attention import IMPLEMENTATION, PackedAttention
+from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
 from tasuki.trainer.backends.fsdp.model import Policy
 from tasuki.trainer.backends.fsdp.model_buffers import check_module, set_buffers
 from tasuki.trainer.data.micro_batch import TokenBatch
@@ -106,10 +108,17 @@ def plain_scores(module: PreTrainedModel) -> torch.Tensor:
 
 
 def loaded(kind: str) -> PreTrainedModel:
-    """With weights that tell, and attention as the trainer has it on a CPU."""
+    """With weights that tell, and transformers' own attention."""
     module = make_model(kind, seed=7)
     module.set_attn_implementation("eager")
     return module.eval()
+
+
+def policy_of(module: PreTrainedModel, **settings: float | None) -> Policy:
+    """With the trainer's attention, as it is on a CPU, and with the trainer's head in the place of the module's."""
+    attention = PackedAttention(PaddedSequences.of, model_of(module).attention)
+    module.set_attn_implementation(IMPLEMENTATION)
+    return Policy(module, attention=attention, **settings)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -117,7 +126,7 @@ def test_a_policy_scores_as_transformers_and_a_poisoned_buffer_shows(kind: str) 
     module = loaded(kind)
     model = model_of(module)
     expected = plain_scores(module)
-    policy = Policy(module, final_logit_softcap=model.final_logit_softcap)
+    policy = policy_of(module, final_logit_softcap=model.final_logit_softcap)
     torch.testing.assert_close(scores(policy), expected, rtol=1e-5, atol=1e-5)
     for name in model.buffers():
         if name.endswith("original_inv_freq"):
@@ -133,7 +142,7 @@ def test_a_policy_scores_as_transformers_and_a_poisoned_buffer_shows(kind: str) 
 def test_logits_that_are_not_capped_show() -> None:
     module = loaded("gemma2")
     expected = plain_scores(module)
-    assert not torch.allclose(scores(Policy(deepcopy(module))), expected, atol=1e-2)
+    assert not torch.allclose(scores(policy_of(deepcopy(module))), expected, atol=1e-2)
     module.set_attn_implementation("sdpa")
     assert not torch.allclose(plain_scores(module), expected, atol=1e-2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,15 @@ from tasuki.planner.layout import GB, MIB, TAGS, Checkpointing, Layout, Part, St
 from tasuki.planner.node_plan import plan_node
 from tasuki.planner.plan import PLAN_STAGES, Plan, PlanStage, needed_bytes, plan
 from tasuki.planner.presets import MODELS, PRESETS
-from tasuki.planner.trainer_bytes import training_peak
+from tasuki.planner.trainer_bytes import step_moments
 from tasuki.wire.errors import InvalidArgument
 from tests.bench import plan_gpu
 from tests.unit.test_model_shape import write_model
 
 
 def h200s(model: str, **settings: Any) -> Layout:
-    """8 GPUs of 141 GB, full shard, full checkpointing, gradients sharded after every micro-batch."""
-    given = {"checkpointing": Checkpointing.FULL, "accumulates": False} | settings
+    """8 GPUs of 141 GB, full shard, full checkpointing."""
+    given = {"checkpointing": Checkpointing.FULL} | settings
     return Layout(model=MODELS[model], num_gpus=8, gpu_bytes=141 * GB, host_bytes=2000 * GB, num_ranks=8, **given)
 
 
@@ -34,11 +35,11 @@ def tag_bytes(planned: Plan, stage: PlanStage, *parts: Part) -> float:
     return sum(planned.stage(stage).gpus[0].get(part, 0) for part in parts) / GB
 
 
-def test_7b_trains_in_about_48_gb():
+def test_7b_trains_in_less_than_48_gb():
     # 32,000 tokens: the budget that verl's documentation gives for training.
     planned = plan(h200s("qwen2.5-7b", micro_batch_tokens=32_000, num_engines=8, kv_ratio=0.6))
     cached = tag_bytes(planned, Phase.TRAIN, Part.TORCH_CACHE, Part.ENGINE_STEP)
-    assert planned.stage(Phase.TRAIN).gpu_bytes / GB - cached == pytest.approx(48, rel=0.1)
+    assert 38 < planned.stage(Phase.TRAIN).gpu_bytes / GB - cached < 48
     assert planned.fits
 
 
@@ -50,12 +51,8 @@ def test_7b_generates_in_80_to_115_gb(kv_ratio: float):
 # GB on rank 0's GPU, as an H200's driver said (tests/bench/plan_gpu.py), by size, ranks and micro-batches of a step: a step's end, with the
 # export arena, asleep, awake again.
 MEASURED = {
-    ("qwen2.5-0.5b", 1, 1): (16.801, 17.791, 2.750, 12.078),
-    ("qwen2.5-1.5b", 1, 1): (37.584, 40.673, 5.139, 31.513),
-    ("qwen2.5-0.5b", 2, 1): (10.694, 11.189, 2.306, 7.070),
-    ("qwen2.5-7b", 2, 1): (85.588, 93.205, 9.763, 72.376),
-    ("qwen2.5-1.5b", 2, 2): (29.751, 31.297, 3.438, 17.867),
-    ("qwen2.5-7b", 2, 2): (117.196, 124.813, 9.763, 72.376),
+    ("qwen2.5-0.5b", 2, 1): (9.977, 10.472, 2.289, 7.054),
+    ("qwen2.5-1.5b", 2, 2): (21.654, 23.200, 3.421, 17.850),
 }
 
 
@@ -63,8 +60,7 @@ MEASURED = {
 def test_a_trainers_stages_are_predicted_within_5_percent_of_what_an_h200_showed(
     size: str, num_ranks: int, num_micro_batches: int
 ):
-    settings = {"num_ranks": num_ranks, "num_micro_batches": num_micro_batches}
-    predicted = plan_gpu.predict(plan_gpu.layout_of(size, gpu_bytes=150 * GB, device="cuda", **settings))
+    predicted = plan_gpu.predict(plan_gpu.layout_of(size, gpu_bytes=150 * GB, device="cuda", num_ranks=num_ranks))
     measured = MEASURED[size, num_ranks, num_micro_batches]
     assert [predicted[stage, "driver"] / GB for stage in plan_gpu.STAGES] == pytest.approx(measured, rel=0.05)
 
@@ -196,8 +192,15 @@ def test_a_host_that_is_too_small_is_told_what_to_keep_on_the_gpu():
     assert first.plan.fits
 
 
-def test_whole_gradients_are_counted_while_micro_batches_add_up():
-    assert training_peak(h200s("qwen2.5-7b", accumulates=True))[Part.WHOLE_GRADIENTS] == 4 * MODELS["qwen2.5-7b"].num_parameters
+def test_no_more_than_two_groups_have_whole_gradients():
+    layout = h200s("qwen2.5-7b")
+    table, layer = 152_064 * 3584, sum(math.prod(shape) for shape in layout.model.layer(0).values())
+    moments = step_moments(layout)
+    # Of a group, as they are made and as they are sent; the projection's, as they are sent, while the last layer's are made.
+    assert moments["layer"][Part.WHOLE_GRADIENTS] == (2 + 4) * layer + 4 * table
+    assert moments["table"][Part.WHOLE_GRADIENTS] == (2 + 4) * table
+    adapters = step_moments(replace(layout, lora_rank=32))
+    assert adapters["layer"][Part.WHOLE_GRADIENTS] == adapters["table"][Part.WHOLE_GRADIENTS] == 0
 
 
 def test_adapters_train_a_model_whose_parameters_would_not_fit():
@@ -215,7 +218,7 @@ def test_presets_make_plans(name: str):
     shape = MODELS[preset.model]
     layout = Layout(
         model=shape, num_gpus=8, num_ranks=8, gpu_bytes=preset.gpu_bytes, host_bytes=2000 * GB,
-        checkpointing=Checkpointing.FULL, accumulates=False, **preset.settings,
+        checkpointing=Checkpointing.FULL, **preset.settings,
     )  # fmt: skip
     assert plan(layout).fits is (name != "70b+")  # 16 bytes a parameter of 72 billion do not fit 8 GPUs of 141 GB
 

@@ -13,9 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from tasuki.models.family import full_attention
 from tasuki.planner.layout import GB, Checkpointing, Layout, Part
 from tasuki.planner.model_shape import shape_of
 from tasuki.planner.trainer_bytes import step_moments
+from tasuki.trainer.backends.fsdp.attention import IMPLEMENTATION, PackedAttention
+from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
 from tasuki.trainer.backends.fsdp.model import Critic, Policy
 from tasuki.trainer.data.micro_batch import TokenBatch
 
@@ -70,7 +73,7 @@ def _one_sequence(vocab_size: int) -> TokenBatch:
 )
 def test_activations_and_logits_peak_as_predicted(checkpointing: str, vocab_size: int, moment: str):
     causal_lm = _causal_lm(checkpointing, vocab_size)
-    policy = Policy(causal_lm).train()
+    policy = Policy(causal_lm, attention=_attention(causal_lm)).train()
     with LiveTokens() as live:
         log_probs, _ = policy(_one_sequence(vocab_size))
         log_probs.sum().backward()
@@ -83,7 +86,9 @@ def test_activations_and_logits_peak_as_predicted(checkpointing: str, vocab_size
 def test_a_critic_peaks_without_logits_as_predicted(checkpointing: str):
     causal_lm = _causal_lm(checkpointing, 8000)
     layout = _layout(causal_lm, checkpointing)
-    critic = Critic(causal_lm).to(torch.bfloat16).train()  # FSDP2 computes the head in the dtype of the rest
+    critic = (
+        Critic(causal_lm, attention=_attention(causal_lm)).to(torch.bfloat16).train()
+    )  # FSDP2 computes the head in the dtype of the rest
     with LiveTokens() as live:
         critic(_one_sequence(8000)).sum().backward()
     of_critic = replace(layout, critic=layout.model).of_critic()
@@ -98,7 +103,9 @@ def test_a_critic_has_the_parameters_that_are_counted():
     of_critic = replace(_layout(causal_lm, "none"), critic=_layout(causal_lm, "none").model).of_critic()
     assert of_critic is not None
     counted = Counter(shape for unit in of_critic.model.units() for shape in unit.values())
-    assert counted == Counter(tuple(parameter.shape) for parameter in Critic(causal_lm).parameters())
+    assert counted == Counter(
+        tuple(parameter.shape) for parameter in Critic(causal_lm, attention=_attention(causal_lm)).parameters()
+    )
 
 
 def _causal_lm(checkpointing: str, vocab_size: int) -> Any:
@@ -110,10 +117,14 @@ def _causal_lm(checkpointing: str, vocab_size: int) -> Any:
         "num_key_value_heads": 2,
     }
     config = Qwen2Config(**table, vocab_size=vocab_size, max_position_embeddings=4096)
-    causal_lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    causal_lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=IMPLEMENTATION)
     if checkpointing == "full":
         causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
     return causal_lm
+
+
+def _attention(causal_lm: Any) -> PackedAttention:
+    return PackedAttention(PaddedSequences.of, full_attention(_layout(causal_lm, "none").model))
 
 
 def _layout(causal_lm: Any, checkpointing: str) -> Layout:

@@ -2,6 +2,7 @@
 
 The promises are asserted where they are kept: the simulated services (a version is received before it is served, no sample is trained
 twice, one holder of the GPUs, versions grow), the command gate's count of executions, and the audit of the journal at the end.
+Here in 2,000 steps, in `make chaos` in 10,000.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from tasuki.wire.errors import (
     WeightsCorrupt,
     WrongPhase,
 )
+from tests.extent import IS_WHOLE
 from tests.unit.simulated_faults import CrashPoint, Fault
 from tests.unit.simulated_node import SimulatedNode
 from tests.unit.test_simulation import REFUSALS, memory_folder
 from tests.unit.virtual_time import VirtualTimeLoop
 
-MIN_STEPS = 10_000
+MIN_STEPS = 10_000 if IS_WHOLE else 2_000
 EXPECTED = (DeadlineExceeded, DiskFull, EnginePoisoned, OutOfGpuMemory, PeerUnavailable, WeightsCorrupt)
 """What a changeover may end in when this goes wrong; anything else is a muddle of the coordinator's own."""
 
@@ -158,18 +160,18 @@ class NodeMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(600)  # to shrink what it finds
-def test_ten_thousand_steps_break_no_promise() -> None:
+def test_thousands_of_steps_break_no_promise() -> None:
     run_state_machine_as_test(
         NodeMachine,
         settings=settings(
             derandomize=True,
             database=None,
             deadline=None,
-            max_examples=250,
+            max_examples=MIN_STEPS // 40,
             stateful_step_count=50,
             suppress_health_check=list(HealthCheck),
         ),
     )
     counts = {name: value for name, value in vars(NodeMachine).items() if name.startswith("num_")}
     assert NodeMachine.num_steps >= MIN_STEPS, counts
-    assert min(counts.values()) > 100, counts
+    assert min(counts.values()) > MIN_STEPS // 100, counts

@@ -54,7 +54,7 @@ def test_what_tokens_cannot_mend_does_not_lower_them() -> None:
 def node(device: str, **trainer: Any) -> Layout:
     tables = {"model": {"path": "m"}, "trainer": {"gradient_checkpointing": True, "num_ranks": 4, **trainer}}
     config = NodeConfig.model_validate({"state_dir": "node", "device": device, "rollout": {"kv_ratio": 0.3}, **tables})
-    return node_layout(config, SHAPE, gpu_bytes=110 * GB, host_bytes=2000 * GB)
+    return node_layout(config, SHAPE, gpu_bytes=72 * GB, host_bytes=2000 * GB)
 
 
 def test_a_node_on_a_gpu_has_what_the_planner_takes_unless_it_is_told() -> None:
@@ -69,7 +69,7 @@ def test_a_node_on_a_cpu_has_as_many_as_always() -> None:
 
 
 def test_the_command_line_plans_a_model_with_the_tokens_that_a_node_would_have() -> None:
-    (small, large) = (layout_of(None, Wishes(preset="balanced", gpu_gb=size)).micro_batch_tokens for size in (40, 141))
+    (small, large) = (layout_of(None, Wishes(preset="balanced", gpu_gb=size)).micro_batch_tokens for size in (36, 141))
     assert small < large == 16_384
-    given = Wishes(preset="balanced", gpu_gb=40, settings={"micro_batch_tokens": 16_384})
+    given = Wishes(preset="balanced", gpu_gb=36, settings={"micro_batch_tokens": 16_384})
     assert layout_of(None, given).micro_batch_tokens == 16_384

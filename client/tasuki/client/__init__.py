@@ -19,6 +19,7 @@ from tasuki.client.dataset import Dataset, read_jsonl
 from tasuki.client.rewards import RewardPool
 from tasuki.client.sync_client import Client
 from tasuki.client.types import FinishReason, Phase, Role, Sample, SamplingParams, Stage, TrainingSample
+from tasuki.wire.credentials import Credentials
 
 __all__ = [
     "Aggregation",
@@ -26,6 +27,7 @@ __all__ = [
     "CispoLoss",
     "Client",
     "Correction",
+    "Credentials",
     "Dataset",
     "FinishReason",
     "GspoLoss",

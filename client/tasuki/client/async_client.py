@@ -34,6 +34,7 @@ from tasuki.client.types import (
     Watched,
 )
 from tasuki.v1 import coordinator_pb2, rollout_pb2, trainer_pb2, types_pb2
+from tasuki.wire.credentials import Credentials
 from tasuki.wire.errors import Asleep, Draining, InternalError, PeerUnavailable, WrongPhase, from_rpc_error
 
 _Answer = TypeVar("_Answer")
@@ -53,17 +54,20 @@ class AsyncClient:
         target: str | None = None,
         *,
         state_dir: Path | str | None = None,
+        credentials: Credentials | None = None,
         timeout_s: float = 600.0,
         recovery_timeout_s: float = 600.0,
     ) -> None:
-        """target: of the coordinator, e.g. "unix:/run/tasuki/coordinator.sock" or "127.0.0.1:50050"; or the node's state folder.
+        """target: of the coordinator, e.g. "unix:/run/tasuki/coordinator.sock" or "node-a:50050"; or the node's state folder.
+
+        credentials: what the node's ports ask for; none on unix sockets.
 
         timeout_s: deadline of each verb that generates, trains, saves or changes the phase. recovery_timeout_s: how long a verb waits
         for a service that was there and is being restarted.
         """
         self._recovery_timeout_s = recovery_timeout_s
         self._target = resolve_target(target, state_dir)
-        self._timeout_s = timeout_s
+        self._timeout_s, self._credentials = timeout_s, credentials
         self._opened: Connection | None = None
 
     async def __aenter__(self) -> AsyncClient:
@@ -305,7 +309,7 @@ class AsyncClient:
     @property
     def _connection(self) -> Connection:
         if self._opened is None:
-            self._opened = Connection(self._target, recovery_timeout_s=self._recovery_timeout_s)
+            self._opened = Connection(self._target, recovery_timeout_s=self._recovery_timeout_s, credentials=self._credentials)
         return self._opened
 
     async def _hold(self, phase: Phase) -> None:

@@ -19,8 +19,9 @@ from tasuki.v1 import coordinator_pb2, rollout_pb2, trainer_pb2, types_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
-from tasuki.wire.address import unix_target
+from tasuki.wire.address import reachable, unix_target
 from tasuki.wire.channel import open_channel
+from tasuki.wire.credentials import Credentials
 from tasuki.wire.errors import (
     DeadlineExceeded,
     InvalidArgument,
@@ -54,11 +55,14 @@ def resolve_target(target: str | None, state_dir: Path | str | None) -> str:
 class Connection:
     """Made and used inside one event loop."""
 
-    def __init__(self, target: str, *, recovery_timeout_s: float) -> None:
-        """recovery_timeout_s: how long a service that was there may be away before a call fails; it may have been restarted."""
-        self._target = target
+    def __init__(self, target: str, *, recovery_timeout_s: float, credentials: Credentials | None = None) -> None:
+        """credentials: for a port.
+
+        recovery_timeout_s: how long a service that was there may be away before a call fails; it may have been restarted.
+        """
+        self._target, self._credentials = target, credentials
         self._recovery_timeout_s = recovery_timeout_s
-        self._coordinator_channel = open_channel(target)
+        self._coordinator_channel = open_channel(target, credentials=credentials)
         self.coordinator: CoordinatorServiceAsyncStub = CoordinatorServiceStub(self._coordinator_channel)
         self._channels: dict[str, grpc.aio.Channel] = {}
         self.epoch = 0
@@ -77,7 +81,8 @@ class Connection:
         try:
             response = await self.read(ask)
         except PeerUnavailable as error:
-            raise PeerUnavailable(f"no coordinator answers at {self._target}; is the node up?", peer=self._target) from error
+            text = f"no coordinator answers at {self._target}; is the node up? ({error.message})"
+            raise PeerUnavailable(text, peer=self._target) from error
         self.take(response.state)
         return state_from_proto(response.state)
 
@@ -108,12 +113,12 @@ class Connection:
     async def trainer(self) -> TrainerServiceAsyncStub:
         if not self._trainer_target:
             await self.refresh()
-        return TrainerServiceStub(self._channel(self._trainer_target))
+        return TrainerServiceStub(self._channel("trainer", self._trainer_target))
 
     async def rollout(self) -> RolloutServiceAsyncStub:
         if not self._rollout_target:
             await self.refresh()
-        return RolloutServiceStub(self._channel(self._rollout_target))
+        return RolloutServiceStub(self._channel("rollout", self._rollout_target))
 
     async def command(self, give: Callable[[types_pb2.CommandId, float], Awaitable[_Answer]], *, timeout_s: float) -> _Answer:
         """Gives a mutating command; `give` gets its identity and the seconds it may take.
@@ -178,9 +183,12 @@ class Connection:
         for channel in (self._coordinator_channel, *self._channels.values()):
             await channel.close(grace=None)
 
-    def _channel(self, target: str) -> grpc.aio.Channel:
+    def _channel(self, service: str, target: str) -> grpc.aio.Channel:
+        if not target:
+            raise PeerUnavailable(f"{service} has no port; set {service}.listen in the node's configuration", peer=service)
         if target not in self._channels:
-            self._channels[target] = open_channel(target)
+            place = reachable(target, seen_from=self._target)
+            self._channels[target] = open_channel(place, credentials=self._credentials)
         return self._channels[target]
 
 

@@ -31,6 +31,7 @@ from tasuki.client.types import (
     TrainingSample,
     Watched,
 )
+from tasuki.wire.credentials import Credentials
 
 _Answer = TypeVar("_Answer")
 
@@ -43,10 +44,17 @@ class Client:
         target: str | None = None,
         *,
         state_dir: Path | str | None = None,
+        credentials: Credentials | None = None,
         timeout_s: float = 600.0,
         recovery_timeout_s: float = 600.0,
     ) -> None:
-        self._client = AsyncClient(target, state_dir=state_dir, timeout_s=timeout_s, recovery_timeout_s=recovery_timeout_s)
+        self._client = AsyncClient(
+            target,
+            state_dir=state_dir,
+            credentials=credentials,
+            timeout_s=timeout_s,
+            recovery_timeout_s=recovery_timeout_s,
+        )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tasuki-client", daemon=True)
         self._thread.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import os
 import socket
 import stat
@@ -10,9 +11,12 @@ from pathlib import Path
 
 from tasuki.wire.errors import NodeRunning
 
+MAX_PORT = 65535
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 # sockaddr_un holds 108 bytes; the longest name below the folder takes 40.
 _MAX_SOCKET_DIR = 68
 _PROBE_TIMEOUT_S = 1.0
+_ANY_HOST = ("0.0.0.0", "::")  # noqa: S104 - recognized, not bound
 
 
 def socket_folder(state_dir: Path) -> Path:
@@ -29,6 +33,41 @@ def socket_folder(state_dir: Path) -> Path:
 def unix_target(state_dir: Path, *, service: str) -> str:
     """gRPC target of a service that listens on its unix socket."""
     return f"unix:{socket_folder(state_dir) / service}.sock"
+
+
+def split_host_port(target: str) -> tuple[str, int]:
+    """Host, without brackets, and port of "HOST:PORT". Raises ValueError for anything else."""
+    host, _, port = target.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not bare or (bare == host) is (":" in bare) or not (port.isascii() and port.isdecimal() and 0 < int(port) <= MAX_PORT):
+        raise ValueError(f'must be a host and a port, such as "{LOOPBACK[0]}:50051" or "[::1]:50051"')
+    return bare, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host, without brackets, is this machine and nobody else can reach it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def is_beyond_loopback(target: str) -> bool:
+    """Whether calls to a gRPC target may leave the machine. Targets with a scheme other than "unix:" may."""
+    if target.startswith("unix:"):
+        return False
+    try:
+        return not is_loopback(split_host_port(target)[0])
+    except ValueError:
+        return True
+
+
+def reachable(target: str, *, seen_from: str) -> str:
+    """`target` for a client that reached the node at `seen_from`: one that listens on every address is reached at the same host."""
+    if target.startswith("unix:") or split_host_port(target)[0] not in _ANY_HOST:
+        return target
+    host = LOOPBACK[0] if seen_from.startswith("unix:") else seen_from.rpartition(":")[0]
+    return f"{host}:{split_host_port(target)[1]}"
 
 
 def remove_dead_socket(path: Path) -> None:

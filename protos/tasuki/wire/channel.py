@@ -7,6 +7,11 @@ import json
 import grpc
 import grpc.aio
 
+from tasuki.wire.address import is_beyond_loopback
+from tasuki.wire.credentials import Credentials
+from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.reloading_channel import ReloadingChannel
+
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 # Streams of samples are cut into messages of at most this size.
 MAX_CHUNK_BYTES = 1024 * 1024
@@ -66,6 +71,39 @@ SERVER_OPTIONS: list[tuple[str, int | str]] = [
 ]
 
 
-def open_channel(target: str) -> grpc.aio.Channel:
-    """An asyncio channel to `target`, e.g. "unix:/run/tasuki/trainer.sock" or "127.0.0.1:50051"."""
-    return grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS)
+PORT_OPTIONS: list[tuple[str, int | str]] = [
+    *SERVER_OPTIONS,
+    # A handshake takes two round trips; who takes longer holds a connection for nothing.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 300_000),
+    # A certificate is looked at when a connection begins. Calls that run at its end go on.
+    ("grpc.max_connection_age_ms", 600_000),
+    ("grpc.max_allowed_incoming_connections", 1000),
+]
+"""Of a server on a port, where connections come from strangers."""
+
+
+def open_channel(target: str, *, credentials: Credentials | None = None) -> grpc.aio.Channel:
+    """An asyncio channel to `target`, e.g. "unix:/run/tasuki/trainer.sock" or "node-a:50051". A unix socket asks for no credentials.
+
+    Raises InvalidArgument for a plaintext connection beyond loopback, and for files of `credentials` that cannot be used.
+    """
+    if credentials is None or target.startswith("unix:"):
+        _refuse_plaintext(target)
+        return grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS)
+    if credentials.ca is None:
+        _refuse_plaintext(target)
+    return ReloadingChannel(target, credentials, options=CLIENT_OPTIONS)
+
+
+def open_blocking_channel(target: str) -> grpc.Channel:
+    """A channel without asyncio to a service on this machine, for a few calls. Close it, or use it in a `with` block."""
+    _refuse_plaintext(target)
+    return grpc.insecure_channel(target, options=CLIENT_OPTIONS)
+
+
+def _refuse_plaintext(target: str) -> None:
+    if is_beyond_loopback(target):
+        raise InvalidArgument(
+            "credentials", f"{target} is not loopback: give credentials with `ca`, so that calls to it use TLS"
+        )

@@ -45,6 +45,18 @@ class InvalidArgument(TasukiError):
         super().__init__(problem if problem.startswith(field) else f"{field}: {problem}", **{"field": field, **metadata})
 
 
+class Unauthenticated(TasukiError):
+    """A call at a port without a token that the node knows."""
+
+    code, reason = grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"
+
+
+class PermissionDenied(TasukiError):
+    """A call that the caller's role does not allow. metadata: `needed` role and `role`, or `path` and the `key` that names its folders."""
+
+    code, reason = grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED"
+
+
 class BadHandle(TasukiError):
     """A memory handle or manifest that must not be mapped: bounds, overlap, dtype, names, digest."""
 
@@ -278,6 +290,10 @@ def from_rpc_error(error: grpc.RpcError) -> TasukiError:
         return DeadlineExceeded(text)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return MessageTooLarge(text)
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        return Unauthenticated(text)
+    if code is grpc.StatusCode.PERMISSION_DENIED:
+        return PermissionDenied(text)
     return InternalError(f"{code.name}: {text}")
 
 

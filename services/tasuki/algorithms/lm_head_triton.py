@@ -1,6 +1,6 @@
 """Triton kernels for the tiles of lm_head.py; lm_head_tiles.py has the same in plain torch. Imported only where there is a GPU."""
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
-# Triton compiles these functions, with constants where their annotations say types.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
+# Triton compiles these functions, with constants where their annotations say types; `num_warps` is its own parameter.
 
 from __future__ import annotations
 

@@ -93,6 +93,14 @@ def _parser() -> argparse.ArgumentParser:
         "run_path", type=Path, metavar="RUN", help="a state folder, an output folder, a journal, or a node's CONFIG"
     )
     audit.add_argument("--json", action="store_true", help="the same as one JSON object")
+    certs = _command(
+        commands, "certs", _certs, "make an authority and certificates for ports in a lab; again: new certificates"
+    )
+    certs.add_argument("folder", type=Path, metavar="FOLDER")
+    certs.add_argument(
+        "--host", dest="hosts", action="append", default=[], help="name or address of a node's machine; this one's by default"
+    )
+    certs.add_argument("--days", type=int, default=90, help="how long the certificates are good (90)")
     supervise = commands.add_parser("supervise")  # started by `up` and `train`, not by users
     supervise.add_argument("state_dir", type=Path)
     supervise.add_argument("lock_fd", type=int)
@@ -177,6 +185,12 @@ def _audit(arguments: argparse.Namespace) -> int:
     return run(arguments.run_path, as_json=arguments.json)
 
 
+def _certs(arguments: argparse.Namespace) -> int:
+    from tasuki.cli.certs import run
+
+    return run(arguments.folder, hosts=arguments.hosts, days=arguments.days)
+
+
 def _supervise(arguments: argparse.Namespace) -> int:
     from tasuki.cli.services import node_services
     from tasuki.cli.supervisor import supervise
@@ -188,7 +202,8 @@ def _supervise(arguments: argparse.Namespace) -> int:
         node_services(config),
         lock=StateLock(arguments.lock_fd),
         starter_fd=arguments.starter_fd,
-        environment=dict(os.environ),
+        # By default grpc writes a line for every stranger that fails to make a connection to a port.
+        environment={"GRPC_VERBOSITY": "ERROR", **os.environ},
         restart=config.restart,
     )
 

@@ -5,22 +5,37 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tasuki.models.config_json import read_json_object
+from tasuki.config.schema import NodeConfig
+from tasuki.models.config_json import architecture_of, read_json_object
+from tasuki.models.families import FAMILIES, read_model
+from tasuki.planner.node_plan import check_critic
 from tasuki.trainer.durable.regular_file import open_regular
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
 _KEY = "model.path"
 
 
+def check_model_folders(config: NodeConfig) -> None:
+    """Of policy and critic. Raises as check_model_folder and check_critic."""
+    check_model_folder(config.model.path)
+    check_critic(config)
+
+
 def check_model_folder(path: Path) -> None:
-    """Raises PathNotFound or InvalidArgument, naming what is missing. Whether the architecture is known, the services say."""
+    """Raises PathNotFound or InvalidArgument, naming what is missing, and what read_model raises for a key of config.json.
+
+    Whether the architecture is known, the services say.
+    """
     if not path.is_dir():
         raise PathNotFound(f"{_KEY}: {path} is not a folder; give a Hugging Face model folder", path=path)
     config = path / "config.json"
     if not config.is_file():
         raise PathNotFound(f"{_KEY}: {path} has no config.json; give a Hugging Face model folder", path=config)
-    if not read_json_object(config, field=_KEY).get("architectures"):
+    table = read_json_object(config, field=_KEY)
+    if not table.get("architectures"):
         raise InvalidArgument(_KEY, f"{config} names no `architectures`, so nobody can tell which model it is")
+    if architecture_of(table) in FAMILIES:
+        read_model(table)
     if not any(path.glob("*.safetensors")):
         raise PathNotFound(f"{_KEY}: {path} has no *.safetensors; convert the model first", path=path)
     for file in sorted(path.glob("*.safetensors")):

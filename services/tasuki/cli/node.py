@@ -16,7 +16,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tasuki.cli.exit_report import node_down
-from tasuki.cli.model_folder import check_model_folder
+from tasuki.cli.model_folder import check_model_folders
+from tasuki.cli.node_settings import check_node_runs_with
 from tasuki.cli.post_mortem import why_it_ended
 from tasuki.cli.processes import descendants, has_ended, parent_and_state
 from tasuki.cli.rotation import KEPT_LOGS, rotate
@@ -36,9 +37,10 @@ from tasuki.config.places import (
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
 from tasuki.planner.budget import check_host_budget
+from tasuki.rpc.port import check_ports
 from tasuki.v1 import coordinator_pb2, types_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from tasuki.wire.channel import CLIENT_OPTIONS
+from tasuki.wire.channel import open_blocking_channel
 from tasuki.wire.errors import (
     DeadlineExceeded,
     DiskFull,
@@ -98,9 +100,10 @@ def start_node(config: NodeConfig, *, resumes: bool = False, tell: Tell = to_std
     Raises NodeRunning when one runs already, PathNotFound or InvalidArgument for the model folder, InvalidArgument for GPUs where there
     are none, ServiceFailed when a service ends before it serves. Whatever is raised, KeyboardInterrupt included, nothing is left running.
     """
-    check_model_folder(config.model.path)
+    check_model_folders(config)
     check_gpu_is_shown(config)
     check_host_budget(config)
+    check_ports(config)
     _check_state_folder(config.state_dir)
     lock = StateLock.take(config.state_dir, name=NODE_LOCK)
     read_fd, starter_fd = os.pipe()
@@ -193,8 +196,9 @@ def _stuck(pid: int) -> str:
 def running_node(config: NodeConfig, *, may_start: bool = True, tell: Tell = to_stderr) -> Iterator[None]:
     """The node of `config`: the one that runs, or one started here and stopped at the end, however this process ends.
 
-    may_start: False raises NodeDown where one would be started.
+    may_start: False raises NodeDown where one would be started. Raises InvalidArgument naming a key in which the one that runs differs.
     """
+    check_node_runs_with(config)
     if holder(config.state_dir, name=NODE_LOCK) is not None and _stays(config, tell=tell):
         yield
         return
@@ -262,7 +266,7 @@ def node_state(config: NodeConfig) -> coordinator_pb2.NodeState:
     state_dir = config.state_dir
     if holder(state_dir, name=NODE_LOCK) is None:
         raise node_down(state_dir)
-    with grpc.insecure_channel(node_targets(config)["coordinator"], options=CLIENT_OPTIONS) as channel:
+    with open_blocking_channel(node_targets(config)["coordinator"]) as channel:
         request = coordinator_pb2.GetStateRequest()
         try:
             return CoordinatorServiceStub(channel).GetState(request, timeout=_CALL_TIMEOUT_S, wait_for_ready=True).state
@@ -285,7 +289,7 @@ def _without_interrupts() -> Iterator[None]:
 
 
 def _is_serving(service: ServiceCommand) -> bool:
-    with grpc.insecure_channel(service.target, options=CLIENT_OPTIONS) as channel:
+    with open_blocking_channel(service.target) as channel:
         request = health_pb2.HealthCheckRequest(service=service.health_name)
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=_CALL_TIMEOUT_S)

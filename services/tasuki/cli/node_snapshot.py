@@ -20,7 +20,7 @@ from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
-from tasuki.wire.channel import CLIENT_OPTIONS
+from tasuki.wire.channel import open_blocking_channel
 from tasuki.wire.errors import DeadlineExceeded, DiskFull, PeerUnavailable, from_rpc_error
 
 _TIMEOUT_S = 5.0
@@ -49,7 +49,7 @@ class NodeReader:
     def __init__(self, config: NodeConfig) -> None:
         self._state_dir = config.state_dir
         targets = node_targets(config)
-        self._channels = {name: grpc.insecure_channel(target, options=CLIENT_OPTIONS) for name, target in targets.items()}
+        self._channels = {name: open_blocking_channel(target) for name, target in targets.items()}
         self.coordinator = CoordinatorServiceStub(self._channels["coordinator"])
         self._trainer = TrainerServiceStub(self._channels["trainer"])
         self._rollout = RolloutServiceStub(self._channels["rollout"])

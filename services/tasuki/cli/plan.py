@@ -115,8 +115,8 @@ def _of_model(shape: ModelShape | None, wishes: Wishes) -> Layout:
     num_gpus = wishes.num_gpus if wishes.num_gpus is not None else preset.num_gpus if preset else 1
     settings: dict[str, Any] = {"checkpointing": Checkpointing.FULL}
     if preset is not None:
-        # Where these settings come from gradients are sharded after every micro-batch, and torch's cache is emptied after a step.
-        settings |= {"accumulates": False, "empties_cache": True, **preset.settings}
+        # Where these settings come from torch's cache is emptied after a step.
+        settings |= {"empties_cache": True, **preset.settings}
     settings |= wishes.settings or {}
     settings["checkpointing"] = Checkpointing(settings["checkpointing"])
     settings.setdefault("num_engines", max(1, num_gpus // max(1, settings.get("tp_size", 1))))

@@ -26,7 +26,6 @@ _COLORS = {
     Part.WHOLE_GRADIENTS: "#238b45",
     Part.ACTIVATIONS: "#74c476",
     Part.LOGITS: "#c7e9c0",
-    Part.OPTIMIZER_STEP: "#d9f0a3",
     Part.TORCH_CACHE: "#d9d9d9",
     Part.ROLLOUT_WEIGHTS: "#a63603",
     Part.KV_CACHE: "#fd8d3c",

@@ -13,7 +13,7 @@ from tasuki.planner.plan import Plan, StagePlan
 
 COLUMNS: dict[str, tuple[Part, ...]] = {
     "trainer": (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.EXPORT),
-    "step": (Part.LAYERS, Part.WHOLE_GRADIENTS, Part.ACTIVATIONS, Part.LOGITS, Part.OPTIMIZER_STEP, Part.TORCH_CACHE),
+    "step": (Part.LAYERS, Part.WHOLE_GRADIENTS, Part.ACTIVATIONS, Part.LOGITS, Part.TORCH_CACHE),
     "rollout": (Part.ROLLOUT_WEIGHTS,),
     "KV": (Part.KV_CACHE, Part.CUDA_GRAPH, Part.ENGINE_STEP),
     "other": (Part.CONTEXTS,),

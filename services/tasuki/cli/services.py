@@ -60,9 +60,7 @@ def node_services(config: NodeConfig) -> list[ServiceCommand]:
 
 
 def listens(target: str) -> bool:
-    """Whether a server accepts connections at a gRPC target."""
-    is_unix = target.startswith("unix:")
-    host, _, port = target.rpartition(":")
-    with closing(socket.socket(socket.AF_UNIX if is_unix else socket.AF_INET)) as probe:
+    """Whether a server accepts connections at the gRPC target of a unix socket."""
+    with closing(socket.socket(socket.AF_UNIX)) as probe:
         probe.settimeout(1.0)
-        return probe.connect_ex(target.removeprefix("unix:") if is_unix else (host, int(port))) == 0
+        return probe.connect_ex(target.removeprefix("unix:")) == 0

@@ -10,7 +10,9 @@ from pathlib import Path
 
 from tasuki.cli.earlier_run import EarlierRun, run_has_ended
 from tasuki.cli.evidence import kept_evidence
+from tasuki.cli.expansion import expansion
 from tasuki.cli.node import running_node
+from tasuki.cli.node_settings import adopt_node
 from tasuki.cli.post_mortem import explained
 from tasuki.cli.progress import TrainProgress
 from tasuki.cli.resume import begin, go_on, resumable_run
@@ -41,9 +43,11 @@ def run(config: NodeConfig, *, config_dir: Path, may_start: bool = True, started
     """Trains as the [train] or [sft] table says. The reward's module is looked for in the working folder, then in `config_dir`.
 
     started: time.monotonic() of what the summary's seconds count from; now by default. A node that runs already is used and left
-    running; one that is started here is stopped at the end, however this ends. may_start: False raises NodeDown instead of starting one.
+    running, with its own settings where `config` sets none; InvalidArgument names a key that `config` sets otherwise. One that is started
+    here is stopped at the end, however this ends. may_start: False raises NodeDown instead of starting one.
     """
     started = time.monotonic() if started is None else started
+    config = adopt_node(config)
     training = read_training(config)
     check_output(training.settings)
     return _run(
@@ -59,6 +63,7 @@ def run(config: NodeConfig, *, config_dir: Path, may_start: bool = True, started
 def resume(config: NodeConfig, *, config_dir: Path, may_start: bool = True) -> int:
     """Goes on with the run in the output folder, as `run` would have; begins it when there is none, and does nothing when it has ended."""
     started = time.monotonic()
+    config = adopt_node(config)
     training = read_training(config)
     settings = training.settings
 
@@ -97,6 +102,8 @@ def _run(
     """look: at the output folder, again: another `tasuki train` may have written there until it was this one's alone."""
     with training.opened((Path.cwd(), config_dir)) as loop, _sole_training(config, training.settings.output_dir):
         earlier = look()
+        if config.sft is None and config.train is not None:
+            sys.stderr.write(f"{expansion(config.train)}\n")
         with running_node(config, may_start=may_start), explained(config):
             _train(config, training, loop, earlier, started=started)
     return 0

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tasuki.cli.model_folder import check_model_folder
 from tasuki.cli.run_folder import CHECKPOINTS, RUN_FILES
@@ -13,6 +13,7 @@ from tasuki.cli.run_settings import RunSettings
 from tasuki.cli.tokenizer import ModelTokenizer
 from tasuki.client.dataset import Row, read_jsonl
 from tasuki.config.schema import NodeConfig, TrainConfig
+from tasuki.models.config_json import read_json_object, size
 from tasuki.wire.errors import InvalidArgument, PathExists
 
 
@@ -38,6 +39,7 @@ def read_inputs(config: NodeConfig) -> TrainInputs:
     eval_rows = read_jsonl(train.eval_dataset) if train.eval_dataset is not None else []
     if train.stop_at_eval_score is not None and not eval_rows:
         raise InvalidArgument("train.stop_at_eval_score", "needs an eval_dataset")
+    _check_stop_tokens(config, train)
     tokenizer = ModelTokenizer(config.model.path)
     limit = min(_context_length(config), config.most_micro_batch_tokens)
     longest = check_lengths(
@@ -89,9 +91,25 @@ def check_lengths(
     return longest
 
 
+def _check_stop_tokens(config: NodeConfig, train: TrainConfig) -> None:
+    """Raises InvalidArgument for a stop token that the model does not have."""
+    # A family that is not known may keep it elsewhere.
+    vocab_size = _model_table(config).get("vocab_size")
+    unknown = [token for token in train.stop_token_ids if isinstance(vocab_size, int) and token >= vocab_size]
+    if unknown:
+        raise InvalidArgument(
+            "train.stop_token_ids",
+            f"{unknown[0]} is no token id of the model; give 0 to {vocab_size - 1}",
+            vocab_size=vocab_size,
+        )
+
+
 def _context_length(config: NodeConfig) -> int:
     """Of the rollout as it will be started."""
     if config.rollout.context_length is not None:
         return config.rollout.context_length
-    model = json.loads((config.model.path / "config.json").read_text())
-    return int(model.get("max_position_embeddings", config.most_micro_batch_tokens))
+    return size(_model_table(config), "max_position_embeddings", default=config.most_micro_batch_tokens)
+
+
+def _model_table(config: NodeConfig) -> dict[str, Any]:
+    return read_json_object(config.model.path / "config.json", field="model.path")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tasuki.config.devices import MAX_GPUS, UUID
 from tasuki.config.failpoints import check_failpoint, parse_failpoint
+from tasuki.config.ports import port_problem
 
 if TYPE_CHECKING:
     from tasuki.config.schema import NodeConfig
@@ -48,6 +49,9 @@ def check_constraints(config: NodeConfig) -> None:
     _check_critic(config)
     _check_failpoints(config)
     _check_deadlines(config)
+    problem = port_problem(config)
+    if problem is not None:
+        raise SettingsConflict(*problem)
 
 
 def _check_critic(config: NodeConfig) -> None:

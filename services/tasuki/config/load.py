@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from tasuki.algorithms.loss_types import SettingError
 from tasuki.config.constraints import SettingsConflict
 from tasuki.config.schema import NodeConfig
+from tasuki.config.security_schema import CallerRole
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
 
@@ -80,6 +81,10 @@ _PATH_KEYS = (
     ("sft", "dataset"),
     ("sft", "eval_dataset"),
     ("sft", "output_dir"),
+    *(("security", key) for key in ("cert", "key", "client_ca", "roles")),
+    *(("security", "tokens", role.label) for role in CallerRole),
+    ("paths", "write"),
+    ("paths", "read"),
 )
 
 
@@ -88,5 +93,12 @@ def _anchor_paths(table: dict[str, Any], folder: Path) -> None:
         at: Any = table
         for parent in parents:
             at = at.get(parent, {}) if isinstance(at, dict) else {}
-        if isinstance(at, dict) and isinstance(at.get(last), str):
-            at[last] = str(folder / Path(at[last]).expanduser())
+        if isinstance(at, dict) and isinstance(at.get(last), str | list):
+            at[last] = _anchored(at[last], folder)
+
+
+def _anchored(value: Any, folder: Path) -> Any:
+    """A path, or each of a list. What is none is left for the schema to refuse."""
+    if isinstance(value, list):
+        return [_anchored(one, folder) for one in value]
+    return str(folder / Path(value).expanduser()) if isinstance(value, str) else value

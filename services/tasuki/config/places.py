@@ -24,19 +24,14 @@ def socket_dir(state_dir: Path) -> Path:
     return place
 
 
-def grpc_target(state_dir: Path, *, service: str, listen: str) -> str:
-    """gRPC target of a service: its unix socket, or the TCP address that `listen` gives. Makes no folder."""
-    return listen if listen != "unix" else unix_target(state_dir, service=service)
-
-
 def node_targets(config: NodeConfig) -> dict[str, str]:
-    """gRPC target of each of the node's services, by name."""
-    listens = {
-        "coordinator": config.coordinator.listen,
-        "trainer": config.trainer.listen,
-        "rollout": config.rollout.listen,
-    }
-    return {name: grpc_target(config.state_dir, service=name, listen=listen) for name, listen in listens.items()}
+    """gRPC targets of the node's services on this machine, by name: their unix sockets. Makes no folder."""
+    return {name: unix_target(config.state_dir, service=name) for name in ("coordinator", "trainer", "rollout")}
+
+
+def client_checkpoints_dir(state_dir: Path) -> Path:
+    """Where callers at ports may have checkpoints and models written, beside the run's output folder."""
+    return state_dir / "checkpoints"
 
 
 def pulse_dir(state_dir: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,16 @@ from tasuki.config.schema import NodeConfig
 
 def save_config(config: NodeConfig, path: Path) -> None:
     """Every key that has a value, defaults included; paths absolute."""
-    path.write_text("\n".join(_table(config.model_dump(mode="python", exclude_none=True), ())) + "\n")
+    path.write_text("\n".join(toml_lines(config.model_dump(mode="python", exclude_none=True), ())) + "\n")
 
 
-def _table(table: dict[str, Any], name: tuple[str, ...]) -> list[str]:
+def toml_lines(table: Mapping[str, Any], name: tuple[str, ...]) -> list[str]:
+    """The lines of a table and of those below it, each with its heading and an empty line before it."""
     lines = [f"[{'.'.join(map(_key, name))}]"] if name else []
     lines += [f"{_key(key)} = {_value(value)}" for key, value in table.items() if not isinstance(value, dict)]
     for key, value in table.items():
         if isinstance(value, dict):
-            lines += ["", *_table(value, (*name, key))]
+            lines += ["", *toml_lines(value, (*name, key))]
     return lines
 
 

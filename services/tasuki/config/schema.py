@@ -17,23 +17,17 @@ from pydantic import (
     model_validator,
 )
 
+from tasuki.algorithms.loss_types import SettingError
 from tasuki.config.constraints import FUSED_LINEAR, check_constraints
 from tasuki.config.devices import Devices
+from tasuki.config.ports import check_listen
+from tasuki.config.security_schema import PathsConfig, SecurityConfig
 from tasuki.config.sft_schema import SftConfig
-from tasuki.config.table import Schema
+from tasuki.config.table import Schema, Seed
 from tasuki.config.train_schema import TrainConfig
+from tasuki.wire.address import MAX_PORT
 
-
-def _loopback(listen: str) -> str:
-    host, _, port = listen.rpartition(":")
-    if listen != "unix" and not (host in LOOPBACK and port.isdecimal() and 0 < int(port) <= MAX_PORT):
-        raise ValueError(f'must be "unix" or a loopback address with a port, such as "{LOOPBACK[0]}:50051"')
-    return listen
-
-
-MAX_PORT = 65535
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-Listen = Annotated[str, AfterValidator(_loopback)]
+Listen = Annotated[str, AfterValidator(check_listen)]
 Port = Annotated[int, Field(ge=1, le=MAX_PORT)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 LinearName = Literal["q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"]
@@ -46,7 +40,8 @@ class ModelConfig(Schema):
 
 class CoordinatorConfig(Schema):
     listen: Listen = "unix"
-    """"unix" for a socket in the state folder, or "127.0.0.1:PORT" (loopback only)."""
+    """"unix", or an address such as "0.0.0.0:50050" to listen on a port, too. Every service always listens on a unix socket in the state
+    folder. A port asks callers for what `[security]` says; all three services need one for clients on other machines."""
     metrics_port: Port | None = None
     """Loopback port of Prometheus' /metrics; none by default."""
     stage_timeout_s: PositiveFloat = 600.0
@@ -95,6 +90,11 @@ class OptimizerConfig(Schema):
     def _schedule_has_length(self) -> OptimizerConfig:
         if self.lr_schedule != "constant" and self.total_steps is None:
             raise ValueError("total_steps is needed with lr_schedule = linear or cosine")
+        if self.total_steps is not None and self.warmup_steps > self.total_steps:
+            problem = (
+                f"is {self.warmup_steps}, above total_steps = {self.total_steps}: the schedule would end before its warm-up"
+            )
+            raise SettingError("warmup_steps", problem)
         return self
 
 
@@ -134,7 +134,8 @@ class TrainerConfig(OptimizerConfig):
     """Dtype of forward and backward."""
     param_dtype: Literal["bfloat16", "float32"] = "float32"
     """Dtype of the weights that are trained, of their gradients and of the optimizer state. In bfloat16 an update below about 1/256 of a
-    weight is lost, and all four take half the memory. Not with `[trainer.lora]`: adapters are float32, the frozen model `compute_dtype`."""
+    weight is lost, gradients of micro-batches add up with that rounding, too, and all four take half the memory. Not with
+    `[trainer.lora]`: adapters are float32, the frozen model `compute_dtype`."""
     export: Literal["auto", "parameters", "copy"] = "auto"
     """What rollout reads at a sync: the parameters themselves, which takes no memory and needs `param_dtype` to be `rollout.dtype`, or a
     copy in that dtype. "auto" is "parameters" where that is possible."""
@@ -144,12 +145,16 @@ class TrainerConfig(OptimizerConfig):
     export_handles: Literal["vmm", "ipc"] = "vmm"
     """How a GPU's memory is given to rollout: as file descriptors of our own arenas, or a copy in torch's memory by a legacy CUDA IPC
     handle, where descriptors do not work."""
+    attention_backend: Literal["auto", "fa4", "varlen", "sdpa"] = "auto"
+    """Attention over packed sequences: FlashAttention-4, torch's `varlen_attn`, or torch's `scaled_dot_product_attention`, which pads
+    inside and takes every model and dtype. "auto" is the first that is there and computes right when the trainer starts; the log says
+    which."""
     gradient_checkpointing: bool = False
     lora: LoraConfig | None = None
     """Trains adapters beside a frozen model, which is then also the reference policy."""
     collective_timeout_s: PositiveFloat = 600.0
     """Time-out of every process group; a rank that is lost is noticed after this."""
-    seed: int = 0
+    seed: Seed = 0
 
     @model_validator(mode="after")
     def _ipc_handles_are_for_copies_that_stay(self) -> TrainerConfig:
@@ -198,7 +203,7 @@ class RolloutConfig(Schema):
     start_timeout_s: PositiveFloat = 600.0
     num_threads: PositiveInt = 1
     """Torch threads for each engine rank on a CPU."""
-    seed: int = 0
+    seed: Seed = 0
 
 
 class RestartConfig(Schema):
@@ -233,6 +238,8 @@ class NodeConfig(Schema):
     rollout: RolloutConfig = RolloutConfig()
     restart: RestartConfig = RestartConfig()
     memory: MemoryConfig = MemoryConfig()
+    security: SecurityConfig = SecurityConfig()
+    paths: PathsConfig = PathsConfig()
     train: TrainConfig | None = None
     sft: SftConfig | None = None
     unsafe: bool = False

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import PositiveInt, model_validator
 
-from tasuki.config.table import Schema
+from tasuki.config.table import Schema, Seed
 
 
 class SftConfig(Schema):
@@ -32,7 +32,7 @@ class SftConfig(Schema):
     """Steps between held-out losses; the first and the last step always have one when there is an eval_dataset."""
     save_every: PositiveInt | None = None
     """Steps between checkpoints, from which `tasuki train --resume` goes on; none by default."""
-    seed: int = 0
+    seed: Seed = 0
     """Of the order of the lines."""
 
     @model_validator(mode="after")

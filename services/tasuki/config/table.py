@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+# numpy, torch and SGLang take these alike.
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 class Schema(BaseModel):

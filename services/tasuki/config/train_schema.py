@@ -9,10 +9,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PlainSerializer, PositiveFloat, PositiveInt, model_validator
 
 from tasuki.algorithms.estimator import AdvantageSettings, Estimator, check_critic, check_groups, check_loss, check_overlong
-from tasuki.algorithms.loss_types import Correction, KlEstimator, LossConfig, OldPolicy, ValueLoss
+from tasuki.algorithms.loss_types import Correction, KlEstimator, LossConfig, OldPolicy, SettingError, ValueLoss
+from tasuki.algorithms.reward_kl import MAX_ERROR
 from tasuki.config.algorithms import DEFAULT_MAX_NEW_TOKENS, Algorithm, expanded
 from tasuki.config.loss_table import read_loss, write_loss
-from tasuki.config.table import Schema
+from tasuki.config.table import Schema, Seed
+
+_MAX_INT32 = 2**31 - 1
+"""Of the messages."""
 
 
 class NamedRewardConfig(Schema):
@@ -93,7 +97,7 @@ class EvalConfig(Schema):
     temperature: float = Field(default=0.0, ge=0)
     """0 is greedy."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: PositiveInt | None = None
+    top_k: int | None = Field(default=None, ge=1, le=_MAX_INT32)
     max_new_tokens: PositiveInt | None = None
     """By default `train.max_new_tokens`."""
     pass_at: tuple[PositiveInt, ...] = ()
@@ -140,8 +144,8 @@ class TrainConfig(Schema):
     temperature: PositiveFloat = 1.0
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Below 1, completions come from a part of the distribution, but log-probs are those of the whole; so with `top_k`."""
-    top_k: PositiveInt | None = None
-    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    top_k: int | None = Field(default=None, ge=1, le=_MAX_INT32)
+    stop_token_ids: tuple[Annotated[int, Field(ge=0, le=_MAX_INT32)], ...] = ()
     """Tokens that end a completion, beside the model's own."""
     num_epochs: PositiveInt = 1
     """Passes over the samples of a step."""
@@ -171,7 +175,7 @@ class TrainConfig(Schema):
     """End the run early once the held-out score reaches this."""
     save_every: PositiveInt | None = None
     """Steps between checkpoints, from which `tasuki train --resume` goes on; none by default."""
-    seed: int = 0
+    seed: Seed = 0
 
     @model_validator(mode="before")
     @classmethod
@@ -185,7 +189,24 @@ class TrainConfig(Schema):
         check_overlong(self.overlong_tokens, max_new_tokens=self.max_new_tokens)
         check_loss(self.policy_loss(), num_updates=self.num_epochs * self.num_mini_batches)
         check_critic(estimator, value_loss=self.critic_loss(), warmup_steps=self.critic_warmup_steps)
+        if self.critic_warmup_steps >= self.num_steps:
+            problem = (
+                f"is {self.critic_warmup_steps} of num_steps = {self.num_steps}, so the policy would never learn; lower it"
+            )
+            raise SettingError("critic_warmup_steps", problem)
+        self._check_kl_horizon()
         return self
+
+    def _check_kl_horizon(self) -> None:
+        """Raises SettingError for one within which a single step could take kl_coef to 0 or below."""
+        num_samples, advantages = self.prompts_per_step * self.group_size, self.advantages
+        least = MAX_ERROR * num_samples
+        if advantages.kl_target is not None and advantages.kl_horizon <= least:
+            problem = (
+                f"is {advantages.kl_horizon:g}, but a step of prompts_per_step * group_size = {num_samples} samples needs more than "
+                f"{least:g}: kl_coef would fall to 0 or below"
+            )
+            raise SettingError("advantages.kl_horizon", problem)
 
     def policy_loss(self) -> LossConfig:
         """The loss with its old policy. "auto" recomputes log-probs only where a step has several optimizer steps, and the loss a ratio."""

@@ -15,6 +15,7 @@ from tasuki.config.instance import Instance, read_instance
 from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock
 from tasuki.config.places import journal_path, node_targets, restart_request_path, socket_dir
+from tasuki.config.ports import port_targets
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.disk_full import wait_for_disk
@@ -28,6 +29,7 @@ from tasuki.memory.stages import Service
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging
+from tasuki.rpc.port import port_of
 from tasuki.rpc.server import RpcServer
 from tasuki.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tasuki.wire.errors import TasukiError
@@ -67,7 +69,7 @@ async def _serve(config: NodeConfig) -> None:
             instance_id=instance.id,
             lock_path=instance.lock_path,
         )
-        opened = await wait_for_disk(lambda: _make_node(config, boot_id), state, target=targets["coordinator"])
+        opened = await wait_for_disk(lambda: _make_node(config, boot_id), state, config=config)
         if opened is not None:
             await _serve_node(config, *opened, instance=instance)
     finally:
@@ -113,9 +115,15 @@ def _make_node(config: NodeConfig, boot_id: str) -> tuple[Node, Journal, GrpcPee
 async def _serve_node(
     config: NodeConfig, node: Node, journal: Journal, peers: GrpcPeers, admission: Admission, *, instance: Instance
 ) -> None:
-    servicer = CoordinatorServicer(node, journal, Planning(admission, config), instance=instance)
-    target, metrics_port = node_targets(config)["coordinator"], config.coordinator.metrics_port
-    server = RpcServer(service="coordinator", target=target, metrics_port=metrics_port)
+    servicer = CoordinatorServicer(
+        node, journal, Planning(admission, config), instance=instance, port_targets=port_targets(config)
+    )
+    server = RpcServer(
+        service="coordinator",
+        target=node_targets(config)["coordinator"],
+        metrics_port=config.coordinator.metrics_port,
+        port=port_of(config, "coordinator"),
+    )
     server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, servicer, "tasuki.v1.CoordinatorService")
     await server.start()
     stop = asyncio.Event()

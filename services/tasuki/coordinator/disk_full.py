@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
+from tasuki.config.places import node_targets
+from tasuki.config.ports import port_targets
+from tasuki.config.schema import NodeConfig
+from tasuki.coordinator.encode import state_for
+from tasuki.rpc.port import port_of
 from tasuki.rpc.server import RpcServer
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1 import coordinator_pb2_grpc
@@ -22,14 +27,14 @@ _Opened = TypeVar("_Opened")
 class DiskFullServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     """Tells its state, and refuses everything else with DiskFull. state: without an epoch, which nothing but a journal gives."""
 
-    def __init__(self, state: pb.NodeState, error: DiskFull) -> None:
-        self._state, self._error = state, error
+    def __init__(self, state: pb.NodeState, error: DiskFull, *, port_targets: Mapping[str, str]) -> None:
+        self._state, self._error, self._port_targets = state, error, port_targets
 
     async def GetState(self, request: pb.GetStateRequest, context: Any) -> pb.GetStateResponse:
-        return pb.GetStateResponse(state=self._state)
+        return pb.GetStateResponse(state=state_for(context, self._state, port_targets=self._port_targets))
 
     async def WatchState(self, request: pb.WatchStateRequest, context: Any) -> AsyncIterator[pb.WatchStateResponse]:
-        yield pb.WatchStateResponse(state=self._state)
+        yield pb.WatchStateResponse(state=state_for(context, self._state, port_targets=self._port_targets))
         await asyncio.Event().wait()  # until the server stops
 
     async def Acquire(self, request: pb.AcquireRequest, context: Any) -> AsyncIterator[pb.AcquireResponse]:
@@ -46,9 +51,10 @@ class DiskFullServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         raise self._error
 
 
-async def wait_for_disk(open_journal: Callable[[], _Opened], state: pb.NodeState, *, target: str) -> _Opened | None:
-    """What `open_journal` returns once it does not raise DiskFull any more; meanwhile everybody is told at `target`. None when the
-    process is asked to stop before that.
+async def wait_for_disk(open_journal: Callable[[], _Opened], state: pb.NodeState, *, config: NodeConfig) -> _Opened | None:
+    """What `open_journal` returns once it does not raise DiskFull any more; meanwhile everybody is told.
+
+    None when the process is asked to stop before that.
     """
     try:
         return open_journal()
@@ -56,8 +62,8 @@ async def wait_for_disk(open_journal: Callable[[], _Opened], state: pb.NodeState
         failure = DiskFull(error.message, **error.metadata)  # the first one would keep all that it failed in alive
     _log.error("event=no_room error=%s", failure.message)
     state.last_error = f"{failure.reason}: {failure.message}"
-    server = RpcServer(service="coordinator", target=target)
-    servicer = DiskFullServicer(state, failure)
+    server = RpcServer(service="coordinator", target=node_targets(config)["coordinator"], port=port_of(config, "coordinator"))
+    servicer = DiskFullServicer(state, failure, port_targets=port_targets(config))
     server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, servicer, "tasuki.v1.CoordinatorService")
     await server.start()
     stop = asyncio.Event()

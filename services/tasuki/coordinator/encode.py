@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from tasuki.config.instance import Instance
@@ -64,6 +67,16 @@ def state_to_proto(state: NodeState, *, instance: Instance) -> coordinator_pb2.N
         instance_id=instance.id,
         lock_path=instance.lock_path,
     )
+
+
+def state_for(context: Any, state: coordinator_pb2.NodeState, *, port_targets: Mapping[str, str]) -> coordinator_pb2.NodeState:
+    """The state as a caller is told it: one at a port is told of ports, and "" of a service without one."""
+    if context.peer().startswith("unix:"):
+        return state
+    told = coordinator_pb2.NodeState()
+    told.CopyFrom(state)
+    told.trainer_target, told.rollout_target = (port_targets.get(service, "") for service in ("trainer", "rollout"))
+    return told
 
 
 def _status(status: Status) -> coordinator_pb2.StageStatus.ValueType:

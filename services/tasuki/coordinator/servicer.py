@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from tasuki.config.instance import Instance
-from tasuki.coordinator.encode import changeover_to_proto, event_to_proto, phase_from_proto, state_to_proto
+from tasuki.coordinator.encode import changeover_to_proto, event_to_proto, phase_from_proto, state_for, state_to_proto
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.planning import Planning
@@ -29,7 +29,11 @@ _MAX_PAGE_SIZE = 1000
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     """One node's coordinator on the wire."""
 
-    def __init__(self, node: Node, journal: Journal, planning: Planning, *, instance: Instance) -> None:
+    def __init__(
+        self, node: Node, journal: Journal, planning: Planning, *, instance: Instance, port_targets: Mapping[str, str]
+    ) -> None:
+        """port_targets: addresses of services by name, for callers at the coordinator's port."""
+        self._port_targets = port_targets
         self._node, self._journal, self._planning, self._instance = node, journal, planning, instance
 
     async def Acquire(self, request: pb.AcquireRequest, context: _Context) -> AsyncIterator[pb.AcquireResponse]:
@@ -37,7 +41,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         if phase is None:
             raise InvalidArgument("phase", "must be PHASE_TRAIN or PHASE_ROLLOUT")
         async for update in self._node.acquire(phase, _request_id(request.request_id)).follow():
-            yield pb.AcquireResponse(event=event_to_proto(update.event), state=self._state(update.state))
+            yield pb.AcquireResponse(event=event_to_proto(update.event), state=self._state(update.state, context))
 
     async def RunStage(self, request: pb.RunStageRequest, context: _Context) -> pb.RunStageResponse:
         stage = stage_from_proto(request.stage)
@@ -47,17 +51,17 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         async for update in self._node.run_stage(stage, _request_id(request.request_id)).follow():
             if update.event.stage is stage:
                 response.event.CopyFrom(event_to_proto(update.event))
-            response.state.CopyFrom(self._state(update.state))
+            response.state.CopyFrom(self._state(update.state, context))
         return response
 
     async def GetState(self, request: pb.GetStateRequest, context: _Context) -> pb.GetStateResponse:
-        return pb.GetStateResponse(state=self._state(self._node.state()))
+        return pb.GetStateResponse(state=self._state(self._node.state(), context))
 
     async def WatchState(self, request: pb.WatchStateRequest, context: _Context) -> AsyncIterator[pb.WatchStateResponse]:
         with self._node.watchers.watching() as queue:
-            yield pb.WatchStateResponse(state=self._state(self._node.state()))
+            yield pb.WatchStateResponse(state=self._state(self._node.state(), context))
             while (update := await queue.get()) is not None:
-                yield pb.WatchStateResponse(state=self._state(update.state), event=event_to_proto(update.event))
+                yield pb.WatchStateResponse(state=self._state(update.state, context), event=event_to_proto(update.event))
 
     async def ListChangeovers(self, request: pb.ListChangeoversRequest, context: _Context) -> pb.ListChangeoversResponse:
         size = request.page_size or _DEFAULT_PAGE_SIZE
@@ -77,8 +81,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             host_bytes=request.host_bytes if request.HasField("host_bytes") else None,
         )
 
-    def _state(self, state: NodeState) -> pb.NodeState:
-        return state_to_proto(state, instance=self._instance)
+    def _state(self, state: NodeState, context: _Context) -> pb.NodeState:
+        return state_for(context, state_to_proto(state, instance=self._instance), port_targets=self._port_targets)
 
 
 def _request_id(given: str) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from tasuki.wire.errors import InvalidArgument, UnsupportedModel
 
@@ -39,14 +40,40 @@ def cap(config: Config, key: str, *, default: float | None) -> float | None:
     value = config.get(key, default)
     if value is None:
         return None
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+    if not is_number(value) or value <= 0:
         raise InvalidArgument(key, f"must be a number above 0 or null in the model's config.json, not {value!r}")
     return float(value)
 
 
-def flag(config: Config, key: str, *, default: bool = False) -> bool:
+def number(config: Config, key: str, *, default: float) -> float:
+    """A number above 0, or the default where the key is missing. Raises InvalidArgument for another value, null among them."""
     value = config.get(key, default)
-    return default if value is None else value is True
+    if not is_number(value) or value <= 0:
+        raise InvalidArgument(key, f"must be a number above 0 in the model's config.json, not {value!r}")
+    return float(value)
+
+
+def flag(config: Config, key: str, *, default: bool = False) -> bool:
+    """True or false, or the default where the key is missing. Raises InvalidArgument for another value, null among them."""
+    value = config.get(key, default)
+    if not isinstance(value, bool):
+        raise InvalidArgument(key, f"must be true or false in the model's config.json, not {value!r}")
+    return value
+
+
+def elements(config: Config, key: str, *, of: type) -> list[Any] | None:
+    """A list whose elements are all of one type; None where the key is missing or null. Raises InvalidArgument for another value."""
+    value = config.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(type(element) is of for element in value):
+        raise InvalidArgument(key, f"must be a list of {of.__name__} in the model's config.json, not {value!r}")
+    return value
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether a value of JSON is a number; NaN and infinity, which Python reads, are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def architecture_of(config: Config) -> str:

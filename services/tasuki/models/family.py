@@ -8,8 +8,9 @@ from typing import Any
 
 from tasuki.models import rope
 from tasuki.models.checkpoint import CheckpointNames
-from tasuki.models.config_json import Config, unsupported
+from tasuki.models.config_json import Config, elements, is_number, number, unsupported
 from tasuki.models.shape import ModelShape
+from tasuki.wire.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,18 +87,49 @@ _NEUTRAL_KEYS = frozenset({
 })  # fmt: skip
 
 
+# Transformers or the engine read these with a default that is not null, false, 0 or empty: such a value computes something else.
+_TRUE_BY_DEFAULT = frozenset({"is_causal", "rope_is_neox_style"})
+_NEVER_FALSY = frozenset({"default_theta"})
+_PROBABILITIES = ("attention_dropout", "resid_pdrop", "embd_pdrop")
+_WHOLE_NUMBERS = ("sliding_window", "max_window_layers", "original_max_position_embeddings", "num_experts", "num_local_experts")
+
+
 def check_keys(config: Config, family: Family) -> None:
-    """Raises UnsupportedModel for a key that says something and that nobody has accounted for, and for a value that is not supported."""
+    """Raises UnsupportedModel for a key that says something and that nobody has accounted for, and for a value that is not supported;
+    InvalidArgument for a number that none can be computed with.
+    """
     known = {**_DECODER_KEYS, **family.keys}
     for key, value in config.items():
         if key in _NEUTRAL_KEYS or key.startswith("_"):
             continue
-        if key not in known:
-            if value:
+        if key in _TRUE_BY_DEFAULT:
+            if value is not True:
+                raise unsupported(config, key, "trainer and engine agree on true only, which is the default; leave the key out")
+        elif key not in known:
+            if value or key in _NEVER_FALSY:
                 raise unsupported(config, key, "nobody has accounted for this key; unset it if nothing is computed from it")
-        elif (values := known[key]) is not None and value is not None and value not in values:
+        elif (values := known[key]) is not None and not _is_one_of(value, values):
             raise unsupported(config, key, f"trainer and engine agree on {' or '.join(map(repr, values))} only")
+    _check_numbers(config)
     rope.check_rope(config, types=family.rope_types, is_partial=family.has_partial_rope)
+
+
+def _check_numbers(config: Config) -> None:
+    """Of keys that a family may read or not, but that transformers always checks."""
+    number(config, "rms_norm_eps", default=1e-6)
+    for key in _PROBABILITIES:
+        value = config.get(key, 0.0)
+        if not is_number(value) or not 0 <= value <= 1:
+            raise InvalidArgument(key, f"must be from 0 to 1 in the model's config.json, not {value!r}")
+    for key in _WHOLE_NUMBERS:
+        value = config.get(key)
+        if value is not None and type(value) is not int:
+            raise InvalidArgument(key, f"must be a whole number or null in the model's config.json, not {value!r}")
+
+
+def _is_one_of(value: object, values: tuple[Any, ...]) -> bool:
+    """Python takes true for 1 and false for 0; transformers does not."""
+    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in values)
 
 
 def full_attention(shape: ModelShape) -> Attention:
@@ -129,6 +161,6 @@ def refuse_head_dim(config: Config) -> None:
 
 def refuse_layer_types(config: Config) -> None:
     """Raises UnsupportedModel unless all layers attend to all tokens before."""
-    listed = config.get("layer_types")
+    listed = elements(config, "layer_types", of=str)
     if listed is not None and set(listed) - {"full_attention"}:
         raise unsupported(config, "layer_types", "the engine has full attention only for this family")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from tasuki.models import rope
-from tasuki.models.config_json import Config, cap, flag, size, unsupported
+from tasuki.models.config_json import Config, cap, elements, flag, size, unsupported
 from tasuki.models.family import Attention, Family, Model
 from tasuki.models.shape import ModelShape, decoder_shape
 
@@ -17,6 +17,7 @@ NORMS: dict[str, Any] = {
     "norms": ("input_layernorm", "pre_feedforward_layernorm"),
     "post_norms": ("post_attention_layernorm", "post_feedforward_layernorm"),
     "has_float_norms": True,
+    "has_offset_norms": True,
 }
 KEYS = {
     "hidden_act": ("gelu_pytorch_tanh",),
@@ -27,7 +28,7 @@ KEYS = {
     "layer_types": None,
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
-    "use_bidirectional_attention": (False,),
+    "use_bidirectional_attention": (None, False),
     # SGLang takes the embedding for the vocabulary projection, whatever the checkpoint has.
     "tie_word_embeddings": (True,),
 }
@@ -55,7 +56,7 @@ def _read(config: Config) -> Model:
         **NORMS,
     )
     alternating = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(shape.num_layers)]
-    if config.get("layer_types") not in (None, alternating):
+    if elements(config, "layer_types", of=str) not in (None, alternating):
         raise unsupported(config, "layer_types", "the engine has windows in layers 0, 2, 4, ... of this family")
     window = size(config, "sliding_window", default=4096)
     attention = Attention(

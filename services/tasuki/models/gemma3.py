@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tasuki.models import rope
-from tasuki.models.config_json import Config, cap, flag, size, unsupported
+from tasuki.models.config_json import Config, cap, elements, flag, size, unsupported
 from tasuki.models.family import Attention, Family, Model
 from tasuki.models.gemma2 import HEAD_DIM, KEYS, NORMS, embedding_buffers
 from tasuki.models.shape import QkNorm, decoder_shape
@@ -45,7 +45,7 @@ def _read(config: Config) -> Model:
 
 def _layer_types(config: Config, num_layers: int) -> list[str]:
     """As listed, or every sixth layer full."""
-    listed = config.get("layer_types")
+    listed = elements(config, "layer_types", of=str)
     if listed is None:
         step = size(config, "sliding_window_pattern", default=6)
         return [_SLIDING if (layer + 1) % step else _FULL for layer in range(num_layers)]

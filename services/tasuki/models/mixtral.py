@@ -7,11 +7,19 @@ from tasuki.models.checkpoint import CheckpointNames
 from tasuki.models.config_json import Config, size
 from tasuki.models.family import Family, Model, full_attention, refuse_head_dim, refuse_window
 from tasuki.models.shape import decoder_shape
+from tasuki.wire.errors import UnsupportedModel
 
 
 def _read(config: Config) -> Model:
     refuse_window(config, default=None)
     refuse_head_dim(config)
+    for base in rope.bases(config):
+        if base != int(base):
+            raise UnsupportedModel(
+                f"{FAMILY.architecture} with rope_theta {base}: the engine rounds it down; give a whole number",
+                architecture=FAMILY.architecture,
+                field="rope_theta",
+            )
     shape = decoder_shape(
         config,
         num_experts=size(config, "num_local_experts"),

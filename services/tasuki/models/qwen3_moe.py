@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tasuki.models.config_json import Config, flag, size
+from tasuki.models.config_json import Config, elements, flag, size
 from tasuki.models.family import Family, Model, full_attention, refuse_layer_types
 from tasuki.models.qwen2 import WINDOW_KEYS
 from tasuki.models.shape import QkNorm, decoder_shape
@@ -12,7 +12,7 @@ def _read(config: Config) -> Model:
     refuse_layer_types(config)
     has_bias = flag(config, "attention_bias")
     num_layers = size(config, "num_hidden_layers")
-    listed, step = config.get("mlp_only_layers") or [], size(config, "decoder_sparse_step", default=1)
+    listed, step = elements(config, "mlp_only_layers", of=int) or [], size(config, "decoder_sparse_step", default=1)
     shape = decoder_shape(
         config,
         has_qkv_bias=has_bias,
@@ -29,8 +29,9 @@ def _read(config: Config) -> Model:
 
 _EXPERT_KEYS = (
     "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers",
-    "norm_topk_prob",
 )  # fmt: skip
 FAMILY = Family(
-    architecture="Qwen3MoeForCausalLM", read=_read, keys={**WINDOW_KEYS, "attention_bias": None, **dict.fromkeys(_EXPERT_KEYS)}
+    architecture="Qwen3MoeForCausalLM",
+    read=_read,
+    keys={**WINDOW_KEYS, "attention_bias": None, "norm_topk_prob": (False, True), **dict.fromkeys(_EXPERT_KEYS)},
 )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from tasuki.models.config_json import Config, unsupported
+from tasuki.models.config_json import Config, is_number, unsupported
+from tasuki.wire.errors import InvalidArgument
 
 # Parameters of each type beside its name and its base. "dynamic" and "longrope" change with the longest sequence of a batch.
 _PARAMETERS = {
@@ -14,32 +14,76 @@ _PARAMETERS = {
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
     "yarn": frozenset({"factor", "original_max_position_embeddings", "beta_fast", "beta_slow"}),
 }
+# Those without a default.
+_REQUIRED = frozenset({"factor", "low_freq_factor", "high_freq_factor"})
 DEFAULT = frozenset({"default"})
 SCALED = frozenset(_PARAMETERS)
 KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+_TABLES = ("rope_scaling", "rope_parameters")
+_BASES = ("rope_theta", "rope_local_base_freq")
 _NAMES = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 
 
 def check_rope(config: Config, *, types: frozenset[str], is_partial: bool) -> None:
-    """Raises UnsupportedModel for a type that is not in `types`, and for a parameter or a part of a head that is not accounted for."""
-    if not is_partial and config.get("partial_rotary_factor") not in (None, 1):
-        raise unsupported(config, "partial_rotary_factor", "the engine rotates whole heads of this family")
-    for key in ("rope_scaling", "rope_parameters"):
-        for rope in _each(config.get(key)):
+    """Raises UnsupportedModel for a type that is not in `types`, and for a parameter or a part of a head that is not accounted for;
+    InvalidArgument for a value that is no number above 0.
+    """
+    for key in _BASES:
+        if key in config:
+            _check_positive(config[key], key)
+    _check_part(config, "partial_rotary_factor", config, is_partial=is_partial)
+    for key in _TABLES:
+        for rope in _each(config, key):
             name = rope.get("rope_type", rope.get("type", "default"))
-            if name not in types:
+            if not isinstance(name, str) or name not in types:
                 known = ", ".join(sorted(types))
                 raise unsupported(config, key, f"rope_type {name!r} is not supported for this family; there is {known}")
-            if not is_partial and rope.get("partial_rotary_factor") not in (None, 1):
-                raise unsupported(config, key, "partial_rotary_factor: the engine rotates whole heads of this family")
-            unknown = {parameter for parameter, value in rope.items() if value} - _NAMES - _PARAMETERS[name]
+            _check_part(config, key, rope, is_partial=is_partial)
+            # Null counts, too: "truncate" is true where it is missing, and false where it is null.
+            unknown = rope.keys() - _NAMES - _PARAMETERS[name]
             if unknown:
                 raise unsupported(config, key, f"nobody has accounted for {', '.join(sorted(unknown))} of rope_type {name!r}")
+            _check_parameters(rope, key, name)
 
 
-def _each(value: Any) -> Iterator[Config]:
-    """One table, or those of every kind of layer, as Gemma 3 has them."""
-    if not isinstance(value, dict):
+def bases(config: Config) -> Iterator[float]:
+    """Every base of a rotary embedding that config.json gives."""
+    for table in (config, *(rope for key in _TABLES for rope in _each(config, key))):
+        if "rope_theta" in table:
+            yield table["rope_theta"]
+
+
+def _check_parameters(rope: Config, key: str, name: str) -> None:
+    for parameter in sorted((_PARAMETERS[name] & _REQUIRED) - rope.keys()):
+        raise InvalidArgument(key, f"rope_type {name!r} needs {parameter} in the model's config.json")
+    for parameter in sorted(rope.keys() & (_PARAMETERS[name] | {"rope_theta"})):
+        _check_positive(rope[parameter], key, parameter)
+
+
+def _check_part(config: Config, key: str, table: Config, *, is_partial: bool) -> None:
+    """Of each head, how much is rotated. table: config.json itself, or a table of it."""
+    part = table.get("partial_rotary_factor")
+    if part is None:
         return
+    name = "" if table is config else "partial_rotary_factor: "
+    if not is_number(part) or not 0 < part <= 1:
+        raise InvalidArgument(key, f"{name}must be above 0 and at most 1 in the model's config.json, not {part!r}")
+    if not is_partial and part != 1:
+        raise unsupported(config, key, f"{name}the engine rotates whole heads of this family")
+
+
+def _check_positive(value: object, key: str, parameter: str = "") -> None:
+    if not is_number(value) or value <= 0:
+        name = f"{parameter} " if parameter else ""
+        raise InvalidArgument(key, f"{name}must be a number above 0 in the model's config.json, not {value!r}")
+
+
+def _each(config: Config, key: str) -> Iterator[Config]:
+    """One table, or those of every kind of layer, as Gemma 3 has them. Raises InvalidArgument for another value."""
+    value = config.get(key)
+    if value is None:
+        return
+    if not isinstance(value, dict):
+        raise InvalidArgument(key, f"must be a table or null in the model's config.json, not {value!r}")
     nested = [table for table in value.values() if isinstance(table, dict)]
     yield from nested or [value]

@@ -48,6 +48,8 @@ class ModelShape:
     """After attention and after the MLP."""
     has_float_norms: bool = False
     """Whether norms multiply with their weights in float32, before they round."""
+    has_offset_norms: bool = False
+    """Whether 1 is added to the weights of norms."""
     has_fused_qkv: bool = False
     """Whether one linear layer makes queries, keys and values, in this order."""
     has_fused_gate_up: bool = False

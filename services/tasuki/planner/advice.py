@@ -5,6 +5,7 @@ Every answer is found by planning again with the change, never by a rule of thum
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -89,11 +90,14 @@ def smallest_sleeping(layout: Layout) -> frozenset[Part] | None:
 
 
 def largest_kv_ratio(layout: Layout) -> float | None:
-    for hundredths in range(_RATIO_STEPS - 1, 0, -1):
-        ratio = hundredths / _RATIO_STEPS
-        if plan(replace(layout, kv_ratio=ratio)).fits:
-            return ratio
-    return None
+    """Bisects: a larger cache takes no less memory, and holds no shorter sequence."""
+
+    def is_too_large(hundredths: int) -> bool:
+        tried = plan(replace(layout, kv_ratio=hundredths / _RATIO_STEPS))
+        return not (tried.fits_gpu and tried.fits_host)
+
+    ratio = bisect_left(range(1, _RATIO_STEPS), True, key=is_too_large) / _RATIO_STEPS
+    return ratio if ratio > 0 and plan(replace(layout, kv_ratio=ratio)).fits else None
 
 
 def climb(planned: Plan) -> tuple[Rung, ...]:
@@ -160,10 +164,6 @@ def _for_training(layout: Layout) -> Iterator[_Change]:
         yield _Change("sleeping", _names(layout.sleeping), _names(away), replace(layout, sleeping=away), False)
     if not layout.reshards_after_forward:
         yield _Change("reshard after forward", "no", "yes", replace(layout, reshards_after_forward=True), False)
-    if layout.accumulates and layout.lora_rank is None:
-        yield _Change(
-            "gradients", "whole until the last micro-batch", "sharded after each", replace(layout, accumulates=False), False
-        )
     if layout.num_ranks < layout.num_gpus and layout.rank_gpus is None:
         yield _Change(
             "trainer.num_ranks", str(layout.num_ranks), str(layout.num_gpus), replace(layout, num_ranks=layout.num_gpus)

@@ -31,7 +31,6 @@ class Part(StrEnum):
     WHOLE_GRADIENTS = "whole gradients"
     ACTIVATIONS = "activations"
     LOGITS = "logits"
-    OPTIMIZER_STEP = "optimizer step"
     ENGINE_STEP = "engine's batch"
     TORCH_CACHE = "torch's cache"
     CONTEXTS = "contexts, NCCL"
@@ -117,8 +116,6 @@ class Layout:
     """Most tokens in one; sequences follow one another without padding."""
     logit_tokens: int | None = None
     """Places of a micro-batch whose logits are computed: those of completion tokens. By default all, an upper bound."""
-    accumulates: bool = True
-    """Whether a step may have several micro-batches; their gradients are then summed whole, in float32, before they are sharded."""
     checkpointing: Checkpointing = Checkpointing.NONE
     reshards_after_forward: bool = True
     has_reference: bool = False

@@ -11,6 +11,7 @@ from tasuki.planner.layout import Checkpointing, Layout, Overheads, named_as_giv
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.plan import Plan, plan
 from tasuki.planner.step_tokens import most_tokens
+from tasuki.wire.errors import InvalidArgument
 
 _ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 _KEYS = {
@@ -29,6 +30,12 @@ def plan_node(
     """The plan of a node's configuration. Raises what read_model_shape and Layout raise."""
     shape = read_model_shape(config.model.path)
     return plan(node_layout(config, shape, gpu_bytes=gpu_bytes, host_bytes=host_bytes, num_gpus=num_gpus, overheads=overheads))
+
+
+def check_critic(config: NodeConfig) -> None:
+    """Raises InvalidArgument for a critic that cannot read every token, or every sequence, of the policy; else as read_model_shape."""
+    if config.trainer.critic is not None and config.trainer.critic.path is not None:
+        _critic_shape(config, read_model_shape(config.model.path))
 
 
 @named_as_given(_KEYS)
@@ -93,4 +100,26 @@ def _critic_shape(config: NodeConfig, policy: ModelShape) -> ModelShape | None:
     critic = config.trainer.critic
     if critic is None:
         return None
-    return policy if critic.path is None else read_model_shape(critic.path)
+    if critic.path is None:
+        return policy
+    shape = read_model_shape(critic.path)
+    _check_critic(config, policy, shape)
+    return shape
+
+
+def _check_critic(config: NodeConfig, policy: ModelShape, critic: ModelShape) -> None:
+    field = "trainer.critic.path"
+    if critic.vocab_size < policy.vocab_size:
+        raise InvalidArgument(
+            field,
+            f"its vocabulary of {critic.vocab_size} tokens is smaller than the policy's of {policy.vocab_size}; give a model with the "
+            "policy's tokenizer",
+        )
+    limits = (policy.context_length, config.rollout.context_length, config.most_micro_batch_tokens)
+    longest = min(limit for limit in limits if limit is not None)
+    if critic.context_length < longest:
+        raise InvalidArgument(
+            field,
+            f"its context of {critic.context_length} tokens is shorter than the policy's sequences of up to {longest}; lower "
+            "rollout.context_length or trainer.micro_batch_tokens, or give another model",
+        )

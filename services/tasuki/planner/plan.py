@@ -16,7 +16,7 @@ from tasuki.planner.rollout_bytes import KvPool, engine_step, engine_weights, kv
 from tasuki.planner.trainer_bytes import Bytes, export_arena, offloaded_bytes, trainer_tags, training_peak
 
 TRAINER_TAGS = (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER)
-_STEP = {Part.LAYERS, Part.WHOLE_GRADIENTS, Part.ACTIVATIONS, Part.LOGITS, Part.OPTIMIZER_STEP}
+_STEP = {Part.LAYERS, Part.WHOLE_GRADIENTS, Part.ACTIVATIONS, Part.LOGITS}
 # Gradients are dropped and come back as zeros.
 _COPIED = (Part.TRAINER_WEIGHTS, Part.OPTIMIZER)
 

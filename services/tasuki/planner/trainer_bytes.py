@@ -72,7 +72,7 @@ def training_peak(layout: Layout) -> Bytes:
         return _fullest(moments)
     if layout.device == "cuda":
         # Each network has its own streams, whose blocks serve no other: the critic's stay while the policy learns.
-        kept = _cached(critic, moment="optimizer")
+        kept = _cached(critic, moment="idle")
         moments = [parts | {Part.TORCH_CACHE: parts[Part.TORCH_CACHE] + kept} for parts in moments]
     return _fullest([*moments, *step_moments(critic).values()])
 
@@ -82,12 +82,8 @@ def _fullest(moments: list[Bytes]) -> Bytes:
 
 
 def step_moments(layout: Layout) -> dict[str, Bytes]:
-    """Working memory at the moments of ForwardBackward and OptimStep that can be the highest."""
-    trained = sum(math.prod(shape) for shape in _trained_shards(layout))
-    step = {
-        Part.OPTIMIZER_STEP: trained * layout.param_bytes
-    }  # the square roots of AdamW's second moments, of all tensors at once
-    moments = {"loss": _at_loss(layout), "layer": _at_layer(layout), "root": _at_root(layout), "optimizer": step}
+    """Working memory at the moments of ForwardBackward that can be the highest. Fused AdamW takes none."""
+    moments = {"loss": _at_loss(layout), "layer": _at_layer(layout), "table": _at_table(layout)}
     if layout.device == "cpu":
         return moments
     return {name: parts | {Part.TORCH_CACHE: _cached(layout, moment=name)} for name, parts in moments.items()}
@@ -96,59 +92,66 @@ def step_moments(layout: Layout) -> dict[str, Bytes]:
 def _cached(layout: Layout, *, moment: str) -> int:
     """What torch holds at a moment without using it: blocks of FSDP2's own streams, which serve no other stream.
 
-    Of several ranks: the root's parameters as they are sent and as they arrive, the reduced gradients of root and layer in float32, and, if
-    gradients stay whole, those of the root as they are sent, for which no free block is large enough, and a block for logits, since whole
-    gradients have broken up a free one. Of a single one: such gradients twice, divided and copied, and, unless gradients stay whole, a
-    block for logits, since its parameters have broken up a free one. As torch's allocator showed on H200s (docs/plan.md).
+    Of several ranks: the parameters of the largest group as they are sent and as they arrive, the reduced gradients of that group and a
+    layer in float32, and a tile of logits with its gradient, whose blocks parameters have broken up. Of a single one: such gradients,
+    copied, and a block for logits, since its parameters have broken up a free one. As torch's allocator showed on H200s (docs/plan.md).
     """
     model, ranks = layout.model, layout.num_ranks
-    root, layer = _numel(model.root()), max(_numel(model.layer(index)) for index in range(model.num_layers))
+    table, layer = _largest_table(model), max(_numel(model.layer(index)) for index in range(model.num_layers))
     trains_base = layout.lora_rank is None
-    logits = _FLOAT32 * _tile_logits(layout)
     if ranks > 1:
-        arriving = root * layout.compute_bytes * (ranks + 1) // ranks
-        reduced = _FLOAT32 * (root + layer) // ranks if trains_base else 0
-        whole = logits + (0 if moment == "root" else _FLOAT32 * root) if _whole_gradients(layout) else 0
-        return arriving + reduced + whole
-    idle = {"layer": root, "root": layer}.get(moment, root + layer)
-    return (0 if layout.accumulates else logits) + (2 * _FLOAT32 * idle if trains_base else 0)
+        arriving = table * layout.compute_bytes * (ranks + 1) // ranks
+        tile = (_FLOAT32 + layout.compute_bytes) * _tile_logits(layout)
+        return arriving + tile + (_FLOAT32 * (table + layer) // ranks if trains_base else 0)
+    logits = _FLOAT32 * _tile_logits(layout)
+    unused = {"layer": table, "table": layer}.get(moment, table + layer)
+    return logits + (_FLOAT32 * unused if trains_base else 0)
 
 
 def kept_per_token(
-    model: ModelShape, layer: int, *, num_keys: int, compute_bytes: int = 2, lora_rank: int | None = None
+    model: ModelShape,
+    layer: int,
+    *,
+    num_keys: int,
+    compute_bytes: int = 2,
+    lora_rank: int | None = None,
+    is_fused: bool = False,
 ) -> int:
     """Bytes that autograd keeps of one token in one layer of transformers' implementation, with flash attention.
 
-    Each norm: its input in float32, one float32, and the two factors of its last product, the second being its result, which is kept where
-    it goes into a linear layer; attention; four tensors of the MLP's width. num_keys: of the longest sequence, where attention is capped.
+    Each norm: its input, one float32, a factor of its last product unless it is fused, and its result where that goes into a linear layer;
+    attention; gate, up, their product and, unless it is fused, the activation. num_keys: of the longest sequence, where attention is
+    capped. is_fused: as on a GPU, see trainer/backends/fsdp/pointwise.py.
     """
     hidden = model.hidden_size
     # Without a norm before them, attention and MLP keep their input itself.
     own_inputs = (2 - len(model.norms)) * hidden * compute_bytes
-    post_norm = hidden * (4 + _norm_factor(model, compute_bytes)) + 4
+    norm = _kept_of_norm(model, compute_bytes, is_fused=is_fused)
+    post_norm = hidden * norm + 4
     pre_norm = post_norm + hidden * compute_bytes
     norms = len(model.norms) * pre_norm + len(model.post_norms) * post_norm + own_inputs
-    attention = _kept_of_attention(model, compute_bytes, num_keys=num_keys)
+    attention = _kept_of_attention(model, compute_bytes, num_keys=num_keys, norm=norm)
     if model.is_sparse(layer):
         # For each chosen expert: the token, gate and up, what they make, the result and its weight; four indices and a mask to sort them.
         width = 2 * hidden + 4 * model.expert_size + 1
         mlp = model.experts_per_token * (width * compute_bytes + 4 * 8 + 1) + 4 * model.num_experts
     else:
-        mlp = 4 * model.intermediate_size * compute_bytes
+        mlp = (3 if is_fused else 4) * model.intermediate_size * compute_bytes
     adapters = 0 if lora_rank is None else 7 * lora_rank * compute_bytes
     return norms + attention + mlp + adapters
 
 
-def _kept_of_attention(model: ModelShape, compute_bytes: int, *, num_keys: int) -> int:
+def _kept_of_attention(model: ModelShape, compute_bytes: int, *, num_keys: int, norm: int) -> int:
     """Of one token: norms of queries and keys; rotated queries, keys, values and the output, and one float32 for each head.
 
     Where it is capped, all of queries' size, and for each key and head what the cap makes, the softmax in float32, and its copy.
+    norm: bytes for each element of a norm.
     """
     query, kv, heads = model.query_size, model.kv_size, model.num_heads
     norms = 0
     if model.qk_norm is not None:
         sums = heads + model.num_kv_heads if model.qk_norm is QkNorm.HEAD else 2
-        norms = (query + kv) * (4 + _norm_factor(model, compute_bytes)) + 4 * sums
+        norms = (query + kv) * norm + 4 * sums
     if model.caps_attention:
         copy = compute_bytes if compute_bytes < _FLOAT32 else 0
         return norms + 4 * query * compute_bytes + heads * num_keys * (compute_bytes + _FLOAT32 + copy)
@@ -162,8 +165,11 @@ def _kept_of_attention(model: ModelShape, compute_bytes: int, *, num_keys: int) 
     return norms + kept * compute_bytes + 4 * heads
 
 
-def _norm_factor(model: ModelShape, compute_bytes: int) -> int:
-    return _FLOAT32 if model.has_float_norms else compute_bytes
+def _kept_of_norm(model: ModelShape, compute_bytes: int, *, is_fused: bool) -> int:
+    """Of one element: the input, in float32 unless the norm is fused, and then no factor of its product with the weight."""
+    if is_fused and not model.has_offset_norms:
+        return compute_bytes
+    return _FLOAT32 + (_FLOAT32 if model.has_float_norms else compute_bytes)
 
 
 def offloaded_bytes(layout: Layout) -> int:
@@ -176,7 +182,7 @@ def offloaded_bytes(layout: Layout) -> int:
 def _at_loss(layout: Layout) -> Bytes:
     """The loss: a tile of logits and its gradient, and the whole weight's, while nothing of the activations has gone."""
     model, compute, places, tile = layout.model, layout.compute_bytes, _logit_places(layout), _tile_logits(layout)
-    gathered = _gathered(layout, layers=0 if layout.num_ranks == 1 else 1)
+    gathered = _gathered(layout, layers=0 if layout.num_ranks == 1 else 1) + _gathered_head(layout)
     if layout.lora_rank is None:
         gathered += model.num_outputs * model.hidden_size * compute
     # Gradients of the hidden states add up in float32.
@@ -190,7 +196,6 @@ def _at_loss(layout: Layout) -> Bytes:
         gathered += copies * _FLOAT32 * -(-tile // max(1, places)) * model.hidden_size
     return {
         Part.LAYERS: gathered,
-        Part.WHOLE_GRADIENTS: _whole_gradients(layout),
         Part.ACTIVATIONS: _kept(layout) + _last_norm(layout),
         Part.LOGITS: logits,
     }
@@ -205,43 +210,59 @@ def _at_layer(layout: Layout) -> Bytes:
     # In backward of the MLP's product, which has gone itself: its gradient and those of both factors, and that of the hidden states.
     width = 2 * (model.experts_per_token * model.expert_size if model.is_sparse(widest) else model.intermediate_size)
     flowing = layout.micro_batch_tokens * (width + model.hidden_size) * compute
-    gradients = 0
-    if layout.lora_rank is None:
-        # Of the layer and, until the step's end, of the vocabulary projection; the former again in float32 on their way to the owners.
-        vocabulary = model.num_outputs * model.hidden_size
-        gradients = (layer + vocabulary) * compute + (0 if layout.accumulates else layer * _sent_bytes(layout))
     return {
         # This one, and for several ranks the next one's as it arrives and as it is copied out.
-        Part.LAYERS: _gathered(layout, layers=1 if layout.num_ranks == 1 else 3) + gradients,
-        Part.WHOLE_GRADIENTS: _whole_gradients(layout),
+        Part.LAYERS: _gathered(layout, layers=1 if layout.num_ranks == 1 else 3),
+        Part.WHOLE_GRADIENTS: _whole_gradients(layout, layer) + _held_before_layers(layout),
         Part.ACTIVATIONS: _kept(layout) + recomputed + flowing,
     }
 
 
-def _at_root(layout: Layout) -> Bytes:
-    """The end of backward: the root's gradients on their way to their owners."""
-    root = _numel(layout.model.root())
-    gradients = 0 if layout.lora_rank is not None else root * max(layout.compute_bytes + _FLOAT32, _sent_bytes(layout))
-    return {Part.LAYERS: _gathered(layout, layers=0) + gradients, Part.WHOLE_GRADIENTS: _whole_gradients(layout)}
+def _at_table(layout: Layout) -> Bytes:
+    """The end of backward: the gradient of the embedding, or of the root that it is tied in, on its way to its owners."""
+    return {
+        Part.LAYERS: _gathered(layout, layers=0),
+        Part.WHOLE_GRADIENTS: _whole_gradients(layout, _largest_table(layout.model)),
+    }
 
 
-def _sent_bytes(layout: Layout) -> int:
-    """Of one element of a gradient on its way to its owner, in float32; a single rank copies it to itself, divided."""
-    return _FLOAT32 * (3 if layout.num_ranks == 1 else 1)
+def _whole_gradients(layout: Layout, numel: int) -> int:
+    """Of a group of FSDP2, in compute dtype, and in float32 as they are sent; a single rank copies them to itself.
+
+    Every micro-batch's are reduced before the next group's.
+    """
+    if layout.lora_rank is not None:
+        return 0
+    return numel * (layout.compute_bytes + _FLOAT32 * (2 if layout.num_ranks == 1 else 1))
+
+
+def _held_before_layers(layout: Layout) -> int:
+    """Of the vocabulary projection, while the last layer's are made: its gradient, in compute dtype where it is tied, or as it is sent."""
+    model = layout.model
+    if layout.lora_rank is not None:
+        return 0
+    vocabulary = model.num_outputs * model.hidden_size
+    return vocabulary * (layout.compute_bytes if model.is_tied else _FLOAT32)
+
+
+def _largest_table(model: ModelShape) -> int:
+    """Elements of the largest group of FSDP2 beside the layers: the embedding, or the root that it is tied in."""
+    return _numel(model.root()) if model.is_tied else model.vocab_size * model.hidden_size
+
+
+def _gathered_head(layout: Layout) -> int:
+    """The vocabulary projection, whole, in compute dtype, where it is not in the root."""
+    model = layout.model
+    return 0 if model.is_tied else model.num_outputs * model.hidden_size * layout.compute_bytes
 
 
 def _gathered(layout: Layout, *, layers: int) -> int:
     """The root's parameters and those of so many layers, whole, in compute dtype; at most as many as the model has."""
     model = layout.model
+    root = _numel(model.root()) if model.is_tied else model.hidden_size
     units = sorted((_numel(model.layer(index)) for index in range(model.num_layers)), reverse=True)
     in_flight = units[:layers] if layout.reshards_after_forward else [*units, *units[:1]]
-    return (_numel(model.root()) + sum(in_flight)) * layout.compute_bytes
-
-
-def _whole_gradients(layout: Layout) -> int:
-    if not layout.accumulates or layout.lora_rank is not None:
-        return 0
-    return layout.model.num_parameters * _FLOAT32
+    return (root + sum(in_flight)) * layout.compute_bytes
 
 
 def _kept(layout: Layout) -> int:
@@ -264,6 +285,7 @@ def _layer_activations(layout: Layout, index: int) -> int:
         num_keys=min(layout.longest_sequence, layout.micro_batch_tokens),
         compute_bytes=layout.compute_bytes,
         lora_rank=layout.lora_rank,
+        is_fused=layout.device == "cuda",
     )
     return layout.micro_batch_tokens * each
 
@@ -272,7 +294,9 @@ def _last_norm(layout: Layout) -> int:
     """The norm before the logits, and the places that are taken of its result."""
     hidden, compute = layout.model.hidden_size, layout.compute_bytes
     places = _logit_places(layout) * hidden * compute
-    return layout.micro_batch_tokens * (hidden * (4 + 2 * compute) + 4) + places
+    is_fused = layout.device == "cuda" and not layout.model.has_offset_norms
+    kept = 2 * compute if is_fused else _FLOAT32 + 2 * compute
+    return layout.micro_batch_tokens * (hidden * kept + 4) + places
 
 
 def _logit_places(layout: Layout) -> int:

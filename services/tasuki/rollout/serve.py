@@ -26,6 +26,7 @@ from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging
+from tasuki.rpc.port import port_of
 from tasuki.rpc.server import RpcServer
 from tasuki.v1 import memory_pb2_grpc, rollout_pb2_grpc
 
@@ -101,8 +102,12 @@ class _Shutdown:
 
 
 def _make_server(config: NodeConfig) -> RpcServer:
-    target = places.grpc_target(config.state_dir, service="rollout", listen=config.rollout.listen)
-    return RpcServer(service="rollout", target=target, metrics_port=config.rollout.metrics_port)
+    return RpcServer(
+        service="rollout",
+        target=places.node_targets(config)["rollout"],
+        metrics_port=config.rollout.metrics_port,
+        port=port_of(config, "rollout"),
+    )
 
 
 def _add_servicers(server: RpcServer, rollout: Rollout, gate: CommandGate) -> None:

@@ -13,7 +13,7 @@ from tasuki.v1.rollout_pb2 import GetRolloutStateRequest
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
 from tasuki.v1.trainer_pb2 import GetTrainerStateRequest
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
-from tasuki.wire.channel import CLIENT_OPTIONS
+from tasuki.wire.channel import open_blocking_channel
 
 _log = logging.getLogger("tasuki.rpc")
 _POLL_S = 0.2
@@ -22,14 +22,14 @@ _READ_TIMEOUT_S = 5.0
 
 def wait_for_trainer_to_leave(target: str) -> None:
     """Returns when no tag of the trainer is resident, or no trainer answers: an engine takes what memory is free when it starts."""
-    with grpc.insecure_channel(target, options=CLIENT_OPTIONS) as channel:
+    with open_blocking_channel(target) as channel:
         stub = TrainerServiceStub(channel)
         _wait(lambda: stub.GetTrainerState(GetTrainerStateRequest(), timeout=_READ_TIMEOUT_S).resident_tags, "trainer")
 
 
 def wait_for_rollout_to_leave(target: str, *, staying: Collection[int] = ()) -> None:
     """Returns when no tag of rollout but `staying` is resident, or no rollout answers: a trainer loads its model when it starts."""
-    with grpc.insecure_channel(target, options=CLIENT_OPTIONS) as channel:
+    with open_blocking_channel(target) as channel:
         stub = RolloutServiceStub(channel)
 
         def resident_tags() -> list[int]:

@@ -1,26 +1,31 @@
 """What every tasuki.v1 call passes through: request id, deadline, log line, metrics, errors.
 
-The order, outside in: metrics see every call, the log line every outcome, the error mapping every exception of a handler. This is the
-only place with `except Exception`.
+The order, outside in: metrics see every call, the log line every outcome, the error mapping every exception of a handler. At a port the
+caller is looked at next, before anything that he sends is read. This is the only place with `except Exception`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
-from tasuki.rpc.methods import METHODS, Method
+from tasuki.config.security_schema import CallerRole
+from tasuki.rpc.access import Access
+from tasuki.rpc.methods import METHODS, Method, standard_methods, unknown_method
 from tasuki.rpc.metrics import CallMetrics
-from tasuki.wire.errors import DeadlineRequired, InternalError, TasukiError, to_status
+from tasuki.rpc.stranger_log import StrangerLog
+from tasuki.wire.errors import DeadlineRequired, InternalError, InvalidArgument, TasukiError, Unauthenticated, to_status
 
 REQUEST_ID_KEY = "x-request-id"
 _log = logging.getLogger("tasuki.rpc")
@@ -55,7 +60,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             streaming = handler.stream_stream if handler.request_streaming else handler.unary_stream
 
             async def answer_stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-                async with self._observed(method, context):
+                async with _observed(method, context, self._metrics):
+                    _require_deadline(method, context)
                     async for response in streaming(request, context):
                         yield response
 
@@ -65,28 +71,106 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         unary = handler.stream_unary if handler.request_streaming else handler.unary_unary
 
         async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            async with self._observed(method, context):
+            async with _observed(method, context, self._metrics):
+                _require_deadline(method, context)
                 return await unary(request, context)
 
         make_unary = grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
         return make_unary(answer, **codec)
 
-    @asynccontextmanager
-    async def _observed(self, method: Method, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
-        request_id = _request_id(context)
-        outcome = _Outcome()
-        started = time.perf_counter()
-        self._metrics.started(method)
+
+class PortInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps every handler at a port, also those of health and reflection; what no table knows is nobody's.
+
+    A caller is let in before his first message is read, and again before each answer of a stream: a role that is taken away ends it.
+    """
+
+    def __init__(self, metrics: CallMetrics, access: Access) -> None:
+        self._metrics, self._access = metrics, access
+        self._strangers = StrangerLog()
+        self._methods: Mapping[str, Method] = {**METHODS, **standard_methods()}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        handler = await continuation(handler_call_details)
+        return handler if handler is None else self._guarded(handler, self._method(handler_call_details.method))
+
+    def _method(self, path: str) -> Method:
+        return self._methods.get(path) or unknown_method(path)
+
+    def _admitted(self, method: Method, context: Any) -> CallerRole:
         try:
-            async with _errors_mapped(method, context, request_id=request_id, outcome=outcome):
-                await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
-                if method.needs_deadline and context.time_remaining() is None:
-                    raise DeadlineRequired(f"{method.name} changes state: call it with a deadline (grpcurl: -max-time SECONDS)")
-                yield
-        finally:
-            seconds = time.perf_counter() - started
-            self._metrics.handled(method, code=outcome.code, seconds=seconds)
-            _log.debug("rpc=%s request_id=%s code=%s seconds=%.4f", method.name, request_id, outcome.code.name, seconds)
+            return self._access.check(method, context)
+        except Unauthenticated:
+            self._strangers.refused(method.name, peer=context.peer())
+            raise
+
+    def _guarded(self, handler: Any, method: Method) -> grpc.RpcMethodHandler[Any, Any]:
+        """The handler as one of streams, which the server calls before a message is there."""
+
+        async def answers(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+            async with _observed(method, context, self._metrics):
+                role = self._admitted(method, context)
+                _require_deadline(method, context)
+                requests = _decoded(messages, handler.request_deserializer)
+                if not handler.request_streaming:
+                    request = await _only(requests)
+                    self._access.check_request(method, request, role=role)
+                else:
+                    request = requests
+                if not handler.response_streaming:
+                    unary = handler.stream_unary if handler.request_streaming else handler.unary_unary
+                    yield await unary(request, context)
+                    return
+                streaming = handler.stream_stream if handler.request_streaming else handler.unary_stream
+                if inspect.iscoroutinefunction(streaming):  # the health service's Watch writes by itself
+                    await streaming(request, context)
+                    return
+                async with aclosing(streaming(request, context)) as responses:
+                    async for response in responses:
+                        self._access.check(method, context)
+                        yield response
+
+        return grpc.stream_stream_rpc_method_handler(answers, response_serializer=handler.response_serializer)
+
+
+async def _decoded(messages: AsyncIterator[bytes], decode: Callable[[bytes], Any]) -> AsyncIterator[Any]:
+    async for message in messages:
+        try:
+            request = decode(message)
+        except DecodeError as error:
+            raise InvalidArgument("request", f"is no message of this method: {error}") from error
+        yield request
+
+
+async def _only(requests: AsyncIterator[Any]) -> Any:
+    async for request in requests:
+        return request
+    raise InvalidArgument("request", "the method takes one message, and none came")
+
+
+@asynccontextmanager
+async def _observed(method: Method, context: grpc.aio.ServicerContext[Any, Any], metrics: CallMetrics) -> AsyncIterator[None]:
+    request_id = _request_id(context)
+    outcome = _Outcome()
+    started = time.perf_counter()
+    metrics.started(method)
+    try:
+        async with _errors_mapped(method, context, request_id=request_id, outcome=outcome):
+            await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
+            yield
+    finally:
+        seconds = time.perf_counter() - started
+        metrics.handled(method, code=outcome.code, seconds=seconds)
+        _log.debug("rpc=%s request_id=%s code=%s seconds=%.4f", method.name, request_id, outcome.code.name, seconds)
+
+
+def _require_deadline(method: Method, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    if method.needs_deadline and context.time_remaining() is None:
+        raise DeadlineRequired(f"{method.name} changes state: call it with a deadline (grpcurl: -max-time SECONDS)")
 
 
 @asynccontextmanager
@@ -95,8 +179,12 @@ async def _errors_mapped(method: Method, context: Any, *, request_id: str, outco
         yield
     except TasukiError as error:
         outcome.code = error.code
-        _log.info("rpc=%s request_id=%s reason=%s message=%s", method.name, request_id, error.reason, error.message)
+        level = logging.DEBUG if isinstance(error, Unauthenticated) else logging.INFO
+        _log.log(level, "rpc=%s request_id=%s reason=%s message=%s", method.name, request_id, error.reason, error.message)
         await context.abort_with_status(to_status(error))
+    except grpc.aio.AbortError:  # of the health service, which has told its caller
+        outcome.code = next(code for code in grpc.StatusCode if code.value[0] == context.code())
+        raise
     except (asyncio.CancelledError, GeneratorExit):
         outcome.code = grpc.StatusCode.CANCELLED
         raise

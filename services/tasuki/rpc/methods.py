@@ -1,15 +1,67 @@
-"""What is known of every method from its descriptor: its kind, and whether it changes state."""
+"""What is known of every method: its kind and whether it changes state, from its descriptor, and who may call it at a port."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 
-from google.protobuf.descriptor import Descriptor, MethodDescriptor
+from google.protobuf import descriptor_pool
+from google.protobuf.descriptor import Descriptor, MethodDescriptor, ServiceDescriptor
+from grpc_health.v1 import health
+from grpc_reflection.v1alpha import reflection
 
+from tasuki.config.security_schema import CallerRole
+from tasuki.rpc.reflection import V1_NAME, describe_v1
 from tasuki.v1 import coordinator_pb2, memory_pb2, rollout_pb2, trainer_pb2
 
 # They change the phase, but carry no CommandId: they are how one comes to an epoch.
 _COORDINATOR_MUTATIONS = {"Acquire", "RunStage"}
+# The least role that may call a method at a port. One that is missing here is nobody's: tests/unit/test_methods.py walks the descriptors.
+_VIEWER, _TRAINER, _OPERATOR, _PEER = CallerRole
+_ROLES: dict[str, CallerRole] = {
+    "grpc.health.v1.Health/Check": _VIEWER,
+    "grpc.health.v1.Health/Watch": _VIEWER,
+    "grpc.reflection.v1.ServerReflection/ServerReflectionInfo": _VIEWER,
+    "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _VIEWER,
+    "tasuki.v1.CoordinatorService/Acquire": _TRAINER,
+    "tasuki.v1.CoordinatorService/GetState": _VIEWER,
+    "tasuki.v1.CoordinatorService/ListChangeovers": _VIEWER,
+    "tasuki.v1.CoordinatorService/Plan": _VIEWER,
+    "tasuki.v1.CoordinatorService/RunStage": _OPERATOR,
+    "tasuki.v1.CoordinatorService/WatchState": _VIEWER,
+    "tasuki.v1.MemoryService/GetUsage": _VIEWER,
+    "tasuki.v1.MemoryService/Pause": _PEER,
+    "tasuki.v1.MemoryService/Resume": _PEER,
+    "tasuki.v1.MemoryService/WatchUsage": _VIEWER,
+    "tasuki.v1.RolloutService/Drain": _PEER,
+    "tasuki.v1.RolloutService/Generate": _TRAINER,
+    "tasuki.v1.RolloutService/GetRolloutState": _VIEWER,
+    "tasuki.v1.RolloutService/ReceiveWeights": _PEER,
+    "tasuki.v1.TrainerService/BeginRun": _TRAINER,
+    "tasuki.v1.TrainerService/ComputeLogProbs": _TRAINER,
+    "tasuki.v1.TrainerService/ComputeValues": _TRAINER,
+    "tasuki.v1.TrainerService/DiscardGradients": _TRAINER,
+    "tasuki.v1.TrainerService/ExportModel": _TRAINER,
+    "tasuki.v1.TrainerService/ForwardBackward": _TRAINER,
+    "tasuki.v1.TrainerService/GetTrainerState": _VIEWER,
+    "tasuki.v1.TrainerService/LoadCheckpoint": _TRAINER,
+    "tasuki.v1.TrainerService/OptimStep": _TRAINER,
+    "tasuki.v1.TrainerService/PublishWeights": _PEER,
+    "tasuki.v1.TrainerService/SaveCheckpoint": _TRAINER,
+    "tasuki.v1.TrainerService/WithdrawWeights": _PEER,
+}
+_EPOCH_ROLE = _PEER
+"""The least role that may give an epoch: a service refuses older coordinators from then on."""
+_WRITES = {"SaveCheckpoint", "ExportModel"}
+_READS = {"LoadCheckpoint"}
+
+
+class PathUse(StrEnum):
+    """What a service does at a path that a caller names."""
+
+    WRITE = "write"
+    READ = "read"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +73,12 @@ class Method:
     kind: str
     """"unary", "server_stream", "client_stream" or "bidi_stream", as grpc_type is called in metrics."""
     needs_deadline: bool
+    role: CallerRole | None
+    """The least that may call it at a port; None: nobody."""
+    epoch_role: CallerRole | None
+    """The least that may set the request's `epoch`; None: it has none."""
+    path_use: PathUse | None
+    """What the service does at the request's `path`; None: it has none."""
 
 
 def _carries_command(message: Descriptor, *, depth: int = 2) -> bool:
@@ -42,19 +100,55 @@ def _described(method: MethodDescriptor) -> Method:
         (True, True): "bidi_stream",
     }
     service = method.containing_service.full_name
+    name = f"{service}/{method.name}"
     return Method(
-        name=f"{service}/{method.name}",
+        name=name,
         service=service,
         method=method.name,
         kind=kinds[method.client_streaming, method.server_streaming],
         needs_deadline=_carries_command(method.input_type) or method.name in _COORDINATOR_MUTATIONS,
+        role=_ROLES.get(name),
+        epoch_role=_EPOCH_ROLE if "epoch" in method.input_type.fields_by_name else None,
+        path_use=_path_use(method.name),
     )
 
 
-METHODS: dict[str, Method] = {
-    f"/{service.full_name}/{method.name}": _described(method)
+def _path_use(name: str) -> PathUse | None:
+    if name in _WRITES:
+        return PathUse.WRITE
+    return PathUse.READ if name in _READS else None
+
+
+def _methods(services: Iterable[ServiceDescriptor]) -> dict[str, Method]:
+    return {f"/{service.full_name}/{method.name}": _described(method) for service in services for method in service.methods}
+
+
+METHODS: dict[str, Method] = _methods(
+    service
     for file in (coordinator_pb2, memory_pb2, rollout_pb2, trainer_pb2)
     for service in file.DESCRIPTOR.services_by_name.values()
-    for method in service.methods
-}
+)
 """Every method of tasuki.v1 by its path on the wire."""
+
+
+def standard_methods() -> dict[str, Method]:
+    """Those of health and reflection, under both names of the latter."""
+    describe_v1()
+    pool = descriptor_pool.Default()
+    names = (health.SERVICE_NAME, reflection.SERVICE_NAME, V1_NAME)
+    return _methods(pool.FindServiceByName(name) for name in names)
+
+
+def unknown_method(path: str) -> Method:
+    """A method of which no table tells anything: nobody may call it at a port."""
+    service, _, method = path.removeprefix("/").partition("/")
+    return Method(
+        name=f"{service}/{method}",
+        service=service,
+        method=method,
+        kind="bidi_stream",
+        needs_deadline=False,
+        role=None,
+        epoch_role=None,
+        path_use=None,
+    )

@@ -20,7 +20,7 @@ V1_NAME = "grpc.reflection.v1.ServerReflection"
 def enable_reflection(server: grpc.aio.Server, *, service_names: Sequence[str]) -> None:
     """Lets grpcurl and its like list and describe `service_names`, and reflection itself."""
     names = (*service_names, reflection.SERVICE_NAME, V1_NAME)
-    _describe_v1()
+    describe_v1()
     servicer = _ReflectionServicer(service_names=names)
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
     handler = grpc.stream_stream_rpc_method_handler(
@@ -42,7 +42,7 @@ class _ReflectionServicer(reflection.aio.ReflectionServicer):  # pyright: ignore
         return answer
 
 
-def _describe_v1() -> None:
+def describe_v1() -> None:
     """Adds the v1 descriptor to the default pool; adding the same file again is harmless."""
     file = descriptor_pb2.FileDescriptorProto()
     reflection_pb2.DESCRIPTOR.CopyToProto(file)

@@ -1,4 +1,4 @@
-"""One gRPC server: interceptors, health, reflection, metrics, address rules, graceful stop."""
+"""One service's gRPC servers, on its unix socket and its port: interceptors, health, reflection, metrics, graceful stop."""
 
 from __future__ import annotations
 
@@ -15,29 +15,34 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry, start_http_server
 
-from tasuki.config.schema import LOOPBACK
-from tasuki.rpc.interceptors import CallInterceptor
+from tasuki.rpc.interceptors import CallInterceptor, PortInterceptor
 from tasuki.rpc.metrics import CallMetrics
+from tasuki.rpc.port import Port
 from tasuki.rpc.reflection import enable_reflection
-from tasuki.wire.address import remove_dead_socket
-from tasuki.wire.channel import SERVER_OPTIONS
+from tasuki.wire.address import is_beyond_loopback, remove_dead_socket
+from tasuki.wire.channel import PORT_OPTIONS, SERVER_OPTIONS
 from tasuki.wire.errors import InvalidArgument, NodeRunning
 
 _log = logging.getLogger("tasuki.rpc")
 
 
 class RpcServer:
-    """Serves one service process on a unix socket, or on loopback TCP.
+    """Serves one service process on a unix socket, and on a port where it has one.
 
-    target: "unix:/path" or "127.0.0.1:PORT". metrics_port: loopback port of Prometheus' /metrics; none by default.
+    target: "unix:/path". metrics_port: loopback port of Prometheus' /metrics; none by default.
     """
 
-    def __init__(self, *, service: str, target: str, metrics_port: int | None = None) -> None:
+    def __init__(self, *, service: str, target: str, metrics_port: int | None = None, port: Port | None = None) -> None:
         self.service, self.target = service, target
-        self._metrics_port = metrics_port
+        self._path = Path(target.removeprefix("unix:"))
+        self._metrics_port, self._port = metrics_port, port
         self._registry = CollectorRegistry()
         self._metrics = CallMetrics(self._registry)
-        self._server = grpc.aio.server(interceptors=[CallInterceptor(self._metrics)], options=SERVER_OPTIONS)
+        self._local = grpc.aio.server(interceptors=[CallInterceptor(self._metrics)], options=SERVER_OPTIONS)
+        self._servers = [self._local]
+        if port is not None:
+            interceptor = PortInterceptor(self._metrics, port.access)
+            self._servers.append(grpc.aio.server(interceptors=[interceptor], options=PORT_OPTIONS))
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]  untyped library
         self._names: list[str] = []
         self._socket_inode: int | None = None
@@ -45,24 +50,30 @@ class RpcServer:
 
     def add(self, add_to_server: Callable[[Any, grpc.aio.Server], None], servicer: object, name: str) -> None:
         """Adds a servicer; `name` is the service's full name, e.g. "tasuki.v1.RolloutService"."""
-        add_to_server(servicer, self._server)
+        for server in self._servers:
+            add_to_server(servicer, server)
         self._metrics.preset(name)
         self._names.append(name)
 
     async def start(self) -> None:
         """Binds and serves. Every added service is SERVING from here on.
 
-        Raises NodeRunning when the address is in use, InvalidArgument for an address that is not loopback.
+        Raises NodeRunning when an address is in use, InvalidArgument for a port beyond loopback without TLS.
         """
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        enable_reflection(self._server, service_names=(*self._names, health.SERVICE_NAME))
-        self._bind()
-        await self._server.start()
+        for server in self._servers:
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+            enable_reflection(server, service_names=(*self._names, health.SERVICE_NAME))
+        self._bind_socket()
+        if self._port is not None:
+            self._bind_port(self._port)
+        for server in self._servers:
+            await server.start()
         for name in self._names:
             await self.set_serving(name, True)
         if self._metrics_port is not None:
             self._serve_metrics(self._metrics_port)
-        _log.info("event=serving service=%s target=%s pid=%d", self.service, self.target, os.getpid())
+        port = "-" if self._port is None else self._port.target
+        _log.info("event=serving service=%s target=%s port=%s pid=%d", self.service, self.target, port, os.getpid())
 
     async def set_serving(self, name: str, is_serving: bool) -> None:
         """Sets an entry of the health map, e.g. "tasuki.v1.RolloutService/Generate"."""
@@ -84,36 +95,40 @@ class RpcServer:
     async def stop(self, *, grace_s: float = 5.0) -> None:
         """Tells watchers NOT_SERVING, lets running calls end for `grace_s` seconds, cancels the rest, and removes our socket."""
         await self._health.enter_graceful_shutdown()
-        await self._server.stop(grace_s)
-        path = self._socket_path()
-        if path is not None and self._socket_inode is not None and path.exists() and path.stat().st_ino == self._socket_inode:
-            path.unlink()
+        await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
+        if self._socket_inode is not None and self._path.exists() and self._path.stat().st_ino == self._socket_inode:
+            self._path.unlink()
         if self._stop_metrics is not None:
             self._stop_metrics()
         _log.info("event=stopped service=%s", self.service)
 
-    def _bind(self) -> None:
-        path = self._socket_path()
-        if path is None:
-            host = self.target.rpartition(":")[0]
-            if host not in LOOPBACK:
-                raise InvalidArgument(
-                    "listen", f"{self.target} is not loopback; without TLS only {', '.join(LOOPBACK)} may be served"
-                )
-        else:
-            remove_dead_socket(path)  # grpcio would take over one that another server still uses, without a word
+    def _bind_socket(self) -> None:
+        remove_dead_socket(self._path)  # grpcio would take over one that another server still uses, without a word
         # grpcio makes the socket with the process's umask; there is no other way to have it 0600 from its first moment.
         umask = os.umask(0o177)
         try:
-            self._server.add_insecure_port(self.target)
+            self._local.add_insecure_port(self.target)
         except RuntimeError as error:
-            raise NodeRunning(
-                f"{self.service} cannot serve on {self.target}: the address is in use", address=self.target
-            ) from error
+            raise self._in_use(self.target) from error
         finally:
             os.umask(umask)
-        if path is not None:
-            self._socket_inode = path.stat().st_ino
+        self._socket_inode = self._path.stat().st_ino
+
+    def _bind_port(self, port: Port) -> None:
+        if port.credentials is None and is_beyond_loopback(port.target):
+            raise InvalidArgument(
+                f"{self.service}.listen", f"= {port.target} is not loopback; without TLS only loopback is served"
+            )
+        try:
+            if port.credentials is None:
+                self._servers[-1].add_insecure_port(port.target)
+            else:
+                self._servers[-1].add_secure_port(port.target, port.credentials)
+        except RuntimeError as error:
+            raise self._in_use(port.target) from error
+
+    def _in_use(self, address: str) -> NodeRunning:
+        return NodeRunning(f"{self.service} cannot serve on {address}: the address is in use", address=address)
 
     def _serve_metrics(self, port: int) -> None:
         try:
@@ -121,6 +136,3 @@ class RpcServer:
         except OSError as error:
             raise NodeRunning(f"metrics_port {port} of {self.service} is in use", address=f"127.0.0.1:{port}") from error
         self._stop_metrics = http_server.shutdown
-
-    def _socket_path(self) -> Path | None:
-        return Path(self.target.removeprefix("unix:")) if self.target.startswith("unix:") else None

@@ -22,15 +22,17 @@ import uvloop
 from tasuki.config.gpus import gpus_of, show_gpus
 from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock
-from tasuki.config.places import grpc_target, node_targets, socket_dir, training_log_path
+from tasuki.config.places import node_targets, socket_dir, training_log_path
 from tasuki.config.schema import NodeConfig
 from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.gpu_wait import wait_for_rollout_to_leave
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging
+from tasuki.rpc.port import port_of
 from tasuki.rpc.rank_server import Handlers
 from tasuki.rpc.server import RpcServer
+from tasuki.trainer.backends.fsdp.attention_flash import cache_variables
 from tasuki.trainer.backends.fsdp.backend import FsdpBackend
 from tasuki.trainer.backends.fsdp.mesh import start_mesh
 from tasuki.trainer.data.checks import BatchLimits
@@ -69,6 +71,7 @@ def main(argv: list[str] | None = None) -> int:
         config = load_config(arguments.config, overrides=arguments.overrides)
         if launch.num_ranks != config.trainer.num_ranks:
             raise InvalidArgument("trainer.num_ranks", f"is {config.trainer.num_ranks}, but {launch.num_ranks} were started")
+        os.environ |= {name: value for name, value in cache_variables(config.state_dir).items() if name not in os.environ}
         show_gpus(config)
         if config.device == "cuda":
             staying = [] if config.served_adapter is None else [MEMORY_TAG_WEIGHTS]
@@ -175,8 +178,12 @@ async def _serve(config: NodeConfig, *, launch: Launch) -> int:
 
 
 def _server(training: Training, log: TrainingLog, *, ready: RankReady, config: NodeConfig) -> RpcServer:
-    target = grpc_target(config.state_dir, service="trainer", listen=config.trainer.listen)
-    server = RpcServer(service="trainer", target=target, metrics_port=config.trainer.metrics_port)
+    server = RpcServer(
+        service="trainer",
+        target=node_targets(config)["trainer"],
+        metrics_port=config.trainer.metrics_port,
+        port=port_of(config, "trainer"),
+    )
     servicer = TrainerServicer(training, log=log, ready=ready, config=config)
     server.add(add_TrainerServiceServicer_to_server, servicer, "tasuki.v1.TrainerService")
     memory = MemoryServicer(training.ranks, state=training.state)

@@ -62,8 +62,8 @@ class Backend(Protocol):
         """The critic's values [N], float32, with gradient."""
         ...
 
-    def backward(self, role: Role, loss: Tensor, *, is_last: bool) -> None:
-        """Adds the gradients of `loss`, summed over ranks. is_last: no other micro-batch follows before the gradients are used."""
+    def backward(self, role: Role, loss: Tensor) -> None:
+        """Adds the gradients of `loss`, summed over ranks."""
         ...
 
     def end_scoring(self, role: Role) -> None:

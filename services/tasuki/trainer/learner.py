@@ -94,9 +94,9 @@ class Learner:
         """Adds the gradients of the loss over this rank's micro-batches. config: with the denominator of the whole call."""
         total = torch.zeros((), dtype=torch.float64, device=self.backend.device)
         metrics: dict[str, Metric] = {}
-        for index, batch in enumerate(micro_batches):
+        for batch in micro_batches:
             part = self._loss(role, batch, config=config)
-            self.backend.backward(role, part.loss, is_last=index == len(micro_batches) - 1)
+            self.backend.backward(role, part.loss)
             total += part.loss.detach()
             metrics = _merged(metrics, part.metrics)
             self._progressed()

@@ -6,17 +6,16 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from tasuki.config.places import socket_dir
 from tasuki.config.schema import LoraConfig, NodeConfig, OptimizerConfig
 from tasuki.memory.arena import set_host_budget
 from tasuki.memory.tags import DeviceUsage, MemoryTag, TagUsage
+from tasuki.planner.node_plan import check_critic
 from tasuki.trainer.backend import LearnerFacts, Publication
 from tasuki.trainer.backends.fsdp import export
 from tasuki.trainer.backends.fsdp.checkpoint import (
@@ -29,7 +28,15 @@ from tasuki.trainer.backends.fsdp.checkpoint import (
 from tasuki.trainer.backends.fsdp.lora import adapters_off, merged_rows, trained_parameters
 from tasuki.trainer.backends.fsdp.memory import ExportChoice, TrainerMemory
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
-from tasuki.trainer.backends.fsdp.model import Critic, NetworkSource, Policy, load_critic, load_policy, read_model_config
+from tasuki.trainer.backends.fsdp.model import (
+    Critic,
+    NetworkSource,
+    Policy,
+    load_critic,
+    load_policy,
+    read_model_config,
+    reshard,
+)
 from tasuki.trainer.backends.fsdp.optimizer import ShardedAdamW
 from tasuki.trainer.backends.fsdp.shards import adapter_shards, local_shards
 from tasuki.trainer.data.micro_batch import TokenBatch
@@ -49,11 +56,12 @@ class FsdpBackend:
     """See tasuki.trainer.backend.Backend for what each method promises."""
 
     def __init__(self, node: NodeConfig, *, mesh: DeviceMesh) -> None:
-        """Loads the start weights. Raises what model.read_model_config and shards.load_shards raise."""
+        """Loads the start weights. Raises what read_model_config, check_critic and load_shards raise."""
         config = node.trainer
         self._node, self._mesh = node, mesh
         self.device, self.num_ranks = mesh_device(mesh), mesh.size()
         self._model_config = read_model_config(node.model.path)
+        check_critic(node)
         torch.manual_seed(config.seed)
         if node.memory.host_budget_bytes is not None:
             set_host_budget(node.memory.host_budget_bytes // mesh.size())
@@ -87,14 +95,12 @@ class FsdpBackend:
     def score_values(self, batch: TokenBatch) -> Tensor:
         return self._network(Role.CRITIC)(batch)
 
-    def backward(self, role: Role, loss: Tensor, *, is_last: bool) -> None:
-        # Gradients stay whole on each rank until the last micro-batch sums them over the ranks.
-        cast(FSDPModule, self._trained[role].network).set_requires_gradient_sync(is_last)
+    def backward(self, role: Role, loss: Tensor) -> None:
+        # FSDP2 reduces each group's gradients as soon as they are there, and adds the shards to those of the micro-batches before.
         loss.backward()
 
     def end_scoring(self, role: Role) -> None:
-        # Without a backward pass FSDP2 leaves the root's parameters gathered, in place of their shards.
-        cast(FSDPModule, self._network(role)).reshard()
+        reshard(self._network(role))
 
     def clip_gradients(self, role: Role) -> float:
         return self._trained[role].optimizer.clip()
@@ -184,6 +190,7 @@ class FsdpBackend:
             mesh=self._mesh,
             param_dtype=compute_dtype if is_base else getattr(torch, config.param_dtype),
             compute_dtype=compute_dtype,
+            attention_backend=config.attention_backend,
             lora=lora,
             seed=config.seed,
         )

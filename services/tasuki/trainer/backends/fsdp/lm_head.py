@@ -8,7 +8,11 @@ from tasuki.algorithms.lm_head import token_log_probs
 
 
 class LmHead(nn.Module):
-    """Takes the place of a model's `lm_head`. The weight keeps its name, and stays tied if it was."""
+    """Takes the place of a model's `lm_head`. The weight keeps its name, and stays tied if it was.
+
+    `weight` [V, H] is whole, in compute dtype, inside `forward` only: untied it is an FSDP2 group by itself, gathered when this module is
+    called and until its backward; tied it is in the root's group. Inputs keep their dtypes.
+    """
 
     def __init__(self, projection: nn.Linear, *, softcap: float | None) -> None:
         super().__init__()

@@ -85,12 +85,15 @@ class TrainerMemory:
         return made
 
     def make_adamw_state(self, optimizer: torch.optim.AdamW) -> None:
-        """What AdamW would make at its first step."""
+        """What fused AdamW would make at its first step. The counts of steps, a few bytes, stay outside of the tag."""
+        steps = {
+            parameter: torch.zeros((), device=self._device) for group in optimizer.param_groups for parameter in group["params"]
+        }
         with self.region(MemoryTag.OPTIMIZER):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     optimizer.state[parameter] = {
-                        "step": torch.zeros(()),
+                        "step": steps[parameter],
                         "exp_avg": torch.zeros_like(parameter),
                         "exp_avg_sq": torch.zeros_like(parameter),
                     }

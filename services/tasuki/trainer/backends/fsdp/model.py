@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -18,10 +21,12 @@ from tasuki.models.config_json import read_json_object
 from tasuki.models.families import FAMILIES, read_model
 from tasuki.models.family import Model
 from tasuki.models.shape import check_lora_targets
+from tasuki.trainer.backends.fsdp.attention import IMPLEMENTATION, AttentionBackend, PackedAttention, choose_kernel
 from tasuki.trainer.backends.fsdp.lm_head import LmHead
 from tasuki.trainer.backends.fsdp.lora import add_adapters, initialize_adapters
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
 from tasuki.trainer.backends.fsdp.model_buffers import check_module, set_buffers
+from tasuki.trainer.backends.fsdp.pointwise import fuse_pointwise
 from tasuki.trainer.backends.fsdp.shards import head_shards, load_shards, local_shards, tensor_files
 from tasuki.trainer.data.micro_batch import TokenBatch
 from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
@@ -29,51 +34,46 @@ from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
 # All have `model`, a stack of `model.layers`, and `lm_head`.
 ARCHITECTURES = tuple(FAMILIES)
 
-# On a CPU torch's flash attention takes three times as long as plain matrix products to train bfloat16 sequences of tens of tokens.
-_ATTENTION = {"cpu": "eager", "cuda": "sdpa"}
-
 
 class Policy(nn.Module):
     """Scores completion tokens. Only the places that predict one pass through the vocabulary projection."""
 
-    def __init__(self, causal_lm: PreTrainedModel, *, final_logit_softcap: float | None = None) -> None:
+    def __init__(
+        self, causal_lm: PreTrainedModel, *, attention: PackedAttention, final_logit_softcap: float | None = None
+    ) -> None:
         super().__init__()
-        self.causal_lm = causal_lm
+        self.causal_lm, self._attention = causal_lm, attention
         causal_lm.lm_head = LmHead(causal_lm.lm_head, softcap=final_logit_softcap)
 
     def forward(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Log-probs [N] with gradient, and entropies [N]; float32."""
-        hidden_NH = _hidden_states(self.causal_lm, batch)
+        hidden_NH = _hidden_states(self.causal_lm, batch, self._attention)
         return self.causal_lm.lm_head(hidden_NH, batch.token_ids_N, temperature_N=batch.temperature_N)
 
 
 class Critic(nn.Module):
     """Gives each completion token a value, from the tokens before it: a linear head in place of the vocabulary projection."""
 
-    def __init__(self, causal_lm: PreTrainedModel) -> None:
+    def __init__(self, causal_lm: PreTrainedModel, *, attention: PackedAttention) -> None:
         super().__init__()
-        self.causal_lm = causal_lm
+        self.causal_lm, self._attention = causal_lm, attention
         causal_lm.lm_head = nn.Identity()
         self.value_head = nn.Linear(causal_lm.config.hidden_size, 1, bias=False, dtype=torch.float32)
 
     def forward(self, batch: TokenBatch) -> Tensor:
         """Values [N] with gradient, float32."""
-        return self.value_head(_hidden_states(self.causal_lm, batch)).squeeze(-1)
+        return self.value_head(_hidden_states(self.causal_lm, batch, self._attention)).squeeze(-1)
 
 
-def _hidden_states(causal_lm: PreTrainedModel, batch: TokenBatch) -> Tensor:
-    """[N, H]: the last hidden states at the places that predict a completion token.
-
-    Sequences are padded on the right here. That needs no mask, since no token looks ahead.
-    """
-    num_tokens, length = len(batch.input_ids_T), batch.max_seqlen
-    rows = torch.arange(batch.num_sequences, device=batch.input_ids_T.device)
-    rows_T = torch.repeat_interleave(rows, batch.cu_seqlens_S.diff(), output_size=num_tokens)
-    padded_T = rows_T * length + batch.position_ids_T
-    input_ids = batch.input_ids_T.new_zeros(batch.num_sequences * length)
-    input_ids_BL = input_ids.index_copy_(0, padded_T, batch.input_ids_T).view(batch.num_sequences, length)
-    hidden_BLH = causal_lm.model(input_ids=input_ids_BL, use_cache=False).last_hidden_state
-    return hidden_BLH.flatten(0, 1).index_select(0, padded_T.index_select(0, batch.places_N))
+def _hidden_states(causal_lm: PreTrainedModel, batch: TokenBatch, attention: PackedAttention) -> Tensor:
+    """[N, H]: the last hidden states at the places that predict a completion token."""
+    outputs = causal_lm.model(
+        input_ids=batch.input_ids_T.unsqueeze(0),
+        position_ids=batch.position_ids_T.unsqueeze(0),
+        use_cache=False,
+        layer_attention=attention.over(batch),
+    )
+    return outputs.last_hidden_state.squeeze(0).index_select(0, batch.places_N)
 
 
 def read_model_config(path: Path) -> PreTrainedConfig:
@@ -86,7 +86,7 @@ def read_model_config(path: Path) -> PreTrainedConfig:
         raise PathNotFound(f"model.path: {path} is no Hugging Face model folder: config.json is missing", path=path)
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, OSError, StrictDataclassError) as error:
         raise _unreadable(path, error) from error
     architecture = next(iter(config.architectures or []), "none")
     if architecture not in ARCHITECTURES:
@@ -115,6 +115,7 @@ class NetworkSource:
     """Of the shards."""
     compute_dtype: torch.dtype
     """Of forward and backward."""
+    attention_backend: AttentionBackend | Literal["auto"] = "auto"
     lora: LoraConfig | None = None
     """Trains adapters alone."""
     seed: int = 0
@@ -131,7 +132,8 @@ def load_policy(source: NetworkSource, *, region: AbstractContextManager[None]) 
 
     Gradients are summed over ranks, not averaged, in float32. Raises as read_model, check_module, check_lora_targets and load_shards.
     """
-    policy = Policy(_on_meta(source), final_logit_softcap=source.model.final_logit_softcap)
+    softcap = source.model.final_logit_softcap
+    policy = Policy(_on_meta(source), attention=_attention(source), final_logit_softcap=softcap)
     _materialize(policy, source, region=region)
     load_shards(source.path, local_shards(policy.causal_lm))
     return policy
@@ -139,8 +141,9 @@ def load_policy(source: NetworkSource, *, region: AbstractContextManager[None]) 
 
 def load_critic(source: NetworkSource, *, region: AbstractContextManager[None]) -> Critic:
     """As load_policy, with a value head: the folder's `value_head.weight`, or zeros, so that every value starts at 0."""
+    attention = _attention(source)
     with torch.device("meta"):
-        critic = Critic(_on_meta(source))
+        critic = Critic(_on_meta(source), attention=attention)
     # The head computes in float32: rounded values would be a noise in the advantages.
     precision = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
     fully_shard(critic.value_head, mesh=source.mesh, mp_policy=precision)
@@ -154,16 +157,29 @@ def load_critic(source: NetworkSource, *, region: AbstractContextManager[None]) 
     return critic
 
 
+def _attention(source: NetworkSource) -> PackedAttention:
+    """Raises InvalidArgument when source.attention_backend cannot compute the model."""
+    model = source.model
+    kernel = choose_kernel(
+        source.attention_backend,
+        shape=model.shape,
+        attention=model.attention,
+        dtype=source.compute_dtype,
+        device=mesh_device(source.mesh),
+    )
+    return PackedAttention(kernel, model.attention)
+
+
 def _on_meta(source: NetworkSource) -> PreTrainedModel:
     """The model without memory, with adapters where they are asked for."""
     model = source.model
-    # torch's fused attention caps no logits.
-    attention = "eager" if model.attention.logit_softcap is not None else _ATTENTION[source.mesh.device_type]
     with torch.device("meta"):
         causal_lm = AutoModelForCausalLM.from_config(
-            _without_dropout(source.config), dtype=source.param_dtype, attn_implementation=attention
+            _without_dropout(source.config), dtype=source.param_dtype, attn_implementation=IMPLEMENTATION
         )
         check_module(causal_lm, model)
+        if source.mesh.device_type == "cuda":
+            fuse_pointwise(causal_lm)
         if source.lora is not None:
             check_lora_targets(model.shape, source.lora.target_modules)
             add_adapters(causal_lm, source.lora)
@@ -181,24 +197,48 @@ def _materialize(network: Policy | Critic, source: NetworkSource, *, region: Abs
     initialize_adapters(network.causal_lm, seed=source.seed)
 
 
+def reshard(network: Policy | Critic) -> None:
+    """Frees what a forward pass has left gathered, of root and vocabulary projection, for a backward pass that does not come."""
+    for module in _groups(network):
+        module.reshard()
+
+
 def _shard(network: Policy | Critic, *, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+    """Makes the FSDP2 groups: each layer, embedding and vocabulary projection each, and the root with the rest.
+
+    A tied embedding is used at both ends of a pass, so it is the root's, which stays gathered in between.
+    """
     # Inputs keep their dtypes: FSDP2 would round the temperatures, which it finds in the batch, to bfloat16.
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for layer in network.causal_lm.model.layers:
+    decoder, head = network.causal_lm.model, network.causal_lm.lm_head
+    for layer in decoder.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
+    is_policy = isinstance(head, LmHead)
+    if not (is_policy and head.weight is decoder.embed_tokens.weight):
+        embedding = fully_shard(decoder.embed_tokens, mesh=mesh, mp_policy=precision)
+        # Its gradient is made from the token ids alone.
+        embedding.set_unshard_in_backward(False)
+        if is_policy:
+            # Backward begins with it.
+            fully_shard(head, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     fully_shard(network, mesh=mesh, mp_policy=precision)
-    for module in network.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            # Without it a factor other than the number of ranks takes an NCCL-only operation.
-            module.set_force_sum_reduction_for_comms(True)
+    if mesh.size() == 1:
+        return
+    for module in _groups(network):
+        module.set_gradient_divide_factor(1.0)
+        # Without it a factor other than the number of ranks takes an NCCL-only operation.
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def _groups(network: Policy | Critic) -> Iterator[FSDPModule]:
+    return (module for module in network.modules() if isinstance(module, FSDPModule))
 
 
 def _without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
     """A copy in which every dropout probability is 0: a token must have the same log-prob at every call."""
     copy = deepcopy(config)
     for name, value in vars(copy).items():
-        if isinstance(value, float) and ("dropout" in name or "pdrop" in name):
+        if isinstance(value, int | float) and ("dropout" in name or "pdrop" in name):
             setattr(copy, name, 0.0)
     return copy
 

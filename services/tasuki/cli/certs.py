@@ -1,0 +1,189 @@
+"""Makes the certificates of a lab: an authority, one for its nodes, one for each role. Elsewhere, use the authority that is there."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tasuki.config.security_schema import CallerRole
+from tasuki.wire.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
+
+_TRUST_DOMAIN = "spiffe://tasuki.lab"
+_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
+_AUTHORITY_DAYS = 3650
+_CLOCKS_DIFFER = timedelta(minutes=5)
+
+
+@dataclass(frozen=True, slots=True)
+class Authority:
+    """Signs certificates."""
+
+    cert: x509.Certificate
+    key: EllipticCurvePrivateKey
+
+
+def run(folder: Path, *, hosts: Sequence[str], days: int) -> int:
+    """Writes ca, node, viewer, trainer, operator and peer into `folder`, each as .pem and .key. An authority that is there stays.
+
+    Raises InvalidArgument for a host or a number of days that cannot be, and without the package that makes certificates.
+    """
+    try:
+        import cryptography  # noqa: F401 - looked for, before anything is written
+    except ModuleNotFoundError as error:
+        raise InvalidArgument("certs", "needs the package cryptography: pip install 'tasuki[certs]'") from error
+    if days < 1:
+        raise InvalidArgument("days", f"{days} must be at least 1")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not (folder / "ca.pem").exists() and not (folder / "ca.key").exists():
+        _write_authority(folder, make_authority())
+    authority = read_authority(folder)
+    until = datetime.now(UTC) + timedelta(days=days)
+    names = [*(hosts or [socket.gethostname()]), *_THIS_MACHINE]
+    write_pair(folder, "node", *issue(authority, "tasuki node", hosts=names, until=until))
+    for role in CallerRole:
+        spiffe_id = f"{_TRUST_DOMAIN}/tasuki/{role.label}"
+        write_pair(folder, role.label, *issue(authority, f"tasuki {role.label}", spiffe_id=spiffe_id, until=until))
+    sys.stdout.write(f"{folder}: certificates until {until:%Y-%m-%d} for {', '.join(dict.fromkeys(names))}\n")
+    return 0
+
+
+def make_authority() -> Authority:
+    """A new authority with a key, and a name that no other has."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = _subject(f"tasuki lab {secrets.token_hex(4)}")
+    builder = _builder(subject, subject, key.public_key(), until=datetime.now(UTC) + timedelta(days=_AUTHORITY_DAYS))
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    builder = builder.add_extension(_key_usage(signs_certificates=True), critical=True)
+    return Authority(builder.sign(key, hashes.SHA256()), key)
+
+
+def read_authority(folder: Path) -> Authority:
+    """The authority of ca.pem and ca.key. Raises InvalidArgument when they are not there or no pair."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    try:
+        key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), password=None)
+        cert = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
+    except (OSError, ValueError, TypeError) as error:
+        raise InvalidArgument("folder", f"{folder} has no usable ca.pem and ca.key: {error}; name another folder") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != cert.public_key():
+        raise InvalidArgument("folder", f"ca.key in {folder} is not the key of ca.pem; name another folder")
+    return Authority(cert, key)
+
+
+def issue(
+    authority: Authority, name: str, *, until: datetime, hosts: Sequence[str] = (), spiffe_id: str | None = None
+) -> tuple[bytes, bytes]:
+    """PEM of a certificate and its key: a server's with `hosts`, a caller's without.
+
+    Raises InvalidArgument for a host that is neither a name nor an address.
+    """
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import ExtendedKeyUsageOID
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    names = [_general_name(host) for host in dict.fromkeys(hosts)]
+    if spiffe_id is not None:
+        names.append(x509.UniformResourceIdentifier(spiffe_id))
+    use = ExtendedKeyUsageOID.SERVER_AUTH if hosts else ExtendedKeyUsageOID.CLIENT_AUTH
+    builder = _builder(_subject(name), authority.cert.subject, key.public_key(), until=until)
+    if names:
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    builder = builder.add_extension(_key_usage(signs_certificates=False), critical=True)
+    builder = builder.add_extension(x509.ExtendedKeyUsage([use]), critical=False)
+    cert = builder.sign(authority.key, hashes.SHA256())
+    plain = serialization.NoEncryption()
+    return (
+        cert.public_bytes(serialization.Encoding.PEM),
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain),
+    )
+
+
+def write_pair(folder: Path, name: str, cert: bytes, key: bytes) -> None:
+    """Puts NAME.pem and NAME.key into the folder, each at once."""
+    _write(folder / f"{name}.key", key, mode=0o600)
+    _write(folder / f"{name}.pem", cert, mode=0o644)
+
+
+def _write_authority(folder: Path, authority: Authority) -> None:
+    from cryptography.hazmat.primitives import serialization
+
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    key = authority.key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain)
+    write_pair(folder, "ca", authority.cert.public_bytes(pem), key)
+
+
+def _write(path: Path, content: bytes, *, mode: int) -> None:
+    aside = path.with_name(f".{path.name}.new")
+    aside.unlink(missing_ok=True)
+    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(content)
+    aside.rename(path)
+
+
+def _general_name(host: str) -> x509.GeneralName:
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    if (
+        not host
+        or not host.isascii()
+        or not all(part and part.replace("-", "").replace("_", "").isalnum() for part in host.split("."))
+    ):
+        raise InvalidArgument("host", f"{host!r} is neither the name nor the address of a machine")
+    return x509.DNSName(host)
+
+
+def _subject(name: str) -> x509.Name:
+    from cryptography import x509
+    from cryptography.x509.oid import NameOID
+
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def _builder(subject: x509.Name, issuer: x509.Name, key: EllipticCurvePublicKey, *, until: datetime) -> x509.CertificateBuilder:
+    from cryptography import x509
+
+    begin = min(datetime.now(UTC), until) - _CLOCKS_DIFFER
+    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
+    return builder.serial_number(x509.random_serial_number()).not_valid_before(begin).not_valid_after(until)
+
+
+def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    from cryptography import x509
+
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        encipher_only=False,
+        decipher_only=False,
+    )

@@ -1,0 +1,66 @@
+"""Ports of a node: where they are, and what they must have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tasuki.wire.address import is_beyond_loopback, split_host_port
+
+if TYPE_CHECKING:
+    from tasuki.config.schema import NodeConfig
+
+UNIX = "unix"
+
+
+def check_listen(listen: str) -> str:
+    """Raises ValueError for what is neither "unix" nor an address."""
+    if listen != UNIX:
+        try:
+            split_host_port(listen)
+        except ValueError as error:
+            raise ValueError(f'must be "{UNIX}", or {str(error).removeprefix("must be ")}') from error
+    return listen
+
+
+def port_targets(config: NodeConfig) -> dict[str, str]:
+    """Addresses of the services that listen on a port, too, by name."""
+    listens = {
+        "coordinator": config.coordinator.listen,
+        "trainer": config.trainer.listen,
+        "rollout": config.rollout.listen,
+    }
+    return {name: listen for name, listen in listens.items() if listen != UNIX}
+
+
+def port_problem(config: NodeConfig) -> tuple[str, str] | None:
+    """The key to change first and what is wrong with it; None when every port knows its callers."""
+    security, tokens = config.security, config.security.tokens.files
+    if (security.cert is None) is not (security.key is None):
+        given, missing = ("key", "cert") if security.cert is None else ("cert", "key")
+        return f"security.{missing}", f"is needed with security.{given}"
+    if security.client_ca is not None and security.cert is None:
+        return "security.cert", "is needed with security.client_ca"
+    if security.client_ca is not None and tokens:
+        return "security.tokens", "are for ports without security.client_ca: a caller shows a certificate or a token, not both"
+    if security.roles is not None and security.client_ca is None:
+        return "security.roles", "names certificates, which security.client_ca asks for; set that, too"
+    knows_callers = security.client_ca is not None or bool(tokens)
+    if security.insecure and knows_callers:
+        return "security.insecure", "lets everybody in; leave it out with security.client_ca or security.tokens"
+    for service, target in port_targets(config).items():
+        key = f"{service}.listen"
+        if is_beyond_loopback(target) and security.cert is None:
+            return (
+                key,
+                f"= {target} is not loopback: set security.cert and security.key (`tasuki certs` makes them), or {_LOOPBACK_ADVICE}",
+            )
+        if is_beyond_loopback(target) and not knows_callers:
+            return key, f"= {target} is not loopback: set security.client_ca or security.tokens, or {_LOOPBACK_ADVICE}"
+        if not knows_callers and not security.insecure:
+            return key, (
+                f"= {target} is open to every user of the machine: set security.tokens or security.client_ca, or security.insecure = true"
+            )
+    return None
+
+
+_LOOPBACK_ADVICE = "listen on 127.0.0.1"

@@ -1,0 +1,158 @@
+"""Who calls at a port, and whether he may: certificates and tokens, roles, folders."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tasuki.config.schema import NodeConfig
+from tasuki.config.security_schema import CallerRole
+from tasuki.rpc.client_paths import ClientPaths
+from tasuki.rpc.methods import Method
+from tasuki.wire.credentials import read_tokens
+from tasuki.wire.errors import InvalidArgument, PermissionDenied, Unauthenticated
+from tasuki.wire.reloaded import Reloaded
+
+_SPIFFE = "spiffe:"
+_SPIFFE_ROLE = re.compile(r"spiffe://[^/]+/tasuki/([a-z]+)")
+_BEARER = "bearer "
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """name: as refusals tell it, never a secret. role: None for a certificate that has none."""
+
+    name: str
+    role: CallerRole | None
+
+
+class Callers(Protocol):
+    """Tells who makes a call."""
+
+    def of(self, context: Any) -> Caller:
+        """Raises Unauthenticated for a stranger."""
+        ...
+
+
+class Access:
+    """Decides whether a call at a port is allowed."""
+
+    def __init__(self, callers: Callers, paths: ClientPaths) -> None:
+        self._callers, self._paths = callers, paths
+
+    def check(self, method: Method, context: Any) -> CallerRole:
+        """The caller's role. Raises Unauthenticated, and PermissionDenied when it is not enough."""
+        caller = self._callers.of(context)
+        if method.role is None or caller.role is None or caller.role < method.role:
+            raise _denied(caller, method.name, method.role)
+        return caller.role
+
+    def check_request(self, method: Method, request: Any, *, role: CallerRole) -> None:
+        """Raises PermissionDenied for an epoch or a path that the caller must not give."""
+        if method.epoch_role is not None and request.HasField("epoch") and role < method.epoch_role:
+            raise _denied(Caller("the caller", role), f"{method.name} with `epoch`", method.epoch_role)
+        if method.path_use is not None:
+            self._paths.check(request.path, use=method.path_use)
+
+
+def access_of(config: NodeConfig) -> Access:
+    """Raises InvalidArgument naming a key of [security] whose file cannot be used."""
+    security = config.security
+    paths = ClientPaths.of(config)
+    if security.client_ca is not None:
+        return Access(CertifiedCallers(security.roles), paths)
+    if security.tokens.files:
+        return Access(TokenCallers(security.tokens.files), paths)
+    return Access(LocalCallers(), paths)
+
+
+class LocalCallers:
+    """Lets every user of the machine do everything: `security.insecure`."""
+
+    def of(self, context: Any) -> Caller:
+        return Caller("a user of the machine", CallerRole.PEER)
+
+
+class TokenCallers:
+    """Knows callers by the bearer token in the header `authorization`."""
+
+    def __init__(self, files: Mapping[CallerRole, Path]) -> None:
+        """Raises InvalidArgument naming the key of a file that cannot be used."""
+
+        def read(role: CallerRole) -> tuple[bytes, ...]:
+            return tuple(map(_digest, read_tokens(f"security.tokens.{role.label}", files[role])))
+
+        # Who deletes a file to revoke what is in it must not be left with its tokens.
+        self._digests = {role: Reloaded([path], lambda role=role: read(role), broken=()) for role, path in files.items()}
+
+    def of(self, context: Any) -> Caller:
+        given = [value for key, value in context.invocation_metadata() or () if key == "authorization"]
+        if len(given) != 1 or not isinstance(given[0], str) or not given[0].lower().startswith(_BEARER):
+            raise Unauthenticated('this port asks for one header "authorization: Bearer TOKEN"')
+        # Digests, all of them: how long the comparison takes tells nothing of a token.
+        digest = _digest(given[0][len(_BEARER) :].strip())
+        roles = [role for role, known in self._digests.items() for one in known.value if hmac.compare_digest(one, digest)]
+        if not roles:
+            raise Unauthenticated("the token is none that this node knows")
+        return Caller("the token", min(roles))
+
+
+class CertifiedCallers:
+    """Knows callers by the certificate that TLS has checked: by its SPIFFE id, else by its common name."""
+
+    def __init__(self, roles: Path | None) -> None:
+        """roles: `security.roles`. Raises InvalidArgument when it cannot be used."""
+        self._roles = None if roles is None else Reloaded([roles], lambda: read_roles(roles), broken={})
+
+    def of(self, context: Any) -> Caller:
+        name = _certified_name(context.auth_context())
+        if self._roles is not None:
+            return Caller(ascii(name), self._roles.value.get(name))
+        found = _SPIFFE_ROLE.fullmatch(name)
+        return Caller(ascii(name), None if found is None else CallerRole.named(found[1]))
+
+
+def _certified_name(shown: Mapping[str, Sequence[bytes]]) -> str:
+    """The SPIFFE id, else the common name; "" for a common name that looks like an id, which whoever asks for a certificate may choose."""
+    for field in ("peer_spiffe_id", "x509_common_name"):
+        name = next(iter(shown.get(field, ())), b"").decode(errors="replace")
+        if name:
+            return "" if field == "x509_common_name" and name.lower().startswith(_SPIFFE) else name
+    return ""
+
+
+def read_roles(path: Path) -> dict[str, CallerRole]:
+    """The role of each name in the file of `security.roles`. Raises InvalidArgument."""
+    field = "security.roles"
+    try:
+        table = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise InvalidArgument(field, f"{path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidArgument(field, f"{path} is not TOML: {error}") from error
+    roles = {name: CallerRole.named(role) if isinstance(role, str) else None for name, role in table.items()}
+    wrong = next((name for name, role in roles.items() if role is None), None)
+    if wrong is not None:
+        allowed = ", ".join(role.label for role in CallerRole)
+        raise InvalidArgument(field, f"{path}: {wrong!r} has the role {table[wrong]!r}; give one of {allowed}")
+    return {name: role for name, role in roles.items() if role is not None}
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode(errors="surrogateescape")).digest()
+
+
+def _denied(caller: Caller, what: str, needed: CallerRole | None) -> PermissionDenied:
+    has = "no role" if caller.role is None else f"the role {caller.role.label}"
+    needs = "is for no caller at a port" if needed is None else f"needs the role {needed.label}"
+    return PermissionDenied(
+        f"{what} {needs}; {caller.name} has {has}",
+        needed="" if needed is None else needed.label,
+        role="" if caller.role is None else caller.role.label,
+    )

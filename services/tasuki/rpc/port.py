@@ -1,0 +1,86 @@
+"""A service's port: its address, its certificate, and who may call it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import grpc
+
+from tasuki.config.ports import port_targets
+from tasuki.config.schema import NodeConfig
+from tasuki.rpc.access import Access, access_of
+from tasuki.wire.credentials import TlsFiles, TlsMaterial
+from tasuki.wire.reloaded import Reloaded
+
+_SETTLE_S = 0.1
+"""Far longer than a connection takes from the answer to its own copy of the certificate: microseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """Where a service listens beside its unix socket."""
+
+    target: str
+    """E.g. "0.0.0.0:50051"."""
+    access: Access
+    credentials: grpc.ServerCredentials | None
+    """None on loopback in plaintext."""
+
+
+def port_of(config: NodeConfig, service: str) -> Port | None:
+    """None for a service without a port. Raises InvalidArgument naming a key of [security] whose file cannot be used."""
+    target = port_targets(config).get(service)
+    if target is None:
+        return None
+    return Port(target=target, access=access_of(config), credentials=_server_credentials(config))
+
+
+def check_ports(config: NodeConfig) -> None:
+    """Raises what a service that is started now would raise for its port."""
+    for service in port_targets(config):
+        port_of(config, service)
+
+
+def _server_credentials(config: NodeConfig) -> grpc.ServerCredentials | None:
+    """TLS with the certificate that is in the files when a connection begins."""
+    security = config.security
+    if security.cert is None or security.key is None:
+        return None
+    files = TlsFiles(
+        cert=("security.cert", security.cert),
+        key=("security.key", security.key),
+        ca=None if security.client_ca is None else ("security.client_ca", security.client_ca),
+    )
+    material = Reloaded(files.paths, files.read)
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(material.value),
+        _Changes(material),  # pyright: ignore[reportArgumentType]  the stub does not know None, for no change
+        require_client_authentication=security.client_ca is not None,
+    )
+
+
+class _Changes:
+    """What grpc asks for at the begin of each connection: a new certificate, or None while it is the old one.
+
+    While it is answered here no other connection gets further, but one that got its answer just before may still take up the old
+    certificate, which is freed when this one answers (grpc/grpc#36693). The pause lets it come to an end. Delete it when grpc holds a
+    reference meanwhile.
+    """
+
+    def __init__(self, material: Reloaded[TlsMaterial]) -> None:
+        self._material, self._given = material, material.value
+
+    def __call__(self) -> grpc.ServerCertificateConfiguration | None:
+        newest = self._material.value
+        if newest == self._given:
+            return None
+        time.sleep(_SETTLE_S)
+        self._given = newest
+        return _configuration(newest)
+
+
+def _configuration(material: TlsMaterial) -> grpc.ServerCertificateConfiguration:
+    assert material.cert is not None
+    assert material.key is not None
+    return grpc.ssl_server_certificate_configuration([(material.key, material.cert)], root_certificates=material.ca)

@@ -1,0 +1,161 @@
+"""Attention over packed sequences, as a model of transformers calls it: one row of all tokens, and no mask.
+
+Shape suffixes: S sequences, T their tokens, H query heads, K key heads, D head size.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from tasuki.models.family import Attention
+from tasuki.models.shape import ModelShape
+from tasuki.trainer.backends.fsdp.attention_flash import HEAD_DIM_STEP, MAX_HEAD_DIM, Fa4Sequences, VarlenSequences
+from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
+from tasuki.trainer.data.micro_batch import TokenBatch
+from tasuki.wire.errors import InvalidArgument
+
+_log = logging.getLogger("tasuki.trainer")
+IMPLEMENTATION = "tasuki_packed"
+"""transformers' name for it. It makes no mask for an implementation whose masks it does not know."""
+
+
+class Sequences(Protocol):
+    """The sequences of a micro-batch, as a kernel takes them."""
+
+    def attend(
+        self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """[T, H, D]: each token over those before it in its sequence, itself among them. See Attention for the settings."""
+        ...
+
+
+Kernel = Callable[[Tensor, int], Sequences]
+"""cu_seqlens [S + 1] int32 and the longest length, both of a TokenBatch -> its sequences."""
+AttentionBackend = Literal["fa4", "varlen", "sdpa"]
+_KERNELS: dict[AttentionBackend, Kernel] = {"fa4": Fa4Sequences, "varlen": VarlenSequences, "sdpa": PaddedSequences.of}
+# A kernel's output and gradients in bfloat16 differ from float32's by less than 0.01 in norm.
+_TOLERANCE = 0.02
+# Of the sequences that a kernel is tried on: tiles of 64 and 128, one token more, one less, and a single one.
+_LENGTHS = (1, 127, 129, 64, 300)
+_SHORT_WINDOW = 100
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerAttention:
+    """Attention of a network's layers over one micro-batch. transformers passes it on to each layer."""
+
+    sequences: Sequences
+    attention: Attention
+
+    def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, layer: int) -> Tensor:
+        """[T, H, D]."""
+        own = self.attention
+        return self.sequences.attend(
+            q_THD, k_TKD, v_TKD, scale=own.query_scale, window=own.windows[layer], softcap=own.logit_softcap
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PackedAttention:
+    """Attention of a network's layers."""
+
+    kernel: Kernel
+    attention: Attention
+    """Its family's numbers. transformers gives each call the same, under names that differ between its families."""
+
+    def over(self, batch: TokenBatch) -> LayerAttention:
+        return LayerAttention(self.kernel(batch.cu_seqlens_S, batch.max_seqlen), self.attention)
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: None, *, layer_attention: LayerAttention, **_: Any
+) -> tuple[Tensor, None]:
+    """Answers transformers' call. query: [1, H, T, D], key and value [1, K, T, D], rotated. Returns [1, T, H, D]."""
+    q_THD, k_TKD, v_TKD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    layer: Any = module.layer_idx
+    return layer_attention(q_THD, k_TKD, v_TKD, layer=layer).unsqueeze(0), None
+
+
+AttentionInterface.register(IMPLEMENTATION, _attend)
+
+
+@functools.cache
+def choose_kernel(
+    wanted: AttentionBackend | Literal["auto"],
+    *,
+    shape: ModelShape,
+    attention: Attention,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Kernel:
+    """The kernel of a network, tried on this device: `wanted`, or for "auto" the first that is right of fa4, varlen and sdpa.
+
+    The log says once which it is, and why not another. Raises InvalidArgument when `wanted` cannot compute the model.
+    """
+    candidates: list[AttentionBackend] = ["fa4", "varlen", "sdpa"] if wanted == "auto" else [wanted]
+    for backend in candidates:
+        started = time.monotonic()
+        problem = None
+        if backend != "sdpa":
+            problem = _unsupported(shape, attention, dtype=dtype, device=device)
+            problem = problem or _fault(_KERNELS[backend], shape, attention, dtype=dtype, device=device)
+        if problem is None:
+            seconds = time.monotonic() - started
+            _log.info("event=attention backend=%s architecture=%s seconds=%.1f", backend, shape.architecture, seconds)
+            return _KERNELS[backend]
+        if wanted != "auto":
+            raise InvalidArgument("trainer.attention_backend", f'= "{wanted}" is not possible here: {problem}')
+        if device.type == "cuda":
+            _log.warning("event=attention_unusable backend=%s architecture=%s cause=%a", backend, shape.architecture, problem)
+    raise AssertionError("sdpa takes every model")
+
+
+def _unsupported(shape: ModelShape, attention: Attention, *, dtype: torch.dtype, device: torch.device) -> str | None:
+    """What of a model FlashAttention's kernels do not compute."""
+    if device.type != "cuda":
+        return 'it needs device = "cuda"'
+    if dtype != torch.bfloat16:
+        return 'it needs trainer.compute_dtype = "bfloat16"'
+    if attention.logit_softcap is not None:
+        return f"its backward pass cannot cap logits, which {shape.architecture} does at {attention.logit_softcap:g}"
+    if shape.head_dim % HEAD_DIM_STEP or shape.head_dim > MAX_HEAD_DIM:
+        return f"head_dim must be a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}, not {shape.head_dim}"
+    return None
+
+
+def _fault(kernel: Kernel, shape: ModelShape, attention: Attention, *, dtype: torch.dtype, device: torch.device) -> str | None:
+    """What is wrong with a kernel's output and gradients, beside the plain ones in float32, for this model's heads and windows."""
+    generator = torch.Generator(device).manual_seed(0)
+    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)
+    *qkv, grad = (
+        torch.randn(sum(_LENGTHS), num, shape.head_dim, generator=generator, device=device).to(dtype) for num in heads
+    )
+    trial = torch.tensor([0, *_LENGTHS], device=device).cumsum(0, dtype=torch.int32), max(_LENGTHS)
+    for window in sorted({0 if window is None else min(window, _SHORT_WINDOW) for window in attention.windows}):
+        settings = {"scale": attention.query_scale, "window": window or None, "softcap": None}
+        try:
+            found = _with_gradients(kernel(*trial), qkv, grad, **settings)
+        except Exception as error:  # noqa: BLE001  a compiler's, a driver's or an import's, whatever it is: the kernel is not usable
+            return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        expected = _with_gradients(PaddedSequences.of(*trial), [x.float() for x in qkv], grad.float(), **settings)
+        for name, one, other in zip(("output", "dq", "dk", "dv"), found, expected, strict=True):
+            difference = float((one.float() - other).norm() / other.norm())
+            if not difference < _TOLERANCE:
+                return f"its {name} is off by {difference:.3f} in norm, with window {window or None}"
+    return None
+
+
+def _with_gradients(sequences: Sequences, qkv: list[Tensor], grad_THD: Tensor, **settings: Any) -> list[Tensor]:
+    """The output, and the gradients of q, k and v."""
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    out_THD = sequences.attend(*leaves, **settings)
+    return [out_THD.detach(), *torch.autograd.grad(out_THD, leaves, grad_THD)]

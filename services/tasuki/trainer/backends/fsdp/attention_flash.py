@@ -1,0 +1,165 @@
+"""FlashAttention over packed sequences on a GPU: FlashAttention-4, and what torch brings along (FlashAttention-2).
+
+Shape suffixes: S sequences, T their tokens, H query heads, K key heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+MAX_HEAD_DIM = 256
+HEAD_DIM_STEP = 8
+
+
+def cache_variables(state_dir: Path) -> dict[str, str]:
+    """What FlashAttention-4 reads of the environment when it is imported, so that it keeps compiled kernels in the node's private folder.
+
+    By default it would keep none; its own folder below /tmp could be made by another user, and what is in there is run.
+    """
+    return {
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(state_dir.resolve() / "attention-kernels"),
+    }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fa4Sequences:
+    """FlashAttention-4. Its kernels are compiled at their first call, in 10 to 13 s each where its cache does not have them."""
+
+    cu_seqlens_S: Tensor
+    max_seqlen: int
+
+    def attend(
+        self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """[T, H, D]. See attention.Sequences."""
+        assert softcap is None, "attention.choose_kernel refuses it"
+        q, k, v = (x.contiguous() for x in (q_THD, k_TKD, v_TKD))
+        return packed_attention(q, k, v, self.cu_seqlens_S, self.max_seqlen, scale, window)[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VarlenSequences:
+    """torch's `varlen_attn`."""
+
+    cu_seqlens_S: Tensor
+    max_seqlen: int
+
+    def attend(
+        self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """[T, H, D]. See attention.Sequences."""
+        assert softcap is None, "attention.choose_kernel refuses it"
+        q, k, v = (x.contiguous() for x in (q_THD, k_TKD, v_TKD))
+        starts, longest = self.cu_seqlens_S, self.max_seqlen
+        seen = (-1 if window is None else window - 1, 0)
+        return varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, window_size=seen)  # pyright: ignore[reportReturnType]
+
+
+@torch.library.custom_op(
+    "tasuki::packed_attention",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, int max_seqlen, float scale, int? window) -> (Tensor, Tensor)",
+)
+def packed_attention(
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens_S: Tensor, max_seqlen: int, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """FlashAttention-4 as an operator of torch: its output [T, H, D], and log(sum(exp)) of the scaled products, [H, T] float32.
+
+    Both have gradients. All tensors are contiguous and start at a multiple of 16 bytes; b15 reads others wrong
+    (https://github.com/Dao-AILab/flash-attention/issues/2745).
+    """
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    # Lengths are Python numbers: of tensors it compiles each (https://github.com/Dao-AILab/flash-attention/issues/2507).
+    out, lse = _flash_attn_fwd(
+        q_THD,
+        k_TKD,
+        v_TKD,
+        cu_seqlens_q=cu_seqlens_S,
+        cu_seqlens_k=cu_seqlens_S,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_k=max_seqlen,
+        softmax_scale=scale,
+        causal=True,
+        window_size_left=None if window is None else window - 1,
+        return_lse=True,
+    )
+    return out, lse
+
+
+@packed_attention.register_fake
+def _(
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens_S: Tensor, max_seqlen: int, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    num_tokens, num_heads, _ = q_THD.shape
+    return torch.empty_like(q_THD), q_THD.new_empty(num_heads, num_tokens, dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "tasuki::packed_attention_backward",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse, Tensor cu_seqlens, "
+    "int max_seqlen, float scale, int? window) -> (Tensor, Tensor, Tensor)",
+)
+def _packed_attention_backward(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    out_THD: Tensor,
+    lse_HT: Tensor,
+    grad_out_THD: Tensor,
+    grad_lse_HT: Tensor | None,
+    cu_seqlens_S: Tensor,
+    max_seqlen: int,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    return _flash_attn_bwd(
+        q_THD,
+        k_TKD,
+        v_TKD,
+        out_THD,
+        grad_out_THD.contiguous(),
+        lse_HT,
+        softmax_scale=scale,
+        causal=True,
+        window_size_left=None if window is None else window - 1,
+        cu_seqlens_q=cu_seqlens_S,
+        cu_seqlens_k=cu_seqlens_S,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_k=max_seqlen,
+        dlse=grad_lse_HT,
+    )
+
+
+@_packed_attention_backward.register_fake
+def _(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q_THD), torch.empty_like(k_TKD), torch.empty_like(v_TKD)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, cu_seqlens_S, *ctx.settings = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens_S)
+    # So that a log-sum nobody has used costs nothing.
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, grad_out_THD: Tensor | None, grad_lse_HT: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, cu_seqlens_S = ctx.saved_tensors
+    if grad_out_THD is None:
+        grad_out_THD = torch.zeros_like(out)
+    grads = _packed_attention_backward(q, k, v, out, lse, grad_out_THD, grad_lse_HT, cu_seqlens_S, *ctx.settings)
+    return *grads, None, None, None, None
+
+
+packed_attention.register_autograd(_gradients, setup_context=_keep)

@@ -1,0 +1,89 @@
+"""Norms and gated MLPs of a model with their pointwise operations fused, in place of transformers' chains of them.
+
+Each operation of such a chain reads and writes whole activations: together they cost a GPU about as much time as the matrix products.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, rms_norm, silu
+
+Activation = Literal["silu", "gelu_pytorch_tanh"]
+_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_pytorch_tanh")
+
+
+class RmsNorm(nn.Module):
+    """torch's fused RMSNorm: sums and the product with the weight in float32, rounded once."""
+
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = weight, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class GatedMlp(nn.Module):
+    """down(activation(gate(x)) * up(x)), with gate and up as two projections or as the halves of one. Their names stay the model's."""
+
+    def __init__(self, mlp: nn.Module, activation: Activation) -> None:
+        super().__init__()
+        self._activation: Activation = activation
+        for name, projection in mlp.named_children():
+            if name.endswith("_proj"):
+                self.add_module(name, projection)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "gate_up_proj" in self._modules:
+            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        else:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(gated(gate, up, self._activation))
+
+
+def fuse_pointwise(causal_lm: nn.Module) -> None:
+    """Replaces the norms and MLPs that have a fused form; others stay. Parameters keep their names, and their order."""
+    for parent in list(causal_lm.modules()):
+        for name, module in list(parent.named_children()):
+            fused = _fused(module)
+            if fused is not None:
+                setattr(parent, name, fused)
+
+
+def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """activation(gate) * up, in the dtype of both; on a GPU in one kernel, in float32 until it is rounded."""
+    if gate.is_cuda:
+        return _Gated.apply(gate, up, activation)
+    return (silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")) * up
+
+
+def _fused(module: nn.Module) -> nn.Module | None:
+    # Gemma's norms, which add 1 to their weight in float32, have another attribute for epsilon.
+    if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+        norm: Any = module
+        return RmsNorm(norm.weight, norm.variance_epsilon)
+    if type(module).__name__.endswith("MLP"):
+        config: Any = module.config
+        activation = getattr(config, "hidden_activation", None) or config.hidden_act
+        return GatedMlp(module, activation) if activation in _ACTIVATIONS else None
+    return None
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+        from tasuki.trainer.backends.fsdp.pointwise_triton import gated_forward
+
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        return gated_forward(gate, up, activation)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        from tasuki.trainer.backends.fsdp.pointwise_triton import gated_backward
+
+        gate, up = ctx.saved_tensors
+        return *gated_backward(grad.contiguous(), gate, up, ctx.activation), None

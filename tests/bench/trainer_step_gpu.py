@@ -1,0 +1,184 @@
+"""Training steps on GPUs: `python -m tests.bench.trainer_step_gpu [--out FOLDER] [--cases 0.5b 7b-lora] [--backends fa4] [--ranks 2]`.
+
+Qwen2.5's shapes with random weights, through the learner and FSDP2 as the service runs them: bfloat16 compute, AdamW, packed samples of
+lognormal lengths (median 1,500, sigma 0.8, at most 8,192; seed fixed), the second half of each completion tokens. For each attention
+backend real tokens/s, MFU and peak memory, of one GPU. Prints a line of JSON a case and writes trainer_step_gpu.json.
+
+FLOPs of a step: 6 a weight of the layers and token (4 with a frozen model, and 6 of the adapters'), as many a weight of the vocabulary
+projection and completion token, and 6 L^2 a head's element and layer for causal attention over L tokens. Nothing recomputed counts. MFU
+is of 989 TFLOP/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tasuki.models.shape import ModelShape
+from tasuki.planner.presets import MODELS
+from tests.bench.gpus import require_gpus
+from tests.bench.plan_gpu import SOURCES, layout_of, make_model
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "0.5b": ("qwen2.5-0.5b", {}),
+    "1.5b": ("qwen2.5-1.5b", {}),
+    "1.5b-recomputed": ("qwen2.5-1.5b", {"gradient_checkpointing": True}),
+    "7b": ("qwen2.5-7b", {"gradient_checkpointing": True}),
+    "7b-lora": ("qwen2.5-7b", {"lora": {"rank": 32}}),
+    "7b-lora-recomputed": ("qwen2.5-7b", {"gradient_checkpointing": True, "lora": {"rank": 32}}),
+}
+"""Preset, and settings of [trainer]."""
+MEDIAN, SIGMA, LONGEST, SEED = 1500, 0.8, 8192, 0
+MICRO_BATCH_TOKENS, NUM_STEPS = 16_384, 3
+PEAK_FLOPS = 989e12
+
+
+def lengths_of(num_samples: int) -> list[int]:
+    """Tokens that each sample puts into the model."""
+    drawn = np.random.default_rng(SEED).lognormal(np.log(MEDIAN), SIGMA, num_samples)
+    return np.clip(drawn, 16, LONGEST).astype(int).tolist()
+
+
+def step_flops(shape: ModelShape, lengths: list[int], *, lora_rank: int | None) -> float:
+    """See above."""
+    units = [shape.layer(index).values() for index in range(shape.num_layers)]
+    matrices = [each for unit in units for each in unit if len(each) == 2]
+    weights = sum(rows * columns for rows, columns in matrices)
+    adapters = 0 if lora_rank is None else sum(lora_rank * (rows + columns) for rows, columns in matrices)
+    per_weight = 6 if lora_rank is None else 4
+    tokens, completions = sum(lengths), sum(length // 2 for length in lengths)
+    linear = per_weight * (weights * tokens + shape.vocab_size * shape.hidden_size * completions) + 6 * adapters * tokens
+    return linear + 6.0 * sum(length**2 for length in lengths) * shape.query_size * shape.num_layers
+
+
+def samples_of(lengths: list[int], vocab_size: int) -> Any:
+    from tasuki.trainer.service.requests import decode_samples
+    from tasuki.v1.types_pb2 import TrainingSample
+
+    generator = np.random.default_rng(SEED)
+    samples: list[TrainingSample] = []
+    for length in lengths:
+        tokens, half = generator.integers(vocab_size, size=length + 1).tolist(), length // 2
+        samples.append(
+            TrainingSample(
+                prompt_token_ids=tokens[:-half],
+                completion_token_ids=tokens[-half:],
+                rollout_log_probs=[-12.0] * half,
+                advantages=generator.normal(size=half).tolist(),
+            )
+        )
+    return decode_samples(samples)
+
+
+def measure(case: str, folder: Path, backend: str, num_samples: int, num_tokens: int) -> dict[str, Any]:
+    from tasuki.algorithms.loss_types import LossConfig
+    from tasuki.trainer.backends.fsdp.mesh import start_mesh
+    from tasuki.trainer.launch import read_launch
+    from tasuki.trainer.roles import Role
+    from tests.integration.learning import micro_batches, start_learner, with_denominator
+
+    preset, settings = CASES[case]
+    shape, lengths = MODELS[preset], lengths_of(num_samples)
+    launch = read_launch(os.environ)
+    mesh = start_mesh("cuda", launch=launch, gpu=launch.rank, num_threads=1, timeout_s=60)
+    started = time.perf_counter()
+    choice = {} if backend == "default" else {"attention_backend": backend}
+    learner = start_learner(folder, mesh=mesh, compute_dtype="bfloat16", export_stays=True, **settings, **choice)
+    start_s = time.perf_counter() - started
+    samples = samples_of(lengths, shape.vocab_size)
+    config = with_denominator(LossConfig(), samples)
+    batches = micro_batches(learner, samples, config=config, max_tokens=num_tokens)
+    seconds: list[float] = []
+    losses: list[float] = []
+    norms: list[float] = []
+    for _ in range(NUM_STEPS):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        losses.append(learner.forward_backward(Role.POLICY, batches, config=config).loss)
+        norms.append(learner.optim_step(Role.POLICY, learning_rate=1e-6).grad_norm)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    step_s = statistics.median(seconds[1:])
+    lora = settings.get("lora")
+    flops = step_flops(shape, lengths, lora_rank=None if lora is None else lora["rank"])
+    learner.backend.close()
+    return {
+        "case": case,
+        "backend": backend,
+        "device": torch.cuda.get_device_name(),
+        "ranks": mesh.size(),
+        "samples": num_samples,
+        "tokens": sum(lengths),
+        "micro_batches": len(batches),
+        "start_s": round(start_s, 1),
+        "first_step_s": round(seconds[0], 2),
+        "step_s": round(step_s, 3),
+        "tokens_per_s": round(sum(lengths) / step_s / mesh.size()),
+        "mfu": round(flops / step_s / mesh.size() / PEAK_FLOPS, 4),
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "losses": losses,
+        "grad_norms": norms,
+    }
+
+
+def run_case(case: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Each backend in a process of its own, on one model."""
+    with tempfile.TemporaryDirectory() as folder:
+        layout = layout_of(CASES[case][0], gpu_bytes=1, device="cuda", num_ranks=arguments.ranks)
+        make_model(Path(folder), layout, "cuda")
+        torch.cuda.empty_cache()
+        for backend in arguments.backends:
+            numbers = [str(arguments.samples), str(arguments.micro_batch_tokens)]
+            part = ["-m", "tests.bench.trainer_step_gpu", "--part", case, folder, backend, *numbers]
+            launch = [sys.executable, "-m", "tasuki.trainer.launch", "--num-ranks", str(arguments.ranks), "--", *part]
+            paths = os.pathsep.join([*SOURCES, os.environ.get("PYTHONPATH", "")])
+            ran = subprocess.run(
+                launch, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False, timeout=600
+            )
+            answers = [line for line in ran.stdout.splitlines() if line.startswith("RESULT ")]
+            if ran.returncode or not answers:
+                yield {"case": case, "backend": backend, "error": ran.stderr[-2000:]}
+            else:
+                yield json.loads(answers[-1].removeprefix("RESULT "))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--backends", nargs="+", default=["fa4", "varlen", "sdpa"], help='or "default", without the setting')
+    parser.add_argument("--samples", type=int, default=48)
+    parser.add_argument("--ranks", type=int, default=1, help="a GPU each")
+    parser.add_argument("--micro-batch-tokens", type=int, default=MICRO_BATCH_TOKENS)
+    parser.add_argument("--part", nargs=5, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.part is not None:
+        case, folder, backend, num_samples, num_tokens = arguments.part
+        result = measure(case, Path(folder), backend, int(num_samples), int(num_tokens))
+        if os.environ["RANK"] == "0":
+            print("RESULT " + json.dumps(result), flush=True)
+        os._exit(0)
+    require_gpus(arguments.ranks)
+    results: list[dict[str, Any]] = []
+    for case in arguments.cases:
+        for result in run_case(case, arguments):
+            print(json.dumps(result), flush=True)
+            results.append(result)
+            (arguments.out / "trainer_step_gpu.json").write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

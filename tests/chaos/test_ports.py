@@ -1,0 +1,179 @@
+"""A whole node on ports: a client trains there while a million mutated messages and hundreds of slow connections come. `make chaos`."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tasuki.client import AsyncClient, Client, LossConfig, Phase, PpoLoss, SamplingParams, TrainingSample
+from tasuki.config.places import log_path, pulse_dir
+from tasuki.wire.channel import open_channel
+from tasuki.wire.errors import PermissionDenied
+from tests.conftest import RunningNode, started_node
+from tests.integration.mutations import mutated_calls
+from tests.integration.port_node import SERVICES, certificate, make_certs, mtls
+from tests.integration.raw_calls import answers
+from tests.integration.slow_connections import num_closed, slow_connections
+from tests.ports import free_port
+
+pytestmark = pytest.mark.timeout(4 * 3600)
+NUM_MUTATIONS = 1_000_000
+NUM_SLOW = 500
+HANDSHAKE_S = 10.0
+ROTATE_S = 60.0
+METHODS = {
+    "coordinator": frozenset({"CoordinatorService"}),
+    "trainer": frozenset({"TrainerService", "MemoryService"}),
+    "rollout": frozenset({"RolloutService", "MemoryService"}),
+}
+
+
+@dataclass(frozen=True)
+class PortedNode:
+    """A running node, the ports of its services, and the folder of the certificates."""
+
+    node: RunningNode
+    ports: dict[str, int]
+    certs: Path
+
+    def target(self, service: str) -> str:
+        return f"localhost:{self.ports[service]}"
+
+
+@pytest.fixture(scope="module")
+def ported() -> Iterator[PortedNode]:
+    certs = make_certs(Path(tempfile.mkdtemp(prefix="tasuki-certs-")))
+    ports = {service: free_port() for service in SERVICES}
+    listens = [f"{service}.listen=0.0.0.0:{port}" for service, port in ports.items()]
+    with started_node(overrides=[*listens, *mtls(certs)]) as node:
+        yield PortedNode(node, ports, certs)
+
+
+def processes(state_dir: Path) -> set[str]:
+    """Name and pid of each that lives."""
+    return {pulse.name for pulse in pulse_dir(state_dir).iterdir()}
+
+
+def train_one_step(client: Client) -> None:
+    (sample, *_) = client.generate([[5, 6]], SamplingParams(max_new_tokens=4), num_samples=2)
+    learned = TrainingSample([5, 6], sample.token_ids, sample.rollout_log_probs, 1.0, policy_version=sample.policy_version)
+    client.forward_backward([learned], LossConfig(PpoLoss()))
+    client.optim_step()
+
+
+@contextmanager
+def unharmed(ported: PortedNode) -> Iterator[None]:
+    """No process of the node ends or is restarted in the block, and it trains afterwards."""
+    log = log_path(ported.node.state_dir, "supervisor")
+    before, lines = processes(ported.node.state_dir), len(log.read_text().splitlines())
+    yield
+    assert processes(ported.node.state_dir) == before
+    assert log.read_text().splitlines()[lines:] == []
+    with Client(ported.target("coordinator"), credentials=certificate(ported.certs, "trainer")) as client:
+        train_one_step(client)
+
+
+def test_client_at_the_ports_trains_and_saves_where_it_may(ported: PortedNode, tmp_path: Path) -> None:
+    with unharmed(ported), Client(ported.target("coordinator"), credentials=certificate(ported.certs, "trainer")) as client:
+        train_one_step(client)
+        saved = ported.node.state_dir / "checkpoints" / "step-1"
+        client.save(saved)
+        client.load(saved)
+        with pytest.raises(PermissionDenied):
+            client.export_model(tmp_path / "model")
+    assert saved.is_dir()
+
+
+def test_a_million_mutated_messages(ported: PortedNode) -> None:
+    codes: dict[str, Counter[grpc.StatusCode]] = {}
+    started = time.monotonic()
+    with unharmed(ported), Client(state_dir=ported.node.state_dir) as client:
+        for phase in (Phase.TRAIN, Phase.ROLLOUT):
+            for service, methods in METHODS.items():
+                client.acquire(phase)
+                calls = itertools.islice(mutated_calls(seed=len(codes), services=methods), NUM_MUTATIONS // 6 + 1)
+                codes[f"{service} in {phase}"] = asyncio.run(attack(ported, service, calls))
+        client.discard_gradients()
+    told = {name: {code.name: count for code, count in counts.items()} for name, counts in codes.items()}
+    folder = Path("runs/chaos")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "ports.json").write_text(json.dumps({"seconds": time.monotonic() - started, "answers": told}, indent=2))
+    assert sum(counts.total() for counts in codes.values()) >= NUM_MUTATIONS
+    assert not any({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN} & counts.keys() for counts in codes.values()), told
+
+
+async def attack(ported: PortedNode, service: str, calls: Iterator[tuple[str, list[bytes]]]) -> Counter[grpc.StatusCode]:
+    async with open_channel(ported.target(service), credentials=certificate(ported.certs, "operator")) as channel:
+        return await answers(channel, calls)
+
+
+def test_slow_connections_are_closed_while_a_client_trains(ported: PortedNode) -> None:
+    opening = [slow_connections(port, ported.certs / "ca.pem", num=NUM_SLOW) for port in ported.ports.values()]
+    with unharmed(ported), opening[0] as first, opening[1] as second, opening[2] as third:
+        with Client(ported.target("coordinator"), credentials=certificate(ported.certs, "trainer")) as client:
+            train_one_step(client)
+        time.sleep(HANDSHAKE_S + 5.0)
+        assert [num_closed(connections) for connections in (first, second, third)] == [NUM_SLOW] * 3
+
+
+def test_new_certificates_under_garbage_and_load(ported: PortedNode) -> None:
+    """What crashes a server that hands grpc a certificate at every connection, or swaps one without a pause (grpc/grpc#36693)."""
+    stopped = threading.Event()
+
+    def send_garbage() -> None:
+        while not stopped.is_set():
+            for port in ported.ports.values():
+                try:
+                    with socket.create_connection(("127.0.0.1", port)) as connection:
+                        connection.sendall(os.urandom(50))
+                except OSError:
+                    pass
+            time.sleep(0.002)  # the machine is the node's, too
+
+    async def load() -> int:
+        num_calls = 0
+        async with AsyncClient(ported.target("coordinator"), credentials=certificate(ported.certs, "viewer")) as client:
+            while not stopped.is_set():
+                await client.state()
+                await client.trainer_state()
+                num_calls += 2
+        return num_calls
+
+    with unharmed(ported):
+        senders = [threading.Thread(target=send_garbage) for _ in range(4)]
+        for sender in senders:
+            sender.start()
+        rotating = threading.Thread(target=lambda: rotate(ported.certs, stopped))
+        rotating.start()
+        try:
+            num_calls = asyncio.run(load())
+        finally:
+            stopped.set()
+            for thread in (*senders, rotating):
+                thread.join()
+        assert num_calls > ROTATE_S
+    for service in SERVICES:  # not a line for each of the strangers
+        assert "Handshake failed" not in log_path(ported.node.state_dir, service).read_text()
+
+
+def rotate(certs: Path, stopped: threading.Event) -> None:
+    """New certificates of the same authority twice a second, for a while; then ends the test."""
+    ends = time.monotonic() + ROTATE_S
+    while time.monotonic() < ends and not stopped.is_set():
+        make_certs(certs)
+        time.sleep(0.5)
+    stopped.set()

@@ -1,0 +1,137 @@
+"""FlashAttention-4 and torch's varlen_attn over packed sequences, against float32 on the same GPU."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tasuki.models.family import full_attention
+from tasuki.planner.presets import MODELS
+from tasuki.trainer.backends.fsdp.attention import Kernel, choose_kernel
+from tasuki.trainer.backends.fsdp.attention_flash import Fa4Sequences, VarlenSequences, packed_attention
+from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
+from tasuki.wire.errors import InvalidArgument
+
+LENGTHS = (1, 127, 128, 129, 1000, 4097)
+KERNELS: dict[str, Kernel] = {"fa4": Fa4Sequences, "varlen": VarlenSequences, "sdpa": PaddedSequences.of}
+# Query heads, key heads, head size, window: Qwen2.5 7B and 0.5B, Qwen3 8B, Mistral's window, Gemma 3.
+SHAPES = [(28, 4, 128, None), (14, 2, 64, None), (32, 8, 128, None), (32, 8, 128, 100), (4, 1, 256, 512)]
+SHAPE = MODELS["qwen2.5-0.5b"]
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(params=["fa4", "varlen", "sdpa"])
+def name(request: pytest.FixtureRequest) -> str:
+    if request.param == "fa4":
+        pytest.importorskip("flash_attn.cute")
+    return request.param
+
+
+def inputs(num_heads: int, num_keys: int, head_dim: int) -> list[Tensor]:
+    """q, k, v and the gradient of the output, in bfloat16."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    heads = (num_heads, num_keys, num_keys, num_heads)
+    return [
+        torch.randn(sum(LENGTHS), num, head_dim, generator=generator, device="cuda").bfloat16().requires_grad_()
+        for num in heads
+    ]
+
+
+def starts() -> Tensor:
+    return torch.tensor([0, *LENGTHS], device="cuda").cumsum(0, dtype=torch.int32)
+
+
+def run(kernel: Kernel, tensors: list[Tensor], window: int | None) -> list[Tensor]:
+    """Output, dq, dk, dv."""
+    *qkv, grad = tensors
+    out = kernel(starts(), max(LENGTHS)).attend(*qkv, scale=0.07, window=window, softcap=None)
+    return [out, *torch.autograd.grad(out, qkv, grad)]
+
+
+def off(one: Tensor, other: Tensor) -> float:
+    return float((one.float() - other).norm() / other.norm())
+
+
+@pytest.mark.parametrize(("num_heads", "num_keys", "head_dim", "window"), SHAPES)
+def test_a_kernel_and_its_gradients_are_near_float32(
+    name: str, num_heads: int, num_keys: int, head_dim: int, window: int | None
+) -> None:
+    tensors = inputs(num_heads, num_keys, head_dim)
+    found = run(KERNELS[name], tensors, window)
+    exact = run(PaddedSequences.of, [x.detach().float().requires_grad_() for x in tensors], window)
+    errors = {each: off(one, other) for each, one, other in zip(("out", "dq", "dk", "dv"), found, exact, strict=True)}
+    assert max(errors.values()) < 0.01, errors
+
+
+def test_a_sequence_changes_nothing_in_its_neighbours(name: str) -> None:
+    tensors = [x.detach() for x in inputs(14, 2, 64)]
+    changed = [x.clone() for x in tensors]
+    first, last = LENGTHS[0] + LENGTHS[1], LENGTHS[0] + LENGTHS[1] + LENGTHS[2]
+    for x in changed[:3]:
+        x[first:last] = 3.0
+    one, other = (
+        KERNELS[name](starts(), max(LENGTHS)).attend(*x[:3], scale=0.1, window=None, softcap=None) for x in (tensors, changed)
+    )
+    assert torch.equal(one[:first], other[:first])
+    assert torch.equal(one[last:], other[last:])
+    assert not torch.allclose(one[first:last], other[first:last])
+
+
+def test_fa4_gives_the_log_sum_and_its_gradient() -> None:
+    pytest.importorskip("flash_attn.cute")
+    q, k, v, grad = inputs(14, 2, 64)
+    out, lse = packed_attention(q, k, v, starts(), max(LENGTHS), 0.07, None)
+    weight = torch.randn(lse.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(2))
+    found = torch.autograd.grad((out * grad).float().sum() + (lse * weight).sum(), [q, k, v])
+    exact_q, exact_k, exact_v = (x.detach().float().requires_grad_() for x in (q, k, v))
+    total = torch.zeros((), device="cuda")
+    first = 0
+    for length in LENGTHS:
+        rows = slice(first, first + length)
+        keys, values = (x[rows].repeat_interleave(7, dim=1) for x in (exact_k, exact_v))
+        logits = torch.einsum("qhd,khd->hqk", exact_q[rows], keys) * 0.07
+        logits = logits.masked_fill(~torch.ones(length, length, dtype=torch.bool, device="cuda").tril(), -torch.inf)
+        exact_lse = torch.logsumexp(logits, -1)
+        torch.testing.assert_close(lse[:, rows], exact_lse, atol=2e-2, rtol=1e-2)
+        exact_out = torch.einsum("hqk,khd->qhd", torch.softmax(logits, -1), values)
+        total = total + (exact_out * grad[rows].float()).sum() + (exact_lse * weight[:, rows]).sum()
+        first += length
+    exact = torch.autograd.grad(total, [exact_q, exact_k, exact_v])
+    for one, other in zip(found, exact, strict=True):
+        assert off(one, other) < 0.02
+
+
+def test_fa4_is_an_operator_that_torch_can_trace() -> None:
+    pytest.importorskip("flash_attn.cute")
+    q, k, v, _ = inputs(14, 2, 64)
+    torch.library.opcheck(
+        packed_attention,
+        (q, k, v, starts(), max(LENGTHS), 0.07, None),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+
+
+def test_auto_takes_the_first_kernel_that_is_right(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("flash_attn.cute")
+    settings = {"shape": SHAPE, "device": torch.device("cuda", 0)}
+    full = full_attention(SHAPE)
+    assert choose_kernel("auto", attention=full, dtype=torch.bfloat16, **settings) is Fa4Sequences
+    capped = replace(full, logit_softcap=50.0)
+    with caplog.at_level(logging.INFO, "tasuki.trainer"):
+        assert choose_kernel("auto", attention=capped, dtype=torch.bfloat16, **settings) == PaddedSequences.of
+        assert choose_kernel("auto", attention=full, dtype=torch.float32, **settings) == PaddedSequences.of
+    assert "backend=sdpa" in caplog.text
+    assert "cannot cap logits" in caplog.text
+    for attention, dtype, named in ((capped, torch.bfloat16, "50"), (full, torch.float32, "compute_dtype")):
+        with pytest.raises(InvalidArgument, match=named) as refused:
+            choose_kernel("fa4", attention=attention, dtype=dtype, **settings)
+        assert refused.value.metadata["field"] == "trainer.attention_backend"
+    with pytest.raises(InvalidArgument, match="head_dim"):
+        choose_kernel(
+            "varlen", attention=full, dtype=torch.bfloat16, shape=replace(SHAPE, head_dim=20), device=settings["device"]
+        )

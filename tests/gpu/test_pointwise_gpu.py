@@ -1,0 +1,93 @@
+"""Fused norms and MLPs on a GPU: bfloat16 against the same in float32, and what autograd keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import gelu, silu
+from transformers import AutoModelForCausalLM
+
+from tasuki.models.families import read_model
+from tasuki.planner.trainer_bytes import kept_per_token
+from tasuki.trainer.backends.fsdp.pointwise import Activation, RmsNorm, fuse_pointwise, gated
+from tests.models import CONFIGS
+
+pytestmark = pytest.mark.gpu
+# A rounding to bfloat16 is up to 2^-9 of a value.
+TOLERANCE = 3e-3
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one.float() - other).norm() / other.norm())
+
+
+@pytest.mark.parametrize("width", [896, 8960, 18944])
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("is_split", [False, True], ids=["two", "halves of one"])
+def test_a_gated_product_is_rounded_once(width: int, activation: Activation, is_split: bool) -> None:
+    both = torch.randn(1, 1001, 2 * width, device="cuda", dtype=torch.bfloat16)
+    gate, up = both.chunk(2, dim=-1) if is_split else (x.contiguous() for x in both.chunk(2, dim=-1))
+    leaves = [x.detach().requires_grad_() for x in (gate, up)]
+    exact = [x.detach().float().requires_grad_() for x in (gate, up)]
+    out = gated(leaves[0], leaves[1], activation)
+    expected = (silu(exact[0]) if activation == "silu" else gelu(exact[0], approximate="tanh")) * exact[1]
+    grad = torch.randn_like(out)
+    assert _difference(out, expected) < TOLERANCE
+    gradients = zip(torch.autograd.grad(out, leaves, grad), torch.autograd.grad(expected, exact, grad.float()), strict=True)
+    assert all(_difference(one, other) < TOLERANCE for one, other in gradients)
+
+
+@pytest.mark.parametrize("shape", [(1, 1001, 3584), (1, 1001, 28, 128)], ids=["hidden", "heads"])
+def test_a_norm_is_rounded_once_and_keeps_no_float32_copy(shape: tuple[int, ...]) -> None:
+    weight = torch.nn.Parameter(1 + 0.1 * torch.randn(shape[-1], device="cuda", dtype=torch.bfloat16))
+    norm = RmsNorm(weight, 1e-6)
+    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = norm(x)
+    assert sum(tensor.nbytes for tensor in kept) < 1.1 * x.nbytes
+    exact: Any = x.detach().float().requires_grad_()
+    scale = weight.detach().float().requires_grad_()
+    expected = torch.nn.functional.rms_norm(exact, scale.shape, scale, 1e-6)
+    grad = torch.randn_like(out)
+    assert _difference(out, expected) < TOLERANCE
+    found = torch.autograd.grad(out, (x, weight), grad)
+    wanted = torch.autograd.grad(expected, (exact, scale), grad.float())
+    assert all(_difference(one, other) < TOLERANCE for one, other in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma2", "phi3", "olmo2"])
+def test_a_fused_layer_keeps_as_many_bytes_for_backward_as_planned(kind: str) -> None:
+    num_tokens, config = 256, CONFIGS[kind]()
+    config.attn_logit_softcapping = None
+    with torch.device("cuda"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    fuse_pointwise(model)
+    layer = model.model.layers[1]
+    hidden = torch.randn(1, num_tokens, config.hidden_size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    rotary = model.model.rotary_emb(hidden, torch.arange(num_tokens, device="cuda")[None])
+    shared = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *rotary)}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in shared:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with (
+        torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
+        layer(hidden, attention_mask=None, position_embeddings=rotary)
+    shape = read_model({**config.to_dict(), "architectures": [type(model).__name__]}).shape
+    # Key heads may be repeated for torch's attention, and norms of Gemma keep their weights plus one.
+    predicted = num_tokens * kept_per_token(shape, 1, num_keys=num_tokens, is_fused=True)
+    assert sum(kept.values()) == pytest.approx(predicted, rel=0.1)

@@ -1,0 +1,122 @@
+"""A scripted node whose services listen on ports, and certificates and tokens for it."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasuki.cli import certs
+from tasuki.client import Credentials
+from tasuki.config.load import load_config
+from tasuki.config.places import node_targets, socket_dir
+from tasuki.config.ports import port_targets
+from tasuki.config.schema import NodeConfig
+from tasuki.rpc.port import port_of
+from tasuki.rpc.server import RpcServer
+from tasuki.v1 import coordinator_pb2_grpc, memory_pb2_grpc, rollout_pb2_grpc, trainer_pb2_grpc
+from tests.integration.scripted_node import ScriptedNode
+from tests.ports import free_port
+
+SERVICES = ("coordinator", "trainer", "rollout")
+ROLES = ("viewer", "trainer", "operator", "peer")
+
+
+@dataclass
+class PortNode:
+    """A scripted node, its configuration, and how to reach it. folder: of the certificates and tokens."""
+
+    config: NodeConfig
+    scripted: ScriptedNode
+    folder: Path
+
+    @property
+    def target(self) -> str:
+        """Of the coordinator's port."""
+        return self.port_of("coordinator")
+
+    def port_of(self, service: str) -> str:
+        return f"localhost:{port_targets(self.config)[service].rpartition(':')[2]}"
+
+    def credentials(self, role: str = "trainer") -> Credentials:
+        """The certificate of a role, or its token."""
+        if self.config.security.client_ca is not None:
+            return certificate(self.folder, role)
+        ca = None if self.config.security.cert is None else self.folder / "ca.pem"
+        return Credentials(ca=ca, token_file=self.folder / f"{role}.token")
+
+
+def certificate(folder: Path, name: str) -> Credentials:
+    return Credentials(ca=folder / "ca.pem", cert=folder / f"{name}.pem", key=folder / f"{name}.key")
+
+
+def make_certs(folder: Path) -> Path:
+    """What `tasuki certs` makes."""
+    assert certs.run(folder, hosts=["localhost"], days=1) == 0
+    return folder
+
+
+def make_tokens(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    for role in ROLES:
+        write_secret(folder / f"{role}.token", f"{secrets.token_hex(32)}\n")
+    return folder
+
+
+def write_secret(path: Path, text: str) -> None:
+    """Puts a file into its place at once."""
+    aside = path.with_suffix(".new")
+    aside.write_text(text)
+    aside.chmod(0o600)
+    aside.rename(path)
+
+
+def mtls(folder: Path) -> list[str]:
+    return [
+        f"security.{key}={folder / name}" for key, name in (("cert", "node.pem"), ("key", "node.key"), ("client_ca", "ca.pem"))
+    ]
+
+
+def tokens(folder: Path) -> list[str]:
+    return [f"security.tokens.{role}={folder / role}.token" for role in ROLES]
+
+
+def port_config(folder: Path, *overrides: str, host: str = "127.0.0.1") -> NodeConfig:
+    """A node with a port for each service. folder: must be new; takes the state folder."""
+    file = folder / "node.toml"
+    file.write_text(f'state_dir = "{folder}/state"\n[model]\npath = "model"\n')
+    listens = [f"{service}.listen={host}:{free_port()}" for service in SERVICES]
+    return load_config(file, overrides=[*listens, *overrides])
+
+
+@asynccontextmanager
+async def port_node(config: NodeConfig, folder: Path) -> AsyncIterator[PortNode]:
+    """Real servers with the real guard, scripted work behind them."""
+    config.state_dir.mkdir(exist_ok=True)
+    socket_dir(config.state_dir)
+    node = ScriptedNode(config.state_dir)
+    node.targets = port_targets(config)
+    adders: dict[str, Callable] = {
+        "coordinator": coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server,
+        "trainer": trainer_pb2_grpc.add_TrainerServiceServicer_to_server,
+        "rollout": rollout_pb2_grpc.add_RolloutServiceServicer_to_server,
+    }
+    servers = []
+    for name, add in adders.items():
+        server = RpcServer(service=name, target=node_targets(config)[name], port=port_of(config, name))
+        server.add(add, node, f"tasuki.v1.{name.capitalize()}Service")
+        if name != "coordinator":
+            memory = memory_pb2_grpc.MemoryServiceServicer()
+            server.add(memory_pb2_grpc.add_MemoryServiceServicer_to_server, memory, "tasuki.v1.MemoryService")
+        await server.start()
+        servers.append(server)
+    try:
+        yield PortNode(config, node, folder)
+    finally:
+        node.hang.set()
+        for server in servers:
+            await server.stop(grace_s=0)
+        shutil.rmtree(socket_dir(config.state_dir))

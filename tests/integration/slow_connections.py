@@ -1,0 +1,52 @@
+"""Connections that never come to a call."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_PLAIN = (b"", b"\x16\x03\x01\x02\x00\x01", _PREFACE, os.urandom(50))
+
+
+@contextmanager
+def slow_connections(port: int, ca: Path, *, num: int) -> Iterator[list[socket.socket]]:
+    """Half-open ones to a port with TLS: silent, in the middle of a handshake, with garbage, or with TLS and nothing after."""
+    context = ssl.create_default_context(cafile=str(ca))
+    context.set_alpn_protocols(["h2"])
+    opened: list[socket.socket] = []
+    try:
+        for number in range(num):
+            connection = socket.create_connection(("127.0.0.1", port), timeout=10)
+            if number % 10 < 8:
+                connection.sendall(_PLAIN[number % 4])
+            else:
+                connection = context.wrap_socket(connection, server_hostname="localhost")
+                with suppress(OSError):  # a port that asks for a certificate has closed it already
+                    connection.sendall(_PREFACE[:10] if number % 10 == 8 else _PREFACE)
+            opened.append(connection)
+        yield opened
+    finally:
+        for connection in opened:
+            connection.close()
+
+
+def num_closed(connections: list[socket.socket]) -> int:
+    """How many the other side has closed."""
+    return sum(_is_closed(connection) for connection in connections)
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        while connection.recv(4096):
+            pass
+    except (BlockingIOError, ssl.SSLWantReadError):
+        return False
+    except OSError:
+        return True
+    return True

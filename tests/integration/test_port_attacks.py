@@ -1,0 +1,130 @@
+"""A real coordinator on a port: garbage, slow connections and refusals, after which it is the one that it was."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tasuki.client import AsyncClient, Credentials, Phase
+from tasuki.config.places import log_path, node_targets
+from tasuki.config.ports import port_targets
+from tasuki.v1.types_pb2 import PHASE_ROLLOUT, PHASE_TRAIN
+from tasuki.wire.channel import open_channel
+from tests.integration.coordinator_process import Node, running_node
+from tests.integration.mutations import mutated_calls
+from tests.integration.port_node import certificate, make_certs, make_tokens, mtls, port_config, tokens
+from tests.integration.raw_calls import answers, code_of
+from tests.integration.slow_connections import slow_connections
+
+NUM_MUTATIONS = 10_000
+NUM_SLOW = 500
+ANSWERS = {
+    grpc.StatusCode.OK,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,  # of a watch, or a changeover, on a busy machine
+}
+"""What a message may be answered with, whatever it is."""
+
+
+@pytest.fixture
+async def certs_node(tmp_path: Path) -> AsyncIterator[tuple[Node, Path]]:
+    """With certificates; the second is their folder."""
+    folder = make_certs(tmp_path / "certs")
+    async with running_node(port_config(tmp_path, *mtls(folder), host="0.0.0.0")) as node:
+        yield node, folder
+
+
+@pytest.fixture
+async def tokens_node(tmp_path: Path) -> AsyncIterator[tuple[Node, Path]]:
+    """With TLS and tokens: everybody gets as far as a connection."""
+    folder = make_tokens(make_certs(tmp_path / "certs"))
+    async with running_node(port_config(tmp_path, *mtls(folder)[:2], *tokens(folder))) as node:
+        yield node, folder
+
+
+def port_of(node: Node, service: str) -> int:
+    return int(port_targets(node.config)[service].rpartition(":")[2])
+
+
+async def test_client_at_a_port_changes_the_phase_and_is_told_of_ports(certs_node: tuple[Node, Path]) -> None:
+    node, folder = certs_node
+    async with AsyncClient(f"localhost:{port_of(node, 'coordinator')}", credentials=certificate(folder, "trainer")) as client:
+        state = await client.state()
+        assert (state.trainer_target, state.rollout_target) == tuple(
+            port_targets(node.config)[s] for s in ("trainer", "rollout")
+        )
+        await client.acquire(Phase.ROLLOUT)
+        assert (await client.rollout_state()).policy_version == 0
+    assert (await node.state()).trainer_target == node_targets(node.config)["trainer"]
+
+
+@pytest.mark.timeout(120)
+async def test_mutated_messages_are_answered_and_break_nothing(certs_node: tuple[Node, Path]) -> None:
+    node, folder = certs_node
+    before = await node.state()
+    calls = itertools.islice(mutated_calls(seed=1, services=frozenset({"CoordinatorService"})), NUM_MUTATIONS)
+    target = f"localhost:{port_of(node, 'coordinator')}"
+    async with open_channel(target, credentials=certificate(folder, "operator")) as channel:
+        codes = await answers(channel, calls)
+    assert codes.total() == NUM_MUTATIONS
+    assert codes[grpc.StatusCode.INVALID_ARGUMENT] > NUM_MUTATIONS / 10
+    assert codes.keys() <= ANSWERS, codes
+    assert codes[grpc.StatusCode.DEADLINE_EXCEEDED] < NUM_MUTATIONS / 1000
+    after = await node.settled()
+    assert (after.boot_id, after.epoch) == (before.boot_id, before.epoch)
+    assert (await node.acquire(PHASE_ROLLOUT))[-1].state.phase == PHASE_ROLLOUT
+
+
+@pytest.mark.timeout(120)
+async def test_slow_connections_do_not_keep_others_out(tokens_node: tuple[Node, Path]) -> None:
+    node, folder = tokens_node
+    port = port_of(node, "coordinator")
+    credentials = viewer_token(folder)
+    opening = slow_connections(port, folder / "ca.pem", num=NUM_SLOW)
+    opened = await asyncio.to_thread(opening.__enter__)
+    try:
+        assert len(opened) == NUM_SLOW
+        for _ in range(5):
+            started = time.monotonic()
+            async with AsyncClient(f"localhost:{port}", credentials=credentials) as client:
+                await client.state()
+            assert time.monotonic() - started < 2.0
+        assert (await node.acquire(PHASE_ROLLOUT))[-1].state.phase == PHASE_ROLLOUT
+        make_certs(folder)  # a new certificate comes in between
+        async with AsyncClient(f"localhost:{port}", credentials=credentials) as client:
+            await client.state()
+    finally:
+        opening.__exit__(None, None, None)
+    assert (await node.acquire(PHASE_TRAIN))[-1].state.phase == PHASE_TRAIN
+
+
+def viewer_token(folder: Path) -> Credentials:
+    return Credentials(ca=folder / "ca.pem", token_file=folder / "viewer.token")
+
+
+async def test_no_secret_is_in_a_log_an_argument_or_an_environment(tokens_node: tuple[Node, Path]) -> None:
+    node, folder = tokens_node
+    wrong = "deadbeef" * 8
+    async with AsyncClient(f"localhost:{port_of(node, 'coordinator')}", credentials=viewer_token(folder)) as client:
+        await client.state()
+    context = grpc.ssl_channel_credentials((folder / "ca.pem").read_bytes())
+    async with grpc.aio.secure_channel(f"localhost:{port_of(node, 'coordinator')}", context) as channel:
+        path = "/tasuki.v1.CoordinatorService/GetState"
+        assert await code_of(channel, path, metadata=[("authorization", f"Bearer {wrong}")]) is grpc.StatusCode.UNAUTHENTICATED
+    process = Path(f"/proc/{node.process.pid}")
+    told = [process / "cmdline", process / "environ", log_path(node.config.state_dir, "coordinator")]
+    told += [file for file in node.config.state_dir.rglob("*") if file.is_file()]
+    tokens_there = [file.read_text().strip() for file in folder.glob("*.token")]
+    keys = [line for file in folder.glob("*.key") for line in file.read_text().splitlines() if not line.startswith("-")]
+    for secret in (*tokens_there, *keys, wrong):
+        assert [str(file) for file in told if secret.encode() in file.read_bytes()] == []

@@ -1,0 +1,219 @@
+"""Certificates, authorities and tokens are replaced while calls run: no call is lost, and the old ones are of no use afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import ssl
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tasuki.cli import certs
+from tasuki.client import AsyncClient, Credentials
+from tasuki.config.ports import port_targets
+from tasuki.wire.channel import PORT_OPTIONS, open_channel
+from tasuki.wire.errors import Unauthenticated
+from tests.integration.port_node import (
+    PortNode,
+    make_certs,
+    make_tokens,
+    mtls,
+    port_config,
+    port_node,
+    tokens,
+    write_secret,
+)
+from tests.integration.raw_calls import code_of
+
+GET_STATE = "/tasuki.v1.CoordinatorService/GetState"
+NUM_CALLERS = 8
+AGE_MS = 400
+
+
+class Load:
+    """Callers that call without a pause. Any error of a call ends the test."""
+
+    def __init__(self, node: PortNode, role: str = "trainer") -> None:
+        self.num_calls = 0
+        self._stopped = asyncio.Event()
+        self._callers = [asyncio.create_task(self._call(node, role)) for _ in range(NUM_CALLERS)]
+
+    async def _call(self, node: PortNode, role: str) -> None:
+        async with AsyncClient(node.target, credentials=node.credentials(role)) as client:
+            while not self._stopped.is_set():
+                await client.trainer_state()
+                self.num_calls += 1
+
+    async def after(self, num_calls: int) -> None:
+        """Returns when so many more calls were answered."""
+        wanted = self.num_calls + num_calls
+        while self.num_calls < wanted and not any(caller.done() for caller in self._callers):
+            await asyncio.sleep(0.01)
+
+    async def stop(self) -> None:
+        self._stopped.set()
+        await asyncio.gather(*self._callers)
+
+
+def shown_certificate(node: PortNode) -> str:
+    """The node's certificate, as a stranger sees it."""
+    port = int(port_targets(node.config)["coordinator"].rpartition(":")[2])
+    return ssl.get_server_certificate(("127.0.0.1", port))
+
+
+async def test_new_certificates_on_both_sides_lose_no_call(tmp_path: Path) -> None:
+    folder = make_certs(tmp_path / "certs")
+    async with port_node(port_config(tmp_path, *mtls(folder)), folder) as node:
+        load, seen = Load(node), set()
+        for _ in range(5):
+            await load.after(100)
+            seen.add(await asyncio.to_thread(shown_certificate, node))
+            make_certs(folder)
+        await load.after(100)
+        seen.add(await asyncio.to_thread(shown_certificate, node))
+        await load.stop()
+        assert len(seen) == 6
+        assert load.num_calls >= 600
+
+
+async def test_new_authority_loses_no_call_and_shuts_the_old_one_out(tmp_path: Path) -> None:
+    folder, old = make_certs(tmp_path / "certs"), make_certs(tmp_path / "old")
+    for name in ("ca", "node", "trainer"):
+        (folder / f"{name}.pem").write_bytes((old / f"{name}.pem").read_bytes())
+        (folder / f"{name}.key").write_bytes((old / f"{name}.key").read_bytes())
+    new = make_certs(tmp_path / "new")
+
+    def put(name: str, *sources: Path) -> None:
+        write_secret(folder / name, "".join((source / name).read_text() for source in sources))
+
+    async with port_node(port_config(tmp_path, *mtls(folder)), folder) as node:
+        load = Load(node)
+        await load.after(100)
+        put("ca.pem", old, new)  # both sides trust both
+        await load.after(100)
+        for name in ("node", "trainer"):
+            put(f"{name}.key", new)
+            put(f"{name}.pem", new)
+        await load.after(100)
+        put("ca.pem", new)
+        await load.after(100)
+        await load.stop()
+        shown = Credentials(ca=new / "ca.pem", cert=old / "trainer.pem", key=old / "trainer.key")
+        async with open_channel(node.target, credentials=shown) as channel:
+            assert await code_of(channel, GET_STATE) is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_call_that_runs_keeps_its_connection(tmp_path: Path) -> None:
+    folder = make_certs(tmp_path / "certs")
+    config = port_config(tmp_path, *mtls(folder))
+    async with port_node(config, folder) as node, AsyncClient(node.target, credentials=node.credentials()) as client:
+        watch = client.watch()
+        assert (await anext(watch)).state.epoch == 1
+        make_certs(folder)
+        await client.state()
+        node.scripted.epoch = 2
+        async with node.scripted.changed:
+            node.scripted.changed.notify_all()
+        assert (await asyncio.wait_for(anext(watch), 5)).state.epoch == 2
+
+
+async def test_certificate_that_is_half_replaced_is_not_taken(tmp_path: Path) -> None:
+    folder, new = make_certs(tmp_path / "certs"), make_certs(tmp_path / "new")
+    async with port_node(port_config(tmp_path, *mtls(folder)), folder) as node:
+        before = await asyncio.to_thread(shown_certificate, node)
+        write_secret(folder / "node.key", (new / "node.key").read_text())
+        assert await asyncio.to_thread(shown_certificate, node) == before
+        write_secret(folder / "node.pem", (new / "node.pem").read_text())
+        assert await asyncio.to_thread(shown_certificate, node) != before
+
+
+async def test_new_token_loses_no_call_and_the_old_one_cannot_be_replayed(tmp_path: Path) -> None:
+    folder = make_tokens(tmp_path / "tokens")
+    client_folder = make_tokens(tmp_path / "client")
+    old, new = (folder / "trainer.token").read_text(), f"{secrets.token_hex(32)}\n"
+    write_secret(client_folder / "trainer.token", old)
+    async with port_node(port_config(tmp_path, *tokens(folder)), client_folder) as node:
+        load = Load(node)
+        await load.after(100)
+        write_secret(folder / "trainer.token", new + old)  # the node takes both
+        await load.after(100)
+        write_secret(client_folder / "trainer.token", new)
+        await load.after(100)
+        write_secret(folder / "trainer.token", new)
+        await load.after(100)
+        await load.stop()
+        async with grpc.aio.insecure_channel(node.target) as channel:
+            for token, code in ((old, grpc.StatusCode.UNAUTHENTICATED), (new, grpc.StatusCode.OK)):
+                assert await code_of(channel, GET_STATE, metadata=[("authorization", f"Bearer {token.strip()}")]) is code
+
+
+async def test_token_file_that_is_deleted_shuts_its_holders_out(tmp_path: Path) -> None:
+    folder = make_tokens(tmp_path / "tokens")
+    async with port_node(port_config(tmp_path, *tokens(folder)), make_tokens(tmp_path / "client")) as node:
+        write_secret(node.folder / "viewer.token", (folder / "viewer.token").read_text())
+        async with AsyncClient(node.target, credentials=node.credentials("viewer")) as client:
+            await client.state()
+            (folder / "viewer.token").unlink()
+            with pytest.raises(Unauthenticated):
+                await client.state()
+
+
+@pytest.mark.parametrize(("what", "until"), [("expired", -1), ("foreign", 1)])
+async def test_certificate_that_is_expired_or_of_another_authority_is_refused(tmp_path: Path, what: str, until: int) -> None:
+    folder = make_certs(tmp_path / "certs")
+    authority = certs.make_authority() if what == "foreign" else certs.read_authority(folder)
+    pair = certs.issue(
+        authority, "x", spiffe_id="spiffe://tasuki.lab/tasuki/peer", until=datetime.now(UTC) + timedelta(hours=until)
+    )
+    certs.write_pair(folder, "bad", *pair)
+    shown = Credentials(ca=folder / "ca.pem", cert=folder / "bad.pem", key=folder / "bad.key")
+    async with port_node(port_config(tmp_path, *mtls(folder)), folder) as node:
+        async with open_channel(node.target, credentials=shown) as channel:
+            assert await code_of(channel, GET_STATE) is grpc.StatusCode.UNAVAILABLE
+        async with open_channel(node.target, credentials=node.credentials("viewer")) as channel:
+            assert await code_of(channel, GET_STATE) is grpc.StatusCode.OK
+
+
+async def test_certificate_of_the_node_is_no_callers(tmp_path: Path) -> None:
+    folder = make_certs(tmp_path / "certs")
+    shown = Credentials(ca=folder / "ca.pem", cert=folder / "node.pem", key=folder / "node.key")
+    async with (
+        port_node(port_config(tmp_path, *mtls(folder)), folder) as node,
+        open_channel(node.target, credentials=shown) as channel,
+    ):
+        assert await code_of(channel, GET_STATE) is not grpc.StatusCode.OK
+
+
+async def test_connections_that_end_by_their_age_lose_no_call_and_shut_a_lost_authority_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {**dict(PORT_OPTIONS), "grpc.max_connection_age_ms": AGE_MS}
+    monkeypatch.setattr("tasuki.rpc.server.PORT_OPTIONS", list(options.items()))
+    folder, other = make_certs(tmp_path / "certs"), make_certs(tmp_path / "other")
+    async with port_node(port_config(tmp_path, *mtls(folder)), folder) as node:
+        async with AsyncClient(node.target, credentials=node.credentials()) as client:
+            watch = client.watch()
+            await anext(watch)
+            load, started = Load(node), time.monotonic()
+            while time.monotonic() - started < 5 * AGE_MS / 1000:
+                await load.after(50)
+            await load.stop()
+            async with node.scripted.changed:
+                node.scripted.changed.notify_all()
+            await asyncio.wait_for(anext(watch), 5)  # longer than any connection's age
+            await client.state()
+            kept = folder / "kept.pem"
+            kept.write_bytes((folder / "ca.pem").read_bytes())
+        shown = Credentials(ca=kept, cert=folder / "viewer.pem", key=folder / "viewer.key")
+        async with open_channel(node.target, credentials=shown) as channel:
+            assert await code_of(channel, GET_STATE) is grpc.StatusCode.OK
+            write_secret(folder / "ca.pem", (other / "ca.pem").read_text())
+            deadline = time.monotonic() + 5 * AGE_MS / 1000
+            while (code := await code_of(channel, GET_STATE)) is grpc.StatusCode.OK:
+                assert time.monotonic() < deadline, "the connection outlived its authority"
+                await asyncio.sleep(0.05)
+            assert code is grpc.StatusCode.UNAVAILABLE

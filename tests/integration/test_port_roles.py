@@ -1,0 +1,117 @@
+"""Every method of every service, by every role and by nobody: the table of roles is what a port does."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tasuki.config.security_schema import CallerRole
+from tasuki.rpc.methods import METHODS, Method, standard_methods
+from tasuki.wire.channel import CLIENT_OPTIONS, open_channel
+from tests.integration.port_node import ROLES, PortNode, make_certs, make_tokens, mtls, port_config, port_node, tokens
+from tests.integration.raw_calls import code_of
+
+ALL = {**METHODS, **standard_methods()}
+DENIED = grpc.StatusCode.PERMISSION_DENIED
+
+
+def service_of(path: str) -> str:
+    """A service of the node that has the method."""
+    for name in ("Coordinator", "Rollout"):
+        if f".{name}Service/" in path:
+            return name.lower()
+    return "trainer"
+
+
+async def denied(node: PortNode, role: str) -> set[str]:
+    """Methods that the role is refused; every other must have come to its servicer."""
+    refused = set()
+    for service in ("coordinator", "trainer", "rollout"):
+        async with open_channel(node.port_of(service), credentials=node.credentials(role)) as channel:
+            for path in ALL:
+                if service_of(path) == service:
+                    code = await code_of(channel, path)
+                    assert code is not grpc.StatusCode.UNAUTHENTICATED
+                    refused |= {path} if code is DENIED else set()
+    return refused
+
+
+def above(role: str) -> set[str]:
+    has = CallerRole.named(role)
+
+    def needs_more(method: Method) -> bool:
+        return method.role is None or has is None or method.role > has
+
+    return {path for path, method in ALL.items() if needs_more(method)}
+
+
+@pytest.mark.parametrize("kind", ["certificates", "tokens"])
+@pytest.mark.parametrize("role", ROLES)
+async def test_role_may_call_its_methods_and_no_other(tmp_path: Path, kind: str, role: str) -> None:
+    folder = make_tokens(make_certs(tmp_path / "certs"))
+    security = mtls(folder) if kind == "certificates" else [*mtls(folder)[:2], *tokens(folder)]
+    async with port_node(port_config(tmp_path, *security), folder) as node:
+        assert await denied(node, role) == above(role)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        None,
+        "Bearer",
+        "Bearer ",
+        "Basic YTpi",
+        "Bearer " + "a" * 64,
+        "Bearer " + "~" * 9000,
+        "Token {token}",
+        "{token}",
+        "Bearer {token}x",
+    ],
+)
+async def test_nobody_may_call_anything_without_a_good_token(tmp_path: Path, header: str | None) -> None:
+    folder = make_tokens(tmp_path / "tokens")
+    async with port_node(port_config(tmp_path, *tokens(folder)), folder) as node:
+        token = (folder / "peer.token").read_text().strip()
+        metadata = [] if header is None else [("authorization", header.format(token=token))]
+        for service in ("coordinator", "trainer", "rollout"):
+            async with grpc.aio.insecure_channel(node.port_of(service), options=CLIENT_OPTIONS) as channel:
+                for path in (path for path in ALL if service_of(path) == service):
+                    assert await code_of(channel, path, metadata=metadata) is grpc.StatusCode.UNAUTHENTICATED, path
+
+
+async def test_two_tokens_in_one_call_are_none(tmp_path: Path) -> None:
+    folder = make_tokens(tmp_path / "tokens")
+    async with (
+        port_node(port_config(tmp_path, *tokens(folder)), folder) as node,
+        grpc.aio.insecure_channel(node.target) as channel,
+    ):
+        good = ("authorization", f"Bearer {(folder / 'peer.token').read_text().strip()}")
+        path = "/tasuki.v1.CoordinatorService/GetState"
+        assert await code_of(channel, path, metadata=[good]) is grpc.StatusCode.OK
+        assert await code_of(channel, path, metadata=[good, good]) is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_method_that_is_not_there_is_unimplemented(tmp_path: Path) -> None:
+    folder = make_certs(tmp_path / "certs")
+    config = port_config(tmp_path, *mtls(folder))
+    async with port_node(config, folder) as node, open_channel(node.target, credentials=node.credentials("peer")) as channel:
+        assert await code_of(channel, "/tasuki.v1.CoordinatorService/Nothing") is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_strangers_cannot_fill_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_tokens(tmp_path / "tokens")
+    caplog.set_level(logging.INFO, logger="tasuki.rpc")
+    async with (
+        port_node(port_config(tmp_path, *tokens(folder)), folder) as node,
+        grpc.aio.insecure_channel(node.target) as channel,
+    ):
+        started = time.monotonic()
+        codes = [await code_of(channel, "/tasuki.v1.CoordinatorService/GetState") for _ in range(200)]
+        assert set(codes) == {grpc.StatusCode.UNAUTHENTICATED}
+    lines = [record.getMessage() for record in caplog.records if "GetState" in record.getMessage()]
+    assert 1 <= len(lines) <= time.monotonic() - started + 1
+    assert "event=strangers_refused num=1 " in lines[0] and "last_peer=ipv4:127.0.0.1:" in lines[0]

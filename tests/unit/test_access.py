@@ -1,0 +1,58 @@
+"""Which role a certificate has, by what TLS tells of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tasuki.config.security_schema import CallerRole
+from tasuki.rpc.access import CertifiedCallers
+
+
+class Context:
+    """As grpc gives it to a handler."""
+
+    def __init__(self, **shown: str) -> None:
+        self._shown = {key: [value.encode()] for key, value in shown.items()}
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return self._shown
+
+
+@pytest.mark.parametrize(
+    ("shown", "role"),
+    [
+        ({"peer_spiffe_id": "spiffe://any/tasuki/viewer"}, CallerRole.VIEWER),
+        ({"peer_spiffe_id": "spiffe://any/tasuki/peer", "x509_common_name": "x"}, CallerRole.PEER),
+        ({"peer_spiffe_id": "spiffe://any/tasuki/admin"}, None),
+        ({"peer_spiffe_id": "spiffe://any/team/tasuki/peer"}, None),
+        ({"peer_spiffe_id": "spiffe://any/tasuki/peer/x"}, None),
+        ({"x509_common_name": "spiffe://any/tasuki/peer"}, None),
+        ({"x509_common_name": "peer"}, None),
+        ({}, None),
+    ],
+)
+def test_role_is_in_the_id_by_default(shown: dict[str, str], role: CallerRole | None) -> None:
+    assert CertifiedCallers(None).of(Context(**shown)).role is role
+
+
+@pytest.mark.parametrize(
+    ("shown", "role"),
+    [
+        ({"peer_spiffe_id": "spiffe://lab/alice"}, CallerRole.OPERATOR),
+        ({"peer_spiffe_id": "spiffe://lab/alice/x"}, None),
+        ({"peer_spiffe_id": "spiffe://any/tasuki/peer"}, None),
+        ({"x509_common_name": "ci"}, CallerRole.VIEWER),
+        ({"peer_spiffe_id": "spiffe://lab/bob", "x509_common_name": "ci"}, None),
+        ({"x509_common_name": "spiffe://lab/alice"}, None),
+        ({"x509_common_name": "SPIFFE://lab/alice"}, None),
+    ],
+)
+def test_the_table_alone_counts_where_there_is_one(tmp_path: Path, shown: dict[str, str], role: CallerRole | None) -> None:
+    (tmp_path / "roles.toml").write_text('"spiffe://lab/alice" = "operator"\n"SPIFFE://lab/alice" = "peer"\nci = "viewer"\n')
+    assert CertifiedCallers(tmp_path / "roles.toml").of(Context(**shown)).role is role
+
+
+def test_name_of_a_caller_is_told_in_ascii() -> None:
+    assert CertifiedCallers(None).of(Context(x509_common_name="a\nb\u202e")).name == "'a\\nb\\u202e'"

@@ -1,0 +1,58 @@
+"""`tasuki certs`: what it writes, and what it does in a folder where it was before."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+
+from tasuki.cli.__main__ import main
+from tasuki.cli.certs import run
+from tasuki.wire.errors import InvalidArgument
+
+NAMES = ["ca", "node", "operator", "peer", "trainer", "viewer"]
+
+
+def load(path: Path) -> x509.Certificate:
+    return x509.load_pem_x509_certificate(path.read_bytes())
+
+
+def test_command_makes_an_authority_and_a_pair_for_each_role(tmp_path: Path) -> None:
+    assert main(["certs", str(tmp_path / "lab"), "--host", "node-a", "--host", "10.0.0.7", "--days", "2"]) == 0
+    folder = tmp_path / "lab"
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        f"{name}.{kind}" for name in NAMES for kind in ("key", "pem")
+    )
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in folder.glob("*.key"))
+    node = load(folder / "node.pem").extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert {"node-a", "localhost"} <= set(node.get_values_for_type(x509.DNSName))
+    assert {"10.0.0.7", "127.0.0.1", "::1"} == {str(address) for address in node.get_values_for_type(x509.IPAddress)}
+    viewer = load(folder / "viewer.pem").extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert viewer.get_values_for_type(x509.UniformResourceIdentifier) == ["spiffe://tasuki.lab/tasuki/viewer"]
+
+
+def test_again_in_the_same_folder_makes_new_certificates_of_the_same_authority(tmp_path: Path) -> None:
+    run(tmp_path, hosts=["a"], days=1)
+    before = {name: load(tmp_path / f"{name}.pem") for name in NAMES}
+    run(tmp_path, hosts=["a"], days=1)
+    after = {name: load(tmp_path / f"{name}.pem") for name in NAMES}
+    assert [name for name in NAMES if before[name] == after[name]] == ["ca"]
+    for name in NAMES[1:]:
+        after[name].verify_directly_issued_by(after["ca"])
+
+
+@pytest.mark.parametrize("host", ["", "a b", "a/b", "*", "é", "a..b"])
+def test_a_host_that_is_none_is_refused(tmp_path: Path, host: str) -> None:
+    with pytest.raises(InvalidArgument, match="neither the name nor the address"):
+        run(tmp_path, hosts=[host], days=1)
+
+
+def test_a_folder_with_another_key_is_left_alone(tmp_path: Path) -> None:
+    run(tmp_path, hosts=["a"], days=1)
+    (tmp_path / "ca.key").write_bytes((tmp_path / "node.key").read_bytes())
+    with pytest.raises(InvalidArgument, match="not the key of"):
+        run(tmp_path, hosts=["a"], days=1)
+    with pytest.raises(InvalidArgument, match="at least 1"):
+        run(tmp_path / "other", hosts=["a"], days=0)

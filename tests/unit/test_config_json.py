@@ -1,0 +1,151 @@
+"""Values of config.json that would end in an error of transformers, or compute another model than they say, are refused by key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Phi3Config
+
+from tasuki.cli.model_folder import check_model_folder
+from tasuki.models.families import FAMILIES, read_model
+from tasuki.trainer.backends.fsdp.model import _without_dropout, read_model_config
+from tasuki.wire.errors import InvalidArgument, UnsupportedModel
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "hidden_act": "silu",
+}
+NEEDED: dict[str, dict[str, Any]] = {
+    "MixtralForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3MoeForCausalLM": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "MistralForCausalLM": {"sliding_window": None},
+    "Gemma2ForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
+    "Gemma3ForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
+}
+
+
+def table_of(architecture: str = "LlamaForCausalLM", **values: object) -> dict[str, Any]:
+    return {"architectures": [architecture], **SIZES, **NEEDED.get(architecture, {}), **values}
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("key", ["is_causal", "rope_is_neox_style"])
+def test_a_key_that_is_true_by_default_is_absent_or_true(architecture: str, key: str) -> None:
+    assert read_model(table_of(architecture, **{key: True})) == read_model(table_of(architecture))
+    for value in (False, None, 0):
+        with pytest.raises(UnsupportedModel, match=f"with {key} {value}: .*true only") as refused:
+            read_model(table_of(architecture, **{key: value}))
+        assert refused.value.metadata["field"] == key
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_a_base_of_zero_is_refused_also_where_it_is_only_the_default(architecture: str) -> None:
+    for key in ("default_theta", "rope_theta"):
+        with pytest.raises((UnsupportedModel, InvalidArgument), match=key):
+            read_model(table_of(architecture, **{key: 0}))
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rope_scaling", "linear"),
+        ("rope_scaling", {"rope_type": ["linear"]}),
+        ("rope_parameters", {"rope_theta": None}),
+        ("rope_parameters", {"full_attention": None}),
+        ("rms_norm_eps", 0),
+        ("rms_norm_eps", None),
+        ("max_position_embeddings", None),
+        ("max_position_embeddings", True),
+        ("tie_word_embeddings", 1),
+        ("tie_word_embeddings", None),
+        ("attention_dropout", None),
+        ("attention_dropout", 2),
+        ("num_hidden_layers", 2.0),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_by_its_key(architecture: str, key: str, value: object) -> None:
+    with pytest.raises((InvalidArgument, UnsupportedModel)) as refused:
+        read_model(table_of(architecture, **{key: value}))
+    assert refused.value.metadata["field"] == key
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "value"),
+    [
+        ("LlamaForCausalLM", "mlp_bias", 0),
+        ("LlamaForCausalLM", "attention_bias", 1),
+        ("Qwen2ForCausalLM", "use_sliding_window", 0),
+        ("Qwen2ForCausalLM", "layer_types", 3),
+        ("Qwen3MoeForCausalLM", "norm_topk_prob", 1),
+        ("Qwen3MoeForCausalLM", "mlp_only_layers", 1),
+        ("Gemma2ForCausalLM", "layer_types", 3),
+        ("Gemma3ForCausalLM", "layer_types", ["full_attention", None]),
+        ("Phi3ForCausalLM", "sliding_window", "all"),
+        ("Glm4ForCausalLM", "partial_rotary_factor", 0),
+        ("Glm4ForCausalLM", "partial_rotary_factor", 1.5),
+    ],
+)
+def test_a_value_of_another_kind_of_a_familys_own_key_is_refused(architecture: str, key: str, value: object) -> None:
+    with pytest.raises((InvalidArgument, UnsupportedModel)) as refused:
+        read_model(table_of(architecture, **{key: value}))
+    assert refused.value.metadata["field"] == key
+
+
+@pytest.mark.parametrize(
+    ("rope", "problem"),
+    [
+        ({"type": "linear", "factor": 0}, "factor must be a number above 0"),
+        ({"type": "linear", "factor": -2}, "factor must be a number above 0"),
+        ({"type": "linear", "factor": "2"}, "factor must be a number above 0"),
+        ({"type": "linear"}, "'linear' needs factor"),
+        ({"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}, "'llama3' needs high_freq_factor"),
+        ({"type": "yarn", "factor": 4.0, "beta_fast": None}, "beta_fast must be a number above 0"),
+        ({"type": "yarn", "factor": 4.0, "truncate": False}, "nobody has accounted for truncate"),
+        ({"type": "yarn", "factor": 4.0, "truncate": None}, "nobody has accounted for truncate"),
+        ({"type": "yarn", "factor": 4.0, "attention_factor": 0}, "nobody has accounted for attention_factor"),
+    ],
+)
+def test_a_parameter_of_a_rotary_embedding_that_computes_nothing_or_something_else_is_refused(
+    rope: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises((InvalidArgument, UnsupportedModel), match=problem) as refused:
+        read_model(table_of(rope_scaling=rope))
+    assert refused.value.metadata["field"] == "rope_scaling"
+
+
+@pytest.mark.parametrize("key", ["rope_theta", "rope_parameters"])
+def test_a_fractional_base_is_refused_where_the_engine_rounds_it(key: str) -> None:
+    def table(architecture: str, base: float) -> dict[str, Any]:
+        return table_of(architecture, **{key: base if key == "rope_theta" else {"rope_type": "default", "rope_theta": base}})
+
+    assert read_model(table("MixtralForCausalLM", 1e6)) == read_model(table("MixtralForCausalLM", 1_000_000))
+    assert read_model(table("LlamaForCausalLM", 10000.5))
+    with pytest.raises(UnsupportedModel, match=r"rope_theta 10000\.5: the engine rounds it down"):
+        read_model(table("MixtralForCausalLM", 10000.5))
+
+
+def test_a_wrong_value_is_refused_before_a_node_starts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(table_of(tie_word_embeddings=1)))
+    with pytest.raises(InvalidArgument, match="tie_word_embeddings: must be true or false"):
+        check_model_folder(tmp_path)
+
+
+def test_what_transformers_refuses_by_itself_is_an_error_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(table_of(model_type="llama", use_cache="yes")))
+    with pytest.raises(InvalidArgument, match=r"config\.json cannot be read: Validation error for field 'use_cache'"):
+        read_model_config(tmp_path)
+
+
+def test_dropout_that_is_a_whole_number_is_left_out() -> None:
+    config = _without_dropout(Phi3Config(attention_dropout=1, resid_pdrop=1, embd_pdrop=0.5))
+    assert (config.attention_dropout, config.resid_pdrop, config.embd_pdrop) == (0.0, 0.0, 0.0)

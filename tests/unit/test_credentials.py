@@ -1,0 +1,140 @@
+"""Files of secrets and certificates: what is refused, and what happens when they change."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+
+from tasuki.cli import certs
+from tasuki.config.security_schema import CallerRole
+from tasuki.rpc.access import read_roles
+from tasuki.wire.channel import open_channel
+from tasuki.wire.credentials import Credentials, TlsFiles, read_tokens
+from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.reloaded import Reloaded
+
+
+def secret(path: Path, text: str, *, mode: int = 0o600) -> Path:
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def test_tokens_are_lines(tmp_path: Path) -> None:
+    first, second = secrets.token_hex(16), secrets.token_hex(16)
+    assert read_tokens("f", secret(tmp_path / "t", f"# ours\n{first}\n\n  {second}\n")) == (first, second)
+
+
+@pytest.mark.parametrize("text", ["", "\n# nothing\n", "short\n", f"{'a' * 20} {'b' * 20}\n", "é" * 40])
+def test_a_file_without_a_good_token_is_refused_without_telling_it(tmp_path: Path, text: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        read_tokens("security.tokens.viewer", secret(tmp_path / "t", text))
+    assert refused.value.metadata["field"] == "security.tokens.viewer"
+    assert not text.strip() or text.strip() not in refused.value.message
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o644, 0o602])
+def test_a_secret_that_every_user_may_read_or_write_is_refused(tmp_path: Path, mode: int) -> None:
+    with pytest.raises(InvalidArgument, match="chmod 600"):
+        read_tokens("f", secret(tmp_path / "t", "a" * 40, mode=mode))
+
+
+def test_tls_files_are_checked_by_key(tmp_path: Path) -> None:
+    assert certs.run(tmp_path, hosts=["a"], days=1) == 0
+
+    def read(**names: str) -> None:
+        TlsFiles(**{field: (f"security.{field}", tmp_path / name) for field, name in names.items()}).read()
+
+    read(cert="node.pem", key="node.key", ca="ca.pem")
+    secret(tmp_path / "open.key", (tmp_path / "node.key").read_text(), mode=0o644)
+    secret(tmp_path / "rubbish", "rubbish")
+    for names, field in (
+        ({"cert": "node.pem", "key": "viewer.key"}, "security.key"),
+        ({"cert": "node.pem", "key": "open.key"}, "security.key"),
+        ({"cert": "gone.pem", "key": "node.key"}, "security.cert"),
+        ({"cert": "rubbish", "key": "node.key"}, "security.key"),
+        ({"ca": "rubbish"}, "security.ca"),
+        ({"ca": "node.key"}, "security.ca"),
+    ):
+        with pytest.raises(InvalidArgument) as refused:
+            read(**names)
+        assert refused.value.metadata["field"] == field, names
+
+
+@pytest.mark.parametrize("given", [{}, {"cert": "a"}, {"cert": "a", "key": "b"}, {"ca": "a", "key": "b"}])
+def test_credentials_that_no_port_takes_are_refused(given: dict[str, str]) -> None:
+    with pytest.raises(InvalidArgument, match="credentials"):
+        Credentials(**given)
+
+
+@pytest.mark.parametrize("target", ["10.0.0.1:5000", "node-a:5000", "dns:///127.0.0.1:5000", "[fe80::1]:5000"])
+def test_no_plaintext_channel_leaves_the_machine(target: str, tmp_path: Path) -> None:
+    token = Credentials(token_file=secret(tmp_path / "t", "a" * 40))
+    for credentials in (None, token):
+        with pytest.raises(InvalidArgument, match="give credentials with `ca`"):
+            open_channel(target, credentials=credentials)
+
+
+def test_a_changed_file_is_read_again_and_a_broken_one_is_not_taken(tmp_path: Path) -> None:
+    path = tmp_path / "roles.toml"
+    path.write_text('"a" = "viewer"\n')
+    kept, closed = Reloaded([path], lambda: read_roles(path)), Reloaded([path], lambda: read_roles(path), broken={})
+    path.write_text('"a" = "operator"\n')
+    assert kept.value == closed.value == {"a": CallerRole.OPERATOR}
+    path.write_text('"a" = "emperor"\n')
+    assert kept.value == {"a": CallerRole.OPERATOR}
+    assert closed.value == {}
+    path.unlink()
+    assert (kept.value, closed.value) == ({"a": CallerRole.OPERATOR}, {})
+    path.write_text('"a" = "viewer"\n')
+    assert kept.value == closed.value == {"a": CallerRole.VIEWER}
+
+
+def test_a_link_that_is_turned_is_a_change(tmp_path: Path) -> None:
+    for name in ("1", "2"):
+        (tmp_path / name).write_text(name)
+    link = tmp_path / "data"
+    link.symlink_to("1")
+    reloaded = Reloaded([link], link.read_text)
+    (tmp_path / "aside").symlink_to("2")
+    os.rename(tmp_path / "aside", link)
+    assert reloaded.value == "2"
+
+
+@pytest.mark.parametrize("text", ["rubbish", '"a" = 1\n', '"a" = "admin"\n', '[a]\nb = "viewer"\n'])
+def test_a_table_of_roles_that_is_wrong_names_its_key(tmp_path: Path, text: str) -> None:
+    (tmp_path / "roles.toml").write_text(text)
+    with pytest.raises(InvalidArgument) as refused:
+        read_roles(tmp_path / "roles.toml")
+    assert refused.value.metadata["field"] == "security.roles"
+
+
+def test_an_encrypted_key_is_refused_and_no_password_is_asked_for(tmp_path: Path) -> None:
+    assert certs.run(tmp_path, hosts=["a"], days=1) == 0
+    key = serialization.load_pem_private_key((tmp_path / "node.key").read_bytes(), password=None)
+    locked = serialization.BestAvailableEncryption(b"password")
+    pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, locked)
+    files = TlsFiles(
+        cert=("security.cert", tmp_path / "node.pem"), key=("security.key", secret(tmp_path / "locked.key", pem.decode()))
+    )
+    with pytest.raises(InvalidArgument, match="no unencrypted PEM key"):
+        files.read()
+
+
+def test_files_that_are_just_being_replaced_are_waited_for(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder in (old, new):
+        assert certs.run(folder, hosts=["a"], days=1) == 0
+    files = TlsFiles(cert=("security.cert", old / "node.pem"), key=("security.key", old / "node.key"))
+    (new / "node.key").rename(old / "node.key")
+    with pytest.raises(InvalidArgument):
+        files.read()
+    rest = threading.Timer(0.05, lambda: (new / "node.pem").rename(old / "node.pem"))
+    rest.start()
+    assert Reloaded(files.paths, files.read).value.cert == (old / "node.pem").read_bytes()
+    rest.join()

@@ -1,0 +1,51 @@
+"""A critic that cannot read what the policy writes is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tasuki.cli.model_folder import check_model_folders
+from tasuki.cli.node import start_node
+from tasuki.config.load import load_config
+from tasuki.config.schema import NodeConfig
+from tasuki.wire.errors import InvalidArgument
+
+SIZES = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+}
+
+
+def node(folder: Path, *overrides: str, **critic: int) -> NodeConfig:
+    for name, sizes in (("policy", SIZES), ("critic", SIZES | critic)):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(sizes))
+        (folder / name / "model.safetensors").touch()
+        (folder / name / "tokenizer_config.json").write_text("{}")
+    (folder / "node.toml").write_text('state_dir = "node"\n[model]\npath = "policy"\n[trainer.critic]\npath = "critic"\n')
+    return load_config(folder / "node.toml", overrides=overrides)
+
+
+def test_a_smaller_vocabulary_is_refused_with_both_sizes(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="vocabulary of 127 tokens is smaller than the policy's of 128") as refused:
+        start_node(node(tmp_path, vocab_size=127))
+    assert refused.value.metadata["field"] == "trainer.critic.path"
+    assert not (tmp_path / "node").exists()
+
+
+def test_a_context_shorter_than_the_sequences_is_refused_with_both_lengths(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="context of 64 tokens is shorter than the policy's sequences of up to 256"):
+        check_model_folders(node(tmp_path, max_position_embeddings=64))
+
+
+@pytest.mark.parametrize("key", ["rollout.context_length", "trainer.micro_batch_tokens"])
+def test_a_context_as_long_as_the_sequences_is_accepted(tmp_path: Path, key: str) -> None:
+    check_model_folders(node(tmp_path, f"{key}=64", max_position_embeddings=64, vocab_size=130))

@@ -1,0 +1,170 @@
+"""Packed sequences through every family, and the attention under them, against transformers and against the formula."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tasuki.models.families import read_model
+from tasuki.models.family import full_attention
+from tasuki.planner.presets import MODELS
+from tasuki.trainer.backends.fsdp import attention_padded
+from tasuki.trainer.backends.fsdp.attention import IMPLEMENTATION, PackedAttention, choose_kernel
+from tasuki.trainer.backends.fsdp.attention_flash import cache_variables, packed_attention
+from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
+from tasuki.trainer.backends.fsdp.model import Policy
+from tasuki.trainer.data.micro_batch import TokenBatch
+from tasuki.wire.errors import InvalidArgument
+from tests.models import CONFIGS, VOCAB_SIZE, make_model
+
+LENGTHS = (7, 20, 1, 12, 12, 65)
+"""Longer than the windows of tests.models, in two groups."""
+
+
+def pack(lengths: tuple[int, ...], *, seed: int = 0) -> TokenBatch:
+    """Random tokens; every token but the last of a sequence predicts the next."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = [torch.randint(VOCAB_SIZE, (length + 1,), generator=generator) for length in lengths]
+    num_tokens = sum(lengths)
+    return TokenBatch(
+        input_ids_T=torch.cat([each[:-1] for each in tokens]),
+        position_ids_T=torch.cat([torch.arange(length) for length in lengths]),
+        cu_seqlens_S=torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32),
+        max_seqlen=max(lengths),
+        places_N=torch.arange(num_tokens),
+        token_ids_N=torch.cat([each[1:] for each in tokens]),
+        temperature_N=torch.full((num_tokens,), 0.7),
+    )
+
+
+def policy_of(causal_lm: PreTrainedModel, *, is_checkpointed: bool = False) -> Policy:
+    """Of its own copy."""
+    causal_lm = deepcopy(causal_lm)
+    causal_lm.set_attn_implementation(IMPLEMENTATION)
+    if is_checkpointed:
+        causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    causal_lm.train()
+    model = read_model({**causal_lm.config.to_dict(), "architectures": [type(causal_lm).__name__]})
+    attention = PackedAttention(PaddedSequences.of, model.attention)
+    return Policy(causal_lm, attention=attention, final_logit_softcap=model.final_logit_softcap)
+
+
+def plain_log_probs(causal_lm: PreTrainedModel, batch: TokenBatch) -> Tensor:
+    """Each sequence by itself through transformers' own attention."""
+    causal_lm.set_attn_implementation("eager")
+    rows = [
+        causal_lm(input_ids=batch.input_ids_T[first:end].unsqueeze(0), use_cache=False).logits.squeeze(0)
+        for first, end in zip(batch.cu_seqlens_S, batch.cu_seqlens_S[1:], strict=False)
+    ]
+    log_probs = torch.log_softmax(torch.cat(rows).float() / batch.temperature_N.unsqueeze(1), -1)
+    return log_probs.gather(1, batch.token_ids_N.unsqueeze(1)).squeeze(1)
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_pack_equals_its_sequences_one_by_one(kind: str, is_checkpointed: bool) -> None:
+    causal_lm, batch = make_model(kind, seed=5), pack(LENGTHS)
+    policy = policy_of(causal_lm, is_checkpointed=is_checkpointed)
+    weights_N = torch.randn(len(batch.token_ids_N), generator=torch.Generator().manual_seed(1))
+    found_N, exact_N = policy(batch)[0], plain_log_probs(causal_lm, batch)
+    torch.testing.assert_close(found_N, exact_N, rtol=1e-5, atol=1e-5)
+    (found_N * weights_N).sum().backward()
+    (exact_N * weights_N).sum().backward()
+    exact = dict(causal_lm.named_parameters())
+    for name, param in policy.causal_lm.named_parameters():
+        assert (param.grad - exact[name].grad).norm() <= 2e-6 * max(1.0, exact[name].grad.norm()), name
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_token_changes_nothing_in_the_sequences_beside_it(kind: str) -> None:
+    policy, batch = policy_of(make_model(kind, seed=5)), pack(LENGTHS)
+    with torch.no_grad():
+        before_N = policy(batch)[0]
+        first, end = batch.cu_seqlens_S[1:3].tolist()
+        batch.input_ids_T[first] = (batch.input_ids_T[first] + 1) % VOCAB_SIZE
+        after_N = policy(batch)[0]
+    # Experts take their tokens in one product, whose rows depend on how many there are.
+    close = {"rtol": 1e-5, "atol": 1e-6} if "moe" in kind or kind == "mixtral" else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(after_N[:first], before_N[:first], **close)
+    torch.testing.assert_close(after_N[end:], before_N[end:], **close)
+    assert not torch.isclose(after_N[first:end], before_N[first:end], atol=1e-4).any()
+
+
+def attend_plainly(
+    q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], *, window: int | None, softcap: float | None
+) -> Tensor:
+    """By the formula, one sequence after the other."""
+    outs: list[Tensor] = []
+    for q_L, k_L, v_L in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
+        length, group = len(q_L), q.shape[1] // k.shape[1]
+        k_L, v_L = k_L.repeat_interleave(group, 1), v_L.repeat_interleave(group, 1)
+        logits = torch.einsum("qhd,khd->hqk", q_L, k_L) * 0.3
+        if softcap is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        behind = torch.arange(length).unsqueeze(1) - torch.arange(length)
+        logits = logits.masked_fill((behind < 0) | (behind >= (window or length)), -torch.inf)
+        outs.append(torch.einsum("hqk,khd->qhd", torch.softmax(logits, -1), v_L))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("products_up_to", [256, 0], ids=["products", "fused"])
+@pytest.mark.parametrize("softcap", [None, 0.8])
+@pytest.mark.parametrize("window", [None, 1, 5, 300])
+def test_attention_equals_its_formula(
+    window: int | None, softcap: float | None, products_up_to: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(attention_padded._PRODUCTS_UP_TO, "cpu", products_up_to)
+    lengths, generator = (3, 300, 1, 70, 66, 3), torch.Generator().manual_seed(0)
+    heads = (6, 2, 2, 6)
+    q, k, v, grad = (torch.randn(sum(lengths), num, 8, generator=generator).requires_grad_() for num in heads)
+    starts = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    sequences = PaddedSequences.of(starts, 300)
+    assert sequences.groups == ((1, 300), (2, 70), (3, 3))
+    found = sequences.attend(q, k, v, scale=0.3, window=window, softcap=softcap)
+    exact = attend_plainly(q, k, v, lengths, window=window, softcap=softcap)
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+    for one, other in zip(*(torch.autograd.grad(out, (q, k, v), grad) for out in (found, exact)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_sequences_of_one_length_are_not_copied() -> None:
+    q = torch.randn(24, 2, 8)
+    sequences = PaddedSequences.of(torch.tensor([0, 12, 24], dtype=torch.int32), 12)
+    assert not sequences.is_padded
+    found = sequences.attend(q, q, q, scale=0.3, window=None, softcap=None)
+    torch.testing.assert_close(found, attend_plainly(q, q, q, (12, 12), window=None, softcap=None))
+
+
+@pytest.mark.parametrize("backend", ["fa4", "varlen"])
+def test_a_kernel_that_cannot_compute_the_model_is_refused(backend: str) -> None:
+    settings = {"shape": MODELS["qwen2.5-0.5b"], "dtype": torch.bfloat16, "device": torch.device("cpu")}
+    attention = full_attention(MODELS["qwen2.5-0.5b"])
+    with pytest.raises(InvalidArgument, match='needs device = "cuda"') as refused:
+        choose_kernel(backend, attention=attention, **settings)
+    assert refused.value.metadata["field"] == "trainer.attention_backend"
+    assert choose_kernel("auto", attention=attention, **settings) == PaddedSequences.of
+
+
+def test_fa4_reads_the_variables_that_are_set_for_it(tmp_path: Path) -> None:
+    found = find_spec("flash_attn.cute")
+    assert found is not None and found.origin is not None
+    source = (Path(found.origin).parent / "cache_utils.py").read_text()
+    for name, value in cache_variables(tmp_path).items():
+        assert f'os.getenv("{name}"' in source
+        assert value in ("1", str(tmp_path / "attention-kernels"))
+
+
+def test_the_operator_says_its_shapes_without_a_gpu() -> None:
+    q, k = (
+        torch.empty(9, 4, 16, device="meta", dtype=torch.bfloat16),
+        torch.empty(9, 2, 16, device="meta", dtype=torch.bfloat16),
+    )
+    out, lse = packed_attention(q, k, k, torch.empty(3, device="meta", dtype=torch.int32), 5, 0.25, None)
+    assert (out.shape, out.dtype) == ((9, 4, 16), torch.bfloat16)
+    assert (lse.shape, lse.dtype) == ((4, 9), torch.float32)
