@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Iterator
-from typing import Any, cast
-
 import pytest
 import torch
 
-from tasuki.algorithms import lm_head_tiles
+from tasuki.algorithms import lm_head_tiles, lm_head_triton
 from tasuki.algorithms.lm_head_tiles import Places, RunningSoftmax, SoftmaxGradient, TileKernels
 
 NUM_PLACES, VOCAB_SIZE, WIDTH = 9, 300, 128
-NAME = "tasuki.algorithms.lm_head_triton"
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[TileKernels]:
-    """Compiled for nobody else: Triton decides at import."""
-    before = sys.modules.pop(NAME, None)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    module: Any = importlib.import_module(NAME)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> TileKernels:
     # Programs that walk a row in several steps, of which the last is not whole.
-    monkeypatch.setattr(module, "_FOLD_COLUMNS", 32)
-    monkeypatch.setattr(module, "_GRADIENT_COLUMNS", 32)
-    yield cast(TileKernels, module)
-    del sys.modules[NAME]
-    if before is not None:
-        sys.modules[NAME] = before
+    monkeypatch.setattr(lm_head_triton, "_FOLD_COLUMNS", 32)
+    monkeypatch.setattr(lm_head_triton, "_GRADIENT_COLUMNS", 32)
+    return lm_head_triton
 
 
 def make_places(softcap: float | None) -> Places:
