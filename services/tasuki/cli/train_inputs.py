@@ -93,7 +93,7 @@ def check_lengths(
 
 def _check_stop_tokens(config: NodeConfig, train: TrainConfig) -> None:
     """Raises InvalidArgument for a stop token that the model does not have."""
-    vocab_size = _model_table(config).get("vocab_size")
+    vocab_size: Any = _model_table(config).get("vocab_size")
     if not isinstance(vocab_size, int):  # a family that is not known may keep it elsewhere
         return
     unknown = [token for token in train.stop_token_ids if token >= vocab_size]

@@ -5,7 +5,8 @@ Each operation of such a chain reads and writes whole activations: together they
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,11 +38,12 @@ class GatedMlp(nn.Module):
                 self.add_module(name, projection)
 
     def forward(self, x: Tensor) -> Tensor:
-        if "gate_up_proj" in self._modules:
-            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        projections = cast(Mapping[str, Callable[[Tensor], Tensor]], self._modules)
+        if "gate_up_proj" in projections:
+            gate, up = projections["gate_up_proj"](x).chunk(2, dim=-1)
         else:
-            gate, up = self.gate_proj(x), self.up_proj(x)
-        return self.down_proj(gated(gate, up, self._activation))
+            gate, up = projections["gate_proj"](x), projections["up_proj"](x)
+        return projections["down_proj"](gated(gate, up, self._activation))
 
 
 def fuse_pointwise(causal_lm: nn.Module) -> None:
