@@ -11,7 +11,7 @@ import pytest
 
 from tasuki.cli.continuation import Continuation
 from tasuki.cli.earlier_run import read_earlier_run
-from tasuki.cli.node import _begin_anew
+from tasuki.cli.node import _begin_at_the_model
 from tasuki.cli.resume import begin, go_on, resumable_run
 from tasuki.cli.rl_training import rl_run_settings
 from tasuki.cli.run_folder import MetricsFile
@@ -96,7 +96,7 @@ async def test_a_node_that_began_from_its_model_gets_the_checkpoint_and_what_is_
     run.train(6, saves=4)
     run.checkpoint(3)
     run.checkpoint(8)
-    _begin_anew(run.folder / "node")
+    _begin_at_the_model(run.folder / "node")
     run.node.policy_version = 0
     found = await run.go_on()
     assert (found.first_step, run.node.policy_version) == (4, 4)
@@ -113,7 +113,7 @@ async def test_incomplete_checkpoints_of_the_critic_after_the_newest_go_and_thos
     names = ["version-000003-step-000009", "version-000004-step-000007", "version-000005-step-000009"]
     for name in names:
         (run.output_dir / "checkpoints" / name).mkdir()
-    _begin_anew(run.folder / "node")
+    _begin_at_the_model(run.folder / "node")
     run.node.policy_version = 0
     await run.go_on()
     left = sorted(path.name for path in (run.output_dir / "checkpoints").iterdir())
@@ -153,7 +153,7 @@ async def test_a_new_run_begins_without_gradients_that_another_left(run: Run) ->
 async def test_a_checkpoint_that_cannot_be_loaded_is_named_and_nothing_is_changed(run: Run, refusal: TasukiError) -> None:
     run.train(6, saves=4)
     (run.output_dir / "summary.json").write_text("{}")
-    _begin_anew(run.folder / "node")
+    _begin_at_the_model(run.folder / "node")
     run.node.policy_version = 0
     run.node.refusals = [refusal]
     with pytest.raises(InvalidArgument, match=rf"{refusal.message}; remove .*version-000004 to begin the run at step 0 again"):
@@ -164,7 +164,7 @@ async def test_a_checkpoint_that_cannot_be_loaded_is_named_and_nothing_is_change
 
 async def test_a_checkpoint_of_another_version_than_its_loop_tells_is_named(run: Run) -> None:
     run.train(6, saves=4)
-    _begin_anew(run.folder / "node")
+    _begin_at_the_model(run.folder / "node")
     run.node.policy_version = 0
     (run.output_dir / "checkpoints" / "version-000004").rename(run.output_dir / "checkpoints" / "version-000002")
     with pytest.raises(InvalidArgument, match=r"version-000002 has policy version 2, its loop\.json tells of 4; remove"):
@@ -208,7 +208,7 @@ async def test_the_model_of_an_earlier_end_is_kept_under_its_step(run: Run) -> N
 
 async def test_a_run_without_a_checkpoint_begins_again_only_when_it_saves_from_now_on(run: Run) -> None:
     run.train(2)
-    _begin_anew(run.folder / "node")
+    _begin_at_the_model(run.folder / "node")
     run.node.policy_version = 0
     assert (await run.go_on()).first_step == 0
     config = run.folder / "node.toml"

@@ -112,7 +112,7 @@ def start_node(config: NodeConfig, *, resumes: bool = False, tell: Tell = to_std
         exit_path(config.state_dir).unlink(missing_ok=True)
         begin_instance(config.state_dir)
         if not resumes:
-            _begin_anew(config.state_dir)
+            _begin_at_the_model(config.state_dir)
         process = _spawn_supervisor(config, lock_fd=lock.fd, read_fd=read_fd)
     finally:
         lock.close()
@@ -126,7 +126,7 @@ def start_node(config: NodeConfig, *, resumes: bool = False, tell: Tell = to_std
     return node
 
 
-def _begin_anew(state_dir: Path) -> None:
+def _begin_at_the_model(state_dir: Path) -> None:
     """A node starts from its model: what the last trainer on the folder had done is set aside."""
     rotate(training_log_path(state_dir), keep=_KEPT_TRAINING_LOGS)
     training_run_path(state_dir).unlink(missing_ok=True)
