@@ -10,7 +10,7 @@ from torch.nn.functional import gelu, silu
 from transformers import AutoModelForCausalLM
 
 from tasuki.models.families import read_model
-from tasuki.planner.trainer_bytes import kept_per_token
+from tasuki.planner.kept_bytes import kept_per_token
 from tasuki.trainer.backends.fsdp.pointwise import Activation, RmsNorm, fuse_pointwise, gated
 from tests.models import CONFIGS
 

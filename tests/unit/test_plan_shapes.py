@@ -28,12 +28,13 @@ from transformers import (
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.granularity import arena_bytes, export_bytes
 from tasuki.models.shape import ModelShape
+from tasuki.planner.kept_bytes import kept_per_token
 from tasuki.planner.layout import GB, MIB, Layout, Part
 from tasuki.planner.model_shape import shape_of
 from tasuki.planner.node_plan import node_layout
 from tasuki.planner.presets import MODELS
 from tasuki.planner.rollout_bytes import engine_weights, kv_bytes_per_token, kv_pool
-from tasuki.planner.trainer_bytes import kept_per_token, shards, trainer_tags
+from tasuki.planner.trainer_bytes import shards, trainer_tags
 from tasuki.rollout.arguments import engine_arguments
 from tasuki.rollout.model import ModelFacts
 from tasuki.transport.chunk_memory import new_arena

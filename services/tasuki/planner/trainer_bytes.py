@@ -8,7 +8,8 @@ from itertools import chain
 
 from tasuki.algorithms.vocabulary_tiles import most_logits
 from tasuki.memory.granularity import CPU_MIN_TENSOR, arena_bytes, export_bytes
-from tasuki.models.shape import ROUTER, ModelShape, QkNorm, Shapes
+from tasuki.models.shape import ROUTER, ModelShape, Shapes
+from tasuki.planner.kept_bytes import kept_per_token
 from tasuki.planner.layout import Checkpointing, Layout, Part
 
 Bytes = dict[Part, int]
@@ -94,7 +95,8 @@ def _cached(layout: Layout, *, moment: str) -> int:
 
     Of several ranks: the parameters of the largest group as they are sent and as they arrive, the reduced gradients of that group and a
     layer in float32, and a tile of logits with its gradient, whose blocks parameters have broken up. Of a single one: such gradients,
-    copied, and a block for logits, since its parameters have broken up a free one. As torch's allocator showed on H200s (docs/plan.md).
+    copied, and a block for logits, since its parameters have broken up a free one. Several ranks as torch's allocator showed on H200s
+    (docs/benchmarks.md); a single one has not been measured since gradients are reduced in every micro-batch.
     """
     model, ranks = layout.model, layout.num_ranks
     table, layer = _largest_table(model), max(_numel(model.layer(index)) for index in range(model.num_layers))
@@ -106,70 +108,6 @@ def _cached(layout: Layout, *, moment: str) -> int:
     logits = _FLOAT32 * _tile_logits(layout)
     unused = {"layer": table, "table": layer}.get(moment, table + layer)
     return logits + (_FLOAT32 * unused if trains_base else 0)
-
-
-def kept_per_token(
-    model: ModelShape,
-    layer: int,
-    *,
-    num_keys: int,
-    compute_bytes: int = 2,
-    lora_rank: int | None = None,
-    is_fused: bool = False,
-) -> int:
-    """Bytes that autograd keeps of one token in one layer of transformers' implementation, with flash attention.
-
-    Each norm: its input, one float32, a factor of its last product unless it is fused, and its result where that goes into a linear layer;
-    attention; gate, up, their product and, unless it is fused, the activation. num_keys: of the longest sequence, where attention is
-    capped. is_fused: as on a GPU, see trainer/backends/fsdp/pointwise.py.
-    """
-    hidden = model.hidden_size
-    # Without a norm before them, attention and MLP keep their input itself.
-    own_inputs = (2 - len(model.norms)) * hidden * compute_bytes
-    norm = _kept_of_norm(model, compute_bytes, is_fused=is_fused)
-    post_norm = hidden * norm + 4
-    pre_norm = post_norm + hidden * compute_bytes
-    norms = len(model.norms) * pre_norm + len(model.post_norms) * post_norm + own_inputs
-    attention = _kept_of_attention(model, compute_bytes, num_keys=num_keys, norm=norm)
-    if model.is_sparse(layer):
-        # For each chosen expert: the token, gate and up, what they make, the result and its weight; four indices and a mask to sort them.
-        width = 2 * hidden + 4 * model.expert_size + 1
-        mlp = model.experts_per_token * (width * compute_bytes + 4 * 8 + 1) + 4 * model.num_experts
-    else:
-        mlp = (3 if is_fused else 4) * model.intermediate_size * compute_bytes
-    adapters = 0 if lora_rank is None else 7 * lora_rank * compute_bytes
-    return norms + attention + mlp + adapters
-
-
-def _kept_of_attention(model: ModelShape, compute_bytes: int, *, num_keys: int, norm: int) -> int:
-    """Of one token: norms of queries and keys; rotated queries, keys, values and the output, and one float32 for each head.
-
-    Where it is capped, all of queries' size, and for each key and head what the cap makes, the softmax in float32, and its copy.
-    norm: bytes for each element of a norm.
-    """
-    query, kv, heads = model.query_size, model.kv_size, model.num_heads
-    norms = 0
-    if model.qk_norm is not None:
-        sums = heads + model.num_kv_heads if model.qk_norm is QkNorm.HEAD else 2
-        norms = (query + kv) * norm + 4 * sums
-    if model.caps_attention:
-        copy = compute_bytes if compute_bytes < _FLOAT32 else 0
-        return norms + 4 * query * compute_bytes + heads * num_keys * (compute_bytes + _FLOAT32 + copy)
-    kept = 2 * query + 2 * kv
-    if model.has_fused_qkv:
-        # Values are a view of all three.
-        kept += query + kv
-    if model.joins_rotated:
-        # The output in another layout as well.
-        kept += query
-    return norms + kept * compute_bytes + 4 * heads
-
-
-def _kept_of_norm(model: ModelShape, compute_bytes: int, *, is_fused: bool) -> int:
-    """Of one element: the input, in float32 unless the norm is fused, and then no factor of its product with the weight."""
-    if is_fused and not model.has_offset_norms:
-        return compute_bytes
-    return _FLOAT32 + (_FLOAT32 if model.has_float_norms else compute_bytes)
 
 
 def offloaded_bytes(layout: Layout) -> int:
