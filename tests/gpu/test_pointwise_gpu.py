@@ -13,6 +13,7 @@ from tasuki.models.families import read_model
 from tasuki.planner.kept_bytes import kept_per_token
 from tasuki.trainer.backends.fsdp.pointwise import Activation, RmsNorm, fuse_pointwise, gated
 from tests.models import CONFIGS
+from tests.saved_tensors import kept_bytes
 
 pytestmark = pytest.mark.gpu
 # A rounding to bfloat16 is up to 2^-9 of a value.
@@ -44,15 +45,9 @@ def test_a_norm_is_rounded_once_and_keeps_no_float32_copy(shape: tuple[int, ...]
     weight = torch.nn.Parameter(1 + 0.1 * torch.randn(shape[-1], device="cuda", dtype=torch.bfloat16))
     norm = RmsNorm(weight, 1e-6)
     x = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    kept: list[torch.Tensor] = []
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with kept_bytes([weight]) as kept:
         out = norm(x)
-    assert sum(tensor.nbytes for tensor in kept) < 1.1 * x.nbytes
+    assert sum(kept.values()) < 1.1 * x.nbytes
     exact: Any = x.detach().float().requires_grad_()
     scale = weight.detach().float().requires_grad_()
     expected = torch.nn.functional.rms_norm(exact, scale.shape, scale, 1e-6)
@@ -73,19 +68,8 @@ def test_a_fused_layer_keeps_as_many_bytes_for_backward_as_planned(kind: str) ->
     layer = model.model.layers[1]
     hidden = torch.randn(1, num_tokens, config.hidden_size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     rotary = model.model.rotary_emb(hidden, torch.arange(num_tokens, device="cuda")[None])
-    shared = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *rotary)}
-    kept: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in shared:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with (
-        torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION),
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-    ):
+    flash = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION)
+    with flash, kept_bytes([*layer.parameters(), *rotary]) as kept:
         layer(hidden, attention_mask=None, position_embeddings=rotary)
     shape = read_model({**config.to_dict(), "architectures": [type(model).__name__]}).shape
     # Key heads may be repeated for torch's attention, and norms of Gemma keep their weights plus one.

@@ -38,6 +38,7 @@ from tasuki.planner.trainer_bytes import shards, trainer_tags
 from tasuki.rollout.arguments import engine_arguments
 from tasuki.rollout.model import ModelFacts
 from tasuki.transport.chunk_memory import new_arena
+from tests.saved_tensors import kept_bytes
 
 TINY: dict[str, Any] = {
     "hidden_size": 64,
@@ -118,16 +119,7 @@ def test_a_layer_keeps_as_many_bytes_for_backward_as_predicted(name: str, dtype:
     positions = torch.arange(num_tokens)[None]
     types = ("sliding_attention",) if name == "gemma3" else ()
     rotary = model.model.rotary_emb(hidden, positions, *types)
-    shared = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *rotary)}
-    kept: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in shared:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with kept_bytes([*layer.parameters(), *rotary]) as kept:
         output = layer(hidden, attention_mask=None, position_embeddings=rotary)
     shape = shape_from(CONFIGS[name], model)
     # The number of tokens of each expert, and weights of norms plus one, which do not grow with the tokens.
