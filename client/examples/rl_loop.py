@@ -6,7 +6,6 @@ GRPO, RLOO, REINFORCE++, ReMax, PPO with a critic, DAPO, GSPO, CISPO and SAPO ar
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,9 +23,12 @@ from tasuki.client.estimation import AdvantageSettings, Estimator, EstimatorStat
 from tasuki.client.evaluation import EvalSettings, eval_figures
 from tasuki.client.loop_state import LoopState, checkpoint_path, write_loop_state, write_pending
 from tasuki.client.rewards import Completion, RewardPool, Scores
+from tasuki.client.sample_dump import SampleDump
+from tasuki.client.shown_samples import ShownSamples
 from tasuki.client.step import Step
+from tasuki.client.step_metrics import averaged, measure_samples
 from tasuki.client.sync_client import Client
-from tasuki.client.truncation import has_loss_tokens, truncated_fraction, without_truncated
+from tasuki.client.truncation import has_loss_tokens, without_truncated
 from tasuki.client.types import Phase, Role, Sample, SamplingParams, TrainingSample
 
 
@@ -89,6 +91,8 @@ class RlLoop:
     rewards: RewardPool
     settings: Settings
     state: EstimatorState = field(default_factory=EstimatorState)
+    dump: SampleDump | None = None
+    """Where some samples of each step are written for people to read."""
 
     def run(self, report: Callable[[Step], None], *, first_step: int = 0) -> None:
         """Trains from `first_step` on; `report` gets every step as it ends, the last one with the final evaluation only."""
@@ -122,17 +126,20 @@ class RlLoop:
 
     def learn(self, step: Step) -> None:
         """One step: groups of completions, their advantages, updates of the policy, and a checkpoint when one is due."""
-        groups = self.sample_groups(step)
+        shown = ShownSamples(step.step) if self.dump is None else self.dump.begin(step.step)
+        groups = self.sample_groups(step, shown)
         step.position = self.dataset.position()
         if groups and self.teaches(groups):
             samples, places = self.training_samples(groups)
             if has_loss_tokens(samples):
-                self.update(step, samples, places=places, groups=groups)
+                self.update(step, samples, places=places, groups=groups, shown=shown)
+        if self.dump is not None:
+            self.dump.write(shown)
         step.estimator = self.state.numbers()
         if self.settings.save_every and (step.step + 1) % self.settings.save_every == 0:
             self.save(step)
 
-    def sample_groups(self, step: Step) -> list[Group]:
+    def sample_groups(self, step: Step, shown: ShownSamples) -> list[Group]:
         """As many groups as a step needs; with dynamic sampling those whose rewards differ."""
         settings = self.settings
         generated: list[tuple[list[Sample], Scores]] = []
@@ -142,9 +149,12 @@ class RlLoop:
             with step.timed("generate"):
                 prompts, samples = self.complete(rows, settings.sampling, num_samples=settings.group_size)
             with step.timed("reward"):
-                scores = self.score(rows, prompts, samples)
+                completions = self.completions(prompts, samples)
+                scores = self.rewards.score(rows, completions, group_size=settings.group_size)
             generated.append((samples, scores))
-            rewards_PG = self.shaped(samples, scores.rewards).reshape(len(rows), settings.group_size)
+            rewards_S = self.shaped(samples, scores.rewards)
+            shown.add(rows, completions, samples, scores, rewards_S)
+            rewards_PG = rewards_S.reshape(len(rows), settings.group_size)
             made = zip(groups_of(prompts, samples, rewards_PG), self.greedy_rewards(rows, step), strict=True)
             return [replace(group, greedy_reward=greedy) for group, greedy in made]
 
@@ -166,12 +176,15 @@ class RlLoop:
         prompts = [self.tokenizer.encode_prompt(row["prompt"]) for row in rows]
         return prompts, self.client.generate(prompts, sampling, num_samples=num_samples)
 
-    def score(self, rows: Sequence[Row], prompts: Sequence[list[int]], samples: Sequence[Sample]) -> Scores:
-        completions = [
+    def completions(self, prompts: Sequence[list[int]], samples: Sequence[Sample]) -> list[Completion]:
+        """The samples as reward functions see them."""
+        return [
             Completion.of(sample, text=self.tokenizer.decode(sample.token_ids), prompt_token_ids=prompts[sample.prompt_index])
             for sample in samples
         ]
-        return self.rewards.score(rows, completions, group_size=len(samples) // len(rows))
+
+    def score(self, rows: Sequence[Row], prompts: Sequence[list[int]], samples: Sequence[Sample]) -> Scores:
+        return self.rewards.score(rows, self.completions(prompts, samples), group_size=len(samples) // len(rows))
 
     def shaped(self, samples: Sequence[Sample], rewards_S: NDArray[np.float32]) -> NDArray[np.float32]:
         """Rewards with DAPO's penalty of completions that come close to the limit."""
@@ -214,7 +227,15 @@ class RlLoop:
             samples = without_truncated(samples, [completions[place][1].finish_reason for place in places])
         return samples, places
 
-    def update(self, step: Step, samples: list[TrainingSample], *, places: Sequence[int], groups: Sequence[Group]) -> None:
+    def update(
+        self,
+        step: Step,
+        samples: list[TrainingSample],
+        *,
+        places: Sequence[int],
+        groups: Sequence[Group],
+        shown: ShownSamples,
+    ) -> None:
         """Advantages, then an optimizer step for each mini-batch; the step then has what they measured."""
         settings = self.settings
         step.acquire(self.client, Phase.TRAIN)
@@ -229,6 +250,8 @@ class RlLoop:
         )
         self.state = estimate.state
         step.metrics |= estimate.metrics
+        generated = [sample for group in groups for sample in group.samples]
+        shown.add_learned(estimate.samples, [generated[place] for place in places])
         if settings.value_loss is not None:
             step.critic_version = self.client.trainer_state().critic_version
         write_pending(settings.output_dir, replace(step, estimator=self.state.numbers()))
@@ -237,7 +260,7 @@ class RlLoop:
             if settings.value_loss is not None:
                 measured.append(self.update_critic(step, mini_batch, settings.value_loss))
             if step.step >= settings.critic_warmup_steps and self.moves_policy(mini_batch):
-                measured.append(self.update_policy(step, mini_batch))
+                measured.append(self.update_policy(step, mini_batch, shown))
         step.metrics |= averaged(measured)
 
     def scored(self, step: Step, samples: list[TrainingSample]) -> list[TrainingSample]:
@@ -275,9 +298,11 @@ class RlLoop:
         loss = self.settings.loss
         return bool(loss.kl_coef or loss.entropy_coef) or has_advantages(samples)
 
-    def update_policy(self, step: Step, samples: list[TrainingSample]) -> dict[str, float]:
+    def update_policy(self, step: Step, samples: list[TrainingSample], shown: ShownSamples) -> dict[str, float]:
+        wanted = shown.wanted(samples)
         with step.timed("forward_backward"):
-            done = self.client.forward_backward(samples, self.settings.loss)
+            done = self.client.forward_backward(samples, self.settings.loss, log_probs_of=wanted)
+        shown.add_log_probs(samples, wanted, done.log_probs)
         with step.timed("optim_step"):
             stepped = self.client.optim_step(schedule_step=step.step)
         if stepped.is_skipped:
@@ -305,29 +330,3 @@ class RlLoop:
         with step.timed("save"):
             saved = self.client.save(path)
         write_loop_state(saved.path, LoopState(step, self.dataset.position()))
-
-
-def measure_samples(step: Step, generated: Sequence[tuple[list[Sample], Scores]]) -> None:
-    """Puts into the step what was generated, also what is not learned from."""
-    samples = [sample for made, _ in generated for sample in made]
-    rewards_S = np.concatenate([scores.rewards for _, scores in generated])
-    step.num_failed_rewards = sum(scores.num_failed for _, scores in generated)
-    step.mean_reward = float(rewards_S[np.isfinite(rewards_S)].mean()) if np.isfinite(rewards_S).any() else 0.0
-    step.mean_num_tokens = float(np.mean([len(sample.token_ids) for sample in samples]))
-    step.metrics["truncated_fraction"] = truncated_fraction(samples)
-    step.metrics["inexact_fraction"] = sum(not sample.has_exact_log_probs for sample in samples) / len(samples)
-    names = generated[0][1].by_name
-    for name in names if len(names) > 1 else ():
-        values_S = np.concatenate([scores.by_name[name] for _, scores in generated])
-        if np.isfinite(values_S).any():
-            step.metrics[f"reward/{name}"] = float(values_S[np.isfinite(values_S)].mean())
-
-
-def averaged(measured: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Metrics over the updates of a step, as far as they are finite: the mean, and of maxima the greatest."""
-    values: dict[str, list[float]] = {}
-    for metrics in measured:
-        for name, value in metrics.items():
-            if math.isfinite(value):
-                values.setdefault(name, []).append(value)
-    return {name: max(each) if name.endswith("_max") else sum(each) / len(each) for name, each in values.items()}

@@ -77,6 +77,26 @@ async def test_a_loss_that_cannot_be_is_refused_at_once(client: TrainerClient, l
     assert not (await client.state()).has_gradients
 
 
+async def test_log_probs_that_the_loss_saw_come_with_the_answer_in_the_order_asked_for(client: TrainerClient) -> None:
+    samples = await samples_of_now(client)
+    places = [len(samples) - 1, 0, 5]
+    answer = await client.forward_backward(samples, log_probs_of=places)
+    scored = await client.log_probs(samples)
+    assert [len(row.log_probs) for row in answer.log_probs] == [len(samples[place].completion_token_ids) for place in places]
+    for row, place in zip(answer.log_probs, places, strict=True):
+        assert list(row.log_probs) == pytest.approx(scored[place], abs=1e-5)
+    assert not (await client.forward_backward(samples)).log_probs
+
+
+async def test_log_probs_of_a_sample_that_is_not_there_are_refused(client: TrainerClient) -> None:
+    samples = await samples_of_now(client)
+    error = await refused(client.forward_backward(samples, log_probs_of=[0, len(samples)]))
+    assert (error.reason, error.metadata["field"]) == ("INVALID_ARGUMENT", "header.log_probs_of")
+    error = await refused(client.forward_backward(samples, log_probs_of=[0] * 131_073))
+    assert error.metadata["field"] == "header.log_probs_of" and "name fewer" in error.message
+    assert not (await client.state()).has_gradients
+
+
 @pytest.mark.parametrize(
     ("role", "problem"),
     [

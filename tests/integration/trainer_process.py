@@ -121,8 +121,11 @@ class TrainerClient:
         role: types_pb2.Role.ValueType = ROLE_POLICY,
         loss: loss_pb2.LossConfig = PPO,
         chunk: int = 7,
+        log_probs_of: Sequence[int] = (),
     ) -> trainer_pb2.ForwardBackwardResponse:
-        header = trainer_pb2.ForwardBackwardHeader(command=command(request_id), role=role, loss=loss)
+        header = trainer_pb2.ForwardBackwardHeader(
+            command=command(request_id), role=role, loss=loss, log_probs_of=log_probs_of
+        )
 
         async def requests() -> AsyncIterator[trainer_pb2.ForwardBackwardRequest]:
             yield trainer_pb2.ForwardBackwardRequest(header=header)

@@ -103,11 +103,18 @@ class LoopClient:
         return [np.full(len(sample.completion_token_ids), 0.25, dtype=np.float32) for sample in samples]
 
     def forward_backward(
-        self, samples: Sequence[TrainingSample], loss: LossConfig, *, role: Role = Role.POLICY
+        self,
+        samples: Sequence[TrainingSample],
+        loss: LossConfig,
+        *,
+        role: Role = Role.POLICY,
+        log_probs_of: Sequence[int] = (),
     ) -> SimpleNamespace:
         self.before_update()
         self.calls.append(Call("forward_backward", role, samples, loss))
-        return SimpleNamespace(metrics={"size": float(len(samples)), "size_max": float(len(samples))})
+        log_probs = [np.full(len(samples[place].completion_token_ids), -0.25, dtype=np.float32) for place in log_probs_of]
+        metrics = {"size": float(len(samples)), "size_max": float(len(samples))}
+        return SimpleNamespace(metrics=metrics, log_probs=log_probs)
 
     def optim_step(self, *, role: Role = Role.POLICY, schedule_step: int) -> OptimStepResult:
         self.calls.append(Call("optim_step", role, schedule_step=schedule_step))

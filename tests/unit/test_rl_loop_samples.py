@@ -17,8 +17,9 @@ from tasuki.client.dataset import Dataset
 from tasuki.client.estimation import AdvantageSettings, Estimator, EstimatorState
 from tasuki.client.evaluation import EvalSettings
 from tasuki.client.loop_state import read_loop_state, read_pending
-from tasuki.client.rl_loop import Settings, averaged
+from tasuki.client.rl_loop import Settings
 from tasuki.client.step import Step
+from tasuki.client.step_metrics import averaged
 from tasuki.client.types import SamplingParams
 from tests.unit.loop_node import ROWS, LoopClient, by_number, equal, keys, loop_of, steps_of
 

@@ -35,7 +35,7 @@ from tasuki.client.types import (
 )
 from tasuki.v1 import coordinator_pb2, rollout_pb2, trainer_pb2, types_pb2
 from tasuki.wire.credentials import Credentials
-from tasuki.wire.errors import Asleep, Draining, InternalError, PeerUnavailable, WrongPhase, from_rpc_error
+from tasuki.wire.errors import Asleep, Draining, InternalError, InvalidArgument, PeerUnavailable, WrongPhase, from_rpc_error
 
 _Answer = TypeVar("_Answer")
 _PAGE_SIZE = 200
@@ -140,15 +140,29 @@ class AsyncClient:
         return (await self._train(give)).policy_version
 
     async def forward_backward(
-        self, samples: Sequence[TrainingSample], loss: LossConfig | None = None, *, role: Role = Role.POLICY
+        self,
+        samples: Sequence[TrainingSample],
+        loss: LossConfig | None = None,
+        *,
+        role: Role = Role.POLICY,
+        log_probs_of: Sequence[int] = (),
     ) -> ForwardBackwardResult:
-        """Adds gradients of the loss over all samples to those of `role`. By default the loss is PPO's, as a mean over counted tokens."""
+        """Adds gradients of the loss over all samples to those of `role`. By default the loss is PPO's, as a mean over counted tokens.
+
+        log_probs_of: positions of samples whose log-probs, as the loss sees them, come with the result.
+        """
+        if not all(0 <= position < len(samples) for position in log_probs_of):
+            raise InvalidArgument(
+                "log_probs_of", f"is {list(log_probs_of)}; give positions of the call's {len(samples)} samples"
+            )
         chunks = encode.training_chunks(samples)
         loss_config = encode.loss_to_proto(loss or LossConfig())
 
         async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.ForwardBackwardResponse:
             def messages() -> Iterator[trainer_pb2.ForwardBackwardRequest]:
-                header = trainer_pb2.ForwardBackwardHeader(command=command, role=encode.role_to_proto(role), loss=loss_config)
+                header = trainer_pb2.ForwardBackwardHeader(
+                    command=command, role=encode.role_to_proto(role), loss=loss_config, log_probs_of=log_probs_of
+                )
                 yield trainer_pb2.ForwardBackwardRequest(header=header)
                 for chunk in chunks:
                     yield trainer_pb2.ForwardBackwardRequest(samples=chunk)

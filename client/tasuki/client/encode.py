@@ -205,6 +205,7 @@ def _status_from_proto(status: coordinator_pb2.StageStatus.ValueType) -> StageSt
 def forward_backward_from_proto(done: trainer_pb2.ForwardBackwardResponse) -> ForwardBackwardResult:
     values: dict[str, Any] = {field.name: getattr(done, field.name) for field in fields(ForwardBackwardResult)}
     values["metrics"] = dict(done.metrics)
+    values["log_probs"] = tuple(np.array(one.log_probs, dtype=np.float32) for one in done.log_probs)
     return ForwardBackwardResult(**values)
 
 

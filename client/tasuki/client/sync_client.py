@@ -87,9 +87,14 @@ class Client:
         return self._run(self._client.begin_run(keep_optimizer=keep_optimizer))
 
     def forward_backward(
-        self, samples: Sequence[TrainingSample], loss: LossConfig | None = None, *, role: Role = Role.POLICY
+        self,
+        samples: Sequence[TrainingSample],
+        loss: LossConfig | None = None,
+        *,
+        role: Role = Role.POLICY,
+        log_probs_of: Sequence[int] = (),
     ) -> ForwardBackwardResult:
-        return self._run(self._client.forward_backward(samples, loss, role=role))
+        return self._run(self._client.forward_backward(samples, loss, role=role, log_probs_of=log_probs_of))
 
     def optim_step(
         self, *, role: Role = Role.POLICY, learning_rate: float | None = None, schedule_step: int | None = None

@@ -163,6 +163,8 @@ class ForwardBackwardResult:
     """By name, see docs/algorithms.md; a mean over nothing is left out."""
     num_micro_batches: int
     seconds: float
+    log_probs: tuple[NDArray[np.float32], ...] = ()
+    """[T] of each sample that `log_probs_of` named; none where the trainer restarted before it could answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -294,7 +294,10 @@ class RankForwardBackward(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
     MICRO_BATCHES_FIELD_NUMBER: _builtins.int
+    RETURNS_LOG_PROBS_FIELD_NUMBER: _builtins.int
     role: _types_pb2.Role.ValueType
+    returns_log_probs: _builtins.bool
+    """Whether the report has the log-probs."""
     @_builtins.property
     def loss(self) -> _loss_pb2.LossConfig:
         """With its denominator."""
@@ -309,10 +312,11 @@ class RankForwardBackward(_message.Message):
         role: _types_pb2.Role.ValueType = ...,
         loss: _loss_pb2.LossConfig | None = ...,
         micro_batches: _abc.Iterable[Global___SampleColumns] | None = ...,
+        returns_log_probs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss", "micro_batches", b"micro_batches", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss", "micro_batches", b"micro_batches", "returns_log_probs", b"returns_log_probs", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -407,19 +411,25 @@ class RankLossReport(_message.Message):
 
     LOSS_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
+    LOG_PROBS_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
     """This rank's part of the loss."""
     @_builtins.property
     def metrics(self) -> _containers.MessageMap[_builtins.str, Global___RankMetric]: ...
+    @_builtins.property
+    def log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Where they were asked for: float32, one for each completion token, for each micro-batch."""
+
     def __init__(
         self,
         *,
         loss: _builtins.float = ...,
         metrics: _abc.Mapping[_builtins.str, Global___RankMetric] | None = ...,
+        log_probs: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss", "metrics", b"metrics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_probs", b"log_probs", "loss", b"loss", "metrics", b"metrics"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

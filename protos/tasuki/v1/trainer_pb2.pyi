@@ -98,22 +98,28 @@ class ForwardBackwardHeader(_message.Message):
     COMMAND_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
+    LOG_PROBS_OF_FIELD_NUMBER: _builtins.int
     role: _types_pb2.Role.ValueType
     """POLICY or CRITIC."""
     @_builtins.property
     def command(self) -> _types_pb2.CommandId: ...
     @_builtins.property
     def loss(self) -> _loss_pb2.LossConfig: ...
+    @_builtins.property
+    def log_probs_of(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Positions of samples whose log-probs, as the policy's loss sees them, come with the answer. At most 131,072 tokens together."""
+
     def __init__(
         self,
         *,
         command: _types_pb2.CommandId | None = ...,
         role: _types_pb2.Role.ValueType = ...,
         loss: _loss_pb2.LossConfig | None = ...,
+        log_probs_of: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "loss", b"loss", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "log_probs_of", b"log_probs_of", "loss", b"loss", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -170,6 +176,7 @@ class ForwardBackwardResponse(_message.Message):
     METRICS_FIELD_NUMBER: _builtins.int
     NUM_MICRO_BATCHES_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
+    LOG_PROBS_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
     """Over the call, divided by the denominator."""
     num_samples: _builtins.int
@@ -183,6 +190,10 @@ class ForwardBackwardResponse(_message.Message):
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """By name, see docs/algorithms.md: means over what each counts, and maxima."""
 
+    @_builtins.property
+    def log_probs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogProbs]:
+        """One for each entry of `log_probs_of`, in its order; none in the answer to a repeat over a restart."""
+
     def __init__(
         self,
         *,
@@ -193,10 +204,11 @@ class ForwardBackwardResponse(_message.Message):
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         num_micro_batches: _builtins.int = ...,
         seconds: _builtins.float = ...,
+        log_probs: _abc.Iterable[Global___TokenLogProbs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["denominator", b"denominator", "loss", b"loss", "metrics", b"metrics", "num_micro_batches", b"num_micro_batches", "num_samples", b"num_samples", "num_tokens", b"num_tokens", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["denominator", b"denominator", "log_probs", b"log_probs", "loss", b"loss", "metrics", b"metrics", "num_micro_batches", b"num_micro_batches", "num_samples", b"num_samples", "num_tokens", b"num_tokens", "seconds", b"seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from tasuki.cli.continuation import Continuation
 from tasuki.cli.loop_settings import loop_settings, named_rewards
-from tasuki.cli.run_folder import draw_curve, summarize
+from tasuki.cli.run_folder import SAMPLES, draw_curve, summarize
 from tasuki.cli.run_settings import RunSettings
 from tasuki.cli.train_inputs import TrainInputs
 from tasuki.cli.training import Loop
@@ -17,6 +17,7 @@ from tasuki.client.dataset import Dataset, Row
 from tasuki.client.estimation import EstimatorState
 from tasuki.client.rewards import RewardPool
 from tasuki.client.rl_loop import RlLoop
+from tasuki.client.sample_dump import SampleDump
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.config.train_schema import TrainConfig
@@ -42,18 +43,21 @@ class RlTraining:
     @contextmanager
     def opened(self, folders: Sequence[Path]) -> Iterator[Loop]:
         inputs, reward = self.inputs, self.inputs.train.reward
-        with RewardPool(
-            named_rewards(reward),
-            folders=folders,
-            num_workers=reward.num_workers,
-            timeout_s=reward.timeout_s,
-            on_error=reward.on_error,
-        ) as rewards:
+        with (
+            RewardPool(
+                named_rewards(reward),
+                folders=folders,
+                num_workers=reward.num_workers,
+                timeout_s=reward.timeout_s,
+                on_error=reward.on_error,
+            ) as rewards,
+            _sample_dump(inputs.train) as dump,
+        ):
 
             def loop(client: Client, dataset: Dataset[Row], start: Continuation, report: Callable[[Step], None]) -> None:
                 settings = loop_settings(inputs.train)
                 state = EstimatorState.of(start.steps[-1].estimator if start.steps else {})
-                rl = RlLoop(client, dataset, inputs.eval_rows, inputs.tokenizer, rewards, settings, state)
+                rl = RlLoop(client, dataset, inputs.eval_rows, inputs.tokenizer, rewards, settings, state, dump)
                 rl.run(report, first_step=start.first_step)
 
             yield loop
@@ -64,6 +68,15 @@ class RlTraining:
 
     def draw(self, steps: Sequence[Step]) -> None:
         draw_curve(self.inputs.train.output_dir, steps)
+
+
+def _sample_dump(train: TrainConfig) -> AbstractContextManager[SampleDump | None]:
+    samples = train.samples
+    if not samples.groups_per_step:
+        return nullcontext()
+    return SampleDump(
+        train.output_dir / SAMPLES, groups_per_step=samples.groups_per_step, max_bytes=samples.max_bytes, seed=train.seed
+    )
 
 
 def rl_run_settings(train: TrainConfig) -> RunSettings:

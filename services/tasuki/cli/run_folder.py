@@ -23,6 +23,10 @@ CHECKPOINTS = "checkpoints"
 """The folder that tells of it, too, where it saves any."""
 
 
+SAMPLES = "samples"
+"""The folder of samples that people read."""
+
+
 class MetricsFile:
     """metrics.jsonl: one line a step, on disk as soon as the step has ended."""
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, ByteSize, Field, PlainSerializer, PositiveFloat, PositiveInt, model_validator
 
 from tasuki.algorithms.estimator import AdvantageSettings, Estimator, check_critic, check_groups, check_loss, check_overlong
 from tasuki.algorithms.loss_types import Correction, KlEstimator, LossConfig, OldPolicy, SettingError, ValueLoss
@@ -114,6 +114,15 @@ class EvalConfig(Schema):
         return self
 
 
+class SamplesConfig(Schema):
+    """Completions that are written to `output_dir`/samples for people to read."""
+
+    groups_per_step: int = Field(default=4, ge=0)
+    """Prompts of each step whose completions are written; 0 writes none."""
+    max_bytes: Annotated[ByteSize, Field(gt=0)] = ByteSize(256_000_000)
+    """On disk, for all steps together: bytes, or text such as "1GB". The oldest steps are removed first."""
+
+
 class ValueLossConfig(Schema):
     """The critic's loss."""
 
@@ -173,6 +182,7 @@ class TrainConfig(Schema):
     """Steps between evaluations; the first and the last always take place when there is an eval_dataset."""
     stop_at_eval_score: float | None = None
     """End the run early once the held-out score reaches this."""
+    samples: SamplesConfig = SamplesConfig()
     save_every: PositiveInt | None = None
     """Steps between checkpoints, from which `tasuki train --resume` goes on; none by default."""
     seed: Seed = 0

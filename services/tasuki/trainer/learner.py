@@ -90,12 +90,17 @@ class Learner:
             if not keep_optimizer:
                 self.backend.reset_optimizer(role)
 
-    def forward_backward(self, role: Role, micro_batches: Sequence[MicroBatch], *, config: LossConfig) -> LossReport:
-        """Adds the gradients of the loss over this rank's micro-batches. config: with the denominator of the whole call."""
+    def forward_backward(
+        self, role: Role, micro_batches: Sequence[MicroBatch], *, config: LossConfig, kept: list[Tensor] | None = None
+    ) -> LossReport:
+        """Adds the gradients of the loss over this rank's micro-batches. config: with the denominator of the whole call.
+
+        kept: gets the policy's log-probs of each micro-batch, [N] float32 on the device.
+        """
         total = torch.zeros((), dtype=torch.float64, device=self.backend.device)
         metrics: dict[str, Metric] = {}
         for batch in micro_batches:
-            part = self._loss(role, batch, config=config)
+            part = self._loss(role, batch, config=config, kept=kept)
             self.backend.backward(role, part.loss)
             total += part.loss.detach()
             metrics = _merged(metrics, part.metrics)
@@ -161,10 +166,12 @@ class Learner:
             schedule_starts={role: state.schedule_start for role, state in self.roles.items()},
         )
 
-    def _loss(self, role: Role, batch: MicroBatch, *, config: LossConfig) -> LossSum:
+    def _loss(self, role: Role, batch: MicroBatch, *, config: LossConfig, kept: list[Tensor] | None) -> LossSum:
         if role is Role.CRITIC:
             return value_loss(config, values_N=self.backend.score_values(batch.tokens), batch=batch.loss)
         log_probs_N, entropy_N = self.backend.score_tokens(role, batch.tokens)
+        if kept is not None:
+            kept.append(log_probs_N.detach())
         return policy_loss(config, log_probs_N=log_probs_N, entropy_N=entropy_N, batch=batch.loss)
 
 

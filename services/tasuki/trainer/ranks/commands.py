@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from torch import Tensor
+
 from tasuki.config.failpoints import PUBLISHED
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.rank_server import Handlers
@@ -56,12 +58,14 @@ class RankCommands:
             micro_batch(decode_columns(part), config=config, policy_version=learner.policy_version, device=self._backend.device)
             for part in command.micro_batches
         ]
-        report = learner.forward_backward(ROLES[command.role], batches, config=config)
+        kept: list[Tensor] | None = [] if command.returns_log_probs else None
+        report = learner.forward_backward(ROLES[command.role], batches, config=config, kept=kept)
         metrics = {
             name: ranks_pb2.RankMetric(total=part.total, weight=part.weight, is_maximum=part.is_maximum)
             for name, part in report.metrics.items()
         }
-        return ranks_pb2.RankLossReport(loss=report.loss, metrics=metrics)
+        log_probs = [log_probs_N.float().cpu().numpy().tobytes() for log_probs_N in kept or ()]
+        return ranks_pb2.RankLossReport(loss=report.loss, metrics=metrics, log_probs=log_probs)
 
     def optim_step(self, request: trainer_pb2.OptimStepRequest) -> trainer_pb2.OptimStepResponse:
         started = time.perf_counter()

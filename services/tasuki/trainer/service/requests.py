@@ -29,6 +29,8 @@ from tasuki.wire.errors import InvalidArgument
 _Header = TypeVar("_Header", ForwardBackwardHeader, ComputeLogProbsHeader)
 # A single number counts for every token.
 _BROADCAST = "advantages"
+_MAX_ANSWERED_TOKENS = 131_072
+"""Of log-probs in the answer, which is one message."""
 
 
 async def read_forward_backward(
@@ -65,6 +67,20 @@ async def _read_stream(requests: AsyncIterator, header: _Header) -> tuple[_Heade
     if not has_header:
         raise InvalidArgument("header", "missing; the first message carries it")
     return header, samples
+
+
+def check_log_probs_of(positions: Sequence[int], *, role: Role, samples: Samples) -> None:
+    """Raises InvalidArgument for a sample that is not there, for a critic's, and for more tokens than an answer holds."""
+    field = "header.log_probs_of"
+    if not positions:
+        return
+    if role is Role.CRITIC:
+        raise InvalidArgument(field, "a critic has no log-probs; leave it empty")
+    if max(positions) >= len(samples):
+        raise InvalidArgument(field, f"names sample {max(positions)}, but the call has {len(samples)}")
+    num_tokens = int(samples.num_completion_S[list(positions)].sum())
+    if num_tokens > _MAX_ANSWERED_TOKENS:
+        raise InvalidArgument(field, f"names {num_tokens} tokens; at most {_MAX_ANSWERED_TOKENS} fit, name fewer samples")
 
 
 def decode_samples(messages: Sequence[TrainingSample]) -> Samples:

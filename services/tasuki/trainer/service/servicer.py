@@ -51,9 +51,12 @@ class TrainerServicer(TrainerServiceServicer):
         async def forward_backward() -> trainer_pb2.ForwardBackwardResponse:
             async with self._state.training():
                 role, config, decoded = self._training.decode_forward_backward(header.role, header.loss, samples)
+                requests.check_log_probs_of(header.log_probs_of, role=role, samples=decoded)
                 logged = ranks_pb2.LoggedForwardBackward(role=header.role, loss=header.loss, samples=samples)
                 async with self._log.command(self._record(header, forward_backward=logged)):
-                    return await self._training.forward_backward(role, header.loss, config, decoded)
+                    return await self._training.forward_backward(
+                        role, header.loss, config, decoded, log_probs_of=header.log_probs_of
+                    )
 
         return await self._state.gate.once(header, forward_backward)
 

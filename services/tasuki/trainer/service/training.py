@@ -74,9 +74,15 @@ class Training:
         return scored, decoded
 
     async def forward_backward(
-        self, role: Role, loss: loss_pb2.LossConfig, config: LossConfig, samples: Samples
+        self,
+        role: Role,
+        loss: loss_pb2.LossConfig,
+        config: LossConfig,
+        samples: Samples,
+        *,
+        log_probs_of: Sequence[int] = (),
     ) -> trainer_pb2.ForwardBackwardResponse:
-        """What decode_forward_backward gave, and its loss as it came."""
+        """What decode_forward_backward gave, and its loss as it came. log_probs_of: as `check_log_probs_of` lets them pass."""
         started = time.perf_counter()
         mask_N = samples.columns["loss_mask"]
         divisor = config.denominator or denominator(mask_N, samples.num_completion_S, config=config)
@@ -91,6 +97,7 @@ class Training:
                         role=ROLE_MESSAGES[role],
                         loss=named,
                         micro_batches=[encode_samples(samples.select(part)) for part in parts],
+                        returns_log_probs=bool(log_probs_of),
                     )
                 )
                 for parts in plan
@@ -106,6 +113,10 @@ class Training:
             metrics=_joined([part.metrics for part in parts]),
             num_micro_batches=sum(bool(micro_batch) for micro_batches in plan for micro_batch in micro_batches),
             seconds=time.perf_counter() - started,
+            log_probs=[
+                trainer_pb2.TokenLogProbs(log_probs=row)
+                for row in _rows_of(log_probs_of, plan, [part.log_probs for part in parts], samples=samples)
+            ],
         )
 
     async def optim_step(self, request: trainer_pb2.OptimStepRequest) -> trainer_pb2.OptimStepResponse:
@@ -144,12 +155,8 @@ class Training:
             for parts in plan
         ]
         answers = await self.ranks.call_each([ranks_pb2.TrainerRankCommand(score=command) for command in commands])
-        scored: dict[int, NDArray[np.float32]] = {}
-        for micro_batches, answer in zip(plan, answers, strict=True):
-            for indices, content in zip(micro_batches, answer.score.micro_batches, strict=True):
-                rows = decode_scores(content, num_tokens_S=samples.num_completion_S[indices])
-                scored.update(zip(indices, rows, strict=True))
-        return [scored[index] for index in range(len(samples))]
+        contents = [answer.score.micro_batches for answer in answers]
+        return _rows_of(range(len(samples)), plan, contents, samples=samples)
 
     def _trained(self, role: RoleMessage.ValueType, *, field: str) -> Role:
         """Raises InvalidArgument unless the role is one that this node trains."""
@@ -164,6 +171,20 @@ class Training:
             max_tokens=self._limits.micro_batch_tokens,
             cost=self._costs[role],
         )
+
+
+def _rows_of(
+    positions: Sequence[int], plan: MicroBatchPlan, contents: Sequence[Sequence[bytes]], *, samples: Samples
+) -> list[NDArray[np.float32]]:
+    """The scores of the samples at these positions. contents: of each rank's micro-batches."""
+    if not positions:
+        return []
+    scored: dict[int, NDArray[np.float32]] = {}
+    for micro_batches, scores in zip(plan, contents, strict=True):
+        for indices, content in zip(micro_batches, scores, strict=True):
+            rows = decode_scores(content, num_tokens_S=samples.num_completion_S[indices])
+            scored.update(zip(indices, rows, strict=True))
+    return [scored[position] for position in positions]
 
 
 def _tokens_only(sample: TrainingSample) -> TrainingSample:

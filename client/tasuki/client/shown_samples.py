@@ -1,0 +1,163 @@
+"""What is shown of a step's samples: gathered by reference while the loop runs, turned into JSON by whoever writes it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasuki.client.dataset import Row
+from tasuki.client.rewards import Completion, Scores
+from tasuki.client.types import Sample, TrainingSample
+
+_MAX_LOG_PROBS = 131_072
+"""Tokens whose log-probs one ForwardBackward answers."""
+_DIGITS = 6
+
+
+@dataclass(slots=True, eq=False)
+class ShownSample:
+    """One completion and what became of it."""
+
+    group: int
+    """Place of its prompt among those of the step."""
+    row: Row
+    text: str
+    sample: Sample
+    reward: float
+    """That advantages come from: the weighted sum, after shaping."""
+    rewards: dict[str, float]
+    learned: TrainingSample | None = None
+    """None when no update used it."""
+    trainer_log_probs: NDArray[np.float32] | None = None
+    """[T], of the policy that the step began with."""
+
+    def record(self, step: int) -> dict[str, Any]:
+        """One line of the file; numbers that are not finite become null."""
+        sample, learned = self.sample, self.learned
+        gaps = _gaps(sample, self.trainer_log_probs)
+        return {
+            "step": step,
+            "group": self.group,
+            "sample": sample.sample_index,
+            "policy_version": sample.policy_version,
+            "prompt": self.row["prompt"],
+            "fields": {name: value for name, value in self.row.items() if name != "prompt"},
+            "completion": self.text,
+            "finish_reason": str(sample.finish_reason).lower(),
+            "reward": _number(self.reward),
+            "rewards": {name: _number(value) for name, value in self.rewards.items()},
+            "advantage": None if learned is None else _number(float(np.mean(learned.advantages))),
+            "log_prob_gap": None if gaps is None else _number(float(gaps.mean())),
+            "log_prob_gap_max": None if gaps is None else _number(float(gaps.max())),
+            "temperature": sample.temperature,
+            "token_ids": sample.token_ids.tolist(),
+            "advantages": None if learned is None or np.ndim(learned.advantages) == 0 else _numbers(learned.advantages),
+            "rollout_log_probs": _numbers(sample.rollout_log_probs),
+            "trainer_log_probs": None if self.trainer_log_probs is None else _numbers(self.trainer_log_probs),
+        }
+
+
+@dataclass(slots=True, eq=False)
+class ShownSamples:
+    """The samples of one step that are shown."""
+
+    step: int
+    num_groups: int = 0
+    """To be shown; 0 gathers nothing."""
+    seed: int = 0
+    samples: list[ShownSample] = field(default_factory=list)
+    _num_seen: int = 0
+    _learned: dict[int, ShownSample] = field(default_factory=dict)
+    _is_scored: bool = False
+
+    def add(
+        self,
+        rows: Sequence[Row],
+        completions: Sequence[Completion],
+        samples: Sequence[Sample],
+        scores: Scores,
+        shaped_S: NDArray[np.float32],
+    ) -> None:
+        """Chooses among the groups of one generation, as far as the step has not enough. The lists have those of the first row first."""
+        num_wanted = min(self.num_groups - len({one.group for one in self.samples}), len(rows))
+        if num_wanted > 0:
+            size = len(samples) // len(rows)
+            chosen = np.random.default_rng([self.seed, self.step, self._num_seen]).permutation(len(rows))[:num_wanted]
+            for index in sorted(chosen.tolist()):
+                for place in range(index * size, (index + 1) * size):
+                    rewards = {name: float(values_S[place]) for name, values_S in scores.by_name.items()}
+                    one = ShownSample(
+                        self._num_seen + index,
+                        rows[index],
+                        completions[place].text,
+                        samples[place],
+                        float(shaped_S[place]),
+                        rewards,
+                    )
+                    self.samples.append(one)
+        self._num_seen += len(rows)
+
+    def add_learned(self, learned: Sequence[TrainingSample], samples: Sequence[Sample]) -> None:
+        """What the step learns from, with advantages; samples: the completion behind each."""
+        shown = {id(one.sample): one for one in self.samples}
+        for training, sample in zip(learned, samples, strict=True):
+            one = shown.get(id(sample))
+            if one is not None:
+                one.learned, self._learned[id(training)] = training, one
+                if len(training.old_log_probs):
+                    one.trainer_log_probs = np.asarray(training.old_log_probs)
+
+    def wanted(self, batch: Sequence[TrainingSample]) -> list[int]:
+        """Positions in the step's first batch whose log-probs are wanted; later batches meet other weights."""
+        if self._is_scored:
+            return []
+        self._is_scored = True
+        wanted: list[int] = []
+        room = _MAX_LOG_PROBS
+        for position, training in enumerate(batch):
+            one = self._learned.get(id(training))
+            if one is not None and one.trainer_log_probs is None and len(training.completion_token_ids) <= room:
+                wanted.append(position)
+                room -= len(training.completion_token_ids)
+        return wanted
+
+    def add_log_probs(
+        self, batch: Sequence[TrainingSample], wanted: Sequence[int], log_probs: Sequence[NDArray[np.float32]]
+    ) -> None:
+        """log_probs: of the samples at the positions `wanted`, or none where the trainer had none to give."""
+        for position, row in zip(wanted, log_probs, strict=False):
+            self._learned[id(batch[position])].trainer_log_probs = row
+
+    def lines(self, *, max_bytes: int) -> list[bytes]:
+        """As many as fit."""
+        lines: list[bytes] = []
+        room = max_bytes
+        for one in self.samples:
+            text = json.dumps(one.record(self.step), ensure_ascii=False, default=str) + "\n"
+            # What UTF-8 does not have becomes the escape that JSON has for it.
+            line = text.encode(errors="backslashreplace")
+            room -= len(line)
+            if room < 0:
+                break
+            lines.append(line)
+        return lines
+
+
+def _gaps(sample: Sample, trainer_log_probs: NDArray[np.float32] | None) -> NDArray[np.float32] | None:
+    if trainer_log_probs is None or not len(trainer_log_probs):
+        return None
+    return np.abs(trainer_log_probs - sample.rollout_log_probs)
+
+
+def _number(value: float) -> float | None:
+    return round(value, _DIGITS) if math.isfinite(value) else None
+
+
+def _numbers(values: Any) -> list[float | None]:
+    return [_number(value) for value in np.asarray(values, dtype=np.float64).tolist()]

@@ -1,0 +1,205 @@
+"""Samples that a run leaves for people to read: what a line has, how much is kept, and that no disk holds the run up."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tasuki.algorithms.loss_types import LossConfig, OldPolicy
+from tasuki.client.rewards import Completion, Scores
+from tasuki.client.rl_loop import Settings
+from tasuki.client.sample_dump import SampleDump
+from tasuki.client.shown_samples import ShownSamples
+from tasuki.client.types import FinishReason, Sample, SamplingParams
+from tests.tiny_disk import tmpfs
+from tests.unit.loop_node import LoopClient, by_number, loop_of, steps_of
+
+NAN = float("nan")
+SECRET = "xyzzy-plugh"
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    sampling = SamplingParams(max_new_tokens=8, temperature=0.5)
+    return Settings(num_steps=1, prompts_per_step=3, group_size=4, sampling=sampling, output_dir=tmp_path)
+
+
+def run(settings: Settings, client: LoopClient | None = None, **options: Any) -> dict[int, list[dict[str, Any]]]:
+    """The lines of each step's file."""
+    folder = settings.output_dir / "samples"
+    with SampleDump(folder, **options) as dump:
+        loop = loop_of(client or LoopClient(), settings, reward={"number": by_number, "odd": lambda prompt, number: number % 2})
+        loop.dump = dump
+        steps_of(loop)
+    return {int(path.stem.removeprefix("step-")): lines(path) for path in sorted(folder.glob("*"))}
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def shown_step(step: int, text: str = "text", *, num_tokens: int = 3) -> ShownSamples:
+    shown = ShownSamples(step, num_groups=1)
+    sample = Sample(
+        0,
+        0,
+        np.arange(num_tokens, dtype=np.int32),
+        np.full(num_tokens, -0.5, dtype=np.float32),
+        FinishReason.STOP,
+        7,
+    )
+    completion = Completion.of(sample, text=text, prompt_token_ids=[1])
+    rewards = np.array([NAN], dtype=np.float32)
+    shown.add([{"prompt": "p"}], [completion], [sample], Scores(rewards, 1, {"r": rewards}, {"r": 1}), rewards)
+    return shown
+
+
+def test_a_line_has_all_that_is_known_of_a_sample(settings: Settings):
+    (found,) = run(settings).values()
+    assert [(line["group"], line["sample"]) for line in found] == [(group, sample) for group in range(3) for sample in range(4)]
+    line = found[3]
+    assert line.keys() == {
+        "step", "group", "sample", "policy_version", "prompt", "fields", "completion", "finish_reason", "reward", "rewards",
+        "advantage", "log_prob_gap", "log_prob_gap_max", "temperature", "token_ids", "advantages", "rollout_log_probs",
+        "trainer_log_probs",
+    }  # fmt: skip
+    assert line["rewards"] == {"number": 3.0, "odd": 1.0}
+    assert line["reward"] == 4.0
+    assert line["advantage"] == max(one["advantage"] for one in found) > 0
+    assert line["finish_reason"] == "stop" and line["policy_version"] == 0 and line["temperature"] == 0.5
+    assert line["completion"] == " ".join(map(str, line["token_ids"]))
+    # The client's log-probs are -0.5 from rollout and -0.25 from the trainer.
+    assert line["rollout_log_probs"] == [-0.5] * 3 and line["trainer_log_probs"] == [-0.25] * 3
+    assert line["log_prob_gap"] == line["log_prob_gap_max"] == 0.25
+
+
+def test_log_probs_before_the_first_of_several_updates_are_shown_where_the_loop_has_them(settings: Settings):
+    own = replace(settings, num_mini_batches=3, loss=LossConfig(old_policy=OldPolicy.GIVEN))
+    (found,) = run(own).values()
+    assert {tuple(line["trainer_log_probs"]) for line in found} == {(-0.625,) * 3}
+
+
+def test_log_probs_of_later_updates_are_not_taken_for_a_gap(settings: Settings):
+    own = replace(settings, num_mini_batches=3, loss=LossConfig(old_policy=OldPolicy.ROLLOUT))
+    (found,) = run(own).values()
+    known = [line["trainer_log_probs"] is not None for line in found]
+    assert sum(known) == 4 and all(
+        (line["log_prob_gap"] is None) is not is_known for line, is_known in zip(found, known, strict=True)
+    )
+
+
+def test_groups_are_chosen_by_seed_and_step(settings: Settings):
+    own = replace(settings, num_steps=3, prompts_per_step=8)
+
+    def chosen(folder: str, seed: int) -> list[list[int]]:
+        found = run(replace(own, output_dir=settings.output_dir / folder), groups_per_step=2, seed=seed)
+        return [sorted({line["group"] for line in each}) for each in found.values()]
+
+    first = chosen("a", 0)
+    assert [len(groups) for groups in first] == [2, 2, 2]
+    assert chosen("b", 0) == first != chosen("c", 1)
+
+
+def test_a_step_that_is_made_again_replaces_its_file(tmp_path: Path):
+    for text in ("before", "after"):
+        with SampleDump(tmp_path) as dump:
+            dump.write(shown_step(4, text))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000004.jsonl"]
+    assert [line["completion"] for line in lines(tmp_path / "step-000004.jsonl")] == ["after"]
+
+
+def test_a_reward_that_is_not_finite_is_null_and_text_without_unicode_is_readable(tmp_path: Path):
+    with SampleDump(tmp_path) as dump:
+        dump.write(shown_step(0, "é\ud800"))
+    (line,) = lines(tmp_path / "step-000000.jsonl")
+    assert line["reward"] is None and line["rewards"] == {"r": None}
+    assert line["completion"] == "é\ud800" and line["advantage"] is None
+
+
+def test_the_oldest_steps_go_when_the_files_are_too_large(tmp_path: Path):
+    with SampleDump(tmp_path, max_bytes=20_000) as dump:
+        for step in range(12):
+            dump.write(shown_step(step))
+            time.sleep(0.01)
+    with SampleDump(tmp_path, max_bytes=20_000) as dump:  # as a run that goes on
+        dump.write(shown_step(12))
+    found = sorted(path.name for path in tmp_path.iterdir())
+    assert found[-1] == "step-000012.jsonl" and 1 < len(found) < 12
+    assert sum(path.stat().st_blocks * 512 for path in tmp_path.iterdir()) <= 20_000
+
+
+def test_a_step_larger_than_everything_is_cut(tmp_path: Path):
+    with SampleDump(tmp_path, max_bytes=1000) as dump:
+        dump.write(shown_step(0, num_tokens=10_000))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_told_once_and_samples_come_again_when_there_is_room(tmp_path: Path):
+    told: list[str] = []
+    with tmpfs(tmp_path / "disk", num_kib=256) as disk:
+        disk.fill()
+        with SampleDump(disk.folder / "samples", tell=told.append) as dump:
+            dump.write(shown_step(0, "t" * 9000))
+            dump.write(shown_step(1, "t" * 9000))
+            wait_until(lambda: bool(told))
+            disk.free()
+            dump.write(shown_step(2, "t" * 9000))
+        left = {path.name for path in (disk.folder / "samples").iterdir()}
+        assert "step-000002.jsonl" in left and "step-000000.jsonl" not in left
+    assert len(told) == 1 and "No space left" in told[0] and "the run goes on" in told[0]
+
+
+def test_a_folder_that_cannot_be_made_costs_no_step(settings: Settings):
+    told: list[str] = []
+    (settings.output_dir / "samples").write_text("a file is in the way")
+    with SampleDump(settings.output_dir / "samples", tell=told.append) as dump:
+        loop = loop_of(LoopClient(), settings)
+        loop.dump = dump
+        assert len(steps_of(loop)) == 1
+    assert len(told) == 1 and "samples are not written" in told[0]
+
+
+def test_a_disk_that_hangs_does_not_hold_the_loop_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tasuki.client.sample_dump._CLOSE_TIMEOUT_S", 0.2)
+    fifo = tmp_path / ".step-000000.jsonl.partial"
+    os.mkfifo(fifo)  # without a reader, opening it to write waits for ever
+    told: list[str] = []
+    started = time.monotonic()
+    with SampleDump(tmp_path, tell=told.append) as dump:
+        for step in range(40):
+            dump.write(shown_step(step))
+    assert time.monotonic() - started < 2.0
+    assert len(told) == 1 and "too slow" in told[0]
+    os.close(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK))  # lets the thread go
+
+
+def test_samples_are_in_no_log(settings: Settings, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]):
+    with caplog.at_level(logging.INFO), SampleDump(settings.output_dir / "missing" / "samples") as dump:
+        (settings.output_dir / "missing").write_text("")
+        dump.write(shown_step(0, SECRET))
+    written = capfd.readouterr()
+    assert SECRET not in caplog.text + written.out + written.err
+    assert "samples are not written" in written.err
+
+
+def test_nothing_is_gathered_without_a_dump(settings: Settings):
+    client = LoopClient()
+    steps_of(loop_of(client, settings))
+    assert not (settings.output_dir / "samples").exists()
+    assert not any(thread.name == "tasuki-samples" for thread in threading.enumerate())
+
+
+def wait_until(is_so: Any) -> None:
+    deadline = time.monotonic() + 5.0
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
