@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import psutil
@@ -93,16 +93,9 @@ def trainer_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def metrics_port(unused_tcp_port_factory: Callable[[], int]) -> int:
-    return unused_tcp_port_factory()
-
-
-@pytest.fixture(scope="session")
-def trainer_process(
-    trainer_model: Path, metrics_port: int, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[TrainerProcess]:
-    settings = f"{TRAINER_SETTINGS}\nmetrics_port = {metrics_port}"
-    trainer = start_trainer(tmp_path_factory.mktemp("trainer-node"), trainer_model, num_ranks=2, settings=settings)
+def trainer_process(trainer_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerProcess]:
+    folder = tmp_path_factory.mktemp("trainer-node")
+    trainer = start_trainer(folder, trainer_model, num_ranks=2, settings=TRAINER_SETTINGS)
     trainer.wait_until_serving()
     yield trainer
     trainer.stop()

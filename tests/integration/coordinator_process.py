@@ -15,9 +15,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from tasuki.config.metrics_schema import MetricsConfig
 from tasuki.config.places import log_path, node_targets, socket_dir
 from tasuki.config.save import save_config
-from tasuki.config.schema import CoordinatorConfig, ModelConfig, NodeConfig
+from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.types_pb2 import (
@@ -94,8 +95,8 @@ async def start_coordinator(config: NodeConfig) -> asyncio.subprocess.Process:
 @asynccontextmanager
 async def running_coordinator(folder: Path, *, metrics_port: int) -> AsyncIterator[Node]:
     """Settled in TRAIN; it must stop with exit code 0 in the end."""
-    coordinator = CoordinatorConfig(metrics_port=metrics_port)
-    config = NodeConfig(state_dir=folder / "state", model=ModelConfig(path=folder), coordinator=coordinator)
+    metrics = MetricsConfig(listen=f"127.0.0.1:{metrics_port}")
+    config = NodeConfig(state_dir=folder / "state", model=ModelConfig(path=folder), metrics=metrics)
     async with running_node(config) as node:
         yield node
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -34,9 +35,24 @@ async def node(tmp_path: Path, unused_tcp_port: int) -> AsyncIterator[Node]:
 
 
 async def test_metrics_are_on_the_port_that_the_configuration_names(node: Node) -> None:
-    url = f"http://127.0.0.1:{node.config.coordinator.metrics_port}/metrics"
-    text = (await asyncio.to_thread(urllib.request.urlopen, url, timeout=5)).read().decode()
-    assert 'grpc_server_started_total{grpc_method="Acquire",grpc_service="tasuki.v1.CoordinatorService"' in text
+    await node.acquire(PHASE_ROLLOUT)
+    text = await scraped(node)
+    method = 'grpc_method="Acquire",grpc_service="tasuki.v1.CoordinatorService",grpc_type="server_stream",service="coordinator"'
+    assert f"grpc_server_started_total{{{method}}} 1.0" in text
+    assert 'grpc_service="tasuki.v1.TrainerService",grpc_type="server_stream"' not in text
+    assert 'tasuki_service_up{service="trainer"} 1.0' in text and 'tasuki_phase{phase="ROLLOUT"} 1.0' in text
+    assert 'tasuki_changeovers_total{service="coordinator",status="DONE",target="ROLLOUT"} 1.0' in text
+    assert 'tasuki_stage_seconds_count{service="coordinator",stage="SYNC",status="DONE"} 1.0' in text
+    seconds = re.search(r'tasuki_gpu_seconds_total\{service="coordinator",use="changeover"\} (\S+)', text)
+    assert seconds is not None and float(seconds[1]) > 0
+
+
+async def scraped(node: Node) -> str:
+    return (
+        (await asyncio.to_thread(urllib.request.urlopen, f"http://{node.config.metrics.listen}/metrics", timeout=5))
+        .read()
+        .decode()
+    )
 
 
 async def test_both_directions_with_events_and_versions(node: Node) -> None:

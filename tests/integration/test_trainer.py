@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -28,12 +26,33 @@ async def test_it_says_what_it_is(client: TrainerClient, trainer_model: Path) ->
     assert not state.HasField("published_version")
 
 
-async def test_metrics_are_on_the_port_that_the_configuration_names(client: TrainerClient, metrics_port: int) -> None:
-    await client.state()
-    url = f"http://127.0.0.1:{metrics_port}/metrics"
-    text = (await asyncio.to_thread(urllib.request.urlopen, url, timeout=5)).read().decode()
-    labels = 'grpc_method="GetTrainerState",grpc_service="tasuki.v1.TrainerService",grpc_type="unary"'
-    assert float(text.partition(f"grpc_server_started_total{{{labels}}} ")[2].split()[0]) >= 1
+async def test_metrics_count_tokens_steps_and_the_gap_of_the_last_batch(client: TrainerClient) -> None:
+    before = await client.metrics()
+    samples = await samples_of_now(client)
+    for sample in samples[:2]:
+        sample.policy_version = 0
+    answer = await client.forward_backward(samples)
+    step = await client.optim_step(learning_rate=0.0)
+    after = await client.metrics()
+
+    def counted(name: str) -> float:
+        return after[name] - before.get(name, 0.0)
+
+    assert (
+        counted(
+            'grpc_server_handled_total{grpc_code="OK",grpc_method="OptimStep",grpc_service="tasuki.v1.TrainerService",grpc_type="unary"}'
+        )
+        == 1
+    )
+    assert counted('tasuki_trainer_tokens_total{role="policy"}') == answer.num_tokens
+    assert counted('tasuki_trainer_samples_total{role="policy"}') == len(samples)
+    assert counted('tasuki_trainer_steps_total{role="policy",status="done"}') == 1
+    assert counted("tasuki_sample_staleness_versions_count") == len(samples)
+    assert counted("tasuki_sample_staleness_versions_sum") == 2 * (step.version - 1)
+    assert after['tasuki_log_prob_gap{stat="max"}'] == pytest.approx(answer.metrics["log_prob_gap_max"])
+    assert after["tasuki_policy_version"] == step.version
+    # Two ranks work.
+    assert counted('tasuki_gpu_seconds_total{use="forward_backward"}') >= 1.5 * answer.seconds
 
 
 async def test_learning_lowers_the_loss_and_counts_versions(client: TrainerClient) -> None:

@@ -15,7 +15,16 @@ from pathlib import Path
 import grpc
 import grpc.aio
 
-from tasuki.v1 import loss_pb2, memory_pb2, memory_pb2_grpc, trainer_pb2, trainer_pb2_grpc, types_pb2
+from tasuki.v1 import (
+    loss_pb2,
+    memory_pb2,
+    memory_pb2_grpc,
+    metrics_pb2,
+    metrics_pb2_grpc,
+    trainer_pb2,
+    trainer_pb2_grpc,
+    types_pb2,
+)
 from tasuki.v1.types_pb2 import ROLE_POLICY, TrainingSample
 from tasuki.wire.address import unix_target
 from tasuki.wire.channel import open_channel
@@ -101,6 +110,7 @@ class TrainerClient:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
         self.memory = memory_pb2_grpc.MemoryServiceStub(channel)
+        self._metrics = metrics_pb2_grpc.MetricsServiceStub(channel)
 
     def stage_command(self) -> types_pb2.CommandId:
         TrainerClient._sequence += 1
@@ -123,9 +133,7 @@ class TrainerClient:
         chunk: int = 7,
         log_probs_of: Sequence[int] = (),
     ) -> trainer_pb2.ForwardBackwardResponse:
-        header = trainer_pb2.ForwardBackwardHeader(
-            command=command(request_id), role=role, loss=loss, log_probs_of=log_probs_of
-        )
+        header = trainer_pb2.ForwardBackwardHeader(command=command(request_id), role=role, loss=loss, log_probs_of=log_probs_of)
 
         async def requests() -> AsyncIterator[trainer_pb2.ForwardBackwardRequest]:
             yield trainer_pb2.ForwardBackwardRequest(header=header)
@@ -162,6 +170,12 @@ class TrainerClient:
 
         answers = self.trainer.ComputeValues(requests(), timeout=CALL_TIMEOUT_S)
         return [list(scored.values) async for answer in answers for scored in answer.samples]
+
+    async def metrics(self) -> dict[str, float]:
+        """Every sample by its name with labels."""
+        answer = await self._metrics.GetMetrics(metrics_pb2.GetMetricsRequest(), timeout=CALL_TIMEOUT_S)
+        lines = [line.rpartition(" ") for line in answer.text.decode().splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, _, value in lines}
 
     async def log_probs(
         self, samples: Sequence[types_pb2.TrainingSample], role: types_pb2.Role.ValueType = ROLE_POLICY

@@ -544,6 +544,7 @@ class EngineRankCommand(_message.Message):
     PAUSE_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     GET_USAGE_FIELD_NUMBER: _builtins.int
+    GET_LOAD_FIELD_NUMBER: _builtins.int
     call: _builtins.int
     reply_address: _builtins.str
     """ZMQ address of the front: the rank answers there, and from then on hears commands from there."""
@@ -555,6 +556,8 @@ class EngineRankCommand(_message.Message):
     def resume(self) -> _memory_pb2.ResumeRequest: ...
     @_builtins.property
     def get_usage(self) -> _memory_pb2.GetUsageRequest: ...
+    @_builtins.property
+    def get_load(self) -> Global___GetLoadCommand: ...
     def __init__(
         self,
         *,
@@ -564,16 +567,60 @@ class EngineRankCommand(_message.Message):
         pause: _memory_pb2.PauseRequest | None = ...,
         resume: _memory_pb2.ResumeRequest | None = ...,
         get_usage: _memory_pb2.GetUsageRequest | None = ...,
+        get_load: Global___GetLoadCommand | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "get_usage", b"get_usage", "pause", b"pause", "receive", b"receive", "resume", b"resume"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "get_load", b"get_load", "get_usage", b"get_usage", "pause", b"pause", "receive", b"receive", "resume", b"resume"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "command", b"command", "get_usage", b"get_usage", "pause", b"pause", "receive", b"receive", "reply_address", b"reply_address", "resume", b"resume"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "command", b"command", "get_load", b"get_load", "get_usage", b"get_usage", "pause", b"pause", "receive", b"receive", "reply_address", b"reply_address", "resume", b"resume"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["receive", "pause", "resume", "get_usage"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["receive", "pause", "resume", "get_usage", "get_load"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
 Global___EngineRankCommand: _TypeAlias = EngineRankCommand  # noqa: Y015
+
+@_typing.final
+class GetLoadCommand(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetLoadCommand: _TypeAlias = GetLoadCommand  # noqa: Y015
+
+@_typing.final
+class LoadResult(_message.Message):
+    """Of one replica; its ranks have the same."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    NUM_QUEUED_FIELD_NUMBER: _builtins.int
+    NUM_KV_TOKENS_FIELD_NUMBER: _builtins.int
+    num_running: _builtins.int
+    num_queued: _builtins.int
+    num_kv_tokens: _builtins.int
+    """Of the KV cache, held by running requests."""
+    def __init__(
+        self,
+        *,
+        num_running: _builtins.int = ...,
+        num_queued: _builtins.int = ...,
+        num_kv_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_kv_tokens", b"num_kv_tokens", "num_queued", b"num_queued", "num_running", b"num_running"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadResult: _TypeAlias = LoadResult  # noqa: Y015
 
 @_typing.final
 class ReceiveCommand(_message.Message):
@@ -622,6 +669,7 @@ class EngineRankResult(_message.Message):
     PAUSE_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     GET_USAGE_FIELD_NUMBER: _builtins.int
+    GET_LOAD_FIELD_NUMBER: _builtins.int
     call: _builtins.int
     rank: _builtins.int
     """Place among all engine ranks: those of the first replica come first."""
@@ -637,6 +685,8 @@ class EngineRankResult(_message.Message):
     def resume(self) -> _memory_pb2.ResumeResponse: ...
     @_builtins.property
     def get_usage(self) -> _memory_pb2.GetUsageResponse: ...
+    @_builtins.property
+    def get_load(self) -> Global___LoadResult: ...
     def __init__(
         self,
         *,
@@ -647,12 +697,13 @@ class EngineRankResult(_message.Message):
         pause: _memory_pb2.PauseResponse | None = ...,
         resume: _memory_pb2.ResumeResponse | None = ...,
         get_usage: _memory_pb2.GetUsageResponse | None = ...,
+        get_load: Global___LoadResult | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "get_usage", b"get_usage", "pause", b"pause", "receive", b"receive", "result", b"result", "resume", b"resume"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "get_load", b"get_load", "get_usage", b"get_usage", "pause", b"pause", "receive", b"receive", "result", b"result", "resume", b"resume"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "error", b"error", "get_usage", b"get_usage", "pause", b"pause", "rank", b"rank", "receive", b"receive", "result", b"result", "resume", b"resume"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "error", b"error", "get_load", b"get_load", "get_usage", b"get_usage", "pause", b"pause", "rank", b"rank", "receive", b"receive", "result", b"result", "resume", b"resume"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["receive", "pause", "resume", "get_usage"]  # noqa: Y015
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["receive", "pause", "resume", "get_usage", "get_load"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 

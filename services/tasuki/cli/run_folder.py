@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasuki.client.durable import named_if_full, write_durably
 from tasuki.client.step import Step
-from tasuki.wire.errors import InvalidArgument
+from tasuki.config.places import training_output_path
+from tasuki.wire.errors import DiskFull, InvalidArgument
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,6 +59,12 @@ def read_steps(output_dir: Path) -> list[Step]:
             text = f"{path}:{number} is no step: {error}; remove what is wrong, or the file: a run goes on without it from a checkpoint"
             raise InvalidArgument("output_dir", text) from error
     return steps
+
+
+def name_run(state_dir: Path, output_dir: Path) -> None:
+    """Tells whoever shows the node where its run leaves its files. Without room for that the run goes on unseen."""
+    with suppress(OSError, DiskFull):
+        write_durably(training_output_path(state_dir), f"{output_dir.resolve()}\n")
 
 
 def changeovers_of(steps: Sequence[Step]) -> int:

@@ -17,7 +17,7 @@ from tasuki.cli.post_mortem import explained
 from tasuki.cli.progress import TrainProgress
 from tasuki.cli.resume import begin, go_on, resumable_run
 from tasuki.cli.rl_training import RlTraining
-from tasuki.cli.run_folder import MetricsFile, changeovers_of, write_summary
+from tasuki.cli.run_folder import MetricsFile, changeovers_of, name_run, write_summary
 from tasuki.cli.sft_training import read_sft
 from tasuki.cli.train_inputs import check_output, read_inputs
 from tasuki.cli.training import Loop, Training
@@ -122,6 +122,7 @@ def _train(config: NodeConfig, training: Training, loop: Loop, earlier: EarlierR
         check_longest_sample(training.longest_sample, limit=client.trainer_state().micro_batch_tokens)
         num_changeovers = client.state().num_changeovers
         start = begin(client, config, settings) if earlier is None else go_on(client, config, settings, earlier)
+        name_run(config.state_dir, settings.output_dir)
         # Only from here on what the node has done is of this run.
         with kept_evidence(config.state_dir, settings.output_dir):
             metrics = MetricsFile(settings.output_dir, start.steps)

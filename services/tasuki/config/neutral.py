@@ -1,5 +1,5 @@
 """Settings that do not change the numbers that come out."""
 
 NEUTRAL_TRAINER_KEYS = {
-    "listen", "metrics_port", "num_ranks", "num_threads", "devices", "collective_timeout_s", "export", "export_stays", "export_handles"
+    "listen", "num_ranks", "num_threads", "devices", "collective_timeout_s", "export", "export_stays", "export_handles"
 }  # fmt: skip

@@ -79,6 +79,11 @@ def training_run_path(state_dir: Path) -> Path:
     return state_dir / "training.run"
 
 
+def training_output_path(state_dir: Path) -> Path:
+    """The output folder of that run."""
+    return state_dir / "training.output"
+
+
 def config_path(state_dir: Path) -> Path:
     """The configuration of the node that runs on the folder, or ran there last, as its services read it."""
     return state_dir / "node.toml"

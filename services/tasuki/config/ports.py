@@ -60,6 +60,19 @@ def port_problem(config: NodeConfig) -> tuple[str, str] | None:
             return key, (
                 f"= {target} is open to every user of the machine: set security.tokens or security.client_ca, or security.insecure = true"
             )
+    return _metrics_problem(config, knows_callers=knows_callers)
+
+
+def _metrics_problem(config: NodeConfig, *, knows_callers: bool) -> tuple[str, str] | None:
+    """On loopback every user of the machine may read metrics."""
+    listen = config.metrics.listen
+    if listen is None or not is_beyond_loopback(listen):
+        return None
+    key = "metrics.listen"
+    if config.security.cert is None:
+        return key, f"= {listen} is not loopback: set security.cert and security.key, or {_LOOPBACK_ADVICE}"
+    if not knows_callers:
+        return key, f"= {listen} is not loopback: set security.client_ca or security.tokens, or {_LOOPBACK_ADVICE}"
     return None
 
 

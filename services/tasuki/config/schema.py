@@ -20,15 +20,14 @@ from pydantic import (
 from tasuki.algorithms.loss_types import SettingError
 from tasuki.config.constraints import FUSED_LINEAR, check_constraints
 from tasuki.config.devices import Devices
+from tasuki.config.metrics_schema import MetricsConfig
 from tasuki.config.ports import check_listen
 from tasuki.config.security_schema import PathsConfig, SecurityConfig
 from tasuki.config.sft_schema import SftConfig
 from tasuki.config.table import Schema, Seed
 from tasuki.config.train_schema import TrainConfig
-from tasuki.wire.address import MAX_PORT
 
 Listen = Annotated[str, AfterValidator(check_listen)]
-Port = Annotated[int, Field(ge=1, le=MAX_PORT)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 LinearName = Literal["q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"]
 
@@ -42,8 +41,6 @@ class CoordinatorConfig(Schema):
     listen: Listen = "unix"
     """"unix", or an address such as "0.0.0.0:50050" to listen on a port, too. Every service always listens on a unix socket in the state
     folder. A port asks callers for what `[security]` says; all three services need one for clients on other machines."""
-    metrics_port: Port | None = None
-    """Loopback port of Prometheus' /metrics; none by default."""
     stage_timeout_s: PositiveFloat = 600.0
     """Deadline of one stage."""
     drain_grace_s: float = Field(default=30.0, ge=0)
@@ -114,8 +111,6 @@ DEFAULT_MICRO_BATCH_TOKENS = {"cpu": 8192, "cuda": 16_384}
 class TrainerConfig(OptimizerConfig):
     listen: Listen = "unix"
     """As `coordinator.listen`."""
-    metrics_port: Port | None = None
-    """As `coordinator.metrics_port`."""
     num_ranks: PositiveInt = 1
     """FSDP2 ranks; one GPU each, or one process each on a CPU."""
     devices: Devices | None = None
@@ -168,8 +163,6 @@ class TrainerConfig(OptimizerConfig):
 class RolloutConfig(Schema):
     listen: Listen = "unix"
     """As `coordinator.listen`."""
-    metrics_port: Port | None = None
-    """As `coordinator.metrics_port`."""
     tp_size: PositiveInt = 1
     """GPUs that share one copy of the weights, by tensor parallelism."""
     dp_size: PositiveInt | None = None
@@ -238,6 +231,7 @@ class NodeConfig(Schema):
     rollout: RolloutConfig = RolloutConfig()
     restart: RestartConfig = RestartConfig()
     memory: MemoryConfig = MemoryConfig()
+    metrics: MetricsConfig = MetricsConfig()
     security: SecurityConfig = SecurityConfig()
     paths: PathsConfig = PathsConfig()
     train: TrainConfig | None = None

@@ -21,7 +21,9 @@ from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.disk_full import wait_for_disk
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.journal_recovery import close_interrupted
+from tasuki.coordinator.metrics_port import serve_metrics
 from tasuki.coordinator.node import Node
+from tasuki.coordinator.node_metrics import NodeMetrics
 from tasuki.coordinator.peers import GrpcPeers
 from tasuki.coordinator.planning import Planning
 from tasuki.coordinator.servicer import CoordinatorServicer
@@ -115,25 +117,28 @@ def _make_node(config: NodeConfig, boot_id: str) -> tuple[Node, Journal, GrpcPee
 async def _serve_node(
     config: NodeConfig, node: Node, journal: Journal, peers: GrpcPeers, admission: Admission, *, instance: Instance
 ) -> None:
-    servicer = CoordinatorServicer(
-        node, journal, Planning(admission, config), instance=instance, port_targets=port_targets(config)
-    )
+    planning = Planning(admission, config)
+    servicer = CoordinatorServicer(node, journal, planning, instance=instance, port_targets=port_targets(config))
     server = RpcServer(
         service="coordinator",
         target=node_targets(config)["coordinator"],
-        metrics_port=config.coordinator.metrics_port,
         port=port_of(config, "coordinator"),
     )
     server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, servicer, "tasuki.v1.CoordinatorService")
+    metrics = NodeMetrics(server.registry, config=config, node=node, journal=journal, peers=peers, planning=planning)
     await server.start()
     stop = asyncio.Event()
+    counting = asyncio.create_task(metrics.follow())
     recovery = asyncio.create_task(node.recover())
     ending = asyncio.create_task(_end_watches(stop, node))
+    serving = None if config.metrics.listen is None else asyncio.create_task(serve_metrics(config, metrics.text))
     try:
         await server.run(stop, grace_s=_GRACE_S)
     finally:
-        ending.cancel()
-        recovery.cancel()
+        for task in (ending, recovery, counting, *(() if serving is None else (serving,))):
+            task.cancel()
+        if serving is not None:
+            await asyncio.wait([serving])
         await node.stop()
         await peers.close()
         journal.close()

@@ -17,8 +17,9 @@ from tasuki.memory.stages import RULES, Phase, Rpc, Service, Stage, Undo
 from tasuki.memory.tags import ServiceUsage
 from tasuki.rpc.stages import named_tags, stage_from_proto, stage_to_proto
 from tasuki.rpc.usage import read_usage
-from tasuki.v1 import memory_pb2, rollout_pb2, trainer_pb2, types_pb2, weights_pb2
+from tasuki.v1 import memory_pb2, metrics_pb2, rollout_pb2, trainer_pb2, types_pb2, weights_pb2
 from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
+from tasuki.v1.metrics_pb2_grpc import MetricsServiceStub
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
 from tasuki.wire.channel import open_channel
@@ -127,6 +128,7 @@ class GrpcPeers:
         self._trainer = TrainerServiceStub(self._channels[Service.TRAINER])
         self._rollout = RolloutServiceStub(self._channels[Service.ROLLOUT])
         self._memory = {service: MemoryServiceStub(channel) for service, channel in self._channels.items()}
+        self._metrics = {service: MetricsServiceStub(channel) for service, channel in self._channels.items()}
         self._epoch, self._timeout_s = epoch, stage_timeout_s
         self._drain_grace_s = drain_grace_s
 
@@ -171,6 +173,11 @@ class GrpcPeers:
         """Memory of the service's ranks by tag and device, and of the devices. Raises TasukiError, also when they are busy."""
         call = self._memory[service].GetUsage(memory_pb2.GetUsageRequest(), timeout=_USAGE_TIMEOUT_S)
         return read_usage(await _answer(service, call))
+
+    async def metrics(self, service: Service, *, timeout_s: float) -> bytes:
+        """What the service tells Prometheus. Raises TasukiError."""
+        call = self._metrics[service].GetMetrics(metrics_pb2.GetMetricsRequest(), timeout=timeout_s)
+        return (await _answer(service, call)).text
 
     async def run(self, intent: Intent, *, published: bytes) -> Outcome:
         command = _command(intent)

@@ -128,6 +128,11 @@ class RolloutEngine:
     def tp_size(self) -> int:
         return self.num_ranks // self.num_replicas
 
+    @property
+    def num_kv_tokens(self) -> int:
+        """That the KV caches of all replicas have room for."""
+        return sum(report["max_total_num_tokens"] for report in self.reports[:: self.tp_size])
+
     async def run_on_ranks(self, command: bytes) -> None:
         """Runs `rank_commands.run_command` with `command` in every rank, between two batches, and returns when all are done."""
         payload = cast(bytes, MultiprocessingSerializer.serialize(command_tensors(command)))

@@ -63,6 +63,11 @@ class RankCalls(RankFront[ranks_pb2.EngineRankCommand, ranks_pb2.EngineRankResul
         command = ranks_pb2.EngineRankCommand(get_usage=memory_pb2.GetUsageRequest())
         return [result.get_usage for result in await self._run(command, name="usage", timeout_s=timeout_s)]
 
+    async def load(self, *, timeout_s: float) -> list[ranks_pb2.LoadResult]:
+        """What every rank's scheduler has to do."""
+        command = ranks_pb2.EngineRankCommand(get_load=ranks_pb2.GetLoadCommand())
+        return [result.get_load for result in await self._run(command, name="load", timeout_s=timeout_s)]
+
     async def _run(
         self, command: ranks_pb2.EngineRankCommand, *, name: str, timeout_s: float
     ) -> Sequence[ranks_pb2.EngineRankResult]:

@@ -67,6 +67,7 @@ class EngineRank:
             "pause": self._pause,
             "resume": self._resume,
             "get_usage": self._usage,
+            "get_load": self._load,
         }
 
     def join_node(self, config: NodeConfig) -> None:
@@ -123,6 +124,17 @@ class EngineRank:
 
     def _usage(self, _: memory_pb2.GetUsageRequest) -> memory_pb2.GetUsageResponse:
         return usage_response(self.memory.usage(), device_usage(self._allocator.device, self.rank))
+
+    def _load(self, _: ranks_pb2.GetLoadCommand) -> ranks_pb2.LoadResult:
+        scheduler = self._scheduler
+        if scheduler is None:
+            return ranks_pb2.LoadResult()
+        num_kv_tokens, _ratio = scheduler.pool_stats_observer.get_pool_stats().get_kv_token_stats()
+        return ranks_pb2.LoadResult(
+            num_running=len(scheduler.running_batch.reqs),
+            num_queued=len(scheduler.waiting_queue),
+            num_kv_tokens=max(0, num_kv_tokens),
+        )
 
 
 # SGLang hands its loader the model and nothing to keep state in. One for each scheduler process.

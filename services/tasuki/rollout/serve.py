@@ -8,12 +8,14 @@ import logging
 import uvloop
 
 from tasuki.config import places
+from tasuki.config.gpus import gpus_of
 from tasuki.config.instance import read_instance
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.engine import start_engine
 from tasuki.rollout.memory import EngineMemory
 from tasuki.rollout.memory_servicer import RolloutMemoryServicer
+from tasuki.rollout.metrics import EngineLoad, GenerationMetrics
 from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.ranks import RankProcesses
@@ -62,7 +64,16 @@ async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, de
             on_poison=shutdown.on_poison,
             on_serving=lambda is_serving: server.set_serving(f"{_SERVICE}/Generate", is_serving),
         )
-        _add_servicers(server, rollout, CommandGate(Failpoints.of(config, "rollout"), boot_id=rollout.boot_id))
+        gate = CommandGate(Failpoints.of(config, "rollout"), boot_id=rollout.boot_id)
+        _add_servicers(server, rollout, gate, num_gpus=len(set(gpus_of(config).rollout)))
+        load = EngineLoad(
+            server.registry,
+            calls,
+            tp_size=engine.tp_size,
+            capacity_tokens=engine.num_kv_tokens,
+            policy_version=lambda: rollout.policy_version,
+        )
+        server.metrics.refresh = load.refresh
         await rollout.fall_asleep(timeout_s=config.rollout.start_timeout_s)
         ranks.watch(shutdown.on_death)
         await server.start()
@@ -105,13 +116,13 @@ def _make_server(config: NodeConfig) -> RpcServer:
     return RpcServer(
         service="rollout",
         target=places.node_targets(config)["rollout"],
-        metrics_port=config.rollout.metrics_port,
         port=port_of(config, "rollout"),
     )
 
 
-def _add_servicers(server: RpcServer, rollout: Rollout, gate: CommandGate) -> None:
-    server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, RolloutServicer(rollout, gate), _SERVICE)
+def _add_servicers(server: RpcServer, rollout: Rollout, gate: CommandGate, *, num_gpus: int) -> None:
+    servicer = RolloutServicer(rollout, gate, metrics=GenerationMetrics(server.registry, num_gpus=num_gpus))
+    server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, servicer, _SERVICE)
     server.add(
         memory_pb2_grpc.add_MemoryServiceServicer_to_server, RolloutMemoryServicer(rollout, gate), "tasuki.v1.MemoryService"
     )

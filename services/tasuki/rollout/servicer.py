@@ -9,6 +9,7 @@ import grpc.aio
 
 from tasuki.rollout.decode import remaining_s
 from tasuki.rollout.generate import GenerationRequest, Sample
+from tasuki.rollout.metrics import GenerationMetrics
 from tasuki.rollout.rollout import Rollout
 from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.stages import stage_to_proto
@@ -28,8 +29,8 @@ _TOKENS_FOR_FIELDS = 8
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     """The rollout service on the wire."""
 
-    def __init__(self, rollout: Rollout, gate: CommandGate) -> None:
-        self._rollout, self._gate = rollout, gate
+    def __init__(self, rollout: Rollout, gate: CommandGate, *, metrics: GenerationMetrics) -> None:
+        self._rollout, self._gate, self._metrics = rollout, gate, metrics
 
     async def Generate(
         self, request: rollout_pb2.GenerateRequest, context: grpc.aio.ServicerContext
@@ -44,9 +45,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             request_id=request.request_id,
             first_prompt=request.first_prompt,
         )
-        async for samples in self._rollout.generate(generation):
-            for bundle in _bundles(samples):
-                yield rollout_pb2.GenerateResponse(samples=map(_encode_sample, bundle))
+        with self._metrics.generating():
+            async for samples in self._rollout.generate(generation):
+                self._metrics.ended([sample.completion for sample in samples])
+                for bundle in _bundles(samples):
+                    yield rollout_pb2.GenerateResponse(samples=map(_encode_sample, bundle))
 
     async def ReceiveWeights(
         self, request: rollout_pb2.ReceiveWeightsRequest, context: grpc.aio.ServicerContext

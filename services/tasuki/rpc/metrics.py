@@ -1,11 +1,16 @@
-"""Prometheus metrics of gRPC calls, with the names of go-grpc-middleware, so that public dashboards work."""
+"""A service's metrics: those of gRPC calls have the names of go-grpc-middleware, so that public dashboards work."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from typing import Any
+
 import grpc
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from tasuki.rpc.methods import METHODS, Method
+from tasuki.v1.metrics_pb2 import GetMetricsRequest, GetMetricsResponse
+from tasuki.v1.metrics_pb2_grpc import MetricsServiceServicer
 
 _LABELS = ("grpc_type", "grpc_service", "grpc_method")
 # A stage may take minutes, a read less than a millisecond.
@@ -41,6 +46,19 @@ class CallMetrics:
         camel_case = "OK" if code is grpc.StatusCode.OK else "".join(word.capitalize() for word in code.name.split("_"))
         self._handled.labels(*_labels(method), camel_case).inc()
         self._handling_s.labels(*_labels(method)).observe(seconds)
+
+
+class MetricsServicer(MetricsServiceServicer):
+    """Tells a registry's metrics. refresh: brings up to date what has to be asked for; it may not raise."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self.refresh: Callable[[], Awaitable[None]] | None = None
+
+    async def GetMetrics(self, request: GetMetricsRequest, context: Any) -> GetMetricsResponse:
+        if self.refresh is not None:
+            await self.refresh()
+        return GetMetricsResponse(text=generate_latest(self._registry))
 
 
 def _labels(method: Method) -> tuple[str, str, str]:

@@ -13,12 +13,13 @@ from typing import Any
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 
 from tasuki.rpc.interceptors import CallInterceptor, PortInterceptor
-from tasuki.rpc.metrics import CallMetrics
+from tasuki.rpc.metrics import CallMetrics, MetricsServicer
 from tasuki.rpc.port import Port
 from tasuki.rpc.reflection import enable_reflection
+from tasuki.v1.metrics_pb2_grpc import add_MetricsServiceServicer_to_server
 from tasuki.wire.address import is_beyond_loopback, remove_dead_socket
 from tasuki.wire.channel import PORT_OPTIONS, SERVER_OPTIONS
 from tasuki.wire.errors import InvalidArgument, NodeRunning
@@ -29,15 +30,16 @@ _log = logging.getLogger("tasuki.rpc")
 class RpcServer:
     """Serves one service process on a unix socket, and on a port where it has one.
 
-    target: "unix:/path". metrics_port: loopback port of Prometheus' /metrics; none by default.
+    target: "unix:/path". registry: of the service's metrics, which MetricsService tells.
     """
 
-    def __init__(self, *, service: str, target: str, metrics_port: int | None = None, port: Port | None = None) -> None:
+    def __init__(self, *, service: str, target: str, port: Port | None = None) -> None:
         self.service, self.target = service, target
         self._path = Path(target.removeprefix("unix:"))
-        self._metrics_port, self._port = metrics_port, port
-        self._registry = CollectorRegistry()
-        self._metrics = CallMetrics(self._registry)
+        self._port = port
+        self.registry = CollectorRegistry()
+        self._metrics = CallMetrics(self.registry)
+        self.metrics = MetricsServicer(self.registry)
         self._local = grpc.aio.server(interceptors=[CallInterceptor(self._metrics)], options=SERVER_OPTIONS)
         self._servers = [self._local]
         if port is not None:
@@ -46,7 +48,7 @@ class RpcServer:
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]  untyped library
         self._names: list[str] = []
         self._socket_inode: int | None = None
-        self._stop_metrics: Callable[[], None] | None = None
+        self.add(add_MetricsServiceServicer_to_server, self.metrics, "tasuki.v1.MetricsService")
 
     def add(self, add_to_server: Callable[[Any, grpc.aio.Server], None], servicer: object, name: str) -> None:
         """Adds a servicer; `name` is the service's full name, e.g. "tasuki.v1.RolloutService"."""
@@ -70,8 +72,6 @@ class RpcServer:
             await server.start()
         for name in self._names:
             await self.set_serving(name, True)
-        if self._metrics_port is not None:
-            self._serve_metrics(self._metrics_port)
         port = "-" if self._port is None else self._port.target
         _log.info("event=serving service=%s target=%s port=%s pid=%d", self.service, self.target, port, os.getpid())
 
@@ -98,8 +98,6 @@ class RpcServer:
         await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
         if self._socket_inode is not None and self._path.exists() and self._path.stat().st_ino == self._socket_inode:
             self._path.unlink()
-        if self._stop_metrics is not None:
-            self._stop_metrics()
         _log.info("event=stopped service=%s", self.service)
 
     def _bind_socket(self) -> None:
@@ -129,10 +127,3 @@ class RpcServer:
 
     def _in_use(self, address: str) -> NodeRunning:
         return NodeRunning(f"{self.service} cannot serve on {address}: the address is in use", address=address)
-
-    def _serve_metrics(self, port: int) -> None:
-        try:
-            http_server, _ = start_http_server(port, addr="127.0.0.1", registry=self._registry)
-        except OSError as error:
-            raise NodeRunning(f"metrics_port {port} of {self.service} is in use", address=f"127.0.0.1:{port}") from error
-        self._stop_metrics = http_server.shutdown

@@ -44,6 +44,7 @@ from tasuki.trainer.ranks.commands import RankCommands
 from tasuki.trainer.ranks.front import TrainerRanks
 from tasuki.trainer.ranks.loop import run_rank
 from tasuki.trainer.service.memory_servicer import MemoryServicer
+from tasuki.trainer.service.metrics import TrainerMetrics
 from tasuki.trainer.service.micro_batches import micro_batch_tokens, sample_costs
 from tasuki.trainer.service.servicer import TrainerServicer
 from tasuki.trainer.service.state import TrainerState, roles_by_name
@@ -181,10 +182,11 @@ def _server(training: Training, log: TrainingLog, *, ready: RankReady, config: N
     server = RpcServer(
         service="trainer",
         target=node_targets(config)["trainer"],
-        metrics_port=config.trainer.metrics_port,
         port=port_of(config, "trainer"),
     )
-    servicer = TrainerServicer(training, log=log, ready=ready, config=config)
+    gpus, state = set(gpus_of(config).trainer), training.state
+    metrics = TrainerMetrics(server.registry, num_gpus=len(gpus), policy_version=lambda: state.policy_version)
+    servicer = TrainerServicer(training, log=log, ready=ready, config=config, metrics=metrics)
     server.add(add_TrainerServiceServicer_to_server, servicer, "tasuki.v1.TrainerService")
     memory = MemoryServicer(training.ranks, state=training.state)
     server.add(add_MemoryServiceServicer_to_server, memory, "tasuki.v1.MemoryService")

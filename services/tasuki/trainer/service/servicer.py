@@ -16,9 +16,11 @@ from tasuki.rpc.stages import stage_to_proto
 from tasuki.trainer import stages
 from tasuki.trainer.durable.restore import recipe
 from tasuki.trainer.durable.training_log import TrainingLog
+from tasuki.trainer.ranks.wire import ROLES
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service import requests
 from tasuki.trainer.service.memory_servicer import TAGS
+from tasuki.trainer.service.metrics import TrainerMetrics
 from tasuki.trainer.service.training import Training
 from tasuki.v1 import ranks_pb2, trainer_pb2, weights_pb2
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceServicer
@@ -31,8 +33,16 @@ from tasuki.wire.errors import GradientsPending
 class TrainerServicer(TrainerServiceServicer):
     """One coroutine for each RPC."""
 
-    def __init__(self, training: Training, *, log: TrainingLog, ready: ranks_pb2.RankReady, config: NodeConfig) -> None:
-        self._training, self._log = training, log
+    def __init__(
+        self,
+        training: Training,
+        *,
+        log: TrainingLog,
+        ready: ranks_pb2.RankReady,
+        config: NodeConfig,
+        metrics: TrainerMetrics,
+    ) -> None:
+        self._training, self._log, self._metrics = training, log, metrics
         self._ranks, self._state = training.ranks, training.state
         self._ready, self._config = ready, config
 
@@ -54,9 +64,12 @@ class TrainerServicer(TrainerServiceServicer):
                 requests.check_log_probs_of(header.log_probs_of, role=role, samples=decoded)
                 logged = ranks_pb2.LoggedForwardBackward(role=header.role, loss=header.loss, samples=samples)
                 async with self._log.command(self._record(header, forward_backward=logged)):
-                    return await self._training.forward_backward(
-                        role, header.loss, config, decoded, log_probs_of=header.log_probs_of
-                    )
+                    with self._metrics.using("forward_backward"):
+                        answer = await self._training.forward_backward(
+                            role, header.loss, config, decoded, log_probs_of=header.log_probs_of
+                        )
+                self._metrics.learned(role, decoded, answer, policy_version=self._state.policy_version)
+                return answer
 
         return await self._state.gate.once(header, forward_backward)
 
@@ -65,7 +78,10 @@ class TrainerServicer(TrainerServiceServicer):
             async with self._state.training():
                 requests.check_learning_rate(request)
                 async with self._log.command(self._record(request, optim_step=request)):
-                    return await self._training.optim_step(request)
+                    with self._metrics.using("optim_step"):
+                        answer = await self._training.optim_step(request)
+                self._metrics.stepped(ROLES[request.role], answer)
+                return answer
 
         return await self._state.gate.once(request, step)
 
@@ -95,7 +111,9 @@ class TrainerServicer(TrainerServiceServicer):
 
     async def _score(self, role: RoleMessage.ValueType, samples: Sequence[TrainingSample]) -> list[NDArray[np.float32]]:
         async with self._state.training():
-            return await self._training.score(*self._training.decode_scored(role, samples))
+            scored = self._training.decode_scored(role, samples)
+            with self._metrics.using("score"):
+                return await self._training.score(*scored)
 
     async def PublishWeights(
         self, request: trainer_pb2.PublishWeightsRequest, context: Any
@@ -141,7 +159,8 @@ class TrainerServicer(TrainerServiceServicer):
             requests.check_path(request.path)
             async with self._state.training():
                 self._log.check_not_behind()
-                answers = await self._ranks.call(ranks_pb2.TrainerRankCommand(save_checkpoint=request))
+                with self._metrics.using("checkpoint"):
+                    answers = await self._ranks.call(ranks_pb2.TrainerRankCommand(save_checkpoint=request))
                 saved = answers[0].save_checkpoint
                 checkpoint = trainer_pb2.LoadCheckpointRequest(path=request.path)
                 await self._log.saved(self._record(request, checkpoint=checkpoint, save_answer=saved))
@@ -155,7 +174,8 @@ class TrainerServicer(TrainerServiceServicer):
         async def load() -> trainer_pb2.LoadCheckpointResponse:
             requests.check_path(request.path)
             async with self._state.training():
-                loaded = await self._training.load_checkpoint(request)
+                with self._metrics.using("checkpoint"):
+                    loaded = await self._training.load_checkpoint(request)
                 await self._log.loaded(self._record(request, checkpoint=request))
                 return loaded
 
@@ -165,7 +185,8 @@ class TrainerServicer(TrainerServiceServicer):
         async def export() -> trainer_pb2.ExportModelResponse:
             requests.check_path(request.path)
             async with self._state.training():
-                answers = await self._ranks.call(ranks_pb2.TrainerRankCommand(export_model=request))
+                with self._metrics.using("checkpoint"):
+                    answers = await self._ranks.call(ranks_pb2.TrainerRankCommand(export_model=request))
                 return answers[0].export_model
 
         return await self._state.gate.once(request, export)

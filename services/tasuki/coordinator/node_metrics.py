@@ -1,0 +1,193 @@
+"""All metrics of a node in one text: the coordinator's, those of trainer and rollout, memory beside its plan, and the run's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from tasuki.config.gpus import gpus_of
+from tasuki.config.schema import NodeConfig
+from tasuki.coordinator.journal import Journal
+from tasuki.coordinator.node import Node
+from tasuki.coordinator.peers import GrpcPeers
+from tasuki.coordinator.phases import phase_of
+from tasuki.coordinator.planned_memory import PlannedMemory
+from tasuki.coordinator.planning import Planning
+from tasuki.coordinator.records import StageEvent, Status
+from tasuki.coordinator.run_figures import last_steps, run_families
+from tasuki.memory.stages import Phase, Service
+from tasuki.memory.tags import ServiceUsage
+from tasuki.rpc.metric_names import (
+    CHANGEOVERS,
+    DEVICE_FREE,
+    DEVICE_TOTAL,
+    GPU_SECONDS,
+    GPUS,
+    MEMORY_MAPPED,
+    PHASE,
+    SERVICE_UP,
+    STAGE_SECONDS,
+)
+from tasuki.wire.errors import TasukiError
+
+_STAGE_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_READ_TIMEOUT_S = 2.0
+_FRESH_S = 1.0
+_CHANGEOVER = "CHANGEOVER"
+
+
+class NodeMetrics:
+    """Reads everything when it is asked, at most once a second. `follow` counts changeovers meanwhile.
+
+    registry: the coordinator's own. What cannot be read is left out; memory is told as it was last known.
+    """
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        *,
+        config: NodeConfig,
+        node: Node,
+        journal: Journal,
+        peers: GrpcPeers,
+        planning: Planning,
+    ) -> None:
+        self._registry, self._config, self._node = registry, config, node
+        self._journal, self._peers = journal, peers
+        self._planned = PlannedMemory(planning, device=config.device)
+        gpus = gpus_of(config)
+        self._num_gpus = len({*gpus.trainer, *gpus.rollout})
+        self._stages: Histogram = STAGE_SECONDS.histogram(registry, buckets=_STAGE_BUCKETS_S)
+        self._changeovers, self._gpu_seconds = CHANGEOVERS.counter(registry), GPU_SECONDS.counter(registry)
+        self._usages: dict[Service, ServiceUsage] = {}
+        self._turn = asyncio.Lock()
+        self._made: tuple[float, bytes] = (float("-inf"), b"")
+
+    async def follow(self) -> None:
+        """Counts what ends, until the node's watchers are let go."""
+        with self._node.watchers.watching() as updates:
+            while (update := await updates.get()) is not None:
+                self._count(update.event)
+
+    async def text(self) -> bytes:
+        """Prometheus' text format."""
+        clock = asyncio.get_running_loop()
+        async with self._turn:
+            if clock.time() - self._made[0] > _FRESH_S:
+                self._made = clock.time(), await self._make()
+            return self._made[1]
+
+    async def _make(self) -> bytes:
+        texts, steps, *_ = await asyncio.gather(
+            asyncio.gather(*map(self._of_service, Service)), self._steps(), self._plan(), *map(self._measure, Service)
+        )
+        answers: dict[Service, bytes | None] = dict(zip(Service, texts, strict=True))
+        for service, text in answers.items():
+            if text is None:
+                self._usages.pop(service, None)
+        families = [_labelled(family, "coordinator") for family in self._registry.collect()]
+        families += [_labelled(family, service) for service, text in answers.items() for family in _parsed(text)]
+        families += [*self._state_families(answers), *self._memory_families(), *run_families(steps)]
+        joined = CollectorRegistry()
+        joined.register(_Families(_joined(families)))
+        return generate_latest(joined)
+
+    def _count(self, event: StageEvent) -> None:
+        if event.stage is not None and event.status is not Status.STARTED:
+            self._stages.labels(event.stage, event.status).observe(event.seconds)
+        elif event.stage is None and event.changeover_id:
+            newest = self._journal.changeovers(limit=1)
+            target = newest[0].target if newest and newest[0].changeover_id == event.changeover_id else "unknown"
+            self._changeovers.labels(target, event.status).inc()
+            self._gpu_seconds.labels("changeover").inc(event.seconds * self._num_gpus)
+
+    async def _of_service(self, service: Service) -> bytes | None:
+        """None when it does not answer."""
+        try:
+            return await self._peers.metrics(service, timeout_s=_READ_TIMEOUT_S)
+        except TasukiError:
+            return None
+
+    async def _measure(self, service: Service) -> None:
+        """Not during a changeover, whose stages would wait for the ranks' answers."""
+        with suppress(TasukiError):
+            if not self._node.state().changeover_id:
+                self._usages[service] = await self._peers.usage(service)
+
+    async def _plan(self) -> None:
+        with suppress(TasukiError):
+            await self._planned.read()
+
+    async def _steps(self) -> list[Mapping[str, Any]]:
+        """None where the disk does not answer."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_READ_TIMEOUT_S):
+                return await asyncio.to_thread(last_steps, self._config.state_dir)
+        return []
+
+    def _state_families(self, answers: Mapping[Service, bytes | None]) -> Iterable[Metric]:
+        up, phase, gpus = SERVICE_UP.gauges(), PHASE.gauges(), GPUS.gauges()
+        up.add_metric(["coordinator"], 1)
+        for service, text in answers.items():
+            up.add_metric([service], text is not None)
+        at = self._node.state().at
+        now = None if at is None else phase_of(at)
+        for name in (*Phase, _CHANGEOVER):
+            phase.add_metric([name], name == (now or _CHANGEOVER))
+        gpus.add_metric([], self._num_gpus)
+        return up, phase, gpus
+
+    def _memory_families(self) -> Iterable[Metric]:
+        mapped, free, total = (name.gauges() for name in (MEMORY_MAPPED, DEVICE_FREE, DEVICE_TOTAL))
+        sizes: dict[tuple[str, str, str], int] = {}
+        devices: dict[str, tuple[int, int]] = {}
+        for service, usage in self._usages.items():
+            for tag in usage.tags:
+                key = (service, tag.tag, tag.device)
+                sizes[key] = sizes.get(key, 0) + tag.mapped_bytes
+            devices |= {device.device: (device.free_bytes, device.total_bytes) for device in usage.devices}
+        for key, size in sizes.items():
+            mapped.add_metric(key, size)
+        for device, (free_bytes, total_bytes) in devices.items():
+            free.add_metric([device], free_bytes)
+            total.add_metric([device], total_bytes)
+        return mapped, self._planned.family(self._node.state().at), free, total
+
+
+class _Families(Collector):
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def _parsed(text: bytes | None) -> list[Metric]:
+    return [] if text is None else list(text_string_to_metric_families(text.decode()))
+
+
+def _labelled(family: Metric, service: str) -> Metric:
+    """With the label `service` on every sample, without the times at which its counters were made."""
+    labelled = Metric(family.name, family.documentation, family.type)
+    for sample in family.samples:
+        if not sample.name.endswith("_created"):
+            labelled.add_sample(sample.name, {"service": service, **sample.labels}, sample.value)
+    return labelled
+
+
+def _joined(families: Iterable[Metric]) -> list[Metric]:
+    """One of each name, with the samples of all."""
+    joined: dict[str, Metric] = {}
+    for family in families:
+        if family.samples:
+            joined.setdefault(family.name, Metric(family.name, family.documentation, family.type)).samples.extend(
+                family.samples
+            )
+    return list(joined.values())

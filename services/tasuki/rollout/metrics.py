@@ -1,0 +1,89 @@
+"""What rollout tells Prometheus: samples and tokens as they end, requests and KV cache when it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from tasuki.rollout.generate import CUT, Completion
+from tasuki.rollout.rank_calls import RankCalls
+from tasuki.rpc.gpu_seconds import GpuSeconds
+from tasuki.rpc.metric_names import (
+    KV_CAPACITY,
+    KV_TOKENS,
+    POLICY_VERSION,
+    QUEUED_REQUESTS,
+    ROLLOUT_SAMPLES,
+    ROLLOUT_TOKENS,
+    RUNNING_REQUESTS,
+)
+from tasuki.v1.ranks_pb2 import LoadResult
+from tasuki.wire.errors import TasukiError
+
+_LOAD_TIMEOUT_S = 1.0
+
+
+class GenerationMetrics:
+    """Of all samples. num_gpus: that the engine's ranks are on."""
+
+    def __init__(self, registry: CollectorRegistry, *, num_gpus: int) -> None:
+        self._samples, self._tokens = ROLLOUT_SAMPLES.counter(registry), ROLLOUT_TOKENS.counter(registry)
+        self._gpu_seconds = GpuSeconds(registry, num_gpus=num_gpus)
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        with self._gpu_seconds.using("generate"):
+            yield
+
+    def ended(self, completions: Sequence[Completion]) -> None:
+        for completion in completions:
+            self._samples.labels("cut" if completion.reason == CUT else completion.reason).inc()
+        self._tokens.inc(sum(len(completion.token_ids) for completion in completions))
+
+
+class EngineLoad(Collector):
+    """What the schedulers say when somebody scrapes; nothing while they are in the middle of something long."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        calls: RankCalls,
+        *,
+        tp_size: int,
+        capacity_tokens: int,
+        policy_version: Callable[[], int | None],
+    ) -> None:
+        """capacity_tokens: of all replicas' KV caches. policy_version: that is served now."""
+        self._calls, self._tp_size, self._capacity_tokens = calls, tp_size, capacity_tokens
+        self._policy_version = policy_version
+        self._replicas: Sequence[LoadResult] = ()
+        registry.register(self)
+
+    async def refresh(self) -> None:
+        """Asks the schedulers while they serve, by one message between two batches."""
+        self._replicas = ()
+        if self._policy_version() is None:
+            return
+        try:
+            self._replicas = (await self._calls.load(timeout_s=_LOAD_TIMEOUT_S))[:: self._tp_size]
+        except TasukiError:
+            return
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        return [name.gauges() for name in (RUNNING_REQUESTS, QUEUED_REQUESTS, KV_TOKENS, KV_CAPACITY, POLICY_VERSION)]
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        running, queued, kv_tokens, capacity, version = self.describe()
+        capacity.add_metric([], self._capacity_tokens)
+        if self._replicas:
+            running.add_metric([], sum(replica.num_running for replica in self._replicas))
+            queued.add_metric([], sum(replica.num_queued for replica in self._replicas))
+            kv_tokens.add_metric([], sum(replica.num_kv_tokens for replica in self._replicas))
+        served = self._policy_version()
+        if served is not None:
+            version.add_metric([], served)
+        return running, queued, kv_tokens, capacity, version
