@@ -1,0 +1,165 @@
+"""The address of a node's metrics: who may read it, and that nobody can hold it up."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import socket
+import ssl
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tasuki.config.schema import NodeConfig
+from tasuki.coordinator.metrics_port import _MAX_CONNECTIONS, serve_metrics
+from tests.integration.port_node import make_certs, make_tokens, mtls, port_config, tokens, write_secret
+
+TEXT = b"tasuki_phase 1\n"
+
+
+@asynccontextmanager
+async def served(config: NodeConfig, text: bytes = TEXT) -> AsyncIterator[int]:
+    """The port."""
+
+    async def answer() -> bytes:
+        return text
+
+    task = asyncio.create_task(serve_metrics(config, answer))
+    assert config.metrics.listen is not None
+    port = int(config.metrics.listen.rpartition(":")[2])
+    await wait_until_open(port)
+    yield port
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def wait_until_open(port: int) -> None:
+    for _ in range(100):
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+        except OSError:
+            await asyncio.sleep(0.05)
+        else:
+            writer.close()
+            return
+    raise AssertionError("not served")
+
+
+def config_of(folder: Path, port: int, *security: str, host: str = "127.0.0.1") -> NodeConfig:
+    insecure = () if security else ("security.insecure=true",)
+    return port_config(folder, f"metrics.listen={host}:{port}", *security, *insecure)
+
+
+def get(port: int, path: str = "/metrics", *, tls: ssl.SSLContext | None = None, token: str | None = None) -> tuple[int, bytes]:
+    connection = (
+        http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        if tls is None
+        else http.client.HTTPSConnection("localhost", port, timeout=5, context=tls)
+    )
+    connection.request("GET", path, headers={} if token is None else {"Authorization": f"Bearer {token}"})
+    answer = connection.getresponse()
+    return answer.status, answer.read()
+
+
+async def read(port: int, path: str = "/metrics", *, tls: ssl.SSLContext | None = None, token: str | None = None):
+    return await asyncio.to_thread(get, port, path, tls=tls, token=token)
+
+
+def tls_of(folder: Path, role: str | None = None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(folder / "ca.pem"))
+    if role is not None:
+        context.load_cert_chain(folder / f"{role}.pem", folder / f"{role}.key")
+    return context
+
+
+async def test_on_loopback_it_answers_everybody_and_only_this_path(tmp_path: Path, unused_tcp_port: int) -> None:
+    async with served(config_of(tmp_path, unused_tcp_port)) as port:
+        assert await read(port) == (200, TEXT)
+        assert (await read(port, "/metrics?name[]=up"))[0] == 200
+        assert (await read(port, "/"))[0] == 404
+
+
+async def test_elsewhere_it_asks_for_a_certificate_with_a_role(tmp_path: Path, unused_tcp_port: int) -> None:
+    folder = make_certs(tmp_path / "certs")
+    roles = folder / "roles.toml"
+    roles.write_text('"spiffe://tasuki/tasuki/viewer" = "viewer"\n')
+    async with served(config_of(tmp_path, unused_tcp_port, *mtls(folder), host="0.0.0.0")) as port:
+        for role in ("viewer", "trainer", "operator", "peer"):
+            assert await read(port, tls=tls_of(folder, role)) == (200, TEXT)
+        status, text = await read(port, tls=tls_of(folder, "node"))
+        assert status == 403 and b"needs the role viewer" in text
+        with pytest.raises((ssl.SSLError, ConnectionError, http.client.HTTPException)):
+            await read(port, tls=tls_of(folder))
+        with pytest.raises((ConnectionError, http.client.HTTPException)):
+            await read(port)
+
+
+async def test_elsewhere_it_asks_for_a_token_which_may_be_taken_away(tmp_path: Path, unused_tcp_port: int) -> None:
+    folder = make_tokens(make_certs(tmp_path / "certs"))
+    security = [*mtls(folder)[:2], *tokens(folder)]
+    async with served(config_of(tmp_path, unused_tcp_port, *security, host="0.0.0.0")) as port:
+        token = (folder / "viewer.token").read_text().strip()
+        assert await read(port, tls=tls_of(folder), token=token) == (200, TEXT)
+        assert (await read(port, tls=tls_of(folder), token="0" * 64))[0] == 401
+        assert (await read(port, tls=tls_of(folder)))[0] == 401
+        write_secret(folder / "viewer.token", "1" * 64)
+        assert (await read(port, tls=tls_of(folder), token=token))[0] == 401
+
+
+async def test_a_renewed_certificate_counts_from_the_next_connection_on(tmp_path: Path, unused_tcp_port: int) -> None:
+    folder = make_certs(tmp_path / "certs")
+    async with served(config_of(tmp_path, unused_tcp_port, *mtls(folder), host="0.0.0.0")) as port:
+
+        def serial() -> object:
+            with (
+                socket.create_connection(("127.0.0.1", port)) as raw,
+                tls_of(folder, "viewer").wrap_socket(raw, server_hostname="localhost") as connection,
+            ):
+                return (connection.getpeercert() or {})["serialNumber"]
+
+        first = await asyncio.to_thread(serial)
+        make_certs(folder)
+        assert await asyncio.to_thread(serial) != first
+        assert (await read(port, tls=tls_of(folder, "viewer")))[0] == 200
+
+
+async def test_connections_that_say_nothing_hold_nobody_up(tmp_path: Path, unused_tcp_port: int) -> None:
+    async with served(config_of(tmp_path, unused_tcp_port)) as port:
+        silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(_MAX_CONNECTIONS - 2)]
+        await asyncio.sleep(0.2)
+        assert await read(port) == (200, TEXT)
+        silent += [socket.create_connection(("127.0.0.1", port)) for _ in range(50)]
+        await asyncio.sleep(0.2)
+        for one in silent:
+            one.close()
+        await asyncio.sleep(0.3)
+        assert await read(port) == (200, TEXT)
+
+
+async def test_an_address_in_use_is_tried_again_and_does_not_raise(
+    tmp_path: Path, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tasuki.coordinator.metrics_port._RETRY_S", 0.05)
+    other = socket.create_server(("127.0.0.1", unused_tcp_port))
+
+    async def answer() -> bytes:
+        return TEXT
+
+    task = asyncio.create_task(serve_metrics(config_of(tmp_path, unused_tcp_port), answer))
+    await asyncio.sleep(0.3)
+    assert not task.done()
+    assert caplog.text.count("event=metrics_not_served") == 1
+    other.close()
+    started = time.monotonic()
+    while True:
+        try:
+            assert (await read(unused_tcp_port))[1] == TEXT
+            break
+        except OSError:
+            assert time.monotonic() - started < 5
+            await asyncio.sleep(0.05)
+    task.cancel()
+    await asyncio.wait([task])
