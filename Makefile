@@ -28,10 +28,12 @@ ORACLES := .oracles-venv/.installed
 WITH_BIN := PATH="$(CURDIR)/.venv/bin:$$PATH"
 PROTOS := $(wildcard protos/tasuki/v1/*.proto)
 SOURCES := protos services client tests tools
+# All but the larger trackers, whose tests are skipped without them.
+EXTRAS := --extra certs --extra rollout --extra tensorboard --extra trainer
 # Of their proofs `make test` carries out a sample (tests/extent.py).
 SAMPLED := $(shell grep -rl 'tests.extent import' tests/unit tests/integration --include='test_*.py') tests/integration/test_loss_cuts.py
 
-.PHONY: help setup demo test oracles chaos check protos native lint types buf bench bench-memory bench-memory-gpu bench-sync-gpu grpcurl clean
+.PHONY: help setup trackers demo test oracles chaos check protos native lint types buf bench bench-memory bench-memory-gpu bench-sync-gpu grpcurl clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -102,8 +104,11 @@ $(UV):
 	$(PYTHON) tools/get_uv.py $(UV_VERSION) .uv
 
 $(ENV): pyproject.toml uv.lock | $(UV)
-	$(UV) sync --locked --all-extras --quiet --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')"
+	$(UV) sync --locked $(EXTRAS) --quiet --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')"
 	@touch $@
+
+trackers: $(ENV)  ## install wandb, MLflow and trackio too, for their tests and `tasuki track`
+	$(UV) sync --locked --all-extras --quiet
 
 $(NODE): tools/package.json tools/package-lock.json | $(ENV)
 	$(WITH_BIN) npm ci --prefix tools --no-audit --no-fund --loglevel=error

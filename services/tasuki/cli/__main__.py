@@ -17,6 +17,7 @@ from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock
 from tasuki.config.places import config_path
 from tasuki.config.schema import NodeConfig
+from tasuki.config.track_schema import TRACKERS, TrackConfig
 from tasuki.rpc.logs import configure_logging
 from tasuki.wire.errors import NodeDown, ServiceFailed, TasukiError
 
@@ -101,6 +102,14 @@ def _parser() -> argparse.ArgumentParser:
         "--host", dest="hosts", action="append", default=[], help="name or address of a node's machine; this one's by default"
     )
     certs.add_argument("--days", type=int, default=90, help="how long the certificates are good (90)")
+    track = _command(commands, "track", _track, "give a run's figures to a tracker")
+    track.add_argument("output_dir", type=Path, metavar="RUN", help="the run's output folder")
+    track.add_argument("--to", required=True, choices=TRACKERS)
+    track.add_argument("--project", default="tasuki", help="project or experiment (tasuki)")
+    track.add_argument("--name", help="of the run; by default the folder's name")
+    track.add_argument("--online", action="store_true", help="have wandb upload")
+    track.add_argument("--follow", action="store_true", help="go on until the run ends")
+    track.add_argument("--pipe-fd", type=int, help=argparse.SUPPRESS)  # of `tasuki train`, which ends with it
     supervise = commands.add_parser("supervise")  # started by `up` and `train`, not by users
     supervise.add_argument("state_dir", type=Path)
     supervise.add_argument("lock_fd", type=int)
@@ -189,6 +198,15 @@ def _certs(arguments: argparse.Namespace) -> int:
     from tasuki.cli.certs import run
 
     return run(arguments.folder, hosts=arguments.hosts, days=arguments.days)
+
+
+def _track(arguments: argparse.Namespace) -> int:
+    from tasuki.cli.track import TRACK, run
+    from tasuki.cli.trackers import tracker_environment
+
+    os.environ.update({**tracker_environment(arguments.output_dir / TRACK), **os.environ})
+    track = TrackConfig(project=arguments.project, name=arguments.name, online=arguments.online)
+    return run(arguments.output_dir, to=arguments.to, track=track, follows=arguments.follow, pipe_fd=arguments.pipe_fd)
 
 
 def _supervise(arguments: argparse.Namespace) -> int:

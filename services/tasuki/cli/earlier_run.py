@@ -61,7 +61,8 @@ def write_head(output_dir: Path, head: RunHead) -> None:
 def read_earlier_run(output_dir: Path) -> EarlierRun | None:
     """None when no run has begun there. Raises PathNotFound, or InvalidArgument naming the file that is damaged."""
     path = output_dir / _HEAD_FILE
-    if not path.exists():
+    head = read_head(output_dir)
+    if head is None:
         left = [name for name in (*RUN_FILES, CHECKPOINTS) if (output_dir / name).exists()]
         if not left:
             return None
@@ -69,13 +70,20 @@ def read_earlier_run(output_dir: Path) -> EarlierRun | None:
             f"{output_dir} has {left[0]} but no {_HEAD_FILE}, without which a run cannot be resumed; choose another output_dir"
         )
         raise PathNotFound(text, path=path)
+    checkpoint, loop = newest_checkpoint(output_dir / CHECKPOINTS) or (None, None)
+    return EarlierRun(head, read_steps(output_dir), checkpoint, loop, read_pending(output_dir))
+
+
+def read_head(output_dir: Path) -> RunHead | None:
+    """None when no run has begun there. Raises InvalidArgument when the file is damaged."""
+    path = output_dir / _HEAD_FILE
+    if not path.exists():
+        return None
     try:
-        head = _Head.validate_json(path.read_bytes(), strict=True)
+        return _Head.validate_json(path.read_bytes(), strict=True)
     except ValidationError as error:
         text = f"{path} is damaged: {error.errors()[0]['msg']}; without it a run cannot be resumed, choose another output_dir"
         raise InvalidArgument("output_dir", text) from error
-    checkpoint, loop = newest_checkpoint(output_dir / CHECKPOINTS) or (None, None)
-    return EarlierRun(head, read_steps(output_dir), checkpoint, loop, read_pending(output_dir))
 
 
 def run_has_ended(earlier: EarlierRun, settings: RunSettings) -> bool:

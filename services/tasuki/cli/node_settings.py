@@ -13,7 +13,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.wire.errors import InvalidArgument
 
 # The run's own tables, and the folder by which the node was found.
-_OF_THE_RUN = {"state_dir", "train", "sft"}
+_OF_THE_RUN = {"state_dir", "train", "sft", "track"}
 
 
 def adopt_node(config: NodeConfig) -> NodeConfig:

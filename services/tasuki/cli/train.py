@@ -19,6 +19,8 @@ from tasuki.cli.resume import begin, go_on, resumable_run
 from tasuki.cli.rl_training import RlTraining
 from tasuki.cli.run_folder import MetricsFile, changeovers_of, name_run, write_summary
 from tasuki.cli.sft_training import read_sft
+from tasuki.cli.trackers import check_installed
+from tasuki.cli.tracking import tracked
 from tasuki.cli.train_inputs import check_output, read_inputs
 from tasuki.cli.training import Loop, Training
 from tasuki.client.step import Step
@@ -48,6 +50,7 @@ def run(config: NodeConfig, *, config_dir: Path, may_start: bool = True, started
     """
     started = time.monotonic() if started is None else started
     config = adopt_node(config)
+    check_trackers(config)
     training = read_training(config)
     check_output(training.settings)
     return _run(
@@ -64,6 +67,7 @@ def resume(config: NodeConfig, *, config_dir: Path, may_start: bool = True) -> i
     """Goes on with the run in the output folder, as `run` would have; begins it when there is none, and does nothing when it has ended."""
     started = time.monotonic()
     config = adopt_node(config)
+    check_trackers(config)
     training = read_training(config)
     settings = training.settings
 
@@ -78,6 +82,12 @@ def resume(config: NodeConfig, *, config_dir: Path, may_start: bool = True) -> i
         sys.stdout.write(f"the run in {settings.output_dir} has ended; to go on, raise {key}\n")
         return 0
     return _run(config, training, look, config_dir=config_dir, may_start=may_start, started=started)
+
+
+def check_trackers(config: NodeConfig) -> None:
+    """Raises InvalidArgument for one whose library is not installed."""
+    for name in config.track.to:
+        check_installed(name, key="track.to")
 
 
 @contextmanager
@@ -104,7 +114,11 @@ def _run(
         earlier = look()
         if config.sft is None and config.train is not None:
             sys.stderr.write(f"{expansion(config.train)}\n")
-        with running_node(config, may_start=may_start), explained(config):
+        with (
+            tracked(training.settings.output_dir, config.track),
+            running_node(config, may_start=may_start),
+            explained(config),
+        ):
             _train(config, training, loop, earlier, started=started)
     return 0
 

@@ -25,6 +25,7 @@ from tasuki.config.ports import check_listen
 from tasuki.config.security_schema import PathsConfig, SecurityConfig
 from tasuki.config.sft_schema import SftConfig
 from tasuki.config.table import Schema, Seed
+from tasuki.config.track_schema import TrackConfig
 from tasuki.config.train_schema import TrainConfig
 
 Listen = Annotated[str, AfterValidator(check_listen)]
@@ -236,6 +237,7 @@ class NodeConfig(Schema):
     paths: PathsConfig = PathsConfig()
     train: TrainConfig | None = None
     sft: SftConfig | None = None
+    track: TrackConfig = TrackConfig()
     unsafe: bool = False
     """Whether `failpoints` may be set."""
     failpoints: tuple[str, ...] = ()

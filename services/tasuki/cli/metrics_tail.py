@@ -1,0 +1,64 @@
+"""The lines of a run's metrics.jsonl as they come, also over a resume, which replaces the file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_TABLES = {"metrics": "", "seconds": "seconds/", "stage_seconds": "stage_seconds/"}
+"""Of a step, with what stands before their names."""
+_NOT_FIGURES = {"step", "position", "estimator"}
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """What is tracked of one step."""
+
+    step: int
+    values: Mapping[str, float]
+    """Finite ones: those of the step by their names, those of its tables as `reward/exact`, `seconds/generate`, `stage_seconds/SYNC`."""
+
+
+class MetricsTail:
+    def __init__(self, output_dir: Path) -> None:
+        self._path = output_dir / "metrics.jsonl"
+        self._inode, self._offset = 0, 0
+
+    def read(self) -> list[StepFigures]:
+        """Steps that were written since the last call; those of a file that was replaced, again. None while there is no file.
+
+        A line that is no step is passed over.
+        """
+        try:
+            with self._path.open("rb") as file:
+                inode, size = (status := self._path.stat()).st_ino, status.st_size
+                if inode != self._inode or size < self._offset:
+                    self._inode, self._offset = inode, 0
+                file.seek(self._offset)
+                whole, newline, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return []
+        self._offset += len(whole) + len(newline)
+        return [figures for line in whole.splitlines() if (figures := _figures(line)) is not None]
+
+
+def _figures(line: bytes) -> StepFigures | None:
+    try:
+        step = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(step, dict) or not isinstance(step.get("step"), int):
+        return None
+    values = {name: value for name, value in step.items() if name not in _NOT_FIGURES}
+    for table, prefix in _TABLES.items():
+        inner = values.pop(table, None)
+        values |= {f"{prefix}{name}": value for name, value in inner.items()} if isinstance(inner, dict) else {}
+    return StepFigures(step["step"], {name: float(value) for name, value in values.items() if _is_number(value)})
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,113 @@
+"""`tasuki track`: gives a run's figures to a tracker, afterwards or while it runs. `tasuki train` starts it with a pipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasuki.cli.earlier_run import read_head
+from tasuki.cli.metrics_tail import MetricsTail
+from tasuki.cli.trackers import TrackedRun, Tracker, check_installed, open_tracker
+from tasuki.client.durable import write_durably
+from tasuki.config.track_schema import TrackConfig, TrackerName
+from tasuki.wire.errors import InvalidArgument, PathNotFound
+
+TRACK = "track"
+"""The folder of trackers' files in a run's."""
+_POLL_S = 0.5
+LEFT_ALONE_S = 60.0
+"""How long a tracker may take for the rest once its run has ended."""
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What a tracker has of a run, in a file beside the tracker's own."""
+
+    path: Path
+    last_step: int = -1
+
+    @classmethod
+    def of(cls, output_dir: Path, name: TrackerName) -> _Progress:
+        path = output_dir / TRACK / f"{name}.json"
+        if not path.exists():
+            return cls(path)
+        try:
+            return cls(path, int(json.loads(path.read_text())["last_step"]))
+        except (ValueError, TypeError, KeyError) as error:
+            raise InvalidArgument("run", f"{path} is damaged: {error}; remove it, and all steps are sent again") from error
+
+    def advance(self, step: int) -> None:
+        self.last_step = step
+        write_durably(self.path, json.dumps({"last_step": step}) + "\n")
+
+
+def run(output_dir: Path, *, to: TrackerName, track: TrackConfig, follows: bool = False, pipe_fd: int | None = None) -> int:
+    """Sends the steps that the tracker does not have yet. Raises PathNotFound where no run was.
+
+    follows: goes on until the run's summary is there. pipe_fd: until its writer has gone, and then at most a minute.
+    """
+    check_installed(to, key="to")
+    if pipe_fd is None and not (output_dir / "metrics.jsonl").is_file():
+        raise PathNotFound(f"{output_dir} has no metrics.jsonl: give the output folder of a run", path=output_dir)
+    progress = _Progress.of(output_dir, to)
+    (output_dir / TRACK).mkdir(parents=True, exist_ok=True)
+    while pipe_fd is not None and read_head(output_dir) is None:  # the node is being started
+        if _is_over(output_dir, follows=follows, pipe_fd=pipe_fd):
+            return 0
+    tracker = open_tracker(to, _tracked(output_dir, to, track))
+    tail, num_sent = MetricsTail(output_dir), 0
+    try:
+        while True:
+            is_over = _is_over(output_dir, follows=follows, pipe_fd=pipe_fd)
+            num_sent += _send(tail, tracker, progress)
+            if is_over:
+                break
+            if pipe_fd is None:
+                time.sleep(_POLL_S)
+    finally:
+        tracker.close()
+    sys.stderr.write(f"{num_sent} steps to {to}, up to step {progress.last_step}: {output_dir / TRACK / to}\n")
+    return 0
+
+
+def _send(tail: MetricsTail, tracker: Tracker, progress: _Progress) -> int:
+    num_sent = 0
+    for figures in tail.read():
+        # A run that goes on makes some steps again, and they are the same.
+        if figures.step > progress.last_step:
+            tracker.log(figures.step, figures.values)
+            progress.advance(figures.step)
+            num_sent += 1
+    return num_sent
+
+
+def _is_over(output_dir: Path, *, follows: bool, pipe_fd: int | None) -> bool:
+    """Whether what is in the file now is all. Waits a moment for the end of a pipe."""
+    if pipe_fd is None:
+        return not follows or (output_dir / "summary.json").exists()
+    readable, _, _ = select.select([pipe_fd], [], [], _POLL_S)
+    if readable:
+        # A tracker that hangs must not outlive its run for ever.
+        limit = threading.Timer(LEFT_ALONE_S, os._exit, args=(1,))
+        limit.daemon = True
+        limit.start()
+    return bool(readable)
+
+
+def _tracked(output_dir: Path, name: TrackerName, track: TrackConfig) -> TrackedRun:
+    head = read_head(output_dir)
+    run_name = track.name or output_dir.resolve().name
+    return TrackedRun(
+        id=run_name if head is None else head.id,
+        folder=output_dir / TRACK / name,
+        project=track.project,
+        name=run_name,
+        is_online=track.online,
+        settings={} if head is None else head.recipe,
+    )

@@ -1,0 +1,171 @@
+"""TensorBoard, wandb, MLflow and trackio, each by its own library, which is imported when the tracker is opened."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from tasuki.config.track_schema import TrackerName
+from tasuki.wire.errors import InvalidArgument
+
+_MODULES: Mapping[TrackerName, str] = {
+    "tensorboard": "tensorboardX",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackedRun:
+    """What a tracker is told of a run before its figures."""
+
+    id: str
+    """The same whenever the run goes on."""
+    folder: Path
+    """For the tracker's files."""
+    project: str
+    name: str
+    is_online: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """That the run's numbers depend on, by their keys."""
+
+
+class Tracker(Protocol):
+    """Where figures go. A tracker may raise whatever its library raises."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None:
+        """Returns when everything is written or sent."""
+        ...
+
+
+def check_installed(name: TrackerName, *, key: str) -> None:
+    """Raises InvalidArgument naming the key for a tracker without its library."""
+    if find_spec(_MODULES[name]) is None:
+        raise InvalidArgument(key, f"{name} is not installed; install it with: pip install 'tasuki[{name}]'")
+
+
+def tracker_environment(folder: Path) -> dict[str, str]:
+    """What the libraries read, where the user has not set it. folder: for the files of all trackers."""
+    return {
+        "MLFLOW_TRACKING_URI": (folder / "mlflow").resolve().as_uri(),
+        # MLflow wants to be asked for its store of files, which is all that its light package has.
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+        "TRACKIO_DIR": str((folder / "trackio").resolve()),
+    }
+
+
+def open_tracker(name: TrackerName, run: TrackedRun) -> Tracker:
+    run.folder.mkdir(parents=True, exist_ok=True)
+    match name:
+        case "tensorboard":
+            return TensorBoard(run)
+        case "wandb":
+            return WeightsAndBiases(run)
+        case "mlflow":
+            return MlFlow(run)
+        case "trackio":
+            return TrackIo(run)
+
+
+class TensorBoard:
+    """Event files in the folder: `tensorboard --logdir`."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(run.folder), flush_secs=5)
+        settings = "\n".join(f"    {key} = {value!r}" for key, value in sorted(run.settings.items()))
+        self._writer.add_text("settings", settings)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """Offline unless the run says otherwise; `wandb sync` uploads the folder later."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=run.project,
+            name=run.name,
+            id=run.id,
+            resume="allow",
+            dir=str(run.folder),
+            mode="online" if run.is_online else "offline",
+            config=dict(run.settings),
+            settings=wandb.Settings(console="off", x_disable_stats=True),
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlFlow:
+    """Where MLFLOW_TRACKING_URI says."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        from mlflow.entities import Metric, Param
+        from mlflow.tracking import MlflowClient
+
+        self._metric = Metric
+        self._client = MlflowClient()
+        experiment = self._client.get_experiment_by_name(run.project)
+        experiment_id = self._client.create_experiment(run.project) if experiment is None else experiment.experiment_id
+        known = self._client.search_runs([experiment_id], f"tags.`tasuki.run` = '{run.id}'")
+        if known:
+            self._run_id = known[0].info.run_id
+            return
+        created = self._client.create_run(experiment_id, run_name=run.name, tags={"tasuki.run": run.id})
+        self._run_id = created.info.run_id
+        params = [Param(key, str(value)[:500]) for key, value in sorted(run.settings.items())]
+        for first in range(0, len(params), 100):
+            self._client.log_batch(self._run_id, params=params[first : first + 100])
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        now_ms = round(1000 * time.time())
+        self._client.log_batch(
+            self._run_id, metrics=[self._metric(name, value, now_ms, step) for name, value in values.items()]
+        )
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+
+class TrackIo:
+    """A SQLite file where TRACKIO_DIR says; `trackio show` shows it."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import trackio
+
+        self._library = trackio
+        self._run = trackio.init(
+            run.project,
+            run.name,
+            config=dict(run.settings),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._library.finish()

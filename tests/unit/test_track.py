@@ -1,0 +1,261 @@
+"""Trackers beside a run: what they get, that they get it once, and that none of them can hold the run up."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tasuki.cli.__main__ import main
+from tasuki.cli.earlier_run import RunHead, write_head
+from tasuki.cli.metrics_tail import MetricsTail
+from tasuki.cli.run_folder import MetricsFile
+from tasuki.cli.tracking import tracked
+from tasuki.client.step import Step
+from tasuki.config.track_schema import TRACKERS, TrackConfig
+from tests.conftest import ENVIRONMENT
+
+NAN = float("nan")
+
+
+def step_of(number: int) -> Step:
+    metrics = {"log_prob_gap": 0.5, "reward/exact": number / 4, "broken": NAN}
+    return Step(number, policy_version=number, mean_reward=number / 2, metrics=metrics, seconds={"generate": 1.5})
+
+
+def run_of(folder: Path, numbers: Sequence[int]) -> Path:
+    """An output folder as a run leaves it."""
+    folder.mkdir(exist_ok=True)
+    write_head(folder, RunHead("run-1", 0, {"train.seed": 3, "trainer.betas": [0.9, 0.999]}))
+    metrics = MetricsFile(folder)
+    for number in numbers:
+        metrics.report(step_of(number))
+    return folder
+
+
+def track(folder: Path, to: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "tasuki.cli", "track", str(folder), "--to", to, *arguments]
+    own = {**ENVIRONMENT, "HOME": str(folder), **environment}
+    return subprocess.run(argv, env=own, capture_output=True, text=True, timeout=120, check=False)
+
+
+def needs(name: str):
+    return pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed; `make trackers` does that")
+
+
+def test_tail_gives_each_whole_line_once_and_starts_again_with_a_new_file(tmp_path: Path):
+    tail = MetricsTail(tmp_path)
+    assert tail.read() == []
+    metrics = MetricsFile(tmp_path)
+    metrics.report(step_of(0))
+    (first,) = tail.read()
+    assert first.step == 0 and first.values == {
+        "policy_version": 0, "num_policy_steps": 0, "num_critic_steps": 0, "num_failed_rewards": 0, "num_equal_groups": 0,
+        "num_skipped_updates": 0, "mean_reward": 0.0, "log_prob_gap": 0.5, "reward/exact": 0.0, "seconds/generate": 1.5,
+    }  # fmt: skip
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1')
+        file.flush()
+        assert tail.read() == []
+        file.write("}\nnonsense\n[]\n")
+    assert [one.step for one in tail.read()] == [1]
+    MetricsFile(tmp_path, [step_of(0)])  # as a resume replaces it
+    assert [one.step for one in tail.read()] == [0]
+
+
+@needs("tensorboardX")
+def test_tensorboard_gets_every_step_once_over_two_calls(tmp_path: Path):
+    run_of(tmp_path, [0, 1])
+    assert "2 steps to tensorboard, up to step 1" in track(tmp_path, "tensorboard").stderr
+    run_of(tmp_path, [0, 1, 2])
+    assert "1 steps to tensorboard, up to step 2" in track(tmp_path, "tensorboard").stderr
+    assert scalars(tmp_path / "track/tensorboard") == {0: 0.0, 1: 0.25, 2: 0.5}
+
+
+def scalars(folder: Path) -> dict[int, float]:
+    """Of reward/exact, from all event files."""
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.record_writer import RecordWriter  # noqa: F401 - the format that is read here is its own
+
+    found: dict[int, float] = {}
+    for path in folder.glob("events.*"):
+        content = path.read_bytes()
+        while content:
+            length = int.from_bytes(content[:8], "little")
+            event, content = Event.FromString(content[12 : 12 + length]), content[16 + length :]
+            for value in event.summary.value:
+                if value.tag == "reward/exact":
+                    assert event.step not in found
+                    found[event.step] = value.simple_value
+    return found
+
+
+@needs("wandb")
+def test_wandb_writes_an_offline_run_without_a_network(tmp_path: Path):
+    done = track(
+        run_of(tmp_path, [0, 1]), "wandb", "--name", "mine", http_proxy="http://127.0.0.1:9", https_proxy="http://127.0.0.1:9"
+    )
+    assert done.returncode == 0, done.stderr
+    (file,) = (tmp_path / "track/wandb").rglob("*.wandb")
+    content = file.read_bytes()
+    assert b"reward/exact" in content and b"trainer.betas" in content and b"mine" in content
+
+
+@needs("mlflow")
+def test_mlflow_gets_settings_and_steps_into_one_run_over_two_calls(tmp_path: Path):
+    from mlflow.tracking import MlflowClient
+
+    for numbers in ([0, 1], [0, 1, 2]):
+        done = track(run_of(tmp_path, numbers), "mlflow", "--project", "sums")
+        assert done.returncode == 0, done.stderr
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
+    client = MlflowClient((tmp_path / "track/mlflow").as_uri())
+    experiment = client.get_experiment_by_name("sums")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.data.params["train.seed"] == "3" and run.info.status == "FINISHED"
+    history = client.get_metric_history(run.info.run_id, "reward/exact")
+    assert [(metric.step, metric.value) for metric in history] == [(0, 0.0), (1, 0.25), (2, 0.5)]
+
+
+@needs("trackio")
+def test_trackio_gets_steps_into_its_database(tmp_path: Path):
+    done = track(run_of(tmp_path, [0, 1]), "trackio", "--project", "sums")
+    assert done.returncode == 0, done.stderr
+    database = next((tmp_path / "track/trackio").glob("*.db"))
+    assert b"reward/exact" in database.read_bytes() + b"".join(one.read_bytes() for one in database.parent.glob("*.db-wal"))
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["track", str(tmp_path), "--to", "tensorboard"]) == 2
+    assert "PATH_NOT_FOUND" in capsys.readouterr().err
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("tasuki.cli.trackers.find_spec", lambda name: None)
+    assert main(["track", str(run_of(tmp_path, [0])), "--to", "wandb"]) == 2
+    assert "pip install 'tasuki[wandb]'" in capsys.readouterr().err
+
+
+def test_a_damaged_note_of_what_was_sent_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run_of(tmp_path, [0])
+    (tmp_path / "track").mkdir()
+    (tmp_path / "track/tensorboard.json").write_text("nonsense")
+    assert main(["track", str(tmp_path), "--to", "tensorboard"]) == 2
+    assert "tensorboard.json is damaged" in capsys.readouterr().err
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Puts a module in the place of tensorboardX, in processes that are started."""
+
+    def put(log: str, *, close: str = "pass") -> None:
+        folder = tmp_path / "library"
+        folder.mkdir()
+        body = f"""
+        import time
+        class SummaryWriter:
+            def __init__(self, folder, **options): pass
+            def add_text(self, name, text): pass
+            def add_scalar(self, name, value, step): {log}
+            def close(self): {close}
+        """
+        (folder / "tensorboardX.py").write_text(textwrap.dedent(body))
+        monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{ENVIRONMENT['PYTHONPATH']}")
+
+    return put
+
+
+def run_beside(folder: Path, *, seconds: float = 0.0) -> float:
+    """A short run with a tracker beside it. Returns the seconds that the loop took."""
+    folder.mkdir()
+    with tracked(folder, TrackConfig(to=("tensorboard",))):
+        write_head(folder, RunHead("run-1", 0, {}))
+        metrics = MetricsFile(folder)
+        started = time.monotonic()
+        for number in range(20):
+            metrics.report(step_of(number))
+            time.sleep(seconds)
+        return time.monotonic() - started
+
+
+@needs("tensorboardX")
+def test_a_run_is_followed_and_its_last_step_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd):
+    monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])
+    run_beside(tmp_path / "run", seconds=0.1)
+    assert len(scalars(tmp_path / "run/track/tensorboard")) == 20
+    assert capfd.readouterr().err == ""
+
+
+def test_a_tracker_that_throws_changes_nothing(tmp_path: Path, library, capfd):
+    library("raise RuntimeError('no quota')")
+    assert run_beside(tmp_path / "run") < 1.0
+    told = capfd.readouterr().err
+    assert told.count("\n") == 1 and "tracker tensorboard failed, see" in told and "tasuki track" in told
+    assert "no quota" in (tmp_path / "run/logs/track-tensorboard.log").read_text()
+
+
+@pytest.mark.parametrize("where", ["log", "close"])
+def test_a_tracker_that_hangs_changes_nothing_and_is_gone_afterwards(
+    tmp_path: Path, library, capfd, monkeypatch: pytest.MonkeyPatch, where: str
+):
+    monkeypatch.setattr("tasuki.cli.tracking._WAIT_S", 3.0)
+    library("time.sleep(600)" if where == "log" else "pass", close="time.sleep(600)")
+    assert run_beside(tmp_path / "run") < 1.0
+    assert "tracker tensorboard did not end within 3 s" in capfd.readouterr().err
+    assert not processes_with(str(tmp_path / "run"))
+
+
+def test_a_tracker_ends_when_the_run_was_killed(tmp_path: Path, library):
+    library("pass", close="time.sleep(600)")
+    program = f"""
+    import os, time
+    from pathlib import Path
+    from tasuki.cli import track
+    from tasuki.cli.earlier_run import RunHead, write_head
+    from tasuki.cli.tracking import tracked
+    from tasuki.config.track_schema import TrackConfig
+    folder = Path({str(tmp_path / "run")!r})
+    folder.mkdir()
+    with tracked(folder, TrackConfig(to=("tensorboard",))):
+        write_head(folder, RunHead("run-1", 0, {{}}))
+        time.sleep(2)
+        os.kill(os.getpid(), 9)
+    """
+    limited = tmp_path / "library/sitecustomize.py"
+    limited.write_text("import tasuki.cli.track as track\ntrack.LEFT_ALONE_S = 1.0\n")
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env={**os.environ}, timeout=60, check=False)
+    deadline = time.monotonic() + 20
+    while processes_with(str(tmp_path / "run")):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def processes_with(text: str) -> list[bytes]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes()
+        except OSError:
+            continue
+        if text.encode() in command and b"\0track\0" in command:
+            found.append(command)
+    return found
+
+
+def test_names_of_trackers_are_those_of_the_extras():
+    import tomllib
+
+    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(TRACKERS) <= set(extras)
+    assert json.dumps(TrackConfig().model_dump()) == '{"to": [], "project": "tasuki", "name": null, "online": false}'
