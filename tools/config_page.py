@@ -43,7 +43,7 @@ def _tables(table: type[BaseModel], name: str) -> Iterator[str]:
         if _is_table(kind) or kind is LossConfig:
             below.append((kind, full_name))
         else:
-            if get_origin(kind) is dict:
+            if get_origin(kind) is dict and _is_table(get_args(kind)[1]):
                 below.append((get_args(kind)[1], f"{full_name}.NAME"))
             meaning = " ".join((field.description or "").split())
             yield f"| `{key}` | {_value(kind, field)} | {_default(field)} | {meaning} |\n"
@@ -116,7 +116,7 @@ def _value(kind: Any, field: FieldInfo) -> str:
     if get_origin(kind) is tuple:
         return f"[{', '.join(_value(part, field) for part in get_args(kind))}]"
     if get_origin(kind) is dict:
-        return "tables by name"
+        return "tables by name" if _is_table(get_args(kind)[1]) else "values by name"
     if kind == Device:
         return "int or string"
     limits = (*getattr(kind, "__metadata__", ()), *field.metadata)  # Annotated's, where the type has any

@@ -22,6 +22,7 @@ from tasuki.cli.post_mortem import why_it_ended
 from tasuki.cli.processes import descendants, has_ended, parent_and_state
 from tasuki.cli.rotation import KEPT_LOGS, rotate
 from tasuki.cli.services import ServiceCommand, node_services
+from tasuki.config.engine_arguments import check_argument_names
 from tasuki.config.gpus import check_gpu_is_shown
 from tasuki.config.instance import begin_instance
 from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, StateLock, holder
@@ -104,6 +105,7 @@ def start_node(config: NodeConfig, *, resumes: bool = False, tell: Tell = to_std
     check_gpu_is_shown(config)
     check_host_budget(config)
     check_ports(config)
+    check_argument_names(config.rollout.engine)
     _check_state_folder(config.state_dir)
     lock = StateLock.take(config.state_dir, name=NODE_LOCK)
     read_fd, starter_fd = os.pipe()

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from tasuki.cli.plan_arguments import DEFAULT_HOST_GB
 from tasuki.cli.plan_report import as_table, show
+from tasuki.config.engine_arguments import uncounted_arguments
 from tasuki.config.load import load_config
 from tasuki.models.shape import ModelShape
 from tasuki.planner.advice import advise
@@ -76,10 +77,13 @@ def run(arguments: argparse.Namespace) -> int:
         from tasuki.cli.plan_chart import draw_plan
 
         draw_plan(planned, arguments.plot)
+    not_counted = _not_counted(arguments.config, wishes)
     if arguments.json:
-        sys.stdout.write(json.dumps(as_table(planned, advice), indent=2) + "\n")
+        sys.stdout.write(json.dumps({**as_table(planned, advice), "not_counted": not_counted}, indent=2) + "\n")
     else:
         show(planned, advice, console=Console())
+        for key in not_counted:
+            sys.stdout.write(f"Not counted: {key}. What it takes comes out of the KV cache, or is not there; try it.\n")
     return 0 if planned.fits else DOES_NOT_FIT
 
 
@@ -103,6 +107,14 @@ def _of_node(config: Path, wishes: Wishes) -> Layout:
     gpu_bytes = _gpu_bytes(wishes, default=1.0 if node.device == "cpu" else None)
     shape = read_model_shape(node.model.path)
     return node_layout(node, shape, gpu_bytes=gpu_bytes, host_bytes=_host_bytes(wishes), num_gpus=wishes.num_gpus)
+
+
+def _not_counted(config: Path | None, wishes: Wishes) -> list[str]:
+    """Keys of [rollout.engine] that may change what the engine takes."""
+    if config is None or config.suffix != ".toml":
+        return []
+    node = load_config(config, overrides=wishes.overrides)
+    return [f"rollout.engine.{name}" for name in uncounted_arguments(node.rollout.engine)]
 
 
 def _of_model(shape: ModelShape | None, wishes: Wishes) -> Layout:

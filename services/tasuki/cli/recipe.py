@@ -36,7 +36,9 @@ def recipe(config: NodeConfig) -> Recipe:
         table: run.model_dump(mode="json", exclude=free),
     }
     if isinstance(run, TrainConfig):
-        tables["rollout"] = config.rollout.model_dump(mode="json", include={"dtype", "float32_logits", "lora", "seed"})
+        tables["rollout"] = config.rollout.model_dump(
+            mode="json", include={"dtype", "engine", "float32_logits", "lora", "seed"}
+        )
         tables["train.reward"] = run.reward.model_dump(mode="json", include={"function", "functions", "on_error"})
     values = {f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()}
     values["model.path"] = _model_digest(config.model.path)

@@ -20,6 +20,7 @@ from pydantic import (
 from tasuki.algorithms.loss_types import SettingError
 from tasuki.config.constraints import FUSED_LINEAR, check_constraints
 from tasuki.config.devices import Devices
+from tasuki.config.engine_arguments import Argument, check_engine_arguments
 from tasuki.config.metrics_schema import MetricsConfig
 from tasuki.config.ports import check_listen
 from tasuki.config.security_schema import PathsConfig, SecurityConfig
@@ -198,6 +199,14 @@ class RolloutConfig(Schema):
     num_threads: PositiveInt = 1
     """Torch threads for each engine rank on a CPU."""
     seed: Seed = 0
+    engine: dict[str, Argument] = Field(default={})
+    """Further arguments of SGLang's ServerArgs by their names, such as `kv_cache_dtype = "fp8_e4m3"`. Those that tasuki sets are refused,
+    with the key to use. `tasuki plan` names those that it does not count."""
+
+    @model_validator(mode="after")
+    def _engine_arguments_are_free(self) -> RolloutConfig:
+        check_engine_arguments(self.engine)
+        return self
 
 
 class RestartConfig(Schema):

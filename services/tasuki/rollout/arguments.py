@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
+from tasuki.config.engine_arguments import check_argument_names
 from tasuki.config.schema import LoraConfig, NodeConfig, RolloutConfig
 from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.rank_commands import COMMAND_LOADER
+from tasuki.wire.errors import InvalidArgument
 
 # SGLang 0.5.15 takes prompts of at most context_length - 7 tokens and ends completions at context_length - 2. We ask for this much more
 # and let it be used by nobody, so that a prompt plus max_new_tokens of exactly our context_length works.
@@ -52,7 +55,18 @@ def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
     else:
         # Nothing is served before weights have been received: to read others from disk would only take time.
         arguments["load_format"] = "dummy"
-    return arguments | _cpu_arguments(rollout, model) if config.device == "cpu" else arguments
+    if config.device == "cpu":
+        arguments |= _cpu_arguments(rollout, model)
+    return arguments | _further(rollout.engine, ours=arguments)
+
+
+def _further(engine: Mapping[str, Any], *, ours: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the configuration gives by SGLang's names. Raises InvalidArgument for one that is set for the device."""
+    check_argument_names(engine)
+    for name in engine:
+        if name in ours:
+            raise InvalidArgument(f"rollout.engine.{name}", f"is set to {ours[name]!r} on this device; leave it out")
+    return engine
 
 
 def _chosen(rollout: RolloutConfig) -> dict[str, Any]:

@@ -1,0 +1,148 @@
+"""SGLang's arguments that `[rollout.engine]` must not have, and why; and those that take no memory that a plan counts."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+
+from tasuki.algorithms.loss_types import SettingError
+from tasuki.wire.errors import InvalidArgument
+
+Argument = bool | int | float | str | list[bool | int | float | str]
+
+KEYS: Mapping[str, str] = {
+    "attention_backend": "rollout.attention_backend",
+    "base_gpu_id": "rollout.devices",
+    "context_length": "rollout.context_length",
+    "device": "device",
+    "disable_radix_cache": "rollout.radix_cache",
+    "dp_size": "rollout.dp_size",
+    "dtype": "rollout.dtype",
+    "enable_fp32_lm_head": "rollout.float32_logits",
+    "enable_lora": "rollout.lora",
+    "gpu_id_step": "rollout.devices",
+    "lora_target_modules": "trainer.lora.target_modules",
+    "max_lora_rank": "trainer.lora.rank",
+    "max_running_requests": "rollout.max_running_requests",
+    "max_total_tokens": "rollout.max_total_tokens",
+    "mem_fraction_static": "rollout.kv_ratio",
+    "model_path": "model.path",
+    "preferred_sampling_params": "train.temperature, train.top_p and train.top_k",
+    "random_seed": "rollout.seed",
+    "sampling_backend": "rollout.sampling_backend",
+    "tokenizer_path": "model.path",
+    "tp_size": "rollout.tp_size",
+}
+"""Key of ours by the argument that it sets."""
+
+_WEIGHTS = "the engine's weights are the trainer's, as they are"
+_PARALLEL = "an engine is parallel by rollout.tp_size and rollout.dp_size alone"
+_PORTS = "the engine opens no port; callers reach rollout at rollout.listen"
+_TEXT = "prompts and completions would be in logs"
+_OURS = "tasuki sets it by itself"
+_REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            "checkpoint_engine_wait_weights_before_ready", "decrypted_config_file", "decrypted_draft_config_file",
+            "delete_ckpt_after_loading", "enable_weights_cpu_backup", "load_format", "model_checksum", "model_loader_extra_config",
+            "modelopt_quant", "quantization", "quantization_param_path", "quantize_and_serve", "rl_quant_profile", "torchao_config",
+            "weight_version",
+        ),
+        _WEIGHTS,
+    ),
+    **dict.fromkeys(
+        (
+            "attn_cp_size", "dcp_size", "dist_init_addr", "elastic_ep_backend", "enable_dp_attention", "enable_eplb", "ep_size",
+            "moe_dense_tp_size", "moe_dp_size", "nnodes", "node_rank", "pp_size", "use_ray",
+        ),
+        _PARALLEL,
+    ),
+    **dict.fromkeys(
+        (
+            "admin_api_key", "api_key", "enable_http2", "engine_info_bootstrap_port", "grpc_http_sidecar_port", "grpc_mode", "host",
+            "nccl_port", "port", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_keyfile_password",
+        ),
+        _PORTS,
+    ),
+    **dict.fromkeys(
+        ("crash_dump_folder", "log_level", "log_level_http", "log_requests", "log_requests_level", "log_requests_target"), _TEXT
+    ),
+    **dict.fromkeys(
+        (
+            "custom_sigquit_handler", "custom_weight_loader", "detokenizer_ipc_name", "disable_prefill_cuda_graph",
+            "enable_custom_logit_processor", "enable_memory_saver", "enable_metrics", "enable_metrics_for_all_schedulers",
+            "forward_hooks", "grammar_backend", "incremental_streaming_output", "instance_id", "is_embedding",
+            "json_model_override_args", "lora_backend", "lora_paths", "max_loras_per_batch", "metrics_ipc_name", "rpc_ipc_name",
+            "sampling_defaults", "scheduler_input_ipc_name", "skip_tokenizer_init", "sleep_on_idle", "stat_loggers",
+            "tokenizer_ipc_name", "tokenizer_worker_ipc_name", "tokenizer_worker_num", "trust_remote_code",
+        ),
+        _OURS,
+    ),
+}  # fmt: skip
+_REFUSED_PREFIXES: Mapping[str, str] = {
+    "disaggregation_": _PARALLEL,
+    "encoder_": _PARALLEL,
+    "kt_": _WEIGHTS,
+    "modelopt_": _WEIGHTS,
+    "remote_instance_": _WEIGHTS,
+    "speculative_draft_": 'a draft model has weights that nobody trains; speculative_algorithm = "NGRAM" has none',
+}
+_SPECULATION = "NGRAM"
+
+_WITHOUT_MEMORY = frozenset(
+    {
+        "abort_on_priority_when_disabled", "batch_notify_size", "decode_log_interval", "disable_overlap_schedule", "dist_timeout",
+        "enable_deterministic_inference", "enable_priority_scheduling", "gc_threshold", "gc_warning_threshold_secs",
+        "num_continuous_decode_steps", "numa_node", "prefill_max_requests", "radix_eviction_policy", "schedule_conservativeness",
+        "schedule_policy", "scheduler_recv_interval", "served_model_name", "soft_watchdog_timeout", "stream_interval",
+        "watchdog_timeout",
+    }
+)  # fmt: skip
+"""Arguments that take no memory of a GPU."""
+
+
+def check_engine_arguments(arguments: Mapping[str, Argument]) -> None:
+    """Raises SettingError naming the first argument that is refused, and what to use."""
+    for name, value in arguments.items():
+        field = f"engine.{name}"
+        if name in KEYS:
+            raise SettingError(field, f"is set by {KEYS[name]}; use that")
+        reason = _REFUSED.get(name) or next((why for prefix, why in _REFUSED_PREFIXES.items() if name.startswith(prefix)), None)
+        if reason is not None:
+            raise SettingError(field, f"is not for a configuration: {reason}; leave it out")
+        if name == "speculative_algorithm" and value != _SPECULATION:
+            raise SettingError(field, f"is {value!r}; only {_SPECULATION!r} needs no draft model")
+
+
+def uncounted_arguments(arguments: Mapping[str, Argument]) -> list[str]:
+    """Names of those that a plan does not count and that may take memory, or give some."""
+    return [name for name in arguments if name not in _WITHOUT_MEMORY]
+
+
+def check_argument_names(names: Iterable[str]) -> None:
+    """Raises InvalidArgument naming the key of an argument that SGLang does not have; passes where SGLang is not installed."""
+    names = list(names)
+    known = _server_arguments() if names else frozenset[str]()
+    for name in names:
+        if known and name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise InvalidArgument(f"rollout.engine.{name}", f"SGLang has no such argument{hint}")
+
+
+def _server_arguments() -> frozenset[str]:
+    """Fields of SGLang's ServerArgs, read from its source: to import it takes seconds."""
+    sglang = find_spec("sglang")
+    if sglang is None or sglang.submodule_search_locations is None:
+        return frozenset()
+    module = ast.parse(Path(sglang.submodule_search_locations[0], "srt", "server_args.py").read_text())
+    bodies = [node.body for node in module.body if isinstance(node, ast.ClassDef) and node.name == "ServerArgs"]
+    return frozenset(
+        line.target.id
+        for body in bodies
+        for line in body
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+    )

@@ -1,0 +1,116 @@
+"""[rollout.engine]: which of SGLang's arguments a configuration may have, what a refusal says, and what a plan says of them."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tasuki.cli.__main__ import main
+from tasuki.config import engine_arguments
+from tasuki.config.engine_arguments import check_argument_names, uncounted_arguments
+from tasuki.config.load import load_config
+from tasuki.config.save import save_config
+from tasuki.config.schema import NodeConfig
+from tasuki.wire.errors import InvalidArgument
+from tests.unit.test_plan_cli import CONFIG
+
+needs_sglang = pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
+NAMES = frozenset(engine_arguments._server_arguments())
+
+
+def load(folder: Path, engine: str) -> NodeConfig:
+    path = folder / "node.toml"
+    path.write_text(f'state_dir = "state"\n[model]\npath = "model"\n[rollout.engine]\n{engine}\n')
+    return load_config(path)
+
+
+def test_arguments_of_every_kind_are_read_and_written(tmp_path: Path):
+    text = 'kv_cache_dtype = "fp8_e4m3"\nchunked_prefill_size = 4096\nschedule_conservativeness = 0.5\n'
+    config = load(tmp_path, text + "enable_torch_compile = true\ncuda_graph_bs_decode = [1, 2, 4]")
+    assert config.rollout.engine == {
+        "kv_cache_dtype": "fp8_e4m3",
+        "chunked_prefill_size": 4096,
+        "schedule_conservativeness": 0.5,
+        "enable_torch_compile": True,
+        "cuda_graph_bs_decode": [1, 2, 4],
+    }
+    save_config(config, tmp_path / "saved.toml")
+    assert load_config(tmp_path / "saved.toml").rollout.engine == config.rollout.engine
+
+
+@pytest.mark.parametrize(
+    ("engine", "key", "advice"),
+    [
+        ("tp_size = 2", "rollout.engine.tp_size", "use that"),
+        ("mem_fraction_static = 0.5", "rollout.engine.mem_fraction_static", "rollout.kv_ratio"),
+        ('attention_backend = "fa3"', "rollout.engine.attention_backend", "rollout.attention_backend"),
+        ('load_format = "auto"', "rollout.engine.load_format", "weights are the trainer's"),
+        ("enable_memory_saver = false", "rollout.engine.enable_memory_saver", "tasuki sets it"),
+        ("log_requests = true", "rollout.engine.log_requests", "in logs"),
+        ("port = 30000", "rollout.engine.port", "rollout.listen"),
+        ("pp_size = 2", "rollout.engine.pp_size", "rollout.tp_size"),
+        ('disaggregation_mode = "prefill"', "rollout.engine.disaggregation_mode", "rollout.tp_size"),
+        ('speculative_algorithm = "EAGLE"', "rollout.engine.speculative_algorithm", "NGRAM"),
+        ('speculative_draft_model_path = "x"', "rollout.engine.speculative_draft_model_path", "NGRAM"),
+    ],
+)
+def test_an_argument_of_tasukis_own_is_refused_with_what_to_use(tmp_path: Path, engine: str, key: str, advice: str):
+    with pytest.raises(InvalidArgument, match=advice) as refused:
+        load(tmp_path, engine)
+    assert refused.value.metadata["field"] == key
+
+
+def test_a_table_for_a_value_is_refused(tmp_path: Path):
+    with pytest.raises(InvalidArgument) as refused:
+        load(tmp_path, "kv_cache_dtype = {a = 1}")
+    assert refused.value.metadata["field"].startswith("rollout.engine.kv_cache_dtype")
+
+
+@needs_sglang
+def test_a_name_that_sglang_has_not_is_refused_with_the_nearest_one():
+    check_argument_names(["chunked_prefill_size", "cuda_graph_bs_decode"])
+    with pytest.raises(InvalidArgument, match="did you mean chunked_prefill_size") as refused:
+        check_argument_names(["chunked_prefil_size"])
+    assert refused.value.metadata["field"] == "rollout.engine.chunked_prefil_size"
+
+
+@needs_sglang
+def test_every_name_in_the_lists_is_one_of_sglangs():
+    lists = (engine_arguments.KEYS, engine_arguments._REFUSED, engine_arguments._WITHOUT_MEMORY)
+    assert {name for names in lists for name in names} - NAMES - PORT_NAMES == set()
+    for prefix in engine_arguments._REFUSED_PREFIXES:
+        assert any(name.startswith(prefix) for name in NAMES)
+
+
+PORT_NAMES = {
+    "detokenizer_ipc_name", "instance_id", "metrics_ipc_name", "rpc_ipc_name", "scheduler_input_ipc_name", "tokenizer_ipc_name",
+    "tokenizer_worker_ipc_name",
+}  # fmt: skip
+
+
+def test_all_that_tasuki_sets_on_a_gpu_is_refused():
+    pytest.importorskip("torch")
+    from tasuki.rollout.arguments import engine_arguments as arguments_of
+    from tasuki.rollout.model import ModelFacts
+
+    config = NodeConfig.model_validate({"state_dir": "s", "device": "cuda", "model": {"path": "m"}})
+    facts = ModelFacts(path="", architecture="", vocab_size=10, context_length=10, stop_token_ids=(1,), is_seeded=False)
+    ours = arguments_of(config, facts)
+    known = {**engine_arguments.KEYS, **engine_arguments._REFUSED}
+    assert set(ours) - set(known) == set()
+
+
+def test_a_plan_names_what_it_does_not_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
+    load(tmp_path, 'kv_cache_dtype = "fp8_e4m3"\nschedule_policy = "lof"')
+    sizes = ["--gpu-gb", "80", "--host-gb", "100", "--set", 'device="cuda"']
+    assert main(["plan", str(tmp_path / "node.toml"), *sizes]) == 0
+    printed = capsys.readouterr().out
+    assert "Not counted: rollout.engine.kv_cache_dtype." in printed and "schedule_policy" not in printed
+    assert main(["plan", str(tmp_path / "node.toml"), *sizes, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["not_counted"] == ["rollout.engine.kv_cache_dtype"]
+    assert uncounted_arguments({"schedule_policy": "lof"}) == []
