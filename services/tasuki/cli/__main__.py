@@ -102,6 +102,10 @@ def _parser() -> argparse.ArgumentParser:
         "--host", dest="hosts", action="append", default=[], help="name or address of a node's machine; this one's by default"
     )
     certs.add_argument("--days", type=int, default=90, help="how long the certificates are good (90)")
+    doctor = _command(commands, "doctor", _doctor, "judge the machine, and whether a node would run on it")
+    doctor.add_argument("config", type=Path, nargs="?", metavar="CONFIG")
+    doctor.add_argument("--json", action="store_true", help="the same as a JSON list")
+    _add_overrides(doctor)
     track = _command(commands, "track", _track, "give a run's figures to a tracker")
     track.add_argument("output_dir", type=Path, metavar="RUN", help="the run's output folder")
     track.add_argument("--to", required=True, choices=TRACKERS)
@@ -198,6 +202,12 @@ def _certs(arguments: argparse.Namespace) -> int:
     from tasuki.cli.certs import run
 
     return run(arguments.folder, hosts=arguments.hosts, days=arguments.days)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from tasuki.cli.doctor import run
+
+    return run(arguments.config, overrides=arguments.overrides, as_json=arguments.json)
 
 
 def _track(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,75 @@
+"""`tasuki doctor`: judges the machine, and with CONFIG whether this node would run on it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tasuki.cli.doctor_gpus import gpu_findings, read_gpu_facts, torch_cuda_version
+from tasuki.cli.doctor_host import check_shared_memory, host_findings
+from tasuki.cli.doctor_node import check_passing, node_findings
+from tasuki.cli.finding import Finding, Verdict, fail, ok
+from tasuki.config.load import load_config
+from tasuki.config.lock import NODE_LOCK, holder
+from tasuki.config.schema import NodeConfig
+from tasuki.wire.errors import TasukiError
+
+FAILED = 1
+_STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
+
+
+def run(config: Path | None, *, overrides: Sequence[str] = (), as_json: bool = False) -> int:
+    """Returns 0, or 1 when a check fails; warnings do not count."""
+    findings = list(examine(config, overrides=overrides))
+    if as_json:
+        sys.stdout.write(json.dumps([asdict(finding) for finding in findings], indent=2) + "\n")
+    else:
+        _show(findings)
+    return FAILED if any(finding.verdict is Verdict.FAIL for finding in findings) else 0
+
+
+def examine(path: Path | None, *, overrides: Sequence[str] = ()) -> Iterator[Finding]:
+    """Every check, in the order of the report."""
+    yield from host_findings()
+    config: NodeConfig | None = None
+    if path is not None:
+        try:
+            config = load_config(path, overrides=overrides)
+            yield ok("configuration", str(path))
+        except TasukiError as error:
+            yield fail(
+                "configuration",
+                f"{error.reason}: {error.message}",
+                f"see docs/config.md for {error.metadata.get('field', path)}",
+            )
+    facts = read_gpu_facts()
+    if facts.driver_cuda is not None or (config is not None and config.device == "cuda"):
+        runs = config is not None and holder(config.state_dir, name=NODE_LOCK) is not None
+        yield from gpu_findings(facts, torch_cuda=torch_cuda_version(), node_runs=runs)
+    if config is not None:
+        yield from node_findings(config, facts.gpus)
+    else:
+        yield check_shared_memory()
+        yield check_passing("cpu")
+
+
+def _show(findings: Sequence[Finding]) -> None:
+    table = Table(box=None, padding=(0, 1), pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        text = Text(finding.found)
+        if finding.advice:
+            text.append(f"\n-> {finding.advice}", style="dim")
+        table.add_row(Text(finding.verdict, style=_STYLES[finding.verdict]), finding.name, text)
+    Console(width=None if sys.stdout.isatty() else 140, soft_wrap=False).print(table, highlight=False)
+    counts = {verdict: sum(finding.verdict is verdict for finding in findings) for verdict in Verdict}
+    sys.stdout.write(", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + "\n")

@@ -1,0 +1,154 @@
+"""What `tasuki doctor` looks at on a machine with GPUs: driver, compiler, peers, and who else is there."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tasuki.cli.finding import Finding, fail, ok, warn
+
+_GIB = 1 << 30
+_STRANGER_BYTES = _GIB // 2
+"""From here on memory that others hold is worth a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    name: str
+    total_bytes: int
+    free_bytes: int
+    processes: Mapping[int, int]
+    """Bytes by pid, of the host's pids."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFacts:
+    driver_cuda: tuple[int, int] | None
+    """Newest CUDA that the driver runs; None without a driver."""
+    gpus: Sequence[Gpu] = ()
+    without_peers: Sequence[tuple[int, int]] = ()
+    """Pairs of GPUs that do not reach each other's memory."""
+
+
+def gpu_findings(facts: GpuFacts, *, torch_cuda: tuple[int, int] | None, node_runs: bool) -> Iterable[Finding]:
+    yield check_driver(facts.driver_cuda, torch_cuda=torch_cuda)
+    if facts.driver_cuda is None:
+        return
+    yield check_compilers(shutil.which("nvcc"), shutil.which("cc") or shutil.which("gcc"))
+    yield check_peers(facts.without_peers, num_gpus=len(facts.gpus))
+    yield check_strangers(facts.gpus, node_runs=node_runs)
+
+
+def check_driver(driver: tuple[int, int] | None, *, torch_cuda: tuple[int, int] | None) -> Finding:
+    name = "driver"
+    if driver is None:
+        return fail(name, "no NVIDIA driver answers", 'install one, give the container its GPUs, or set device = "cpu"')
+    text = f"runs CUDA {_dotted(driver)}"
+    if torch_cuda is None:
+        return warn(name, f"{text}; torch is not installed, or for a CPU", "pip install 'tasuki[trainer,rollout]'")
+    text += f", torch is built for {_dotted(torch_cuda)}"
+    if driver[0] < torch_cuda[0]:
+        return fail(name, text, f"install a driver for CUDA {torch_cuda[0]} or later")
+    if driver < torch_cuda:
+        return warn(name, text, f"a driver for CUDA {_dotted(torch_cuda)} spares compilation at the start")
+    return ok(name, text)
+
+
+def check_compilers(nvcc: str | None, cc: str | None) -> Finding:
+    name = "compilers"
+    if cc is None:
+        return fail(name, "no C compiler", "install gcc: Triton compiles its launchers with it")
+    if nvcc is None:
+        return warn(name, f"{cc}, no nvcc", "install CUDA's nvcc where SGLang's kernels for this card are not built in")
+    return ok(name, f"{cc}, {nvcc}")
+
+
+def check_peers(without: Sequence[tuple[int, int]], *, num_gpus: int) -> Finding:
+    name = "peer access"
+    if num_gpus < 2:
+        return ok(name, "one GPU")
+    if without:
+        pairs = ", ".join(f"{one}-{other}" for one, other in without[:4])
+        advice = "keep trainer and rollout rank of one shard on the same GPU; ACS or IOMMU settings may be the cause"
+        return warn(name, f"GPUs {pairs} do not reach each other", advice)
+    return ok(name, f"all {num_gpus} GPUs reach each other")
+
+
+def check_strangers(gpus: Sequence[Gpu], *, node_runs: bool) -> Finding:
+    name = "free GPU memory"
+    if node_runs:
+        return ok(name, "the node itself is running")
+    held = {number: gpu.total_bytes - gpu.free_bytes for number, gpu in enumerate(gpus)}
+    text = ", ".join(
+        f"GPU {number} {gpu.free_bytes / 1e9:.1f} of {gpu.total_bytes / 1e9:.1f} GB" for number, gpu in enumerate(gpus)
+    )
+    pids = [
+        f"pid {pid} ({size / 1e9:.1f} GB on GPU {number})"
+        for number, gpu in enumerate(gpus)
+        for pid, size in gpu.processes.items()
+    ]
+    if pids:
+        return warn(
+            name, f"{text}; {', '.join(pids[:4])}", "end these processes, or plan with less memory: pids are the host's"
+        )
+    if any(size > _STRANGER_BYTES for size in held.values()):
+        return warn(name, f"{text}; held by nobody that is seen from here", "look on the host: nvidia-smi")
+    return ok(name, text)
+
+
+def torch_cuda_version() -> tuple[int, int] | None:
+    """CUDA that the installed torch is built for, read from its files: to import it takes seconds."""
+    torch = find_spec("torch")
+    if torch is None or torch.submodule_search_locations is None:
+        return None
+    text = (Path(torch.submodule_search_locations[0]) / "version.py").read_text()
+    found = re.search(r"^cuda\b.*=\s*['\"](\d+)\.(\d+)", text, re.MULTILINE)
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def read_gpu_facts() -> GpuFacts:
+    """What NVML says."""
+    try:
+        import pynvml
+    except ImportError:
+        return GpuFacts(None)
+    nvml: Any = pynvml
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return GpuFacts(None)
+    try:
+        cuda = nvml.nvmlSystemGetCudaDriverVersion()
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        return GpuFacts((cuda // 1000, cuda % 1000 // 10), [_gpu(nvml, one) for one in handles], _without_peers(nvml, handles))
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _gpu(nvml: Any, handle: Any) -> Gpu:
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    listed = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    processes = {one.pid: one.usedGpuMemory or 0 for one in listed}
+    return Gpu(str(nvml.nvmlDeviceGetName(handle)), memory.total, memory.free, processes)
+
+
+def _without_peers(nvml: Any, handles: Sequence[Any]) -> list[tuple[int, int]]:
+    pairs = [(one, other) for other in range(len(handles)) for one in range(other)]
+    return [(one, other) for one, other in pairs if not _reach(nvml, handles[one], handles[other])]
+
+
+def _reach(nvml: Any, one: Any, other: Any) -> bool:
+    try:
+        status = nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_READ)
+    except nvml.NVMLError:
+        return False
+    return status == nvml.NVML_P2P_STATUS_OK
+
+
+def _dotted(cuda: tuple[int, int]) -> str:
+    return f"{cuda[0]}.{cuda[1]}"

@@ -1,0 +1,195 @@
+"""What `tasuki doctor` looks at on every machine: limits, kernel, /dev/shm, disk, clock, installed versions."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket
+import sys
+import time
+import tomllib
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from tasuki.cli.finding import Finding, fail, ok, warn
+from tasuki.memory.arena import totals
+from tasuki.memory.library import LIBRARY_PATH
+from tasuki.wire.errors import TasukiError
+
+_MIB, _GIB = 1 << 20, 1 << 30
+_PYTHONS = ((3, 11), (3, 13))
+_LOCK = Path(__file__).parents[3] / "uv.lock"
+_COMPARED = ("flash-attn-4", "grpcio", "numpy", "protobuf", "pydantic", "pyzmq", "sglang", "torch", "transformers")
+"""Packages that a node's numbers or its start depend on."""
+
+
+def host_findings() -> Iterable[Finding]:
+    yield check_python(sys.version_info[:2])
+    yield check_native_library()
+    yield check_versions(installed_versions(), locked_versions(_LOCK))
+    yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    yield check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
+    yield check_yama(Path("/proc/sys/kernel/yama/ptrace_scope"))
+    yield check_processes(Path("/proc"))
+    yield check_clock(time.time())
+
+
+def check_python(found: tuple[int, int]) -> Finding:
+    text, (least, most) = ".".join(map(str, found)), _PYTHONS
+    if not least <= found <= most:
+        return fail("python", text, "use Python 3.11, 3.12 or 3.13: SGLang has wheels for these")
+    return ok("python", text)
+
+
+def check_native_library(path: Path = LIBRARY_PATH) -> Finding:
+    if not path.exists():
+        return fail("native library", f"{path} is missing", "run `make native`, or install a wheel of tasuki")
+    try:
+        totals()
+    except TasukiError as error:
+        return fail("native library", error.message, "run `make native`")
+    return ok("native library", str(path))
+
+
+def installed_versions() -> Mapping[str, str]:
+    """Of the compared packages that are installed."""
+    found: dict[str, str] = {}
+    for name in _COMPARED:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def locked_versions(lock: Path) -> Mapping[str, set[str]]:
+    """Versions by package that the repository's lock allows; none outside a checkout."""
+    if not lock.is_file():
+        return {}
+    found: dict[str, set[str]] = {}
+    for package in tomllib.loads(lock.read_text())["package"]:
+        found.setdefault(package["name"], set()).add(package.get("version", ""))
+    return found
+
+
+def check_versions(installed: Mapping[str, str], locked: Mapping[str, set[str]]) -> Finding:
+    name = "versions"
+    missing = [each for each in ("torch", "sglang") if each not in installed]
+    if missing:
+        return warn(name, f"{', '.join(missing)} not installed", "a node needs pip install 'tasuki[trainer,rollout]'")
+    others = [
+        f"{each} {has} (lock: {' or '.join(sorted(locked[each]))})"
+        for each, has in installed.items()
+        if each in locked and has.partition("+")[0] not in {one.partition("+")[0] for one in locked[each]}
+    ]
+    if others:
+        return warn(name, ", ".join(others), "run `make setup`: other versions than the lock's were not tested")
+    return ok(name, ", ".join(f"{each} {has}" for each, has in installed.items()))
+
+
+def check_open_files(limit: int) -> Finding:
+    name, text = "open files", _count(limit)
+    if 0 <= limit < 1024:
+        return fail(name, text, "raise the hard limit to 65536: ulimit -n, LimitNOFILE= or docker --ulimit nofile=65536")
+    if 0 <= limit < 8192:
+        return warn(name, text, "raise the hard limit to 65536: many callers and checkpoint shards need more")
+    return ok(name, text)
+
+
+def check_locked_memory(limit: int) -> Finding:
+    name, text = "locked memory", _count(limit) if limit < 0 else f"{limit // _MIB} MiB"
+    if 0 <= limit < _MIB:
+        return fail(name, text, "raise it: ulimit -l unlimited, LimitMEMLOCK=infinity or docker --ulimit memlock=-1")
+    if 0 <= limit < 64 * _MIB and not _may_lock():
+        return warn(name, text, "raise it for NCCL over InfiniBand: ulimit -l unlimited, or docker --ulimit memlock=-1")
+    return ok(name, text)
+
+
+def check_yama(path: Path) -> Finding:
+    name = "yama"
+    scope = path.read_text().strip() if path.is_file() else "0"
+    if scope in ("2", "3"):
+        advice = "set kernel.yama.ptrace_scope to 1, or there are no stacks of processes that hang"
+        return warn(name, f"ptrace_scope {scope}", advice)
+    return ok(name, f"ptrace_scope {scope}")
+
+
+def check_processes(proc: Path) -> Finding:
+    """Whether this process sees others of its user, and may hold on to them, as the supervisor does."""
+    name = "processes"
+    if os.getppid() and not (proc / str(os.getppid()) / "stat").exists():
+        return fail(
+            name, f"{proc} hides other processes", "mount it without hidepid, and run node and `tasuki train` in one namespace"
+        )
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+        os.close(os.memfd_create("tasuki-doctor"))
+    except OSError as error:
+        return fail(
+            name,
+            f"pidfd_open or memfd_create: {error.strerror}",
+            "use Linux 5.3 or later, and a seccomp profile that allows both",
+        )
+    return ok(name, "pidfd, memfd and /proc work")
+
+
+def check_clock(now: float) -> Finding:
+    name, made = "clock", LIBRARY_PATH.stat().st_mtime if LIBRARY_PATH.exists() else 0.0
+    text = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
+    if now < made - 86_400:
+        return fail(name, f"{text}, before tasuki was built", "set the clock: certificates and logs depend on it")
+    return ok(name, text)
+
+
+def check_shared_memory(path: Path = Path("/dev/shm"), *, num_ranks: int = 1) -> Finding:  # noqa: S108 - only looked at
+    name = str(path)
+    if not path.is_dir():
+        return fail(name, "is missing", "mount a tmpfs there")
+    free = shutil.disk_usage(path).free
+    text = f"{free // _MIB} MiB free"
+    if free < 16 * _MIB or not os.access(path, os.W_OK):
+        return fail(name, text, "docker run --shm-size 16g, or remount it larger: processes of a node share memory there")
+    if num_ranks > 1 and free < _GIB:
+        return warn(name, text, "docker run --shm-size 16g: NCCL between ranks wants 1 GiB or more")
+    return ok(name, text)
+
+
+def check_disk(key: str, folder: Path, *, needed_bytes: int) -> Finding:
+    """needed_bytes: of what a run writes there."""
+    place = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    name = f"disk of {key}"
+    if not os.access(place, os.W_OK):
+        return fail(name, f"{place} cannot be written", f"choose another {key}, or give user {os.getuid()} the right to write")
+    free = shutil.disk_usage(place).free
+    text = f"{free / 1e9:.1f} GB free at {place}"
+    if free < 200 * _MIB:
+        return fail(name, text, f"make room, or choose another {key}: journal and logs stop a node that cannot write them")
+    if free < needed_bytes:
+        return warn(
+            name, f"{text}, {needed_bytes / 1e9:.1f} GB wanted", "make room for the training log, two checkpoints and the model"
+        )
+    return ok(name, text)
+
+
+def check_port(key: str, host: str, port: int) -> Finding:
+    """For a node that does not run yet."""
+    name = f"port of {key}"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return fail(name, f"{host}:{port}: {error.strerror}", f"choose another {key}; `ss -ltnp` says who listens there")
+    return ok(name, f"{host}:{port} is free")
+
+
+def _may_lock() -> bool:
+    return os.geteuid() == 0
+
+
+def _count(limit: int) -> str:
+    return "unlimited" if limit < 0 else str(limit)

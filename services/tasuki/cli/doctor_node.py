@@ -1,0 +1,127 @@
+"""What `tasuki doctor CONFIG` looks at beyond the machine: whether this node would start, and have room."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from tasuki.cli.doctor_gpus import Gpu
+from tasuki.cli.doctor_host import check_disk, check_port, check_shared_memory
+from tasuki.cli.finding import Finding, fail, ok, warn
+from tasuki.cli.model_folder import check_model_folders
+from tasuki.cli.trackers import check_installed
+from tasuki.config.engine_arguments import check_argument_names
+from tasuki.config.lock import NODE_LOCK, holder
+from tasuki.config.ports import port_targets
+from tasuki.config.schema import NodeConfig
+from tasuki.memory.host import host_memory
+from tasuki.models.shape import ModelShape
+from tasuki.planner.advice import problems
+from tasuki.planner.model_shape import read_model_shape
+from tasuki.planner.node_plan import plan_node
+from tasuki.rpc.port import check_ports
+from tasuki.wire.address import split_host_port
+from tasuki.wire.errors import TasukiError
+
+_PROBE_TIMEOUT_S = 120.0
+_STATE_BYTES = 14
+"""Of a parameter in a checkpoint: float32 weight and both moments, and its half of the exported model."""
+_NO_GPU = 1
+
+
+def node_findings(config: NodeConfig, gpus: Sequence[Gpu]) -> Iterable[Finding]:
+    runs = holder(config.state_dir, name=NODE_LOCK) is not None
+    yield ok("node", f"runs on {config.state_dir}") if runs else ok("node", "does not run")
+    yield _checked("model", str(config.model.path), lambda: check_model_folders(config))
+    yield _checked("security", _secured(config), lambda: check_ports(config))
+    yield _checked("engine arguments", ", ".join(config.rollout.engine) or "none", lambda: _check_engine(config))
+    yield _checked("trackers", ", ".join(config.track.to) or "none", lambda: _check_trackers(config))
+    yield check_plan(config, gpus)
+    yield check_shared_memory(num_ranks=max(config.trainer.num_ranks, config.num_engine_ranks))
+    yield check_passing("cpu")
+    if config.device == "cuda" and gpus and not runs:
+        yield check_passing("cuda:0")
+    needed = _STATE_BYTES * _num_parameters(config)
+    for key, folder in _folders(config).items():
+        yield check_disk(key, folder, needed_bytes=needed)
+    for key, target in _ports(config).items() if not runs else ():
+        yield check_port(key, *split_host_port(target))
+
+
+def check_plan(config: NodeConfig, gpus: Sequence[Gpu]) -> Finding:
+    """Whether what the planner predicts fits the machine as a whole."""
+    name = "memory plan"
+    gpu_bytes = min((gpu.total_bytes for gpu in gpus), default=_NO_GPU)
+    budget = config.memory.host_budget_bytes
+    try:
+        planned = plan_node(config, gpu_bytes=gpu_bytes, host_bytes=host_memory().total_bytes if budget is None else budget)
+    except TasukiError as error:
+        return fail(name, error.message, "mend this key first")
+    if config.device == "cuda" and not gpus:
+        return warn(name, "not made: no GPU is seen from here", "tasuki plan CONFIG --gpu-gb SIZE")
+    if not planned.fits:
+        return fail(name, "; ".join(problems(planned)), "tasuki plan CONFIG says what to change")
+    available = host_memory().available_bytes
+    if planned.host_peak.host_bytes > available:
+        text = f"needs {planned.host_peak.host_bytes / 1e9:.1f} GB of host memory, {available / 1e9:.1f} GB are free now"
+        return warn(name, text, "end what else runs on the machine")
+    return ok(name, f"fits; {planned.kv_pool.num_tokens:,} tokens of KV cache")
+
+
+def check_passing(device: str) -> Finding:
+    """Whether memory passes from one process to another by descriptors, as weights do."""
+    name = f"memory between processes, {device}"
+    argv = [sys.executable, "-m", "tasuki.memory.probe", device]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return fail(name, str(error), "run it by itself: python -m tasuki.memory.probe " + device)
+    if done.returncode != 0:
+        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        advice = 'run trainer and rollout in one container with the same GPUs, or set trainer.export_handles = "ipc"'
+        return fail(name, said, advice if device != "cpu" else "allow memfd_create and descriptors over sockets")
+    return ok(name, "2 MiB written by one were read by another")
+
+
+def _checked(name: str, found: str, check: Callable[[], None]) -> Finding:
+    try:
+        check()
+    except TasukiError as error:
+        return fail(name, f"{error.reason}: {error.message}", f"change {error.metadata.get('field', 'the configuration')}")
+    return ok(name, found)
+
+
+def _check_engine(config: NodeConfig) -> None:
+    check_argument_names(config.rollout.engine)
+
+
+def _check_trackers(config: NodeConfig) -> None:
+    for name in config.track.to:
+        check_installed(name, key="track.to")
+
+
+def _secured(config: NodeConfig) -> str:
+    if not port_targets(config) and config.metrics.listen is None:
+        return "unix sockets alone"
+    return "TLS" if config.security.cert is not None else "loopback without TLS"
+
+
+def _num_parameters(config: NodeConfig) -> int:
+    try:
+        shape: ModelShape = read_model_shape(config.model.path)
+    except TasukiError:
+        return 0  # the check of the model says why
+    return shape.num_parameters
+
+
+def _folders(config: NodeConfig) -> dict[str, Path]:
+    run = {"train.output_dir": config.train.output_dir} if config.train is not None else {}
+    run |= {"sft.output_dir": config.sft.output_dir} if config.sft is not None else {}
+    return {"state_dir": config.state_dir, **run}
+
+
+def _ports(config: NodeConfig) -> dict[str, str]:
+    found = {f"{service}.listen": target for service, target in port_targets(config).items()}
+    return found if config.metrics.listen is None else {**found, "metrics.listen": config.metrics.listen}

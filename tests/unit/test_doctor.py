@@ -1,0 +1,205 @@
+"""`tasuki doctor`: every fault that it knows is put in, and gets its line; a good machine gets none."""
+
+from __future__ import annotations
+
+import json
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasuki.cli import doctor_host as host
+from tasuki.cli.__main__ import main
+from tasuki.cli.doctor_gpus import Gpu, GpuFacts, check_compilers, check_driver, check_peers, check_strangers, gpu_findings
+from tasuki.cli.doctor_node import check_plan
+from tasuki.cli.finding import Finding, Verdict
+from tasuki.config.load import load_config
+from tests.conftest import ENVIRONMENT
+from tests.tiny_disk import tmpfs
+from tests.unit.test_plan_cli import CONFIG
+
+GB = 10**9
+
+
+def is_bad(finding: Finding, verdict: Verdict, *, found: str, advice: str) -> bool:
+    return finding.verdict is verdict and found in finding.found and advice in finding.advice
+
+
+def is_ok(finding: Finding) -> bool:
+    return finding.verdict is Verdict.OK and not finding.advice
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """Of a node that would start on a CPU, but for what its model folder has no weights for."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    (model / "tokenizer_config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"")
+    file = tmp_path / "node.toml"
+    file.write_text(f'state_dir = "{tmp_path}/node"\n[model]\npath = "model"\n')
+    return file
+
+
+def examined(*arguments: str | Path, limits: str = "") -> tuple[int, dict[str, dict[str, Any]]]:
+    """Exit code and findings by name of the command as a user runs it. limits: Python that runs in its process first."""
+    program = f"import resource, sys\n{limits}\nfrom tasuki.cli.__main__ import main\nsys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "doctor", *map(str, arguments), "--json"],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, {finding["name"]: finding for finding in json.loads(done.stdout)}
+
+
+def test_a_good_machine_and_a_good_node_have_no_failure(config: Path):
+    code, findings = examined(config)
+    assert {name: one for name, one in findings.items() if one["verdict"] == "fail"} == {}
+    assert code == 0
+    assert {
+        "python", "native library", "versions", "open files", "locked memory", "yama", "processes", "clock", "configuration", "model",
+        "security", "memory plan", "/dev/shm", "memory between processes, cpu", "disk of state_dir",
+    } <= set(findings)  # fmt: skip
+    assert all(one["found"] and (one["advice"] or one["verdict"] == "ok") for one in findings.values())
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "name"),
+    [
+        ("RLIMIT_NOFILE", 512, "open files"),
+        ("RLIMIT_MEMLOCK", 0, "locked memory"),
+        ("RLIMIT_FSIZE", 1 << 20, "memory between processes, cpu"),
+    ],
+)
+def test_a_limit_of_the_process_is_found(limit: str, value: int, name: str):
+    code, findings = examined(limits=f"resource.setrlimit(resource.{limit}, ({value}, {value}))")
+    assert findings[name]["verdict"] == "fail" and findings[name]["advice"]
+    assert code == 1
+
+
+def test_faults_of_the_machine_are_found(tmp_path: Path):
+    assert is_bad(host.check_python((3, 10)), Verdict.FAIL, found="3.10", advice="3.11")
+    assert is_bad(host.check_native_library(tmp_path / "no.so"), Verdict.FAIL, found="missing", advice="make native")
+    (tmp_path / "scope").write_text("2\n")
+    assert is_bad(host.check_yama(tmp_path / "scope"), Verdict.WARN, found="ptrace_scope 2", advice="stacks")
+    assert is_ok(host.check_yama(tmp_path / "none"))
+    assert is_bad(host.check_processes(tmp_path), Verdict.FAIL, found="hides other processes", advice="hidepid")
+    assert is_bad(host.check_clock(0.0), Verdict.FAIL, found="1970", advice="set the clock")
+    assert is_bad(host.check_open_files(4096), Verdict.WARN, found="4096", advice="65536")
+    assert is_ok(host.check_open_files(resource.RLIM_INFINITY))
+
+
+def test_other_versions_than_the_locks_are_found(tmp_path: Path):
+    lock = tmp_path / "uv.lock"
+    lock.write_text('[[package]]\nname = "torch"\nversion = "2.11.0"\n[[package]]\nname = "sglang"\nversion = "0.5.15.post1"\n')
+    locked = host.locked_versions(lock)
+    assert is_ok(host.check_versions({"torch": "2.11.0+cu130", "sglang": "0.5.15.post1"}, locked))
+    found = host.check_versions({"torch": "2.12.0", "sglang": "0.5.15.post1"}, locked)
+    assert is_bad(found, Verdict.WARN, found="torch 2.12.0 (lock: 2.11.0)", advice="make setup")
+    assert is_bad(
+        host.check_versions({"torch": "2.11.0"}, locked), Verdict.WARN, found="sglang not", advice="tasuki[trainer,rollout]"
+    )
+    assert host.locked_versions(tmp_path / "none") == {}
+
+
+def test_small_shared_memory_is_found(tmp_path: Path):
+    with tmpfs(tmp_path / "shm", num_kib=1024) as disk:
+        found = host.check_shared_memory(disk.folder)
+        assert is_bad(found, Verdict.FAIL, found="0 MiB free", advice="--shm-size")
+    with tmpfs(tmp_path / "shm64", num_kib=64 * 1024) as disk:
+        assert is_ok(host.check_shared_memory(disk.folder))
+        assert is_bad(host.check_shared_memory(disk.folder, num_ranks=2), Verdict.WARN, found="MiB free", advice="NCCL")
+    assert host.check_shared_memory(tmp_path / "none").verdict is Verdict.FAIL
+
+
+def test_a_disk_without_room_is_found(tmp_path: Path):
+    with tmpfs(tmp_path / "disk", num_kib=1024) as disk:
+        found = host.check_disk("state_dir", disk.folder / "new" / "node", needed_bytes=0)
+        assert is_bad(found, Verdict.FAIL, found=f"at {disk.folder}", advice="choose another state_dir")
+    found = host.check_disk("train.output_dir", tmp_path, needed_bytes=10**18)
+    assert is_bad(found, Verdict.WARN, found="1000000000.0 GB wanted", advice="make room")
+
+
+def test_a_port_that_is_taken_is_found(config: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert host.check_port("metrics.listen", "127.0.0.1", port).verdict is Verdict.FAIL
+        code, findings = examined(config, "--set", f"metrics.listen=127.0.0.1:{port}")
+        assert code == 1 and findings["port of metrics.listen"]["verdict"] == "fail"
+    assert is_ok(host.check_port("metrics.listen", "127.0.0.1", port))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "found"),
+    [
+        (["trainer.num_rank=2"], "configuration", "trainer.num_rank"),
+        (["model.path=/nonexistent"], "model", "PATH_NOT_FOUND"),
+        (["rollout.engine.chunked_prefil_size=1"], "engine arguments", "did you mean chunked_prefill_size"),
+        (
+            ["security.cert=/none", "security.key=/none"] + ["coordinator.listen=127.0.0.1:1", "security.insecure=true"],
+            "security",
+            "/none",
+        ),
+        (["memory.host_budget_bytes=1MB"], "memory plan", "host"),
+    ],
+)
+def test_a_fault_of_the_configuration_is_found(
+    config: Path, overrides: list[str], name: str, found: str, capsys: pytest.CaptureFixture[str]
+):
+    arguments = [part for override in overrides for part in ("--set", override)]
+    assert main(["doctor", str(config), *arguments, "--json"]) == 1
+    findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
+    assert findings[name]["verdict"] == "fail" and found in findings[name]["found"] and findings[name]["advice"]
+
+
+def test_a_tracker_that_is_not_installed_is_found(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("tasuki.cli.trackers.find_spec", lambda name: None)
+    assert main(["doctor", str(config), "--set", 'track.to=["wandb"]', "--json"]) == 1
+    findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
+    assert "pip install 'tasuki[wandb]'" in findings["trackers"]["found"]
+
+
+def test_faults_of_gpus_are_found():
+    free = Gpu("H100", 80 * GB, 79 * GB + GB // 2, {})
+    assert is_bad(check_driver(None, torch_cuda=(13, 0)), Verdict.FAIL, found="no NVIDIA driver", advice='device = "cpu"')
+    assert is_bad(check_driver((12, 8), torch_cuda=(13, 0)), Verdict.FAIL, found="CUDA 12.8", advice="CUDA 13")
+    assert is_bad(check_driver((13, 0), torch_cuda=(13, 1)), Verdict.WARN, found="13.0", advice="13.1")
+    assert is_bad(check_driver((13, 0), torch_cuda=None), Verdict.WARN, found="torch", advice="pip install")
+    assert is_ok(check_driver((13, 1), torch_cuda=(13, 0)))
+    assert is_bad(check_compilers(None, None), Verdict.FAIL, found="no C compiler", advice="gcc")
+    assert is_bad(check_compilers(None, "/usr/bin/cc"), Verdict.WARN, found="no nvcc", advice="nvcc")
+    assert is_bad(check_peers([(0, 1)], num_gpus=2), Verdict.WARN, found="0-1", advice="same GPU")
+    assert is_ok(check_peers([], num_gpus=8)) and is_ok(check_peers([], num_gpus=1))
+    held = Gpu("H100", 80 * GB, 20 * GB, {4711: 60 * GB})
+    assert is_bad(
+        check_strangers([free, held], node_runs=False), Verdict.WARN, found="pid 4711 (60.0 GB on GPU 1)", advice="end these"
+    )
+    hidden = Gpu("H100", 80 * GB, 20 * GB, {})
+    assert is_bad(check_strangers([hidden], node_runs=False), Verdict.WARN, found="nobody", advice="on the host")
+    assert is_ok(check_strangers([held], node_runs=True)) and is_ok(check_strangers([free], node_runs=False))
+    assert [finding.name for finding in gpu_findings(GpuFacts(None), torch_cuda=None, node_runs=False)] == ["driver"]
+
+
+def test_a_plan_that_does_not_fit_the_gpus_is_found(config: Path):
+    node = load_config(config, overrides=['device="cuda"'])
+    found = check_plan(node, [Gpu("tiny", 1 << 20, 1 << 20, {})])
+    assert is_bad(found, Verdict.FAIL, found="", advice="tasuki plan")
+    assert is_bad(check_plan(node, []), Verdict.WARN, found="no GPU", advice="--gpu-gb")
+
+
+def test_the_report_is_a_line_for_each_check_and_a_count(capsys: pytest.CaptureFixture[str], config: Path):
+    assert main(["doctor", str(config), "--set", "model.path=/nonexistent"]) == 1
+    printed = capsys.readouterr().out
+    assert "fail  model" in printed and "-> change" in printed
+    assert printed.splitlines()[-1].endswith("fail") and " ok, " in printed.splitlines()[-1]
