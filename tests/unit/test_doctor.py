@@ -145,7 +145,7 @@ def test_a_port_that_is_taken_is_found(config: Path):
         (["model.path=/nonexistent"], "model", "PATH_NOT_FOUND"),
         (["rollout.engine.chunked_prefil_size=1"], "engine arguments", "did you mean chunked_prefill_size"),
         (
-            ["security.cert=/none", "security.key=/none"] + ["coordinator.listen=127.0.0.1:1", "security.insecure=true"],
+            ["security.cert=/none", "security.key=/none", "coordinator.listen=127.0.0.1:1", "security.insecure=true"],
             "security",
             "/none",
         ),
