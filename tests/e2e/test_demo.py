@@ -8,12 +8,16 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
-from contextlib import closing
+import urllib.request
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
+from tasuki.rpc.metric_names import ALL
 from tests.integration.rollout_process import left_of, shared_memory
 
 ROOT = Path(__file__).parents[2]
@@ -71,17 +75,61 @@ def _processes_of(output: Path) -> dict[int, str]:
     return found
 
 
+def _scrape(port: int, output: Path, ended: threading.Event) -> None:
+    """Keeps the last answer of the node's metrics in a file until the run has ended."""
+    while not ended.wait(0.5):
+        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            text = answer.read()
+            (output / "scraped.txt").write_bytes(text)
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder and the output of a short demo."""
-    output = tmp_path_factory.mktemp("runs") / "demo"
-    with _demo(output, *SHORT) as process:
+def run(tmp_path_factory: pytest.TempPathFactory, unused_tcp_port_factory) -> tuple[Path, str]:
+    """The folder and the output of a short demo, with metrics and a tracker."""
+    output, port, ended = tmp_path_factory.mktemp("runs") / "demo", unused_tcp_port_factory(), threading.Event()
+    scraper = threading.Thread(target=_scrape, args=(port, output, ended))
+    with _demo(output, *SHORT, f"metrics.listen=127.0.0.1:{port}", 'track.to=["tensorboard"]') as process:
+        scraper.start()
         try:
             text, _ = process.communicate(timeout=START_S)
         finally:
+            ended.set()
             process.send_signal(signal.SIGINT)
+    scraper.join()
     assert process.returncode == 0, text
     return output, text
+
+
+def test_a_scrape_of_the_running_node_has_every_metric_and_no_other(run: tuple[Path, str]):
+    families = {family.name: family for family in text_string_to_metric_families((run[0] / "scraped.txt").read_text())}
+    ours = {
+        f"{name}_total" if family.type == "counter" else name for name, family in families.items() if name.startswith("tasuki_")
+    }
+    assert ours == {metric.name for metric in ALL}
+    tokens = {sample.labels["service"]: sample.value for sample in families["tasuki_policy_version"].samples}
+    assert tokens["trainer"] >= 1
+    memory = {(sample.labels["service"], sample.labels["tag"]) for sample in families["tasuki_memory_mapped_bytes"].samples}
+    planned = {(sample.labels["service"], sample.labels["tag"]) for sample in families["tasuki_memory_planned_bytes"].samples}
+    assert {("trainer", "weights"), ("trainer", "optimizer"), ("rollout", "weights"), ("rollout", "kv_cache")} <= memory
+    assert planned & memory
+    uses = {sample.labels["use"] for sample in families["tasuki_gpu_seconds"].samples}
+    assert {"generate", "forward_backward", "optim_step", "changeover"} <= uses
+
+
+def test_samples_have_the_trainers_log_probs_close_to_rollouts(run: tuple[Path, str]):
+    files = sorted((run[0] / "samples").iterdir())
+    assert [file.name for file in files] == [f"step-{number:06d}.jsonl" for number in range(NUM_STEPS)]
+    lines = [json.loads(line) for line in files[-1].read_text().splitlines()]
+    assert len(lines) == 4 * 8 and {line["policy_version"] for line in lines} == {NUM_STEPS - 1}
+    step = json.loads((run[0] / "metrics.jsonl").read_text().splitlines()[NUM_STEPS - 1])
+    assert 0 < max(line["log_prob_gap_max"] for line in lines) <= step["metrics"]["log_prob_gap_max"] * 1.01 + 1e-6
+    assert all(line["rewards"].keys() == {"reward:exact"} or len(line["rewards"]) == 1 for line in lines)
+
+
+def test_the_tracker_has_every_step(run: tuple[Path, str]):
+    assert json.loads((run[0] / "track/tensorboard.json").read_text()) == {"last_step": NUM_STEPS}
+    assert list((run[0] / "track/tensorboard").glob("events.*"))
+    assert "tracker tensorboard" not in run[1]
 
 
 def test_the_summary_has_the_figures_and_the_score_has_risen(run: tuple[Path, str]):

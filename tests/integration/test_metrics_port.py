@@ -84,17 +84,26 @@ async def test_on_loopback_it_answers_everybody_and_only_this_path(tmp_path: Pat
 
 async def test_elsewhere_it_asks_for_a_certificate_with_a_role(tmp_path: Path, unused_tcp_port: int) -> None:
     folder = make_certs(tmp_path / "certs")
-    roles = folder / "roles.toml"
-    roles.write_text('"spiffe://tasuki/tasuki/viewer" = "viewer"\n')
     async with served(config_of(tmp_path, unused_tcp_port, *mtls(folder), host="0.0.0.0")) as port:
         for role in ("viewer", "trainer", "operator", "peer"):
             assert await read(port, tls=tls_of(folder, role)) == (200, TEXT)
-        status, text = await read(port, tls=tls_of(folder, "node"))
-        assert status == 403 and b"needs the role viewer" in text
         with pytest.raises((ssl.SSLError, ConnectionError, http.client.HTTPException)):
             await read(port, tls=tls_of(folder))
         with pytest.raises((ConnectionError, http.client.HTTPException)):
             await read(port)
+
+
+async def test_a_certificate_that_has_no_role_any_more_is_refused(tmp_path: Path, unused_tcp_port: int) -> None:
+    folder = make_certs(tmp_path / "certs")
+    roles = folder / "roles.toml"
+    roles.write_text('"spiffe://tasuki.lab/tasuki/viewer" = "viewer"\n')
+    config = config_of(tmp_path, unused_tcp_port, *mtls(folder), f"security.roles={roles}", host="0.0.0.0")
+    async with served(config) as port:
+        assert (await read(port, tls=tls_of(folder, "viewer")))[0] == 200
+        status, text = await read(port, tls=tls_of(folder, "operator"))
+        assert status == 403 and b"needs the role viewer" in text
+        roles.write_text("")
+        assert (await read(port, tls=tls_of(folder, "viewer")))[0] == 403
 
 
 async def test_elsewhere_it_asks_for_a_token_which_may_be_taken_away(tmp_path: Path, unused_tcp_port: int) -> None:

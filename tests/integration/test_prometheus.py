@@ -47,7 +47,7 @@ async def test_it_scrapes_all_that_a_coordinator_knows_and_takes_the_dashboards_
         names = found.names()
         assert {
             "tasuki_service_up", "tasuki_phase", "tasuki_gpus", "tasuki_changeovers_total", "tasuki_gpu_seconds_total",
-            "tasuki_stage_seconds_bucket", "tasuki_stage_seconds_sum", "tasuki_memory_mapped_bytes", "tasuki_device_free_bytes",
+            "tasuki_stage_seconds_bucket", "tasuki_stage_seconds_sum", "tasuki_device_free_bytes",
             "tasuki_run_step", "tasuki_run_reward", "tasuki_run_metric", "tasuki_run_step_seconds", "tasuki_run_eval_score",
             "grpc_server_started_total", "grpc_server_handled_total", "grpc_server_handling_seconds_bucket",
         } <= names  # fmt: skip

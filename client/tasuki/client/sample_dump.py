@@ -31,9 +31,9 @@ class SampleDump:
         groups_per_step: int = 4,
         max_bytes: int = 256_000_000,
         seed: int = 0,
-        tell: Callable[[str], object] = sys.stderr.write,
+        tell: Callable[[str], object] | None = None,
     ) -> None:
-        """groups_per_step: chosen by `seed` and step. max_bytes: of all files, as the disk counts them. tell: gets a line, once."""
+        """groups_per_step: chosen by `seed` and step. max_bytes: of all files, as the disk counts them. tell: gets a line, once; stderr by default."""
         self.folder = folder
         self._groups_per_step, self._max_bytes, self._seed = groups_per_step, max_bytes, seed
         self._tell, self._has_told = tell, False
@@ -104,7 +104,7 @@ class SampleDump:
     def _say(self, text: str) -> None:
         if not self._has_told:
             self._has_told = True
-            self._tell(f"tasuki: {text}\n")
+            (sys.stderr.write if self._tell is None else self._tell)(f"tasuki: {text}\n")
 
 
 def _size(path: Path) -> int:

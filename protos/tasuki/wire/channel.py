@@ -28,6 +28,7 @@ _READS = {
     "RolloutService": ["GetRolloutState"],
     "CoordinatorService": ["GetState", "ListChangeovers"],
     "MemoryService": ["GetUsage"],
+    "MetricsService": ["GetMetrics"],
 }
 _SERVICE_CONFIG = {
     "methodConfig": [

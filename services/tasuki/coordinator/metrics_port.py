@@ -61,6 +61,7 @@ class MetricsServer(ThreadingHTTPServer):
 
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 64
 
     def __init__(self, config: NodeConfig, listen: str, text: Text, *, loop: asyncio.AbstractEventLoop) -> None:
         """Raises OSError when the address cannot be had, InvalidArgument naming a key of [security] whose file cannot be used."""
