@@ -80,6 +80,20 @@ def test_tensorboard_gets_every_step_once_over_two_calls(tmp_path: Path):
     assert scalars(tmp_path / "track/tensorboard") == {0: 0.0, 1: 0.25, 2: 0.5}
 
 
+@needs("tensorboardX")
+def test_tensorboards_process_does_without_torch(tmp_path: Path):
+    program = f"""
+import sys
+from pathlib import Path
+from tasuki.cli.trackers import TrackedRun, open_tracker
+tracker = open_tracker("tensorboard", TrackedRun(id="a", folder=Path({str(tmp_path)!r}), project="p", name="n"))
+tracker.log(0, {{"reward": 1.0}})
+tracker.close()
+assert sys.modules["torch"] is None
+"""
+    subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, check=True, timeout=60)
+
+
 def scalars(folder: Path) -> dict[int, float]:
     """Of reward/exact, from all event files."""
     from tensorboardX.proto.event_pb2 import Event

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -78,9 +79,11 @@ class TensorBoard:
     """Event files in the folder: `tensorboard --logdir`."""
 
     def __init__(self, run: TrackedRun) -> None:
+        # Else it imports torch, half a GB, for tensors that we never give it.
+        sys.modules.setdefault("torch", None)  # pyright: ignore[reportArgumentType]  None: there is no such module
         from tensorboardX import SummaryWriter
 
-        self._writer = SummaryWriter(str(run.folder), flush_secs=5)
+        self._writer = SummaryWriter(str(run.folder), flush_secs=1)
         settings = "\n".join(f"    {key} = {value!r}" for key, value in sorted(run.settings.items()))
         self._writer.add_text("settings", settings)
 
