@@ -88,7 +88,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, unused_tcp_port_factory) -> tu
     """The folder and the output of a short demo, with metrics and a tracker."""
     output, port, ended = tmp_path_factory.mktemp("runs") / "demo", unused_tcp_port_factory(), threading.Event()
     scraper = threading.Thread(target=_scrape, args=(port, output, ended))
-    with _demo(output, *SHORT, f"metrics.listen=127.0.0.1:{port}", 'track.to=["tensorboard"]') as process:
+    seen = [f"metrics.listen=127.0.0.1:{port}", 'track.to=["tensorboard"]', "rollout.engine.chunked_prefill_size=2048"]
+    with _demo(output, *SHORT, *seen) as process:
         scraper.start()
         try:
             text, _ = process.communicate(timeout=START_S)

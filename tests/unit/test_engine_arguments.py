@@ -91,14 +91,32 @@ PORT_NAMES = {
 }  # fmt: skip
 
 
-def test_all_that_tasuki_sets_on_a_gpu_is_refused():
+def engine_of(device: str, **engine: object) -> dict[str, object]:
+    """What SGLang's Engine is given."""
     pytest.importorskip("torch")
     from tasuki.rollout.arguments import engine_arguments as arguments_of
     from tasuki.rollout.model import ModelFacts
 
-    config = NodeConfig.model_validate({"state_dir": "s", "device": "cuda", "model": {"path": "m"}})
+    config = NodeConfig.model_validate(
+        {"state_dir": "s", "device": device, "model": {"path": "m"}, "rollout": {"engine": engine}}
+    )
     facts = ModelFacts(path="", architecture="", vocab_size=10, context_length=10, stop_token_ids=(1,), is_seeded=False)
-    ours = arguments_of(config, facts)
+    return arguments_of(config, facts)
+
+
+@needs_sglang
+def test_an_argument_reaches_the_engine_unless_the_device_sets_it():
+    assert engine_of("cuda", disable_overlap_schedule=True, chunked_prefill_size=64).items() >= {
+        ("disable_overlap_schedule", True),
+        ("chunked_prefill_size", 64),
+    }
+    with pytest.raises(InvalidArgument, match="is set to True on this device") as refused:
+        engine_of("cpu", disable_overlap_schedule=False)
+    assert refused.value.metadata["field"] == "rollout.engine.disable_overlap_schedule"
+
+
+def test_all_that_tasuki_sets_on_a_gpu_is_refused():
+    ours = engine_of("cuda")
     known = {**engine_arguments.KEYS, **engine_arguments._REFUSED}
     assert set(ours) - set(known) == set()
 
