@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -76,11 +77,14 @@ def _processes_of(output: Path) -> dict[int, str]:
 
 
 def _scrape(port: int, output: Path, ended: threading.Event) -> None:
-    """Keeps the last answer of the node's metrics in a file until the run has ended."""
-    while not ended.wait(0.5):
+    """Keeps the last answer of the node's metrics in a file until the run has ended, and how many requests it saw."""
+    most = 0.0
+    while not ended.wait(0.3):
         with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-            text = answer.read()
-            (output / "scraped.txt").write_bytes(text)
+            text = answer.read().decode()
+            (output / "scraped.txt").write_text(text)
+            most = max([most, *map(float, re.findall(r"^tasuki_rollout_running_requests\S* (\S+)$", text, re.MULTILINE))])
+            (output / "most_running.txt").write_text(str(most))
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +119,7 @@ def test_a_scrape_of_the_running_node_has_every_metric_and_no_other(run: tuple[P
     assert planned & memory
     uses = {sample.labels["use"] for sample in families["tasuki_gpu_seconds"].samples}
     assert {"generate", "forward_backward", "optim_step", "changeover"} <= uses
+    assert 0 < float((run[0] / "most_running.txt").read_text()) <= 64 * 8
 
 
 def test_samples_have_the_trainers_log_probs_close_to_rollouts(run: tuple[Path, str]):

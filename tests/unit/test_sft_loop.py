@@ -39,7 +39,12 @@ class SftClient(LoopClient):
         return [(np.asarray(sample.completion_token_ids) / -10).astype(np.float32) for sample in samples]
 
     def forward_backward(
-        self, samples: Sequence[TrainingSample], loss: LossConfig, *, role: Role = Role.POLICY
+        self,
+        samples: Sequence[TrainingSample],
+        loss: LossConfig,
+        *,
+        role: Role = Role.POLICY,
+        log_probs_of: Sequence[int] = (),
     ) -> SimpleNamespace:
         LoopClient.forward_backward(self, samples, loss, role=role)
         return SimpleNamespace(loss=1.5, num_tokens=7, metrics={"entropy": 0.5})

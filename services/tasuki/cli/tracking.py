@@ -24,7 +24,9 @@ def tracked(output_dir: Path, track: TrackConfig) -> Iterator[None]:
     """
     read_fd, write_fd = os.pipe()
     try:
-        trackers = {name: _start(output_dir, name, track, read_fd=read_fd) for name in track.to}
+        trackers: dict[TrackerName, subprocess.Popen[bytes] | None] = {
+            name: _start(output_dir, name, track, read_fd=read_fd) for name in track.to
+        }
     finally:
         os.close(read_fd)
     try:

@@ -110,7 +110,6 @@ class MetricsServer(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: MetricsServer
     timeout = _IDLE_TIMEOUT_S
     server_version, sys_version = "tasuki", ""
 
@@ -118,10 +117,12 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path.partition("?")[0] != "/metrics":
             self._answer(HTTPStatus.NOT_FOUND, b"see /metrics\n")
             return
+        server = self.server
+        assert isinstance(server, MetricsServer)
         try:
-            if self.server.access is not None:
-                self.server.access.check(_METHOD, _HttpCaller(self))
-            self._answer(HTTPStatus.OK, self.server.text(), content_type=CONTENT_TYPE_LATEST)
+            if server.access is not None:
+                server.access.check(_METHOD, _HttpCaller(self))
+            self._answer(HTTPStatus.OK, server.text(), content_type=CONTENT_TYPE_LATEST)
         except (Unauthenticated, PermissionDenied) as error:
             status = HTTPStatus.UNAUTHORIZED if isinstance(error, Unauthenticated) else HTTPStatus.FORBIDDEN
             self._answer(status, f"{error.message}\n".encode())

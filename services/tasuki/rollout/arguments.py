@@ -57,7 +57,7 @@ def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
         arguments["load_format"] = "dummy"
     if config.device == "cpu":
         arguments |= _cpu_arguments(rollout, model)
-    return arguments | _further(rollout.engine, ours=arguments)
+    return {**arguments, **_further(rollout.engine, ours=arguments)}
 
 
 def _further(engine: Mapping[str, Any], *, ours: Mapping[str, Any]) -> Mapping[str, Any]:

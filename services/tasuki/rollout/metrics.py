@@ -60,18 +60,18 @@ class EngineLoad(Collector):
         """capacity_tokens: of all replicas' KV caches. policy_version: that is served now."""
         self._calls, self._tp_size, self._capacity_tokens = calls, tp_size, capacity_tokens
         self._policy_version = policy_version
-        self._replicas: Sequence[LoadResult] = ()
+        self._replicas: Sequence[LoadResult] | None = ()
+        """None while the schedulers do not say; empty while nothing is served."""
         registry.register(self)
 
     async def refresh(self) -> None:
         """Asks the schedulers while they serve, by one message between two batches."""
         self._replicas = ()
-        if self._policy_version() is None:
-            return
-        try:
-            self._replicas = (await self._calls.load(timeout_s=_LOAD_TIMEOUT_S))[:: self._tp_size]
-        except TasukiError:
-            return
+        if self._policy_version() is not None:
+            try:
+                self._replicas = (await self._calls.load(timeout_s=_LOAD_TIMEOUT_S))[:: self._tp_size]
+            except TasukiError:
+                self._replicas = None
 
     def describe(self) -> Iterable[GaugeMetricFamily]:
         return [name.gauges() for name in (RUNNING_REQUESTS, QUEUED_REQUESTS, KV_TOKENS, KV_CAPACITY, POLICY_VERSION)]
@@ -79,7 +79,7 @@ class EngineLoad(Collector):
     def collect(self) -> Iterable[GaugeMetricFamily]:
         running, queued, kv_tokens, capacity, version = self.describe()
         capacity.add_metric([], self._capacity_tokens)
-        if self._replicas:
+        if self._replicas is not None:
             running.add_metric([], sum(replica.num_running for replica in self._replicas))
             queued.add_metric([], sum(replica.num_queued for replica in self._replicas))
             kv_tokens.add_metric([], sum(replica.num_kv_tokens for replica in self._replicas))

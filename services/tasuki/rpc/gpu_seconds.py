@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -19,7 +19,7 @@ class GpuSeconds(Collector):
 
     def __init__(self, registry: CollectorRegistry, *, num_gpus: int) -> None:
         self._num_gpus = num_gpus
-        self._seconds: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._num_running: Counter[str] = Counter()
         self._since: dict[str, float] = {}
         registry.register(self)
