@@ -17,7 +17,8 @@ from tasuki.client.types import Sample, TrainingSample
 
 _MAX_LOG_PROBS = 131_072
 """Tokens whose log-probs one ForwardBackward answers."""
-_DIGITS = 6
+_DIGITS, _GAP_DIGITS = 6, 9
+"""After the point; in float32 trainer and rollout differ by 1e-7."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,8 +54,8 @@ class ShownSample:
             "reward": _number(self.reward),
             "rewards": {name: _number(value) for name, value in self.rewards.items()},
             "advantage": None if learned is None else _number(float(np.mean(learned.advantages))),
-            "log_prob_gap": None if gaps is None else _number(float(gaps.mean())),
-            "log_prob_gap_max": None if gaps is None else _number(float(gaps.max())),
+            "log_prob_gap": None if gaps is None else _number(float(gaps.mean()), digits=_GAP_DIGITS),
+            "log_prob_gap_max": None if gaps is None else _number(float(gaps.max()), digits=_GAP_DIGITS),
             "temperature": sample.temperature,
             "token_ids": sample.token_ids.tolist(),
             "advantages": None if learned is None or np.ndim(learned.advantages) == 0 else _numbers(learned.advantages),
@@ -155,8 +156,8 @@ def _gaps(sample: Sample, trainer_log_probs: NDArray[np.float32] | None) -> NDAr
     return np.abs(trainer_log_probs - sample.rollout_log_probs)
 
 
-def _number(value: float) -> float | None:
-    return round(value, _DIGITS) if math.isfinite(value) else None
+def _number(value: float, *, digits: int = _DIGITS) -> float | None:
+    return round(value, digits) if math.isfinite(value) else None
 
 
 def _numbers(values: Any) -> list[float | None]:
