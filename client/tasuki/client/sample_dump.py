@@ -33,7 +33,10 @@ class SampleDump:
         seed: int = 0,
         tell: Callable[[str], object] | None = None,
     ) -> None:
-        """groups_per_step: chosen by `seed` and step. max_bytes: of all files, as the disk counts them. tell: gets a line, once; stderr by default."""
+        """groups_per_step: chosen by `seed` and step. max_bytes: of all files, as the disk counts them.
+
+        tell: gets a line, once; stderr by default.
+        """
         self.folder = folder
         self._groups_per_step, self._max_bytes, self._seed = groups_per_step, max_bytes, seed
         self._tell, self._has_told = tell, False
