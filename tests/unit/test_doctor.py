@@ -149,6 +149,7 @@ def test_a_port_that_is_taken_is_found(config: Path):
             "security",
             "/none",
         ),
+        (["train.dataset=/none.jsonl", "train.output_dir=out", "train.reward.function=a:b"], "data of [train]", "/none.jsonl"),
         (["memory.host_budget_bytes=1MB"], "memory plan", "host"),
     ],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tasuki.cli.doctor_gpus import Gpu
 from tasuki.cli.doctor_host import check_disk, check_port, check_shared_memory
-from tasuki.cli.finding import Finding, fail, ok, warn
+from tasuki.cli.finding import Finding, Verdict, fail, ok, warn
 from tasuki.cli.model_folder import check_model_folders
 from tasuki.cli.trackers import check_installed
 from tasuki.config.engine_arguments import check_argument_names
@@ -34,11 +34,15 @@ _NO_GPU = 1
 def node_findings(config: NodeConfig, gpus: Sequence[Gpu]) -> Iterable[Finding]:
     runs = holder(config.state_dir, name=NODE_LOCK) is not None
     yield ok("node", f"runs on {config.state_dir}") if runs else ok("node", "does not run")
-    yield _checked("model", str(config.model.path), lambda: check_model_folders(config))
-    yield _checked("security", _secured(config), lambda: check_ports(config))
-    yield _checked("engine arguments", ", ".join(config.rollout.engine) or "none", lambda: _check_engine(config))
-    yield _checked("trackers", ", ".join(config.track.to) or "none", lambda: _check_trackers(config))
-    yield check_plan(config, gpus)
+    model = _checked("model", str(config.model.path), lambda: check_model_folders(config), key="model.path")
+    yield model
+    yield _checked("security", _secured(config), lambda: check_ports(config), key="[security]")
+    arguments = ", ".join(config.rollout.engine) or "none"
+    yield _checked("engine arguments", arguments, lambda: _check_engine(config), key="[rollout.engine]")
+    yield _checked("trackers", ", ".join(config.track.to) or "none", lambda: _check_trackers(config), key="track.to")
+    yield from check_datasets(config)
+    if model.verdict is Verdict.OK:
+        yield check_plan(config, gpus)
     yield check_shared_memory(num_ranks=max(config.trainer.num_ranks, config.num_engine_ranks))
     yield check_passing("cpu")
     if config.device == "cuda" and gpus and not runs:
@@ -58,7 +62,7 @@ def check_plan(config: NodeConfig, gpus: Sequence[Gpu]) -> Finding:
     try:
         planned = plan_node(config, gpu_bytes=gpu_bytes, host_bytes=host_memory().total_bytes if budget is None else budget)
     except TasukiError as error:
-        return fail(name, error.message, "mend this key first")
+        return fail(name, error.message, f"change {error.metadata.get('field', 'the configuration')}")
     if config.device == "cuda" and not gpus:
         return warn(name, "not made: no GPU is seen from here", "tasuki plan CONFIG --gpu-gb SIZE")
     if not planned.fits:
@@ -85,11 +89,24 @@ def check_passing(device: str) -> Finding:
     return ok(name, "2 MiB written by one were read by another")
 
 
-def _checked(name: str, found: str, check: Callable[[], None]) -> Finding:
+def check_datasets(config: NodeConfig) -> Iterable[Finding]:
+    """Whether the files of a run are there; `tasuki train` reads their lines before it starts a node."""
+    for table, run in (("train", config.train), ("sft", config.sft)):
+        if run is None:
+            continue
+        missing = [path for path in (run.dataset, run.eval_dataset) if path is not None and not path.is_file()]
+        if missing:
+            yield fail(f"data of [{table}]", f"{missing[0]} is no file", f"change {table}.dataset or {table}.eval_dataset")
+        else:
+            yield ok(f"data of [{table}]", str(run.dataset))
+
+
+def _checked(name: str, found: str, check: Callable[[], None], *, key: str) -> Finding:
+    """key: to change where an error names none."""
     try:
         check()
     except TasukiError as error:
-        return fail(name, f"{error.reason}: {error.message}", f"change {error.metadata.get('field', 'the configuration')}")
+        return fail(name, f"{error.reason}: {error.message}", f"change {error.metadata.get('field', key)}")
     return ok(name, found)
 
 
