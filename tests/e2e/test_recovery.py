@@ -29,7 +29,6 @@ def chaos(node: RunningNode) -> Iterator[ChaosNode]:
         ("coordinator", Stage.SYNC, signal.SIGKILL),
         ("trainer1", Stage.OFFLOAD, signal.SIGKILL),
         ("coordinator", Stage.PAUSE_WEIGHTS, signal.SIGSTOP),
-        ("rollout", Stage.SYNC, signal.SIGKILL),
         ("scheduler0", Stage.PAUSE_KV, signal.SIGKILL),
     ],
 )
