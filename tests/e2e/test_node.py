@@ -39,7 +39,6 @@ from tasuki.wire.errors import TasukiError, from_rpc_error
 from tests.conftest import ENVIRONMENT, RunningNode, tasuki
 
 LIMIT_S = 60.0
-GONE_WITHIN_S = 10.0
 
 
 @pytest.fixture
