@@ -12,6 +12,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
+from tasuki.config.load import load_config
 from tasuki.rpc.metric_names import ALL, MetricName
 from tasuki.rpc.metrics import CallMetrics
 from tests.prometheus import PROMTOOL
@@ -74,6 +75,16 @@ def test_configuration_of_prometheus_scrapes_the_port_of_the_page() -> None:
     config = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
     (target,) = config["scrape_configs"][0]["static_configs"][0]["targets"]
     assert f'listen = "{target}"' in (ROOT / "docs/metrics.md").read_text()
+
+
+@pytest.mark.parametrize(("page", "table"), [("metrics.md", "metrics"), ("client.md", "track")])
+def test_tables_of_the_page_are_read(page: str, table: str, tmp_path: Path) -> None:
+    blocks = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.DOTALL | re.MULTILINE)
+    blocks = [block for block in blocks if f"[{table}]" in block]
+    assert blocks
+    for block in blocks:
+        (tmp_path / "node.toml").write_text(f'state_dir = "node"\n[model]\npath = "model"\n{block}')
+        assert table in load_config(tmp_path / "node.toml").model_fields_set
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool of Debian's package prometheus is not installed")
