@@ -252,6 +252,15 @@ def test_samples_have_the_trainers_log_probs_close_to_rollouts(run: Run):
     assert 0 < max(line["log_prob_gap_max"] for line in lines) <= step["metrics"]["log_prob_gap_max"] + 1e-8
 
 
+def test_logs_have_no_prompt(run: Run):
+    shown = [json.loads(line) for file in (run.output / "samples").iterdir() for line in file.read_text().splitlines()]
+    prompts = {line["prompt"] for line in shown}
+    assert len(prompts) > NUM_STEPS and all(prompt.endswith(">") for prompt in prompts)
+    logs = "".join(log.read_text() for log in (run.output / "logs").iterdir())
+    assert "event=stage" in logs
+    assert [prompt for prompt in prompts if prompt in logs] == []
+
+
 def test_a_tracker_got_every_step_over_the_resume(run: Run):
     assert json.loads((run.output / "track/tensorboard.json").read_text()) == {"last_step": NUM_STEPS}
     assert len(list((run.output / "track/tensorboard").glob("events.*"))) == 2
