@@ -220,7 +220,8 @@ def test_curve_journal_and_checkpoint_are_there(run: Run):
     assert any((run.output / "checkpoints" / "version-000012").iterdir())
     with closing(sqlite3.connect(run.output / "journal.sqlite")) as journal:
         (num_changeovers,) = journal.execute("SELECT count(*) FROM changeovers").fetchone()
-    assert num_changeovers == 2 * (NUM_STEPS + 1)
+    # The step after the checkpoint was made twice, and the interrupt may have come after another changeover.
+    assert num_changeovers - 2 * (NUM_STEPS + 1) in (2, 3)
 
 
 def test_nothing_of_the_demo_goes_on(run: Run):

@@ -84,7 +84,10 @@ TRAINER_STEPS = MetricName(
     "Optimizer steps; a skipped one had gradients that are not finite.",
 )
 LOG_PROB_GAP = MetricName(
-    "tasuki_log_prob_gap", "gauge", ("stat",), "Mean and largest difference between the trainer's and rollout's log-probs, of the last batch."
+    "tasuki_log_prob_gap",
+    "gauge",
+    ("stat",),
+    "Mean and max difference between the trainer's and rollout's log-probs, of the last batch.",
 )
 STALENESS = MetricName(
     "tasuki_sample_staleness_versions",
