@@ -243,6 +243,8 @@ async def test_log_probs_come_in_the_order_of_the_samples(node: ScriptedNode, cl
         (lambda client: client.generate([[2**31]]), r"prompts\[0\]"),
         (lambda client: client.generate([[1]], SamplingParams(max_new_tokens=-1)), "sampling_params"),
         (lambda client: client.forward_backward([]), "samples"),
+        (lambda client: client.forward_backward([SAMPLE], log_probs_of=[1]), "log_probs_of"),
+        (lambda client: client.forward_backward([SAMPLE], log_probs_of=[-1]), "log_probs_of"),
         (lambda client: client.forward_backward([SAMPLE, TrainingSample([1.5], [2])]), r"samples\[1\]"),
         (lambda client: client.generate([np.zeros(2_000_000, dtype=np.int32)]), r"prompts\[0\]"),
     ],
