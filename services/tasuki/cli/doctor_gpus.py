@@ -13,6 +13,8 @@ from typing import Any
 from tasuki.cli.finding import Finding, fail, ok, warn
 
 _GIB = 1 << 30
+_P2P_READ = 0
+"""NVML_P2P_CAPS_INDEX_READ, which nvidia-ml-py has as a tuple: a comma stands behind it. Delete this when it has not."""
 _STRANGER_BYTES = _GIB // 2
 """From here on memory that others hold is worth a word."""
 
@@ -132,7 +134,10 @@ def read_gpu_facts() -> GpuFacts:
 
 def _gpu(nvml: Any, handle: Any) -> Gpu:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    listed = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    try:
+        listed = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except nvml.NVMLError:  # on a part of a GPU they are not told
+        listed = []
     processes = {one.pid: one.usedGpuMemory or 0 for one in listed}
     return Gpu(str(nvml.nvmlDeviceGetName(handle)), memory.total, memory.free, processes)
 
@@ -144,10 +149,9 @@ def _without_peers(nvml: Any, handles: Sequence[Any]) -> list[tuple[int, int]]:
 
 def _reach(nvml: Any, one: Any, other: Any) -> bool:
     try:
-        status = nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_READ)
+        return nvml.nvmlDeviceGetP2PStatus(one, other, _P2P_READ) == nvml.NVML_P2P_STATUS_OK
     except nvml.NVMLError:
         return False
-    return status == nvml.NVML_P2P_STATUS_OK
 
 
 def _dotted(cuda: tuple[int, int]) -> str:
