@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tasuki.cli.earlier_run import read_head
 from tasuki.cli.metrics_tail import MetricsTail
-from tasuki.cli.trackers import TrackedRun, Tracker, check_installed, open_tracker
+from tasuki.cli.trackers import TrackedRun, Tracker, check_installed, import_library, open_tracker
 from tasuki.client.durable import write_durably
 from tasuki.config.track_schema import TrackConfig, TrackerName
 from tasuki.wire.errors import InvalidArgument, PathNotFound
@@ -21,6 +21,8 @@ from tasuki.wire.errors import InvalidArgument, PathNotFound
 TRACK = "track"
 """The folder of trackers' files in a run's."""
 _POLL_S = 0.5
+_NICE = 10
+"""Lower than the services, on a machine whose processors they need."""
 LEFT_ALONE_S = 60.0
 """How long a tracker may take for the rest once its run has ended."""
 
@@ -57,9 +59,8 @@ def run(output_dir: Path, *, to: TrackerName, track: TrackConfig, follows: bool 
         raise PathNotFound(f"{output_dir} has no metrics.jsonl: give the output folder of a run", path=output_dir)
     progress = _Progress.of(output_dir, to)
     (output_dir / TRACK).mkdir(parents=True, exist_ok=True)
-    while pipe_fd is not None and read_head(output_dir) is None:  # the node is being started
-        if _is_over(output_dir, follows=follows, pipe_fd=pipe_fd):
-            return 0
+    if pipe_fd is not None and not _await_run(output_dir, to, pipe_fd=pipe_fd):
+        return 0
     tracker = open_tracker(to, _tracked(output_dir, to, track))
     tail, num_sent = MetricsTail(output_dir), 0
     try:
@@ -85,6 +86,16 @@ def _send(tail: MetricsTail, tracker: Tracker, progress: _Progress) -> int:
             progress.advance(figures.step)
             num_sent += 1
     return num_sent
+
+
+def _await_run(output_dir: Path, to: TrackerName, *, pipe_fd: int) -> bool:
+    """Gets ready while the node is being started. False when no run began."""
+    os.nice(_NICE)
+    import_library(to)
+    while read_head(output_dir) is None:
+        if _is_over(output_dir, follows=True, pipe_fd=pipe_fd):
+            return False
+    return True
 
 
 def _is_over(output_dir: Path, *, follows: bool, pipe_fd: int | None) -> bool:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -62,8 +63,17 @@ def tracker_environment(folder: Path) -> dict[str, str]:
     }
 
 
+def import_library(name: TrackerName) -> None:
+    """Takes a second or two."""
+    if name == "tensorboard":
+        # Else it imports torch, half a GB, for tensors that we never give it.
+        sys.modules.setdefault("torch", None)  # pyright: ignore[reportArgumentType]  None: there is no such module
+    import_module(_MODULES[name])
+
+
 def open_tracker(name: TrackerName, run: TrackedRun) -> Tracker:
     run.folder.mkdir(parents=True, exist_ok=True)
+    import_library(name)
     match name:
         case "tensorboard":
             return TensorBoard(run)
@@ -79,8 +89,6 @@ class TensorBoard:
     """Event files in the folder: `tensorboard --logdir`."""
 
     def __init__(self, run: TrackedRun) -> None:
-        # Else it imports torch, half a GB, for tensors that we never give it.
-        sys.modules.setdefault("torch", None)  # pyright: ignore[reportArgumentType]  None: there is no such module
         from tensorboardX import SummaryWriter
 
         self._writer = SummaryWriter(str(run.folder), flush_secs=1)
