@@ -37,11 +37,13 @@ class Prometheus:
         """What it says of its only one; nothing before it has looked."""
         return next(iter(self.ask("targets")["activeTargets"]), {})
 
-    def wait_until_scraped(self, *, timeout_s: float = 30.0) -> None:
+    def wait_until(self, health: str, *, timeout_s: float = 30.0) -> str:
+        """health: "up" or "down". Returns why it is down."""
         deadline = time.monotonic() + timeout_s
-        while self.target().get("health") != "up":
+        while self.target().get("health") != health:
             assert time.monotonic() < deadline, self.target()
             time.sleep(0.2)
+        return self.target()["lastError"]
 
 
 @contextmanager
