@@ -161,6 +161,18 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_else(
     assert "pip install 'tasuki[wandb]'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("resumes", [[], ["--resume"]])
+def test_a_run_without_its_trackers_library_is_refused_before_a_node_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, resumes: list[str]
+):
+    monkeypatch.setattr("tasuki.cli.trackers.find_spec", lambda name: None)
+    (tmp_path / "node.toml").write_text('state_dir = "node"\n[model]\npath = "model"\n[track]\nto = ["mlflow"]\n')
+    assert main(["train", str(tmp_path / "node.toml"), *resumes]) == 2
+    told = capsys.readouterr().err
+    assert "track.to" in told and "pip install 'tasuki[mlflow]'" in told
+    assert not (tmp_path / "node").exists()
+
+
 def test_a_damaged_note_of_what_was_sent_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run_of(tmp_path, [0])
     (tmp_path / "track").mkdir()
