@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -75,6 +76,15 @@ def test_a_name_that_sglang_has_not_is_refused_with_the_nearest_one():
     with pytest.raises(InvalidArgument, match="did you mean chunked_prefill_size") as refused:
         check_argument_names(["chunked_prefil_size"])
     assert refused.value.metadata["field"] == "rollout.engine.chunked_prefil_size"
+
+
+def test_every_key_that_a_refusal_names_is_one():
+    page = (Path(__file__).parents[2] / "docs" / "config.md").read_text()
+    for text in engine_arguments.KEYS.values():
+        for key in re.findall(r"[a-z_]+(?:\.[a-z_]+)+|^device$", text):
+            table, _, name = key.rpartition(".")
+            section = page.partition(f"## `[{table}]`" if table else "## Top of the file")[2].partition("\n## ")[0]
+            assert f"| `{name}` |" in section, key
 
 
 @needs_sglang
