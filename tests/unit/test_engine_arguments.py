@@ -81,7 +81,7 @@ def test_a_name_that_sglang_has_not_is_refused_with_the_nearest_one():
 def test_every_key_that_a_refusal_names_is_one():
     page = (Path(__file__).parents[2] / "docs" / "config.md").read_text()
     for text in engine_arguments.KEYS.values():
-        for key in re.findall(r"[a-z_]+(?:\.[a-z_]+)+|^device$", text):
+        for key in re.findall(r"[a-z_]+(?:\.[a-z0-9_]+)+|^device$", text):
             table, _, name = key.rpartition(".")
             section = page.partition(f"## `[{table}]`" if table else "## Top of the file")[2].partition("\n## ")[0]
             assert f"| `{name}` |" in section, key
