@@ -89,9 +89,9 @@ def started_node(*, tables: str = "", overrides: Sequence[str] = ()) -> Iterator
         path = "{model}"
         [trainer]
         num_ranks = 2
-        export_stays = false
+        [residency]
         [rollout]
-        max_total_tokens = 4096
+        kv_tokens = 4096
         {tables}
         """
     )

@@ -21,6 +21,7 @@ from tasuki.algorithms.loss_types import SettingError
 from tasuki.config.constraints import FUSED_LINEAR, check_constraints
 from tasuki.config.devices import Devices
 from tasuki.config.ports import check_listen
+from tasuki.config.residency_schema import ResidencyConfig
 from tasuki.config.security_schema import PathsConfig, SecurityConfig
 from tasuki.config.sft_schema import SftConfig
 from tasuki.config.table import Schema, Seed
@@ -183,8 +184,10 @@ class RolloutConfig(Schema):
     to the trainer's then. Needs a GPU: torch has no such product on a CPU, where `dtype` decides."""
     context_length: PositiveInt | None = None
     """Longest prompt plus completion; by default the model's own."""
-    max_total_tokens: PositiveInt | None = None
-    """Tokens in a replica's KV cache; on a GPU by default what `kv_ratio` leaves."""
+    kv_tokens: Literal["needed", "most"] | PositiveInt | None = None
+    """Tokens in a replica's KV cache: a number, what `kv_ratio` leaves of a GPU ("most"), or what the samples of a step of `[train]` take
+    when all run at once ("needed"), never more than "most". By default "needed" where `train.max_prompt_tokens` or `context_length` tells
+    how long they are. What the cache does not take, the trainer may keep."""
     kv_ratio: float = Field(default=0.85, gt=0, lt=1)
     """Share of a GPU that weights and KV cache may take together (SGLang's mem_fraction_static)."""
     max_running_requests: PositiveInt | None = None
@@ -238,6 +241,7 @@ class NodeConfig(Schema):
     rollout: RolloutConfig = RolloutConfig()
     restart: RestartConfig = RestartConfig()
     memory: MemoryConfig = MemoryConfig()
+    residency: ResidencyConfig | None = None
     security: SecurityConfig = SecurityConfig()
     paths: PathsConfig = PathsConfig()
     train: TrainConfig | None = None

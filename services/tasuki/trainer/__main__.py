@@ -24,6 +24,7 @@ from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock
 from tasuki.config.places import node_targets, socket_dir, training_log_path
 from tasuki.config.schema import NodeConfig
+from tasuki.memory.stages import Service
 from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.gpu_wait import wait_for_rollout_to_leave
@@ -32,6 +33,7 @@ from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.port import port_of
 from tasuki.rpc.rank_server import Handlers
 from tasuki.rpc.server import RpcServer
+from tasuki.rpc.staying import staying_tags
 from tasuki.trainer.backends.fsdp.attention_flash import cache_variables
 from tasuki.trainer.backends.fsdp.backend import FsdpBackend
 from tasuki.trainer.backends.fsdp.mesh import start_mesh
@@ -51,7 +53,6 @@ from tasuki.trainer.service.training import Training
 from tasuki.v1.memory_pb2_grpc import add_MemoryServiceServicer_to_server
 from tasuki.v1.ranks_pb2 import RankReady
 from tasuki.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
-from tasuki.v1.types_pb2 import MEMORY_TAG_WEIGHTS
 from tasuki.wire.errors import InvalidArgument, TasukiError
 
 _log = logging.getLogger("tasuki.trainer")
@@ -74,8 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         os.environ |= {name: value for name, value in cache_variables(config.state_dir).items() if name not in os.environ}
         show_gpus(config)
         if config.device == "cuda":
-            staying = [] if config.served_adapter is None else [MEMORY_TAG_WEIGHTS]
-            wait_for_rollout_to_leave(node_targets(config)["rollout"], staying=staying)
+            wait_for_rollout_to_leave(node_targets(config)["rollout"], staying=staying_tags(config, Service.ROLLOUT))
         if launch.rank != 0:
             return 0 if _run_rank(config, launch=launch) else 1
         with StateLock.take(config.state_dir, name="trainer"):
@@ -186,7 +186,7 @@ def _server(training: Training, log: TrainingLog, *, ready: RankReady, config: N
     )
     servicer = TrainerServicer(training, log=log, ready=ready, config=config)
     server.add(add_TrainerServiceServicer_to_server, servicer, "tasuki.v1.TrainerService")
-    memory = MemoryServicer(training.ranks, state=training.state)
+    memory = MemoryServicer(training.ranks, state=training.state, staying=staying_tags(config, Service.TRAINER))
     server.add(add_MemoryServiceServicer_to_server, memory, "tasuki.v1.MemoryService")
     return server
 

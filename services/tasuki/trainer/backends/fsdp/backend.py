@@ -26,7 +26,7 @@ from tasuki.trainer.backends.fsdp.checkpoint import (
     training_tensors,
 )
 from tasuki.trainer.backends.fsdp.lora import adapters_off, merged_rows, trained_parameters
-from tasuki.trainer.backends.fsdp.memory import ExportChoice, TrainerMemory
+from tasuki.trainer.backends.fsdp.memory import ExportChoice, Staying, TrainerMemory
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
 from tasuki.trainer.backends.fsdp.model import (
     Critic,
@@ -65,7 +65,7 @@ class FsdpBackend:
         torch.manual_seed(config.seed)
         if node.memory.host_budget_bytes is not None:
             set_host_budget(node.memory.host_budget_bytes // mesh.size())
-        self.memory = TrainerMemory(mesh, ExportChoice.of(node, mesh))
+        self.memory = TrainerMemory(mesh, ExportChoice.of(node, mesh), staying=Staying.of(node, mesh))
         self._export: WeightExport | None = None
         self._reference: Policy | None = None
         self._policy = load_policy(self._source(node.model.path, lora=config.lora), region=self._weights())
@@ -128,8 +128,8 @@ class FsdpBackend:
         assert self._export is not None
         self._export.damage()
 
-    def pause(self, tags: Sequence[MemoryTag]) -> int:
-        return self.memory.pause(tags)
+    def pause(self, tags: Sequence[MemoryTag], *, makes_room: bool = False) -> int:
+        return self.memory.pause(tags, makes_room=makes_room)
 
     def resume(self, tags: Sequence[MemoryTag]) -> int:
         return self.memory.resume(tags)

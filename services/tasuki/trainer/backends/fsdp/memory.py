@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 import torch
@@ -44,6 +44,8 @@ class ExportChoice:
         """The configuration's, and the planner's where that leaves it open. The same on every rank, all of which must call it."""
         device = mesh_device(mesh)
         stays = config.trainer.export_stays
+        if config.residency is not None:
+            stays = "export" in config.residency.of_trainer(mesh.get_local_rank())
         if stays is None:
             rank = mesh.get_local_rank()
             gpu_bytes, host_bytes = (device_usage(name, rank).total_bytes for name in (str(device), "cpu"))
@@ -55,12 +57,28 @@ class ExportChoice:
         return cls(config.exports_parameters, stays or config.trainer.export_handles == "ipc", config.trainer.export_handles)
 
 
+@dataclass(frozen=True, slots=True)
+class Staying:
+    """What one rank keeps over OFFLOAD: tags, and whether torch keeps its cache."""
+
+    tags: frozenset[MemoryTag] = frozenset()
+    cache: bool = False
+
+    @classmethod
+    def of(cls, config: NodeConfig, mesh: DeviceMesh) -> Staying:
+        """As the planner decided for the node; nothing for services that were started one by one."""
+        if config.residency is None:
+            return cls()
+        names = config.residency.of_trainer(mesh.get_local_rank())
+        return cls(frozenset(tag for tag in TAGS if tag in names), "cache" in names)
+
+
 class TrainerMemory:
     """Pausable memory of one rank. Tensors keep their addresses from their making to the end of the process."""
 
-    def __init__(self, mesh: DeviceMesh, export: ExportChoice) -> None:
+    def __init__(self, mesh: DeviceMesh, export: ExportChoice, *, staying: Staying = Staying()) -> None:
         device = mesh_device(mesh)
-        self._mesh, self._device, self._choice = mesh, device, export
+        self._mesh, self._device, self._choice, self._staying = mesh, device, export, staying
         self._allocator = NativeAllocator(tags=TAGS, device=str(device), keep=_KEEP)
         if export.of_parameters and export.stays:
             # The very chunks that rollout has mapped.
@@ -116,15 +134,18 @@ class TrainerMemory:
         assert self._export is not None
         return self._export
 
-    def pause(self, tags: Sequence[MemoryTag]) -> int:
-        """Gives the pages of `tags` back; parameters and optimizer state move to host memory. Returns the bytes released."""
+    def pause(self, tags: Sequence[MemoryTag], *, makes_room: bool = False) -> int:
+        """Gives the pages of `tags` back; parameters and optimizer state move to host memory. Returns the bytes released.
+
+        makes_room: also of tags that stay over an OFFLOAD.
+        """
         self.wait_for_optimizer()
-        if MemoryTag.WEIGHTS in tags and not self._choice.stays:
-            tags = [*tags, *self._copies()]
+        copies = self._copies() if MemoryTag.WEIGHTS in tags and not self._choice.stays else []
+        tags = [*(tag for tag in tags if makes_room or tag not in self._staying.tags), *copies]
         is_shared = MemoryTag.EXPORT in tags or (MemoryTag.WEIGHTS in tags and not self._choice.stays)
         with self._export.leaving() if self._export is not None and is_shared else nullcontext():
             released = self._allocator.pause(tags)
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and (makes_room or not self._staying.cache):
             # What torch only caches nobody else could take.
             torch.cuda.empty_cache()
         return released
@@ -156,7 +177,8 @@ class TrainerMemory:
             transfer.wait()
 
     def usage(self) -> list[TagUsage]:
-        return self._allocator.usage()
+        staying = {*self._staying.tags, *([MemoryTag.EXPORT] if self._choice.stays else [])}
+        return [replace(usage, stays=usage.tag in staying) for usage in self._allocator.usage()]
 
     def device_usage(self) -> DeviceUsage:
         return device_usage(str(self._device), self._mesh.get_local_rank())
@@ -202,7 +224,7 @@ class TrainerMemory:
         if error is not None and not lacking:
             raise error
         if error is None:
-            self.pause(woken)
+            self.pause(woken, makes_room=True)
         rank, needed, free = max(failures, key=lambda failure: failure[1] - failure[2])
         tags = woken if of is None else of
         raise OutOfGpuMemory(
