@@ -49,10 +49,15 @@ class Arena {
 
   Status allocate(size_t bytes, uintptr_t* address);
   Status release(uintptr_t address);
+  // From now on the bytes at `address` do not change until their block is released: a pause saves them once.
+  void freeze(uintptr_t address, size_t bytes) { frozen_.add({address - base_, bytes}); }
   bool contains(uintptr_t address) const { return address >= base_ && address - base_ < capacity_; }
 
   // Pause, in this order. Each step leaves the arena as it was when it fails.
   Status begin_save();  // starts the copy to the host
+  void forget_saved() { host_copy_.forget(); }
+  // Before a first save: takes at most `max_bytes` of the host memory that it will need.
+  Status reserve_host(size_t max_bytes, size_t* missing) { return host_copy_.reserve(blocks_.runs(), max_bytes, missing); }
   Status unmap();
   Status map_again();  // the undo of unmap
   // Gives memory back; content that was not saved is lost.
@@ -107,6 +112,7 @@ class Arena {
   Chunks::Indices created_;   // by the resume under way
   Chunks::Indices mapped_;    // by the resume under way
   Chunks::Indices unmapped_;  // by the pause under way
+  Ranges frozen_;
   bool has_saved_content_ = false;
 };
 

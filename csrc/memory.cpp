@@ -69,6 +69,27 @@ Status Memory::release(uintptr_t address) {
   return std::prev(after)->second->release(address);
 }
 
+Status Memory::freeze(uintptr_t address, size_t bytes, bool* is_ours) {
+  Lock lock(mutex_);
+  auto after = by_address_.upper_bound(address);
+  *is_ours = after != by_address_.begin() && std::prev(after)->second->contains(address);
+  if (!*is_ours) return {};
+  Arena& arena = *std::prev(after)->second;
+  if (bytes == 0 || !arena.contains(address + bytes - 1)) return failure(Code::bad_argument, "bytes: none, or beyond the arena");
+  arena.freeze(address, bytes);
+  return {};
+}
+
+Status Memory::reserve_host(uint64_t arena, size_t max_bytes, size_t* missing) {
+  Lock lock(mutex_);
+  std::vector<Arena*> found;
+  *missing = 0;
+  Status status = find({arena}, &found);
+  // A copy that is under way has all that it needs.
+  if (!status.ok() || !found[0]->policy.keep_content || found[0]->state != State::resident) return status;
+  return found[0]->reserve_host(max_bytes, missing);
+}
+
 Status Memory::set_policy(uint64_t arena, const PausePolicy& policy) {
   Lock lock(mutex_);
   std::vector<Arena*> found;

@@ -13,6 +13,7 @@ from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.records import StageEvent
 from tasuki.memory.stages import HOLDS, Phase, Service, Stage
+from tasuki.memory.tags import MemoryTag
 from tasuki.wire.errors import DeadlineExceeded, OutOfGpuMemory
 from tests.unit import fake_node
 from tests.unit.fake_services import FakeServices
@@ -184,6 +185,33 @@ async def test_published_copy_that_leaves_with_the_trainer_is_taken_again(
     )
     devices.foreign_bytes = 0
     await acquire(node, Phase.ROLLOUT)
+
+
+async def test_tags_that_stay_give_nothing_and_take_nothing(journal: Journal, services: FakeServices, devices: Devices) -> None:
+    """With all else reckoned right: nobody is asked again, though the trainer gives back less than it has."""
+    devices.staying = frozenset({(Service.TRAINER, MemoryTag.OPTIMIZER), (Service.ROLLOUT, MemoryTag.WEIGHTS)})
+    devices.cache_bytes = 5 * GB
+    node = make_node(journal, services, devices)
+    await acquire(node, Phase.ROLLOUT)
+    for _ in range(3):
+        devices.asked.clear()
+        await acquire(node, Phase.TRAIN)
+        await acquire(node, Phase.ROLLOUT)
+        assert devices.asked == [Service.TRAINER, Service.TRAINER, Service.ROLLOUT]
+    moved = {event.stage: event.num_bytes for event in journal.changeovers(limit=1)[0].events}
+    assert (moved[Stage.OFFLOAD], moved[Stage.RESUME_WEIGHTS], moved[Stage.RESUME_KV]) == (4 * GB, 0, 5 * GB)
+
+
+async def test_what_stays_is_in_the_way_of_a_cache_that_has_grown(
+    journal: Journal, services: FakeServices, devices: Devices
+) -> None:
+    devices.staying = frozenset({(Service.TRAINER, MemoryTag.OPTIMIZER)})
+    devices.cache_bytes = 7 * GB
+    node = make_node(journal, services, devices)
+    error = await refused(node, Phase.ROLLOUT)
+    assert error.metadata["stage"] == "RESUME_KV" and "trainer optimizer=4000000000" in error.metadata["held"]
+    assert "or let more leave ([residency])" in error.message
+    assert node.state().phase is Phase.TRAIN
 
 
 async def test_budget_of_a_cpu_is_shared_by_both_services(journal: Journal, services: FakeServices, devices: Devices) -> None:

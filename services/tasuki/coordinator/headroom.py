@@ -160,6 +160,8 @@ def _advice(stage: Stage, shortage: Shortage, config: NodeConfig) -> str:
             changes.append("spread the engine over more ranks (rollout.tp_size), or the trainer (trainer.num_ranks)")
         case _:
             changes.append("spread the trainer over more ranks (trainer.num_ranks)")
+    if stage is not Stage.LOAD_WEIGHTS:
+        changes.append("let more leave ([residency])")
     return f"Try again when there is room, or {', or '.join(changes)}; `tasuki plan` says what fits."
 
 

@@ -74,6 +74,7 @@ class FsdpBackend:
             path = config.critic.path or node.model.path
             critic = load_critic(self._source(path, lora=config.critic.lora), region=self._weights())
             self._trained[Role.CRITIC] = self._train(critic, config.critic)
+        self.memory.pin_in_background()
 
     @property
     def vocab_size(self) -> int:
@@ -158,6 +159,7 @@ class FsdpBackend:
 
     def close(self) -> None:
         """Ends the export: nobody new gets the weights."""
+        self.memory.close()
         if self._export is not None:
             self._export.close()
 
@@ -169,6 +171,7 @@ class FsdpBackend:
             if self._reference is None:
                 source = self._source(self._node.model.path, lora=None, is_frozen=True)
                 self._reference = load_policy(source, region=self._weights()).requires_grad_(False).eval()
+                self.memory.freeze(self._reference.parameters())
             return self._reference
         return self._trained[role].network
 
@@ -176,6 +179,7 @@ class FsdpBackend:
         if self._node.trainer.gradient_checkpointing:
             network.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
         network.train()
+        self.memory.freeze(param for param in network.parameters() if not param.requires_grad)
         parameters = [param for _, param in trained_parameters(network)]
         return Trained(network, ShardedAdamW(parameters, config=config, memory=self.memory, mesh=self._mesh))
 

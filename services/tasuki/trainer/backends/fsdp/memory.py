@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -15,8 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from tasuki.config.schema import NodeConfig
+from tasuki.memory import arena as native
 from tasuki.memory.allocator import NativeAllocator
-from tasuki.memory.arena import Keep, Transfer
+from tasuki.memory.arena import Arena, Keep, Transfer
 from tasuki.memory.device_usage import device_usage
 from tasuki.memory.tags import DeviceUsage, MemoryTag, TagUsage
 from tasuki.planner.model_shape import read_model_shape
@@ -29,6 +33,9 @@ TAGS = (MemoryTag.WEIGHTS, MemoryTag.GRADIENTS, MemoryTag.OPTIMIZER)
 """What is told to leave. The copies that are published follow the weights."""
 # Nothing is offloaded while gradients are pending, so there is nothing to keep of them.
 _KEEP = {MemoryTag.WEIGHTS: Keep.CONTENT, MemoryTag.OPTIMIZER: Keep.CONTENT}
+# Between two of them other threads may use the arenas.
+_PIN_STEP_BYTES = 256 * 2**20
+_log = logging.getLogger("tasuki.trainer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +94,31 @@ class TrainerMemory:
         self._is_export_there = False
         self._gradients: list[Tensor] = []
         self._optimizer_transfer: Transfer | None = None
+        self._pinning: threading.Thread | None = None
+        self._is_closing = threading.Event()
 
     def region(self, tag: MemoryTag) -> AbstractContextManager[None]:
         """Tensors made inside belong to `tag`."""
         return self._allocator.region(tag)
+
+    def freeze(self, parameters: Iterable[Parameter]) -> None:
+        """Promises that parameters never change, nor end before this process: each is copied to the host once, not at every pause."""
+        for parameter in parameters:
+            local = cast(DTensor, parameter.data).to_local()
+            if local.numel():
+                native.freeze(local.data_ptr(), local.nbytes)
+
+    def pin_in_background(self) -> None:
+        """Takes the pinned host memory that an OFFLOAD copies to, beside whatever comes next; `pause` waits for it. None on a CPU."""
+        arenas = [self._allocator.arena(tag) for tag in _KEEP if tag not in self._staying.tags]
+        if self._device.type == "cuda" and arenas:
+            self._pinning = threading.Thread(target=self._pin, args=(arenas,), name="pinning", daemon=True)
+            self._pinning.start()
+
+    def close(self) -> None:
+        """Ends what goes on in the background."""
+        self._is_closing.set()
+        self._end_pinning()
 
     def make_gradients(self, parameters: Iterable[Parameter]) -> list[Tensor]:
         """Gives every parameter a gradient of zeros, into which FSDP2 adds from then on, in the same place. Returns this rank's shards."""
@@ -137,8 +165,9 @@ class TrainerMemory:
     def pause(self, tags: Sequence[MemoryTag], *, makes_room: bool = False) -> int:
         """Gives the pages of `tags` back; parameters and optimizer state move to host memory. Returns the bytes released.
 
-        makes_room: also of tags that stay over an OFFLOAD.
+        makes_room: also of tags that stay over an OFFLOAD. Raises OutOfGpuMemory when the host cannot pin what is copied.
         """
+        self._end_pinning()
         self.wait_for_optimizer()
         copies = self._copies() if MemoryTag.WEIGHTS in tags and not self._choice.stays else []
         tags = [*(tag for tag in tags if makes_room or tag not in self._staying.tags), *copies]
@@ -182,6 +211,26 @@ class TrainerMemory:
 
     def device_usage(self) -> DeviceUsage:
         return device_usage(str(self._device), self._mesh.get_local_rank())
+
+    def _pin(self, arenas: Sequence[Arena]) -> None:
+        started = time.monotonic()
+        try:
+            for arena in arenas:
+                while arena.reserve_host(_PIN_STEP_BYTES) and not self._is_closing.is_set():
+                    pass
+        except TasukiError as error:  # met again, and told, by the pause that needs it
+            _log.error("event=pinning_failed reason=%s error=%s", error.reason, error.message)
+            return
+        _log.info(
+            "event=pinned bytes=%d seconds=%.1f",
+            sum(arena.usage().host_copy_bytes for arena in arenas),
+            time.monotonic() - started,
+        )
+
+    def _end_pinning(self) -> None:
+        pinning, self._pinning = self._pinning, None
+        if pinning is not None:
+            pinning.join()
 
     def _made(self, make: Callable[[ExportMemory], WeightExport]) -> WeightExport:
         choice = self._choice
