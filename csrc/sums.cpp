@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -156,19 +156,27 @@ Status copy_and_sum(const tasuki_block* blocks, size_t num_blocks, uint64_t* sum
     add_tasks(block, i, &tasks);
   }
   auto run = chosen();
+  size_t wanted = std::max<size_t>(1, std::min<size_t>(num_threads, tasks.size()));
+  std::vector<std::vector<uint64_t>> parts(wanted, std::vector<uint64_t>(num_sums, 0));
   std::atomic<size_t> next{0};
-  std::mutex mutex;
-  auto work = [&] {
-    std::vector<uint64_t> own(num_sums, 0);
-    for (size_t i = next++; i < tasks.size(); i = next++) own[blocks[tasks[i].block].slot] += run(blocks[tasks[i].block], tasks[i]);
-    std::lock_guard<std::mutex> lock(mutex);
-    for (size_t slot = 0; slot < num_sums; ++slot) sums[slot] += own[slot];
+  auto work = [&](size_t number) {
+    for (size_t i = next++; i < tasks.size(); i = next++) {
+      const tasuki_block& block = blocks[tasks[i].block];
+      parts[number][block.slot] += run(block, tasks[i]);
+    }
   };
-  size_t wanted = std::min<size_t>(std::max(1u, num_threads), tasks.size());
   std::vector<std::thread> threads;
-  while (threads.size() + 1 < wanted) threads.emplace_back(work);
-  work();
+  threads.reserve(wanted);
+  try {
+    while (threads.size() + 1 < wanted) threads.emplace_back(work, threads.size() + 1);
+  } catch (const std::system_error&) {
+    // As many as the system gives.
+  }
+  work(0);
   for (std::thread& thread : threads) thread.join();
+  for (const std::vector<uint64_t>& part : parts) {
+    for (size_t slot = 0; slot < num_sums; ++slot) sums[slot] += part[slot];
+  }
   return {};
 }
 

@@ -20,7 +20,7 @@ from tasuki.memory.tags import MemoryTag
 from tasuki.planner.kv_tokens import CPU_TOKENS, wanted_tokens
 from tasuki.planner.layout import GB, RESIDENT, Layout, Part
 from tasuki.planner.node_plan import node_layout
-from tasuki.planner.plan import PLAN_STAGES, plan, sizes_of
+from tasuki.planner.plan import PLAN_STAGES, plan, plan_of, sizes_of
 from tasuki.planner.presets import MODELS
 from tasuki.planner.residency import as_config, decide, stay_and_leave
 from tasuki.planner.seconds import expected_seconds, leaving_seconds
@@ -129,7 +129,7 @@ def test_with_most_kv_the_trainer_leaves_and_the_engines_weights_stay() -> None:
     assert Part.TRAINER_WEIGHTS not in served
 
 
-@pytest.mark.parametrize("tokens", [100_000, 400_000, 800_000, 1_200_000])
+@pytest.mark.parametrize("tokens", [400_000, 1_200_000])
 def test_no_choice_that_fits_costs_less(tokens: int) -> None:
     layout = h200s(node(rollout={"kv_tokens": tokens}))
     sizes = sizes_of(layout)
@@ -140,7 +140,7 @@ def test_no_choice_that_fits_costs_less(tokens: int) -> None:
         return sum(leaving_seconds(part, known[part]) for part in RESIDENT if part not in staying)
 
     def fits(staying: frozenset[Part]) -> bool:
-        planned = plan(replace(layout, staying=(staying,) * layout.num_gpus))
+        planned = plan_of(replace(layout, staying=(staying,) * layout.num_gpus), sizes)
         return all(stage.gpu_bytes <= room for stage in planned.stages)
 
     chosen = staying_on(layout)
@@ -149,7 +149,7 @@ def test_no_choice_that_fits_costs_less(tokens: int) -> None:
     assert cost(chosen) == min(cost(staying) for staying in every if fits(staying))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(gb=some.integers(40, 200), tokens=some.integers(4096, 100_000), ranks=some.sampled_from([1, 2, 4]))
 def test_what_stays_never_makes_a_plan_fail_that_fits_without(gb: int, tokens: int, ranks: int) -> None:
     try:
@@ -193,7 +193,7 @@ def test_a_budget_of_a_cpu_decides_as_a_gpus_memory_does() -> None:
     layout = h200s(node(device="cpu", rollout={"kv_tokens": 8192}))
     assert staying_on(layout) == everything
     of_tags = max(
-        sum(size for parts in stage.gpus for part, size in parts.items() if part in RESIDENT) for stage in plan(layout).stages
+        sum(size for parts in stage.gpus for part, size in parts.items() if part in everything) for stage in plan(layout).stages
     )
     assert staying(of_tags) == everything
     assert staying(of_tags - 1) < everything
