@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -210,8 +211,8 @@ def summary(rounds: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return {name: {"median": statistics.median(each), "worst": max(each)} for name, each in values.items()}
 
 
-def one(folder: Path, kv: str, load: Load, *, num_rounds: int, limit_s: float) -> dict[str, Any]:
-    """Starts a node, measures it and stops it."""
+def one(folder: Path, kv: str, load: Load, *, out: Path, num_rounds: int, limit_s: float) -> dict[str, Any]:
+    """Starts a node, measures it and stops it; its logs go to `out`."""
     ends_at = time.monotonic() + limit_s
     file = folder / f"{kv}.toml"
     file.write_text(load.config(kv))
@@ -223,6 +224,7 @@ def one(folder: Path, kv: str, load: Load, *, num_rounds: int, limit_s: float) -
         result |= measure(config, load, num_rounds=num_rounds, ends_at=ends_at)
     finally:
         node.stop()
+        shutil.copytree(config.state_dir / "logs", out / f"logs-{kv}", dirs_exist_ok=True)
     audit = subprocess.run(
         [sys.executable, "-m", "tasuki.cli", "audit", str(config.state_dir)], capture_output=True, text=True, check=False
     )
@@ -288,7 +290,7 @@ def main() -> None:
         folder = Path(temporary)
         make_model(arguments.size, folder / "model", is_tiny=arguments.tiny)
         for kv in arguments.kv:
-            results[kv] = one(folder, kv, load, num_rounds=arguments.rounds, limit_s=arguments.limit_s)
+            results[kv] = one(folder, kv, load, out=arguments.out, num_rounds=arguments.rounds, limit_s=arguments.limit_s)
             print("\n".join(table(kv, results[kv])), flush=True)
             (arguments.out / "changeover_gpu.json").write_text(json.dumps(results, indent=1) + "\n")
 

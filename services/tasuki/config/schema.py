@@ -10,6 +10,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     ByteSize,
     Field,
     PositiveFloat,
@@ -32,6 +33,15 @@ Listen = Annotated[str, AfterValidator(check_listen)]
 Port = Annotated[int, Field(ge=1, le=MAX_PORT)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 LinearName = Literal["q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"]
+
+
+def _check_kv_tokens(value: object) -> object:
+    if value not in (None, "needed", "most") and (type(value) is not int or value < 1):
+        raise ValueError('give "needed", "most" or a number from 1')
+    return value
+
+
+KvTokens = Annotated[Literal["needed", "most"] | PositiveInt, BeforeValidator(_check_kv_tokens)]
 
 
 class ModelConfig(Schema):
@@ -184,7 +194,7 @@ class RolloutConfig(Schema):
     to the trainer's then. Needs a GPU: torch has no such product on a CPU, where `dtype` decides."""
     context_length: PositiveInt | None = None
     """Longest prompt plus completion; by default the model's own."""
-    kv_tokens: Literal["needed", "most"] | PositiveInt | None = None
+    kv_tokens: KvTokens | None = None
     """Tokens in a replica's KV cache: a number, what `kv_ratio` leaves of a GPU ("most"), or what the samples of a step of `[train]` take
     when all run at once ("needed"), never more than "most". By default "needed" where `train.max_prompt_tokens` or `context_length` tells
     how long they are. What the cache does not take, the trainer may keep."""
