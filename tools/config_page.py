@@ -108,7 +108,7 @@ def _without_none(annotation: Any) -> Any:
 
 
 def _value(kind: Any, field: FieldInfo) -> str:
-    if get_origin(kind) is Annotated and get_origin(get_args(kind)[0]) is tuple:
+    if get_origin(kind) is Annotated and get_origin(get_args(kind)[0]) in (tuple, Union, UnionType):
         return _value(get_args(kind)[0], field)
     if get_origin(kind) is Literal:
         return " or ".join(f'`"{choice}"`' for choice in get_args(kind))

@@ -106,10 +106,10 @@ def start_node(config: NodeConfig, *, resumes: bool = False, tell: Tell = to_std
     check_host_budget(config)
     check_ports(config)
     _check_state_folder(config.state_dir)
-    config = with_residency(config, tell=tell)
     lock = StateLock.take(config.state_dir, name=NODE_LOCK)
     read_fd, starter_fd = os.pipe()
     try:
+        config = with_residency(config, tell=tell)
         save_config(config, config_path(config.state_dir))
         exit_path(config.state_dir).unlink(missing_ok=True)
         begin_instance(config.state_dir)
