@@ -64,11 +64,9 @@ def as_config(layout: Layout, config: NodeConfig, *, kv_tokens: int | None) -> R
     """A layout's `staying` as the node's configuration carries it, by rank."""
     assert layout.staying is not None
     gpus = gpus_of(config)
-    return ResidencyConfig(
-        trainer=tuple(_names(layout.staying[gpu], _OF_TRAINER) for gpu in gpus.trainer),
-        rollout=tuple(_names(layout.staying[gpu], _OF_ENGINE) for gpu in gpus.rollout),
-        kv_tokens=kv_tokens,
-    )
+    trainer = tuple(_names(layout.staying[gpu], _OF_TRAINER) for gpu in gpus.trainer)
+    rollout = tuple(_names(layout.staying[gpu], _OF_ENGINE) for gpu in gpus.rollout)
+    return ResidencyConfig.model_validate({"trainer": trainer, "rollout": rollout, "kv_tokens": kv_tokens})
 
 
 def stay_and_leave(layout: Layout) -> list[tuple[str, list[Part], list[Part]]]:
@@ -81,7 +79,7 @@ def stay_and_leave(layout: Layout) -> list[tuple[str, list[Part], list[Part]]]:
         kinds.setdefault((present & staying, present - staying), []).append(index)
     noun = "rank" if layout.device == "cpu" else "GPU"
     return [
-        (_run_name(noun, indices), *([part for part in RESIDENT if part in parts] for parts in (stays, leaves)))
+        (_run_name(noun, indices), [part for part in RESIDENT if part in stays], [part for part in RESIDENT if part in leaves])
         for (stays, leaves), indices in kinds.items()
     ]
 

@@ -33,14 +33,14 @@ def leaving_seconds(part: Part, num_bytes: int) -> float:
     return seconds + (_RENEW if part is Part.EXPORT else 0.0)
 
 
-def expected_seconds(planned: Plan) -> Mapping[Stage, float]:
+def expected_seconds(planned: Plan) -> dict[str, float]:
     """Of every stage, each of the GPU that takes longest, without the one-time costs of the first round. Empty on a CPU, and where the GPUs
     are not shared in stages."""
     layout = planned.layout
     if layout.device == "cpu" or layout.strategy is not Strategy.STAGED:
         return {}
     sizes = sizes_of(layout)
-    longest: dict[Stage, float] = {}
+    longest: dict[str, float] = {}
     for index in range(layout.num_gpus):
         for stage, seconds in _on_gpu(layout.on_gpu(index), sizes, index).items():
             longest[stage] = max(longest.get(stage, 0.0), seconds)
