@@ -56,8 +56,9 @@ class Arena {
   // Pause, in this order. Each step leaves the arena as it was when it fails.
   Status begin_save();  // starts the copy to the host
   void forget_saved() { host_copy_.forget(); }
-  // Before a first save: takes at most `max_bytes` of the host memory that it will need.
-  Status reserve_host(size_t max_bytes, size_t* missing) { return host_copy_.reserve(blocks_.runs(), max_bytes, missing); }
+  // Host memory that a save lacks, now or when it has `total_bytes`; and what was pinned for it.
+  size_t missing_host_bytes(size_t total_bytes) const { return host_copy_.missing_bytes(blocks_.runs(), total_bytes); }
+  void adopt_host(void* host, size_t bytes) { host_copy_.adopt(host, bytes); }
   Status unmap();
   Status map_again();  // the undo of unmap
   // Gives memory back; content that was not saved is lost.

@@ -137,11 +137,11 @@ int tasuki_freeze(void* address, uint64_t bytes, int* is_ours) {
   });
 }
 
-int tasuki_reserve_host(uint64_t arena, uint64_t max_bytes, uint64_t* missing_bytes) {
+int tasuki_reserve_host(uint64_t arena, uint64_t total_bytes, uint64_t max_bytes, uint64_t* missing_bytes) {
   return guarded([&]() -> Status {
     if (missing_bytes == nullptr || max_bytes == 0) return bad("missing_bytes: null, or max_bytes: 0");
     size_t missing = 0;
-    Status status = process().memory.reserve_host(arena, max_bytes, &missing);
+    Status status = process().memory.reserve_host(arena, total_bytes, max_bytes, &missing);
     *missing_bytes = missing;
     return status;
   });

@@ -50,10 +50,20 @@ Status HostCopy::save(uintptr_t base, const std::vector<Range>& runs, const Rang
   return {};
 }
 
-Status HostCopy::reserve(const std::vector<Range>& runs, size_t max_bytes, size_t* missing) {
-  size_t needed_bytes = bytes_of(runs);
-  Status status = grow(std::min(needed_bytes, pinned_bytes_ + max_bytes));
-  *missing = needed_bytes - std::min(needed_bytes, pinned_bytes_);
+size_t HostCopy::missing_bytes(const std::vector<Range>& runs, size_t total_bytes) const {
+  size_t needed_bytes = std::max(bytes_of(runs), total_bytes);
+  return needed_bytes - std::min(needed_bytes, pinned_bytes_);
+}
+
+void HostCopy::adopt(void* host, size_t bytes) {
+  segments_.push_back({static_cast<char*>(host), bytes});
+  pinned_bytes_ += bytes;
+}
+
+Status pin(Driver& driver, int device, size_t bytes, void** host) {
+  Status status = driver.pin(device, bytes, host);
+  if (status.code == Code::out_of_memory) return no_room("a copy in pinned host memory", bytes, free_host_bytes());
+  if (!status.ok()) status.message = "pinning " + readable(bytes) + " of host memory: " + status.message;
   return status;
 }
 
@@ -82,12 +92,9 @@ Status HostCopy::grow(size_t needed_bytes) {
   if (needed_bytes <= pinned_bytes_) return {};
   size_t bytes = (needed_bytes - pinned_bytes_ + kSegmentStep - 1) / kSegmentStep * kSegmentStep;
   void* host = nullptr;
-  Status status = driver_.pin(device_, bytes, &host);
-  if (status.code == Code::out_of_memory) return no_room("a copy in pinned host memory", bytes, free_host_bytes());
-  if (!status.ok()) return status.message = "pinning " + readable(bytes) + " of host memory: " + status.message, status;
-  segments_.push_back({static_cast<char*>(host), bytes});
-  pinned_bytes_ += bytes;
-  return {};
+  Status status = pin(driver_, device_, bytes, &host);
+  if (status.ok()) adopt(host, bytes);
+  return status;
 }
 
 }  // namespace tasuki

@@ -19,8 +19,10 @@ class HostCopy {
   // Starts copying `runs` of the arena at `base`; takes more pinned memory first when the old does not suffice. Bytes of `constant` are
   // copied the first time only.
   Status save(uintptr_t base, const std::vector<Range>& runs, const Ranges& constant);
-  // Takes pinned memory for what `runs` will need, at most `max_bytes` of it. Returns in `missing` what is still to be taken.
-  Status reserve(const std::vector<Range>& runs, size_t max_bytes, size_t* missing);
+  // Of memory that a save of `runs`, or of so many bytes, would have to pin first.
+  size_t missing_bytes(const std::vector<Range>& runs, size_t total_bytes) const;
+  // Memory that somebody else has pinned: the next saves use it.
+  void adopt(void* host, size_t bytes);
   // What was saved of `range` is no longer right.
   void forget(const Range& range) { valid_.remove(range); }
   void forget() { valid_.clear(); }
@@ -51,5 +53,8 @@ class HostCopy {
   Ranges valid_;             // bytes whose copy is still right
   size_t pinned_bytes_ = 0;
 };
+
+// Pins host memory. Says with numbers when there is none.
+Status pin(Driver& driver, int device, size_t bytes, void** host);
 
 }  // namespace tasuki

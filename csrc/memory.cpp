@@ -80,14 +80,30 @@ Status Memory::freeze(uintptr_t address, size_t bytes, bool* is_ours) {
   return {};
 }
 
-Status Memory::reserve_host(uint64_t arena, size_t max_bytes, size_t* missing) {
-  Lock lock(mutex_);
+Status Memory::reserve_host(uint64_t arena, size_t total_bytes, size_t max_bytes, size_t* missing) {
   std::vector<Arena*> found;
+  Driver* driver = nullptr;
+  int device = 0;
+  size_t bytes = 0;
   *missing = 0;
-  Status status = find({arena}, &found);
-  // A copy that is under way has all that it needs.
-  if (!status.ok() || !found[0]->policy.keep_content || found[0]->state != State::resident) return status;
-  return found[0]->reserve_host(max_bytes, missing);
+  {
+    Lock lock(mutex_);
+    Status status = find({arena}, &found);
+    if (!status.ok() || !found[0]->policy.keep_content) return status;
+    driver = &found[0]->driver(), device = found[0]->device();
+    bytes = std::min(max_bytes, found[0]->missing_host_bytes(total_bytes));
+  }
+  if (bytes == 0) return {};
+  void* host = nullptr;
+  Status status = pin(*driver, device, bytes, &host);
+  if (!status.ok()) return status;
+  Lock lock(mutex_);
+  found.clear();
+  status = find({arena}, &found);
+  if (!status.ok()) return static_cast<void>(driver->unpin(device, host, bytes)), status;
+  found[0]->adopt_host(host, bytes);
+  *missing = found[0]->missing_host_bytes(total_bytes);
+  return {};
 }
 
 Status Memory::set_policy(uint64_t arena, const PausePolicy& policy) {

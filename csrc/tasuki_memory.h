@@ -108,9 +108,9 @@ int tasuki_free(void* address);
  * nothing happens, for an address in no arena. */
 int tasuki_freeze(void* address, uint64_t bytes, int* is_ours);
 
-/* Takes at most max_bytes of the pinned host memory that a pause of the arena copies to, and says how much it still lacks: so that no pause
- * has to. Nothing where a pause keeps no content. */
-int tasuki_reserve_host(uint64_t arena, uint64_t max_bytes, uint64_t* missing_bytes);
+/* Pins at most max_bytes of the host memory that a pause of the arena copies to, now or when it holds total_bytes, and says how much it still
+ * lacks: so that no pause has to. Nothing where a pause keeps no content. Other calls go on meanwhile. */
+int tasuki_reserve_host(uint64_t arena, uint64_t total_bytes, uint64_t max_bytes, uint64_t* missing_bytes);
 
 /* From the next pause on; 0, the default, drops everything. */
 int tasuki_set_policy(uint64_t arena, uint32_t flags);

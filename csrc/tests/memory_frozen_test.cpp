@@ -115,14 +115,19 @@ TEST(host_memory_is_taken_in_steps_before_the_first_pause) {
   s.set({arena}, kContent);
   size_t missing = 1;
   int steps = 0;
-  for (; missing != 0; ++steps) CHECK_OK(s.memory.reserve_host(arena, size_t{16} << 20, &missing));
+  CHECK_OK(s.memory.reserve_host(arena, size_t{8} << 20, size_t{16} << 20, &missing));
+  CHECK(missing == size_t{24} << 20);
+  for (steps = 1; missing != 0; ++steps) CHECK_OK(s.memory.reserve_host(arena, 0, size_t{16} << 20, &missing));
   CHECK(steps == 3 && s.usage(arena).host_copy_bytes >= size_t{40} << 20);
   size_t pins = s.fake->pinned.size();
   s.pause({arena}, kContent);
   CHECK(s.fake->pinned.size() == pins);
-  CHECK_OK(s.memory.reserve_host(arena, 1, &missing));
+  CHECK_OK(s.memory.reserve_host(arena, 0, 1, &missing));
   s.resume({arena});
   CHECK(missing == 0 && s.holds(a, size_t{40} << 20, 5));
+  // For what is still to be made.
+  CHECK_OK(s.memory.reserve_host(arena, size_t{48} << 20, size_t{1} << 30, &missing));
+  CHECK(missing == 0 && s.usage(arena).host_copy_bytes >= size_t{48} << 20);
 }
 
 TEST(a_host_without_memory_to_pin_says_so_with_numbers) {
@@ -130,11 +135,11 @@ TEST(a_host_without_memory_to_pin_says_so_with_numbers) {
   uint64_t arena = s.arena("optimizer");
   s.block(arena, kPage);
   size_t missing = 0;
-  CHECK_OK(s.memory.reserve_host(arena, kPage, &missing));
+  CHECK_OK(s.memory.reserve_host(arena, 0, kPage, &missing));
   CHECK(missing == 0 && s.fake->pinned.empty());  // nothing is kept of it
   s.set({arena}, kContent);
   s.fake->fail("pin", 0, 1, Code::out_of_memory);
-  Status status = s.memory.reserve_host(arena, kPage, &missing);
+  Status status = s.memory.reserve_host(arena, 0, kPage, &missing);
   CHECK(status.code == Code::out_of_memory && has(status.message, "pinned host memory") && status.needed_bytes >= kPage);
   uint64_t bytes = 0;
   s.fake->fail("pin", 0, 1, Code::out_of_memory);

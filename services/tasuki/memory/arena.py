@@ -145,12 +145,13 @@ class Arena:
         """What the next pauses keep."""
         self._call("set_policy", self.id, int(keep))
 
-    def reserve_host(self, max_bytes: int) -> int:
-        """Takes at most `max_bytes` of the host memory that a pause copies to. Returns what is still to be taken; 0 where nothing is kept.
+    def reserve_host(self, max_bytes: int, *, total_bytes: int = 0) -> int:
+        """Pins at most `max_bytes` of the host memory that a pause copies to. Returns what is still to be pinned; 0 where nothing is kept.
 
+        total_bytes: what the arena will hold, where that is more than it holds now. Other calls go on meanwhile.
         Raises OutOfGpuMemory when the host has no more to pin.
         """
-        (missing,) = self._call("reserve_host", self.id, max_bytes, num_outs=1)
+        (missing,) = self._call("reserve_host", self.id, total_bytes, max_bytes, num_outs=1)
         return missing
 
     def usage(self) -> ArenaUsage:

@@ -44,7 +44,7 @@ def _library() -> ctypes.CDLL:
         "tasuki_allocate": [u64, u64, pointer],
         "tasuki_free": [pointer],
         "tasuki_freeze": [pointer, u64, pointer],
-        "tasuki_reserve_host": [u64, u64, pointer],
+        "tasuki_reserve_host": [u64, u64, u64, pointer],
         "tasuki_set_policy": [u64, ctypes.c_uint32],
         "tasuki_pause": [pointer, ctypes.c_size_t, pointer],
         "tasuki_resume": [pointer, ctypes.c_size_t, pointer],

@@ -98,10 +98,10 @@ def node_layout(
         layout = replace(layout, micro_batch_tokens=most_tokens(leaving))
     if is_open and not plan(layout).fits:
         layout = replace(layout, export_stays=False)
-    check_kv_tokens(layout, rollout)
     if config.residency is not None:
         staying = given(layout, config, config.residency)
     else:
+        check_kv_tokens(layout, rollout)
         must_stay = None if is_open else trainer.export_stays is not False
         staying = decide(layout, export_stays=must_stay, budget_bytes=config.memory.host_budget_bytes)
     return replace(layout, staying=staying)

@@ -66,6 +66,7 @@ class FsdpBackend:
         if node.memory.host_budget_bytes is not None:
             set_host_budget(node.memory.host_budget_bytes // mesh.size())
         self.memory = TrainerMemory(mesh, ExportChoice.of(node, mesh), staying=Staying.of(node, mesh))
+        self.memory.pin_in_background(node)
         self._export: WeightExport | None = None
         self._reference: Policy | None = None
         self._policy = load_policy(self._source(node.model.path, lora=config.lora), region=self._weights())
@@ -74,7 +75,6 @@ class FsdpBackend:
             path = config.critic.path or node.model.path
             critic = load_critic(self._source(path, lora=config.critic.lora), region=self._weights())
             self._trained[Role.CRITIC] = self._train(critic, config.critic)
-        self.memory.pin_in_background()
 
     @property
     def vocab_size(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal, cast
@@ -23,8 +23,11 @@ from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import Arena, Keep, Transfer
 from tasuki.memory.device_usage import device_usage
 from tasuki.memory.tags import DeviceUsage, MemoryTag, TagUsage
+from tasuki.planner.layout import Layout
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node_plan import node_layout
+from tasuki.planner.plan import TRAINER_TAGS
+from tasuki.planner.trainer_bytes import trainer_tags
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
 from tasuki.transport.export import ExportMemory, WeightExport
 from tasuki.wire.errors import OutOfGpuMemory, TasukiError
@@ -33,7 +36,8 @@ TAGS = (MemoryTag.WEIGHTS, MemoryTag.GRADIENTS, MemoryTag.OPTIMIZER)
 """What is told to leave. The copies that are published follow the weights."""
 # Nothing is offloaded while gradients are pending, so there is nothing to keep of them.
 _KEEP = {MemoryTag.WEIGHTS: Keep.CONTENT, MemoryTag.OPTIMIZER: Keep.CONTENT}
-# Between two of them other threads may use the arenas.
+_PARTS = dict(zip(TAGS, TRAINER_TAGS, strict=True))
+# How often one looks whether the process is to end.
 _PIN_STEP_BYTES = 256 * 2**20
 _log = logging.getLogger("tasuki.trainer")
 
@@ -54,11 +58,7 @@ class ExportChoice:
         if config.residency is not None:
             stays = "export" in config.residency.of_trainer(mesh.get_local_rank())
         if stays is None:
-            rank = mesh.get_local_rank()
-            gpu_bytes, host_bytes = (device_usage(name, rank).total_bytes for name in (str(device), "cpu"))
-            shape = read_model_shape(config.model.path)
-            fits = node_layout(config, shape, gpu_bytes=gpu_bytes, host_bytes=host_bytes).export_stays
-            vote = torch.tensor(int(fits), device=device)
+            vote = torch.tensor(int(_layout(config, mesh).export_stays), device=device)
             dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=mesh.get_group("dp"))
             stays = bool(vote)
         return cls(config.exports_parameters, stays or config.trainer.export_handles == "ipc", config.trainer.export_handles)
@@ -78,6 +78,12 @@ class Staying:
             return cls()
         names = config.residency.of_trainer(mesh.get_local_rank())
         return cls(frozenset(tag for tag in TAGS if tag in names), "cache" in names)
+
+
+def _layout(config: NodeConfig, mesh: DeviceMesh) -> Layout:
+    rank = mesh.get_local_rank()
+    gpu_bytes, host_bytes = (device_usage(name, rank).total_bytes for name in (str(mesh_device(mesh)), "cpu"))
+    return node_layout(config, read_model_shape(config.model.path), gpu_bytes=gpu_bytes, host_bytes=host_bytes)
 
 
 class TrainerMemory:
@@ -108,10 +114,12 @@ class TrainerMemory:
             if local.numel():
                 native.freeze(local.data_ptr(), local.nbytes)
 
-    def pin_in_background(self) -> None:
-        """Takes the pinned host memory that an OFFLOAD copies to, beside whatever comes next; `pause` waits for it. None on a CPU."""
-        arenas = [self._allocator.arena(tag) for tag in _KEEP if tag not in self._staying.tags]
-        if self._device.type == "cuda" and arenas:
+    def pin_in_background(self, config: NodeConfig) -> None:
+        """Takes the pinned host memory that an OFFLOAD will copy to, beside whatever comes next; `pause` waits for it. None on a CPU."""
+        leaving = [tag for tag in _KEEP if tag not in self._staying.tags]
+        if self._device.type == "cuda" and leaving:
+            sizes = trainer_tags(_layout(config, self._mesh))
+            arenas = {self._allocator.arena(tag): sizes[_PARTS[tag]] for tag in leaving}
             self._pinning = threading.Thread(target=self._pin, args=(arenas,), name="pinning", daemon=True)
             self._pinning.start()
 
@@ -212,11 +220,12 @@ class TrainerMemory:
     def device_usage(self) -> DeviceUsage:
         return device_usage(str(self._device), self._mesh.get_local_rank())
 
-    def _pin(self, arenas: Sequence[Arena]) -> None:
+    def _pin(self, arenas: Mapping[Arena, int]) -> None:
+        """arenas: with the bytes that each will hold."""
         started = time.monotonic()
         try:
-            for arena in arenas:
-                while arena.reserve_host(_PIN_STEP_BYTES) and not self._is_closing.is_set():
+            for arena, total_bytes in arenas.items():
+                while arena.reserve_host(_PIN_STEP_BYTES, total_bytes=total_bytes) and not self._is_closing.is_set():
                     pass
         except TasukiError as error:  # met again, and told, by the pause that needs it
             _log.error("event=pinning_failed reason=%s error=%s", error.reason, error.message)
