@@ -60,6 +60,7 @@ def run_rank(config: NodeConfig, *, launch: Launch) -> bool:
         cleanup.callback(dist.destroy_process_group)
         backend = FsdpBackend(config, mesh=mesh)
         cleanup.callback(backend.close)
+        backend.warm_up()
         learner = Learner(
             backend,
             optimizers=trained_roles(trainer),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -42,6 +43,9 @@ from tasuki.trainer.backends.fsdp.shards import adapter_shards, local_shards
 from tasuki.trainer.data.micro_batch import TokenBatch
 from tasuki.trainer.roles import Role
 from tasuki.transport.export import ExportMemory, WeightExport
+from tasuki.wire.errors import OutOfGpuMemory
+
+_log = logging.getLogger("tasuki.trainer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,16 @@ class FsdpBackend:
         self._export = self.memory.export(self._make_export)
         replaced = () if self._node.served_adapter is not None else merged_rows(self._policy.causal_lm)
         return Publication(self._export, self._export.publish(policy_version, replaced=replaced))
+
+    def warm_up(self) -> None:
+        """Makes on a GPU what a first publication would: its memory, if it stays, and the kernels. Where there is no room, that one says so."""
+        if self.device.type != "cuda" or not self.memory.export_stays:
+            return
+        try:
+            self.publish(policy_version=0)
+            self.withdraw()
+        except OutOfGpuMemory as error:
+            _log.warning("event=not_warm reason=%s error=%s", error.reason, error.message)
 
     def withdraw(self) -> None:
         if self._export is not None:

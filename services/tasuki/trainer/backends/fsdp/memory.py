@@ -103,6 +103,10 @@ class TrainerMemory:
         self._pinning: threading.Thread | None = None
         self._is_closing = threading.Event()
 
+    @property
+    def export_stays(self) -> bool:
+        return self._choice.stays
+
     def region(self, tag: MemoryTag) -> AbstractContextManager[None]:
         """Tensors made inside belong to `tag`."""
         return self._allocator.region(tag)
