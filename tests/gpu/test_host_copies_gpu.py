@@ -31,7 +31,7 @@ def seconds_of_a_pause(allocator: NativeAllocator) -> float:
 def test_frozen_bytes_cost_a_pause_nothing_and_come_back(
     allocator: NativeAllocator, record_property: Callable[[str, object], None]
 ) -> None:
-    """Of 2 GiB."""
+    """Of 8 GiB."""
     allocator.arena(WEIGHTS).set_policy(Keep.CONTENT)
     with allocator.region(WEIGHTS):
         base = [torch.full((GIB // 4,), float(index), device="cuda") for index in range(8)]

@@ -126,7 +126,7 @@ class FsdpBackend:
         return Publication(self._export, self._export.publish(policy_version, replaced=replaced))
 
     def warm_up(self) -> None:
-        """Makes on a GPU what a first publication would: its memory, if it stays, and the kernels. Where there is no room, that one says so."""
+        """Makes on a GPU what a first publication would: its memory, if it stays, and kernels. Where room is lacking, that one says so."""
         if self.device.type != "cuda" or not self.memory.export_stays:
             return
         try:
