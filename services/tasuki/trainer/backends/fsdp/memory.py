@@ -23,7 +23,7 @@ from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import Arena, Keep, Transfer
 from tasuki.memory.device_usage import device_usage
 from tasuki.memory.tags import DeviceUsage, MemoryTag, TagUsage
-from tasuki.planner.layout import Layout
+from tasuki.planner.layout import Layout, Part
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node_plan import node_layout
 from tasuki.planner.plan import TRAINER_TAGS
@@ -36,7 +36,7 @@ TAGS = (MemoryTag.WEIGHTS, MemoryTag.GRADIENTS, MemoryTag.OPTIMIZER)
 """What is told to leave. The copies that are published follow the weights."""
 # Nothing is offloaded while gradients are pending, so there is nothing to keep of them.
 _KEEP = {MemoryTag.WEIGHTS: Keep.CONTENT, MemoryTag.OPTIMIZER: Keep.CONTENT}
-_PARTS = dict(zip(TAGS, TRAINER_TAGS, strict=True))
+_PARTS: dict[MemoryTag, Part] = dict(zip(TAGS, TRAINER_TAGS, strict=True))
 # How often one looks whether the process is to end.
 _PIN_STEP_BYTES = 256 * 2**20
 _log = logging.getLogger("tasuki.trainer")
