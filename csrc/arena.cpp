@@ -73,12 +73,14 @@ Status Arena::release(uintptr_t address) {
   if (!contains(address) || !blocks_.release(address - base_, &block)) {
     return failure(Code::not_found, "no block of " + tag_ + " starts at this address");
   }
+  frozen_.remove(block);
+  host_copy_.forget(block);
   trim(block);
   return {};
 }
 
 Status Arena::begin_save() {
-  Status status = host_copy_.save(base_, blocks_.runs());
+  Status status = host_copy_.save(base_, blocks_.runs(), frozen_);
   has_saved_content_ = status.ok();
   return status;
 }

@@ -49,10 +49,16 @@ class Arena {
 
   Status allocate(size_t bytes, uintptr_t* address);
   Status release(uintptr_t address);
+  // From now on the bytes at `address` do not change until their block is released: a pause saves them once.
+  void freeze(uintptr_t address, size_t bytes) { frozen_.add({address - base_, bytes}); }
   bool contains(uintptr_t address) const { return address >= base_ && address - base_ < capacity_; }
 
   // Pause, in this order. Each step leaves the arena as it was when it fails.
   Status begin_save();  // starts the copy to the host
+  void forget_saved() { host_copy_.forget(); }
+  // Host memory that a save lacks, now or when it has `total_bytes`; and what was pinned for it.
+  size_t missing_host_bytes(size_t total_bytes) const { return host_copy_.missing_bytes(blocks_.runs(), total_bytes); }
+  void adopt_host(void* host, size_t bytes) { host_copy_.adopt(host, bytes); }
   Status unmap();
   Status map_again();  // the undo of unmap
   // Gives memory back; content that was not saved is lost.
@@ -107,6 +113,7 @@ class Arena {
   Chunks::Indices created_;   // by the resume under way
   Chunks::Indices mapped_;    // by the resume under way
   Chunks::Indices unmapped_;  // by the pause under way
+  Ranges frozen_;
   bool has_saved_content_ = false;
 };
 

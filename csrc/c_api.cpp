@@ -3,6 +3,7 @@
 #include <new>
 
 #include "process.h"
+#include "sums.h"
 #include "tasuki_memory.h"
 
 namespace tasuki {
@@ -69,6 +70,13 @@ using namespace tasuki;
 
 int tasuki_abi_version(void) { return TASUKI_ABI_VERSION; }
 
+int tasuki_copy_and_sum(const tasuki_block* blocks, size_t num_blocks, uint64_t* sums, size_t num_sums, uint32_t num_threads) {
+  return guarded([&]() -> Status {
+    if (num_blocks != 0 && (blocks == nullptr || sums == nullptr)) return bad("blocks, sums: null");
+    return copy_and_sum(blocks, num_blocks, sums, num_sums, num_threads);
+  });
+}
+
 const char* tasuki_last_error(void) { return last_failure.message.c_str(); }
 
 void tasuki_last_room(uint64_t* needed_bytes, uint64_t* free_bytes) {
@@ -117,6 +125,26 @@ int tasuki_allocate(uint64_t arena, uint64_t bytes, void** address) {
 
 int tasuki_free(void* address) {
   return guarded([&] { return process().memory.release(reinterpret_cast<uintptr_t>(address)); });
+}
+
+int tasuki_freeze(void* address, uint64_t bytes, int* is_ours) {
+  return guarded([&]() -> Status {
+    if (is_ours == nullptr) return bad("is_ours: null");
+    bool is_found = false;
+    Status status = process().memory.freeze(reinterpret_cast<uintptr_t>(address), bytes, &is_found);
+    *is_ours = is_found;
+    return status;
+  });
+}
+
+int tasuki_reserve_host(uint64_t arena, uint64_t total_bytes, uint64_t max_bytes, uint64_t* missing_bytes) {
+  return guarded([&]() -> Status {
+    if (missing_bytes == nullptr || max_bytes == 0) return bad("missing_bytes: null, or max_bytes: 0");
+    size_t missing = 0;
+    Status status = process().memory.reserve_host(arena, total_bytes, max_bytes, &missing);
+    *missing_bytes = missing;
+    return status;
+  });
 }
 
 int tasuki_set_policy(uint64_t arena, uint32_t flags) {

@@ -1,5 +1,7 @@
 #include "host_copy.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 
 namespace tasuki {
@@ -8,12 +10,26 @@ namespace {
 // Pinning is slow per call and a mapping cannot grow, so small wants are rounded up.
 constexpr size_t kSegmentStep = size_t{16} << 20;
 
+size_t bytes_of(const std::vector<Range>& runs) {
+  size_t bytes = 0;
+  for (const Range& run : runs) bytes += run.bytes;
+  return bytes;
+}
+
+size_t free_host_bytes() { return static_cast<size_t>(sysconf(_SC_AVPHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
+
+bool are_same(const std::vector<Range>& one, const std::vector<Range>& other) {
+  return std::equal(one.begin(), one.end(), other.begin(), other.end(),
+                    [](const Range& a, const Range& b) { return a.offset == b.offset && a.bytes == b.bytes; });
+}
+
 }  // namespace
 
-Status HostCopy::save(uintptr_t base, const std::vector<Range>& runs) {
-  size_t needed_bytes = 0;
-  for (const Range& run : runs) needed_bytes += run.bytes;
-  Status status = grow(needed_bytes);
+Status HostCopy::save(uintptr_t base, const std::vector<Range>& runs, const Ranges& constant) {
+  // The same runs lie at the same places of the host's memory.
+  Ranges valid = are_same(runs, runs_) ? valid_ : Ranges();
+  valid_.clear();
+  Status status = grow(bytes_of(runs));
   if (!status.ok()) return status;
   saved_.clear();
   size_t segment = 0, used = 0;
@@ -22,13 +38,33 @@ Status HostCopy::save(uintptr_t base, const std::vector<Range>& runs) {
       if (used == segments_[segment].bytes) ++segment, used = 0;
       size_t bytes = std::min(run.bytes - done, segments_[segment].bytes - used);
       Saved piece{{run.offset + done, bytes}, segments_[segment].host + used};
-      status = driver_.copy_to_host(device_, piece.host, base + piece.range.offset, bytes);
-      if (!status.ok()) return status;
+      for (const Range& part : valid.missing_in(piece.range)) {
+        status = driver_.copy_to_host(device_, piece.host + (part.offset - piece.range.offset), base + part.offset, part.bytes);
+        if (!status.ok()) return status;
+      }
       saved_.push_back(piece);
       done += bytes, used += bytes;
     }
   }
+  runs_ = runs, valid_ = constant;
   return {};
+}
+
+size_t HostCopy::missing_bytes(const std::vector<Range>& runs, size_t total_bytes) const {
+  size_t needed_bytes = std::max(bytes_of(runs), total_bytes);
+  return needed_bytes - std::min(needed_bytes, pinned_bytes_);
+}
+
+void HostCopy::adopt(void* host, size_t bytes) {
+  segments_.push_back({static_cast<char*>(host), bytes});
+  pinned_bytes_ += bytes;
+}
+
+Status pin(Driver& driver, int device, size_t bytes, void** host) {
+  Status status = driver.pin(device, bytes, host);
+  if (status.code == Code::out_of_memory) return no_room("a copy in pinned host memory", bytes, free_host_bytes());
+  if (!status.ok()) status.message = "pinning " + readable(bytes) + " of host memory: " + status.message;
+  return status;
 }
 
 Status HostCopy::restore(uintptr_t base, const std::vector<Range>& runs) {
@@ -48,6 +84,7 @@ void HostCopy::drop() {
   for (const Segment& segment : segments_) static_cast<void>(driver_.unpin(device_, segment.host, segment.bytes));
   segments_.clear();
   saved_.clear();
+  valid_.clear();
   pinned_bytes_ = 0;
 }
 
@@ -55,11 +92,9 @@ Status HostCopy::grow(size_t needed_bytes) {
   if (needed_bytes <= pinned_bytes_) return {};
   size_t bytes = (needed_bytes - pinned_bytes_ + kSegmentStep - 1) / kSegmentStep * kSegmentStep;
   void* host = nullptr;
-  Status status = driver_.pin(device_, bytes, &host);
-  if (!status.ok()) return status.message = "pinning " + readable(bytes) + " of host memory: " + status.message, status;
-  segments_.push_back({static_cast<char*>(host), bytes});
-  pinned_bytes_ += bytes;
-  return {};
+  Status status = pin(driver_, device_, bytes, &host);
+  if (status.ok()) adopt(host, bytes);
+  return status;
 }
 
 }  // namespace tasuki

@@ -69,6 +69,43 @@ Status Memory::release(uintptr_t address) {
   return std::prev(after)->second->release(address);
 }
 
+Status Memory::freeze(uintptr_t address, size_t bytes, bool* is_ours) {
+  Lock lock(mutex_);
+  auto after = by_address_.upper_bound(address);
+  *is_ours = after != by_address_.begin() && std::prev(after)->second->contains(address);
+  if (!*is_ours) return {};
+  Arena& arena = *std::prev(after)->second;
+  if (bytes == 0 || !arena.contains(address + bytes - 1)) return failure(Code::bad_argument, "bytes: none, or beyond the arena");
+  arena.freeze(address, bytes);
+  return {};
+}
+
+Status Memory::reserve_host(uint64_t arena, size_t total_bytes, size_t max_bytes, size_t* missing) {
+  std::vector<Arena*> found;
+  Driver* driver = nullptr;
+  int device = 0;
+  size_t bytes = 0;
+  *missing = 0;
+  {
+    Lock lock(mutex_);
+    Status status = find({arena}, &found);
+    if (!status.ok() || !found[0]->policy.keep_content) return status;
+    driver = &found[0]->driver(), device = found[0]->device();
+    bytes = std::min(max_bytes, found[0]->missing_host_bytes(total_bytes));
+  }
+  if (bytes == 0) return {};
+  void* host = nullptr;
+  Status status = pin(*driver, device, bytes, &host);
+  if (!status.ok()) return status;
+  Lock lock(mutex_);
+  found.clear();
+  status = find({arena}, &found);
+  if (!status.ok()) return static_cast<void>(driver->unpin(device, host, bytes)), status;
+  found[0]->adopt_host(host, bytes);
+  *missing = found[0]->missing_host_bytes(total_bytes);
+  return {};
+}
+
 Status Memory::set_policy(uint64_t arena, const PausePolicy& policy) {
   Lock lock(mutex_);
   std::vector<Arena*> found;

@@ -42,6 +42,11 @@ class Memory {
   Status allocate(uint64_t arena, size_t bytes, uintptr_t* address);
   // Of whichever arena the address belongs to; not_found for memory that is not ours.
   Status release(uintptr_t address);
+  // *is_ours: whether the address is in an arena.
+  Status freeze(uintptr_t address, size_t bytes, bool* is_ours);
+  // Pins at most `max_bytes` of the host memory that a pause of the arena copies to, now or when it holds `total_bytes`; nothing where a
+  // pause keeps no content. Without the mutex while it pins.
+  Status reserve_host(uint64_t arena, size_t total_bytes, size_t max_bytes, size_t* missing);
 
   // What the next pauses of this arena keep; drops everything until told otherwise.
   Status set_policy(uint64_t arena, const PausePolicy& policy);

@@ -14,7 +14,7 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
-#define TASUKI_ABI_VERSION 2
+#define TASUKI_ABI_VERSION 3
 
 enum tasuki_code {
   TASUKI_OK = 0,
@@ -78,6 +78,19 @@ typedef struct {
   int32_t reserved;
 } tasuki_chunk;
 
+/* Elements in rows and columns that lie in `held`, in `source` and at indices of a whole tensor; strides in elements. */
+typedef struct {
+  const void* source; /* copied to `held` first; NULL: summed where they are */
+  void* held;
+  uint64_t rows, columns;
+  int64_t source_row, source_column;
+  int64_t held_row, held_column;
+  int64_t index_row, index_column;
+  uint64_t index; /* of the first element */
+  uint32_t slot;  /* of the sum that they add to */
+  uint32_t item_bytes;
+} tasuki_block;
+
 int tasuki_abi_version(void);
 const char* tasuki_last_error(void);
 void tasuki_last_room(uint64_t* needed_bytes, uint64_t* free_bytes);
@@ -91,6 +104,13 @@ int tasuki_create_arena(int driver, const char* tag, int device, const tasuki_ar
 int tasuki_destroy_arena(uint64_t arena);
 int tasuki_allocate(uint64_t arena, uint64_t bytes, void** address);
 int tasuki_free(void* address);
+/* The bytes at `address` do not change from now on until their block is freed: pauses that keep content copy them once. *is_ours is 0, and
+ * nothing happens, for an address in no arena. */
+int tasuki_freeze(void* address, uint64_t bytes, int* is_ours);
+
+/* Pins at most max_bytes of the host memory that a pause of the arena copies to, now or when it holds total_bytes, and says how much it still
+ * lacks: so that no pause has to. Nothing where a pause keeps no content. Other calls go on meanwhile. */
+int tasuki_reserve_host(uint64_t arena, uint64_t total_bytes, uint64_t max_bytes, uint64_t* missing_bytes);
 
 /* From the next pause on; 0, the default, drops everything. */
 int tasuki_set_policy(uint64_t arena, uint32_t flags);
@@ -123,6 +143,9 @@ int tasuki_map_import(uint64_t import_id);
 int tasuki_drop_import(uint64_t import_id);
 int tasuki_renew_import(uint64_t import_id, const tasuki_chunk* chunks, size_t num_chunks);
 int tasuki_close_import(uint64_t import_id);
+
+/* Host memory: copies every block, and adds the checksum of what `held` then has (transport/checksum.py) to sums[slot]. */
+int tasuki_copy_and_sum(const tasuki_block* blocks, size_t num_blocks, uint64_t* sums, size_t num_sums, uint32_t num_threads);
 
 /* torch.cuda.memory.CUDAPluggableAllocator(path, "tasuki_torch_alloc_<slot>", "tasuki_torch_free"): each slot is for one tag. */
 #define TASUKI_NUM_SLOTS 8

@@ -90,7 +90,10 @@ Status Memory::begin_pause(const std::vector<Arena*>& arenas, const uintptr_t* s
   }
   // Copies that were started before a failure read memory that stays mapped, into a host copy that the next save orders itself behind.
   if (status.ok()) status = mark(saved, &transfer);
-  if (!status.ok()) return status;
+  if (!status.ok()) {
+    for (Arena* arena : saved) arena->forget_saved();
+    return status;
+  }
   for (Arena* arena : awake) arena->state = State::pausing;
   *ticket = add(std::move(transfer));
   return {};
@@ -113,7 +116,10 @@ Status Memory::finish_pause(Transfer* transfer) {
   }
   if (!status.ok()) {
     for (size_t i = 0; i < num_unmapped; ++i) status = worse(status, awake[i]->map_again());
-    for (Arena* arena : awake) arena->state = State::resident;
+    for (Arena* arena : awake) {
+      arena->state = State::resident;
+      arena->forget_saved();  // its copies may have failed
+    }
     return status;
   }
   for (Arena* arena : transfer->arenas) {

@@ -70,8 +70,11 @@ def node() -> Iterator[RunningNode]:
 
 
 @contextmanager
-def started_node(*, tables: str = "", overrides: Sequence[str] = ()) -> Iterator[RunningNode]:
-    """A node by `tasuki up`. tables: of the configuration, beside its usual ones. overrides: such as "a.b=c"."""
+def started_node(*, tables: str = "", overrides: Sequence[str] = (), residency: str = "[residency]") -> Iterator[RunningNode]:
+    """A node by `tasuki up`. tables: of the configuration, beside its usual ones. overrides: such as "a.b=c".
+
+    residency: by default everything leaves at each changeover; empty text lets the planner decide.
+    """
     from tests.models import make_model, save_checkpoint  # takes seconds: only when a test asks for it
 
     # Not pytest's own folder: a unix socket's path must be short.
@@ -89,9 +92,9 @@ def started_node(*, tables: str = "", overrides: Sequence[str] = ()) -> Iterator
         path = "{model}"
         [trainer]
         num_ranks = 2
-        export_stays = false
+        {residency}
         [rollout]
-        max_total_tokens = 4096
+        kv_tokens = 4096
         {tables}
         """
     )

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from enum import StrEnum
 from itertools import pairwise
+from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -107,7 +108,7 @@ def _without_none(annotation: Any) -> Any:
 
 
 def _value(kind: Any, field: FieldInfo) -> str:
-    if get_origin(kind) is Annotated and get_origin(get_args(kind)[0]) is tuple:
+    if get_origin(kind) is Annotated and get_origin(get_args(kind)[0]) in (tuple, Union, UnionType):
         return _value(get_args(kind)[0], field)
     if get_origin(kind) is Literal:
         return " or ".join(f'`"{choice}"`' for choice in get_args(kind))
@@ -119,6 +120,8 @@ def _value(kind: Any, field: FieldInfo) -> str:
         return "tables by name" if _is_table(get_args(kind)[1]) else "values by name"
     if kind == Device:
         return "int or string"
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(_value(part, field) for part in get_args(kind))
     limits = (*getattr(kind, "__metadata__", ()), *field.metadata)  # Annotated's, where the type has any
     plain = getattr(kind, "__origin__", kind)
     bounds = [_bound(limit) for limit in limits]

@@ -142,12 +142,16 @@ class RlLoop:
     def sample_groups(self, step: Step, shown: ShownSamples) -> list[Group]:
         """As many groups as a step needs; with dynamic sampling those whose rewards differ."""
         settings = self.settings
+        # Then nothing more is generated, and the trainer comes home while rewards are computed.
+        is_all = settings.max_batches == 1 and settings.advantages.estimator is not Estimator.GREEDY_BASELINE
         generated: list[tuple[list[Sample], Scores]] = []
 
         def generate(num_prompts: int) -> list[Group]:
             rows = self.dataset.next_rows(num_prompts)
             with step.timed("generate"):
                 prompts, samples = self.complete(rows, settings.sampling, num_samples=settings.group_size)
+            if is_all:
+                self.client.begin_acquire(Phase.TRAIN)
             with step.timed("reward"):
                 completions = self.completions(prompts, samples)
                 scores = self.rewards.score(rows, completions, group_size=settings.group_size)

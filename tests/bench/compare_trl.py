@@ -90,7 +90,7 @@ def run_tasuki(task: Path, load: Load, *, num_ranks: int, num_steps: int, warmup
         radix_cache = false
         num_threads = 1
         context_length = 64
-        max_total_tokens = 16384
+        kv_tokens = 16384
         max_running_requests = {load.num_samples}
         [train]
         dataset = "train.jsonl"

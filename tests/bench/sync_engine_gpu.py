@@ -52,7 +52,7 @@ def settings(case: Case) -> list[str]:
         'rollout.attention_backend="triton"',
         'rollout.sampling_backend="pytorch"',
         "rollout.kv_ratio=0.4",
-        "rollout.max_total_tokens=65536",
+        "rollout.kv_tokens=65536",
         "rollout.max_running_requests=16",
     ]
 

@@ -64,7 +64,7 @@ def folder() -> Iterator[Path]:
         max_grad_norm = {MAX_GRAD_NORM}
         micro_batch_tokens = 16
         [rollout]
-        max_total_tokens = 1024
+        kv_tokens = 1024
         start_timeout_s = {START_S}
         [sft]
         dataset = "train.jsonl"

@@ -18,8 +18,9 @@ NAMES = {
     "SftLoss", "Stage", "TrainingSample", "ValueLoss", "read_jsonl",
 }  # fmt: skip
 VERBS = {
-    "acquire", "begin_run", "changeovers", "close", "compute_log_probs", "compute_values", "discard_gradients", "export_model",
-    "forward_backward", "generate", "generate_stream", "load", "optim_step", "rollout_state", "save", "state", "trainer_state", "watch",
+    "acquire", "begin_acquire", "begin_run", "changeovers", "close", "compute_log_probs", "compute_values", "discard_gradients",
+    "export_model", "forward_backward", "generate", "generate_stream", "load", "optim_step", "rollout_state", "save", "state",
+    "trainer_state", "watch",
 }  # fmt: skip
 
 

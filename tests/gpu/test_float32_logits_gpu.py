@@ -79,7 +79,7 @@ def mean_gap(*, is_float32: bool, tp_size: int) -> float:
         float32_logits = {str(is_float32).lower()}
         attention_backend = "triton"
         sampling_backend = "pytorch"
-        max_total_tokens = 65536
+        kv_tokens = 65536
         """
     )
     try:

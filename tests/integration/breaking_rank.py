@@ -7,11 +7,10 @@ import hashlib
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -75,17 +74,16 @@ def digest_of(tensors: dict[str, torch.Tensor]) -> str:
     return content.hexdigest()
 
 
-class BreakingList(list[ViewCopy]):
-    """Copies of which the last ones are not reached."""
+class BreakingCopies:
+    """Copies of which the last ones are not reached. made: those that are."""
 
     longest = 0
 
-    def __init__(self, copies: Iterable[ViewCopy], breaking: Breaking) -> None:
-        super().__init__(copies)
-        self._breaking = breaking
+    def __init__(self, made: Any, breaking: Breaking) -> None:
+        self._made, self._breaking = made, breaking
 
-    def __iter__(self) -> Iterator[ViewCopy]:
-        yield from islice(super().__iter__(), self._breaking.after)
+    def start(self) -> None:
+        self._made.start()
         match self._breaking.how:
             case Break.KILL:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -93,6 +91,9 @@ class BreakingList(list[ViewCopy]):
                 raise RuntimeError(f"broken after {self._breaking.after} copies")
             case Break.SKIP:
                 return
+
+    def sums(self) -> Any:
+        return self._made.sums()
 
 
 def break_copies(breaking: Breaking | None) -> None:
@@ -103,11 +104,10 @@ def break_copies(breaking: Breaking | None) -> None:
 
 
 def _prepared(prepare: Callable[..., Any], breaking: Breaking | None, copies: Sequence[ViewCopy], **settings: Any) -> Any:
-    prepared = prepare(copies, **settings)
-    BreakingList.longest = max(BreakingList.longest, len(copies))
-    if breaking is not None and copies:
-        prepared._copies = BreakingList(copies, breaking)
-    return prepared
+    BreakingCopies.longest = max(BreakingCopies.longest, len(copies))
+    if breaking is None or not copies:
+        return prepare(copies, **settings)
+    return BreakingCopies(prepare(copies[: breaking.after], **settings), breaking)
 
 
 def run_rank(pipe: Connection, shapes: Shapes, breaking: Breaking | None, rank: int, failpoint: str | None) -> None:
@@ -134,7 +134,7 @@ def _answer_commands(pipe: Connection, model: FlatModel, cache: torch.Tensor) ->
                 run_command(model, command_tensors(command))
                 pipe.send(None)
             case _:
-                pipe.send((model.digest(), BreakingList.longest, cache.nbytes))
+                pipe.send((model.digest(), BreakingCopies.longest, cache.nbytes))
 
 
 class BreakingRank:

@@ -48,7 +48,7 @@ def rollout_process(rollout_model: Path, tmp_path_factory: pytest.TempPathFactor
     rollout = start_rollout(
         tmp_path_factory.mktemp("node"),
         rollout_model,
-        f"rollout.max_total_tokens={KV_CACHE_TOKENS}",
+        f"rollout.kv_tokens={KV_CACHE_TOKENS}",
         environment=LEFT_IN_THE_SHELL,
     )
     wait_until_serving(rollout)

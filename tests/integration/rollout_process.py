@@ -179,7 +179,7 @@ def start_rollout(
     """Starts the service and returns at once. environment: beside that of the tests."""
     state_dir.mkdir(parents=True, exist_ok=True)
     config = state_dir / "node.toml"
-    config.write_text(f'state_dir = "{state_dir}"\n[model]\npath = "{model}"\n[rollout]\nmax_total_tokens = 4096\n')
+    config.write_text(f'state_dir = "{state_dir}"\n[model]\npath = "{model}"\n[rollout]\nkv_tokens = 4096\n')
     log = state_dir / "rollout.log"
     command = [sys.executable, "-m", "tasuki.rollout", "--config", str(config)]
     for override in overrides:

@@ -47,6 +47,9 @@ class ScriptedNode(
         self.chunk_bytes: list[int] = []
         self.hang = asyncio.Event()
         self.hang.set()
+        self.changeover = asyncio.Event()
+        """Set while a changeover may end."""
+        self.changeover.set()
         self.left_early = asyncio.Event()
         self.drops_samples = False
         self.changed = asyncio.Condition()
@@ -84,6 +87,7 @@ class ScriptedNode(
 
     async def Acquire(self, request, context):
         self._refused()
+        await self.changeover.wait()
         event = coordinator.StageEvent(status=coordinator.STAGE_STATUS_HELD)
         if request.phase != self.phase:
             self.phase, self.num_changeovers = request.phase, self.num_changeovers + 1

@@ -76,7 +76,7 @@ def test_an_unknown_architecture_is_named(tmp_path: Path, rollout_model: Path) -
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("rollout.max_total_tokens=100", "rollout.max_total_tokens: a KV cache of 100 tokens cannot hold one sequence of 256"),
+        ("rollout.kv_tokens=100", "rollout.kv_tokens: a KV cache of 100 tokens cannot hold one sequence of 256"),
         ("rollout.context_length=512", "rollout.context_length: 512 is more than the model's 256 positions"),
         ("rollout.tp_size=3", "rollout.tp_size: the model's 4 attention heads cannot be split over 3 ranks"),
     ],

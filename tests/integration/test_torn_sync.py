@@ -160,8 +160,9 @@ def test_a_copy_that_later_goes_astray_is_noticed_by_a_full_read_back_alone(trai
     weights = trainer.publish(0)
     imported = import_weights(weights, timeout_s=2)
     check_received(received_by(rank, weights, full_read_back=False), imported)
-    copies = rank.receiver._prepared._copies._copies
-    copies[0] = astray(copies[0])
+    prepared = rank.receiver._prepared
+    first, *others = prepared._copies._copies
+    prepared._copies = HostSummedCopies([astray(first), *others], num_sums=len(prepared._copies.sums()))
     trainer.tensors["plain"].add_(1)
     trainer.publish(1)
     weights.policy_version = 1

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tasuki.rollout.receive import WeightReceiver
+from tasuki.transport.copies import HostSummedCopies
 from tasuki.transport.imported_weights import import_weights
 from tasuki.wire.errors import BadHandle, UnsupportedModel, WeightsCorrupt
 from tests.integration.awkward_model import TENSORS, AwkwardModel, Trainer, assert_holds, expected, receive
@@ -116,7 +117,8 @@ def test_a_skipped_tensor_is_caught_and_named_with_its_engine_rank(trainer: Trai
     model = AwkwardModel()
     receiver = WeightReceiver(model)
     receive(receiver, trainer.publish(0))
-    del receiver._prepared._copies._copies[0]
+    prepared = receiver._prepared
+    prepared._copies = HostSummedCopies(prepared._copies._copies[1:], num_sums=len(prepared._copies.sums()))
     trainer.tensors["plain"].add_(1)
     with pytest.raises(WeightsCorrupt, match=r"1 of 6 tensors.*plain: checksum differs \(engine rank 0\)") as caught:
         receive(receiver, trainer.publish(1))

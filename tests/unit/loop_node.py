@@ -59,6 +59,9 @@ class LoopClient:
     def of(self, verb: str, role: Role = Role.POLICY) -> list[Call]:
         return [call for call in self.calls if (call.verb, call.role) == (verb, role)]
 
+    def begin_acquire(self, phase: Phase) -> None:
+        self.calls.append(Call("begin_acquire", phase=phase))
+
     def acquire(self, phase: Phase) -> list[Any]:
         self.calls.append(Call("acquire", phase=phase))
         return []

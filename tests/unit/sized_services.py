@@ -32,6 +32,8 @@ class Devices:
     """Of a published copy that is there from LOAD_WEIGHTS to OFFLOAD."""
     foreign_bytes: int = 0
     torch_cached_bytes: int = 0
+    staying: frozenset[tuple[Service, MemoryTag]] = frozenset()
+    """Tags that keep their pages, but where room is made for an engine."""
     silent: dict[Service, TasukiError] = field(default_factory=dict)
     asked: list[Service] = field(default_factory=list)
 
@@ -42,10 +44,11 @@ class Devices:
 
     def awake(self, service: Service) -> set[MemoryTag]:
         at = self.services.stage[service]
+        staying = {tag for owner, tag in self.staying if owner is service}
         if service is Service.TRAINER:
-            return set() if at is Stage.OFFLOAD else set(self.sizes(service))
+            return staying if at is Stage.OFFLOAD else set(self.sizes(service))
         has_weights = at not in (None, Stage.PAUSE_WEIGHTS)
-        tags = {MemoryTag.WEIGHTS} if has_weights else set()
+        tags = {MemoryTag.WEIGHTS} | staying if has_weights else staying
         return tags | ({MemoryTag.KV_CACHE} if at in (Stage.RESUME_KV, Stage.DRAIN) else set())
 
     def mapped(self, service: Service) -> int:
@@ -61,7 +64,16 @@ class Devices:
         free = self.total_bytes - sum(processes.values()) - self.foreign_bytes
         awake = self.awake(service)
         tags = tuple(
-            TagUsage(tag, self.device, size if tag in awake else 0, size, tag not in awake, 0, 0)
+            TagUsage(
+                tag,
+                self.device,
+                size if tag in awake else 0,
+                size,
+                tag not in awake,
+                0,
+                0,
+                stays=(service, tag) in self.staying,
+            )
             for tag, size in self.sizes(service).items()
         )
         if service is Service.TRAINER and self.copy_bytes:

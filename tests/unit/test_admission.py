@@ -13,6 +13,7 @@ from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.records import StageEvent
 from tasuki.memory.stages import HOLDS, Phase, Service, Stage
+from tasuki.memory.tags import MemoryTag
 from tasuki.wire.errors import DeadlineExceeded, OutOfGpuMemory
 from tests.unit import fake_node
 from tests.unit.fake_services import FakeServices
@@ -120,7 +121,7 @@ async def test_kv_cache_without_room_leads_back_to_train(journal: Journal, servi
     devices.cache_bytes = 11 * GB
     error = await refused(node, Phase.ROLLOUT)
     assert (error.metadata["stage"], error.metadata["tag"]) == ("RESUME_KV", "kv_cache")
-    assert "lower rollout.kv_ratio or rollout.max_total_tokens" in error.message
+    assert "lower rollout.kv_ratio or rollout.kv_tokens" in error.message
     undone = (Stage.SYNC, Stage.RESUME_WEIGHTS, Stage.OFFLOAD, Stage.LOAD_WEIGHTS)
     assert services.asked[-4:] == [("undo", stage) for stage in undone]
     assert node.state().phase is Phase.TRAIN
@@ -186,11 +187,36 @@ async def test_published_copy_that_leaves_with_the_trainer_is_taken_again(
     await acquire(node, Phase.ROLLOUT)
 
 
+async def test_tags_that_stay_give_nothing_and_take_nothing(journal: Journal, services: FakeServices, devices: Devices) -> None:
+    """With all else reckoned right: nobody is asked again, though the trainer gives back less than it has."""
+    devices.staying = frozenset({(Service.TRAINER, MemoryTag.OPTIMIZER), (Service.ROLLOUT, MemoryTag.WEIGHTS)})
+    devices.cache_bytes = 5 * GB
+    node = make_node(journal, services, devices)
+    await acquire(node, Phase.ROLLOUT)
+    for _ in range(3):
+        devices.asked.clear()
+        await acquire(node, Phase.TRAIN)
+        await acquire(node, Phase.ROLLOUT)
+        assert devices.asked == [Service.TRAINER, Service.ROLLOUT]
+    moved = {event.stage: event.num_bytes for event in journal.changeovers(limit=1)[0].events}
+    assert (moved[Stage.OFFLOAD], moved[Stage.RESUME_WEIGHTS], moved[Stage.RESUME_KV]) == (4 * GB, 0, 5 * GB)
+
+
+async def test_what_stays_is_in_the_way_of_a_cache_that_has_grown(
+    journal: Journal, services: FakeServices, devices: Devices
+) -> None:
+    devices.staying = frozenset({(Service.TRAINER, MemoryTag.OPTIMIZER)})
+    devices.cache_bytes = 7 * GB
+    node = make_node(journal, services, devices)
+    error = await refused(node, Phase.ROLLOUT)
+    assert error.metadata["stage"] == "RESUME_KV" and "trainer optimizer=4000000000" in error.metadata["held"]
+    assert "or let more leave ([residency])" in error.message
+    assert node.state().phase is Phase.TRAIN
+
+
 async def test_budget_of_a_cpu_is_shared_by_both_services(journal: Journal, services: FakeServices, devices: Devices) -> None:
     devices.device, devices.total_bytes = "cpu", 100 * GB
-    config = NodeConfig(
-        state_dir=Path("/s"), model=ModelConfig(path=Path("/nowhere")), rollout=RolloutConfig(max_total_tokens=600)
-    )
+    config = NodeConfig(state_dir=Path("/s"), model=ModelConfig(path=Path("/nowhere")), rollout=RolloutConfig(kv_tokens=600))
 
     def with_budget(num_bytes: int) -> NodeConfig:
         return config.model_copy(update={"memory": MemoryConfig(host_budget_bytes=num_bytes)})
@@ -213,13 +239,13 @@ async def test_kv_cache_that_the_budget_does_not_hold_names_the_tokens_that_fit(
     config = NodeConfig(
         state_dir=Path("/s"),
         model=ModelConfig(path=Path("/nowhere")),
-        rollout=RolloutConfig(max_total_tokens=600),
+        rollout=RolloutConfig(kv_tokens=600),
         memory=MemoryConfig(host_budget_bytes=9 * GB),
     )
     node = make_node(journal, services, devices, config)
     devices.cache_bytes = 10 * GB
     error = await refused(node, Phase.ROLLOUT)
-    assert "lower rollout.max_total_tokens to 480 or less" in error.message  # 8 of 10 GB
+    assert "lower rollout.kv_tokens to 480 or less" in error.message  # 8 of 10 GB
     assert node.state().phase is Phase.TRAIN
 
 

@@ -58,7 +58,7 @@ def test_overrides_are_typed_as_in_toml_and_bare_words_are_strings(tmp_path: Pat
         ("", ["trainer.num_ranks=0"], "trainer.num_ranks"),
         ("", ["trainer.num_ranks=two"], "trainer.num_ranks"),
         ("", ["trainer.learning_rate=-1"], "trainer.learning_rate"),
-        ("", ["rollout.max_total_tokens=-5"], "rollout.max_total_tokens"),
+        ("", ["rollout.kv_tokens=-5"], "rollout.kv_tokens"),
         ("", ["coordinator.stage_timeout_s=0"], "coordinator.stage_timeout_s"),
         ("", ["device=tpu"], "device"),
         ("", ["trainer.learning_rate=inf"], "trainer.learning_rate"),

@@ -64,7 +64,10 @@ def test_adapters_of_a_nodes_configuration_take_what_their_layers_say(node: Path
     def parts(*overrides: str) -> tuple[dict[str, int], dict[str, int]]:
         """Of the first GPU, in training and after publishing."""
         arguments = [argument for override in overrides for argument in ("--set", override)]
-        assert main(["plan", str(node), "--gpu-gb", "80", "--json", "--set", "device=cpu", *arguments]) == 0
+        assert (
+            main(["plan", str(node), "--gpu-gb", "80", "--json", "--set", "device=cpu", "--set", "residency={}", *arguments])
+            == 0
+        )
         stages = {stage["stage"]: stage["gpus"][0] for stage in json.loads(capsys.readouterr().out)["stages"]}
         return stages["TRAIN"], stages["LOAD_WEIGHTS"]
 

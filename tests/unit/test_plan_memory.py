@@ -245,15 +245,13 @@ def test_a_larger_kv_ratio_never_takes_less(low: float, high: float, strategy: S
 @settings(max_examples=40, deadline=None)
 @given(sleeping=some.frozensets(some.sampled_from(TAGS)), more=some.sampled_from(TAGS))
 def test_letting_more_leave_never_takes_more_in_the_trainers_phase(sleeping: frozenset[Part], more: Part):
-    before, after = (
-        plan(h200s("qwen2.5-7b", sleeping=tags, max_total_tokens=40_000)) for tags in (sleeping, sleeping | {more})
-    )
+    before, after = (plan(h200s("qwen2.5-7b", sleeping=tags, kv_tokens=40_000)) for tags in (sleeping, sleeping | {more}))
     for stage in PLAN_STAGES:
         assert after.stage(stage).gpu_bytes <= before.stage(stage).gpu_bytes
 
 
 def test_a_node_on_a_cpu_takes_its_memory_from_the_host(tmp_path: Path):
-    tables = {"trainer": {"num_ranks": 2}, "rollout": {"max_total_tokens": 1000}, "model": {"path": write_model(tmp_path)}}
+    tables = {"trainer": {"num_ranks": 2}, "rollout": {"kv_tokens": 1000}, "model": {"path": write_model(tmp_path)}}
     node = NodeConfig.model_validate({"state_dir": tmp_path, **tables})
     planned = plan_node(node, gpu_bytes=1, host_bytes=24 * GB)
     assert planned.fits

@@ -196,10 +196,10 @@ def test_an_arena_of_copies_has_the_chunks_of_a_real_one(num_bytes: int):
     arena.close()
 
 
-@pytest.mark.parametrize("max_total_tokens", [None, 5000])
-def test_a_cache_on_a_cpu_has_the_tokens_that_the_engine_is_asked_for(max_total_tokens: int | None, tmp_path: Path):
+@pytest.mark.parametrize("kv_tokens", [None, 5000])
+def test_a_cache_on_a_cpu_has_the_tokens_that_the_engine_is_asked_for(kv_tokens: int | None, tmp_path: Path):
     shape = MODELS["qwen2.5-0.5b"]
-    settings = {"max_total_tokens": max_total_tokens, "context_length": 4096}
+    settings = {"kv_tokens": kv_tokens, "context_length": 4096}
     node = NodeConfig.model_validate({"state_dir": tmp_path, "model": {"path": tmp_path}, "rollout": settings})
     facts = ModelFacts(
         path="", architecture="", vocab_size=shape.vocab_size, context_length=4096, stop_token_ids=(1,), is_seeded=True

@@ -33,7 +33,8 @@ def test_a_step_of_grpo_is_one_generation_and_one_update(settings: Settings):
     client = LoopClient()
     (step,) = steps_of(loop_of(client, settings))
     assert client.verbs() == [
-        "acquire ROLLOUT", "generate", "acquire TRAIN", "forward_backward", "optim_step", "acquire ROLLOUT", "export_model",
+        "acquire ROLLOUT", "generate", "begin_acquire TRAIN", "acquire TRAIN", "forward_backward", "optim_step", "acquire ROLLOUT",
+        "export_model",
     ]  # fmt: skip
     (update,) = client.of("forward_backward")
     assert (update.loss, len(update.samples)) == (settings.loss, 12)
@@ -56,10 +57,25 @@ def test_the_schedule_is_told_the_step_also_by_a_run_that_goes_on(settings: Sett
     assert [call.schedule_step for call in client.of("optim_step")] == [3, 3, 4, 4]
 
 
-def test_groups_that_all_agree_leave_the_gpus_with_rollout(settings: Settings):
+def test_the_changeover_begins_before_the_rewards_and_where_nothing_more_is_generated(settings: Settings):
+    client, seen = LoopClient(), list[list[str]]()
+
+    def reward(prompt: int, number: int) -> float:
+        seen.append(client.verbs())
+        return float(number)
+
+    steps_of(loop_of(client, settings, reward=reward))
+    assert seen[0] == ["acquire ROLLOUT", "generate", "begin_acquire TRAIN"]
+    for own in (dapo(settings), replace(settings, advantages=AdvantageSettings(estimator=Estimator.GREEDY_BASELINE))):
+        client = LoopClient()
+        steps_of(loop_of(client, own))
+        assert "begin_acquire TRAIN" not in client.verbs()
+
+
+def test_groups_that_all_agree_teach_nothing(settings: Settings):
     client = LoopClient()
     (step,) = steps_of(loop_of(client, settings, reward=equal))
-    assert client.verbs() == ["acquire ROLLOUT", "generate", "acquire ROLLOUT", "export_model"]
+    assert client.verbs() == ["acquire ROLLOUT", "generate", "begin_acquire TRAIN", "acquire ROLLOUT", "export_model"]
     assert (step.num_equal_groups, step.num_policy_steps, step.mean_reward) == (3, 0, 1.0)
 
 
@@ -127,7 +143,7 @@ def ppo(settings: Settings, **own: Any) -> Settings:
 def test_ppo_has_values_first_and_updates_the_critic_before_the_policy(settings: Settings):
     client = LoopClient()
     (step,) = steps_of(loop_of(client, ppo(settings)))
-    assert client.verbs()[2:7] == [
+    assert client.verbs()[3:8] == [
         "acquire TRAIN", "values", "forward_backward CRITIC", "optim_step CRITIC", "forward_backward",
     ]  # fmt: skip
     critic, policy = client.of("forward_backward", Role.CRITIC)[0], client.of("forward_backward")[0]

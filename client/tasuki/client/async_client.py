@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
@@ -69,6 +70,7 @@ class AsyncClient:
         self._target = resolve_target(target, state_dir)
         self._timeout_s, self._credentials = timeout_s, credentials
         self._opened: Connection | None = None
+        self._begun: tuple[Phase, asyncio.Task[list[StageEvent]]] | None = None
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -80,6 +82,11 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Closes the channels; work that the node has begun goes on."""
+        if self._begun is not None:
+            _, task = self._begun
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            self._begun = None
         if self._opened is not None:
             await self._opened.close()
             self._opened = None
@@ -258,8 +265,25 @@ class AsyncClient:
         done = await self._train(give)
         return SaveResult(folder, done.policy_version, done.bytes, done.seconds)
 
+    async def begin_acquire(self, phase: Phase) -> None:
+        """Begins what `acquire` does and returns at once. The next verb that needs a phase waits for it, and raises what it ended in."""
+        await self._end_begun()
+        self._begun = phase, asyncio.create_task(self._acquire(phase))
+
     async def acquire(self, phase: Phase) -> list[StageEvent]:
-        """Brings the node to a phase. Returns what happened, stage by stage; one event HELD when it already was there."""
+        """Brings the node to a phase. Returns what happened, stage by stage, also of what `begin_acquire` began; one event HELD when it
+        already was there."""
+        begun = await self._end_begun()
+        return begun[1] if begun is not None and begun[0] is phase else await self._acquire(phase)
+
+    async def _end_begun(self) -> tuple[Phase, list[StageEvent]] | None:
+        """The phase that `begin_acquire` asked for and what came of it; None when nothing was begun."""
+        if self._begun is None:
+            return None
+        (phase, task), self._begun = self._begun, None
+        return phase, await task
+
+    async def _acquire(self, phase: Phase) -> list[StageEvent]:
         connection = self._connection
 
         async def give(command: types_pb2.CommandId, timeout_s: float) -> list[StageEvent]:
@@ -327,6 +351,7 @@ class AsyncClient:
         return self._opened
 
     async def _hold(self, phase: Phase) -> None:
+        await self._end_begun()
         if self._connection.phase is None:
             await self._connection.refresh()
         if self._connection.phase is not phase:

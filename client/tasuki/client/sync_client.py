@@ -120,6 +120,9 @@ class Client:
     def export_model(self, path: Path | str) -> SaveResult:
         return self._run(self._client.export_model(path))
 
+    def begin_acquire(self, phase: Phase) -> None:
+        self._run(self._client.begin_acquire(phase))
+
     def acquire(self, phase: Phase) -> list[StageEvent]:
         return self._run(self._client.acquire(phase))
 

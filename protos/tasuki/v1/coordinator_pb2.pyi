@@ -622,6 +622,26 @@ class PlanResponse(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class ExpectedSecondsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     FITS_FIELD_NUMBER: _builtins.int
     PROBLEMS_FIELD_NUMBER: _builtins.int
     STRATEGY_FIELD_NUMBER: _builtins.int
@@ -637,6 +657,8 @@ class PlanResponse(_message.Message):
     PARAMETERS_FIELD_NUMBER: _builtins.int
     GPU_BYTES_FIELD_NUMBER: _builtins.int
     HOST_BYTES_FIELD_NUMBER: _builtins.int
+    RESIDENCY_FIELD_NUMBER: _builtins.int
+    EXPECTED_SECONDS_FIELD_NUMBER: _builtins.int
     fits: _builtins.bool
     strategy: _builtins.str
     """How the GPUs are shared: "v3", in stages."""
@@ -672,6 +694,14 @@ class PlanResponse(_message.Message):
     def parameters(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Numbers of parameters by kind."""
 
+    @_builtins.property
+    def residency(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlannedResidency]:
+        """What stays on each GPU over a changeover, and what leaves."""
+
+    @_builtins.property
+    def expected_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Expected seconds of a stage, by its name; an estimate. Empty on a CPU."""
+
     def __init__(
         self,
         *,
@@ -690,13 +720,45 @@ class PlanResponse(_message.Message):
         parameters: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         gpu_bytes: _builtins.int = ...,
         host_bytes: _builtins.int = ...,
+        residency: _abc.Iterable[Global___PlannedResidency] | None = ...,
+        expected_seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_kv_ratio", b"_max_kv_ratio", "gpu_peak", b"gpu_peak", "host_peak", b"host_peak", "max_kv_ratio", b"max_kv_ratio"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_kv_ratio", b"_max_kv_ratio", "advice", b"advice", "fits", b"fits", "gpu_bytes", b"gpu_bytes", "gpu_peak", b"gpu_peak", "host_bytes", b"host_bytes", "host_peak", b"host_peak", "is_leaving_enough", b"is_leaving_enough", "kv_cache_bytes", b"kv_cache_bytes", "kv_cache_tokens", b"kv_cache_tokens", "max_kv_ratio", b"max_kv_ratio", "must_leave", b"must_leave", "parameters", b"parameters", "problems", b"problems", "stages", b"stages", "strategy", b"strategy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_kv_ratio", b"_max_kv_ratio", "advice", b"advice", "expected_seconds", b"expected_seconds", "fits", b"fits", "gpu_bytes", b"gpu_bytes", "gpu_peak", b"gpu_peak", "host_bytes", b"host_bytes", "host_peak", b"host_peak", "is_leaving_enough", b"is_leaving_enough", "kv_cache_bytes", b"kv_cache_bytes", "kv_cache_tokens", b"kv_cache_tokens", "max_kv_ratio", b"max_kv_ratio", "must_leave", b"must_leave", "parameters", b"parameters", "problems", b"problems", "residency", b"residency", "stages", b"stages", "strategy", b"strategy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_kv_ratio: _TypeAlias = _typing.Literal["max_kv_ratio"]  # noqa: Y015
     _WhichOneofArgType__max_kv_ratio: _TypeAlias = _typing.Literal["_max_kv_ratio", b"_max_kv_ratio"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_kv_ratio) -> _WhichOneofReturnType__max_kv_ratio | None: ...
 
 Global___PlanResponse: _TypeAlias = PlanResponse  # noqa: Y015
+
+@_typing.final
+class PlannedResidency(_message.Message):
+    """GPUs that keep the same."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GPUS_FIELD_NUMBER: _builtins.int
+    STAYS_FIELD_NUMBER: _builtins.int
+    LEAVES_FIELD_NUMBER: _builtins.int
+    gpus: _builtins.str
+    """Such as "GPUs 0, 1"."""
+    @_builtins.property
+    def stays(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def leaves(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        gpus: _builtins.str = ...,
+        stays: _abc.Iterable[_builtins.str] | None = ...,
+        leaves: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpus", b"gpus", "leaves", b"leaves", "stays", b"stays"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlannedResidency: _TypeAlias = PlannedResidency  # noqa: Y015

@@ -27,12 +27,15 @@ class PauseRequest(_message.Message):
     COMMAND_FIELD_NUMBER: _builtins.int
     STAGE_FIELD_NUMBER: _builtins.int
     TAGS_FIELD_NUMBER: _builtins.int
+    MAKES_ROOM_FIELD_NUMBER: _builtins.int
     stage: _types_pb2.Stage.ValueType
+    makes_room: _builtins.bool
+    """Whether tags that stay leave as well: an engine is to start where they are."""
     @_builtins.property
     def command(self) -> _types_pb2.CommandId: ...
     @_builtins.property
     def tags(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.MemoryTag.ValueType]:
-        """May be empty: the stage then frees nothing but still counts."""
+        """May be empty: the stage then frees nothing but still counts. Tags that stay (TagUsage.stays) keep their pages."""
 
     def __init__(
         self,
@@ -40,10 +43,11 @@ class PauseRequest(_message.Message):
         command: _types_pb2.CommandId | None = ...,
         stage: _types_pb2.Stage.ValueType = ...,
         tags: _abc.Iterable[_types_pb2.MemoryTag.ValueType] | None = ...,
+        makes_room: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "stage", b"stage", "tags", b"tags"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "makes_room", b"makes_room", "stage", b"stage", "tags", b"tags"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

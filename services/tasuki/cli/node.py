@@ -20,6 +20,7 @@ from tasuki.cli.model_folder import check_model_folders
 from tasuki.cli.node_settings import check_node_runs_with
 from tasuki.cli.post_mortem import why_it_ended
 from tasuki.cli.processes import descendants, has_ended, parent_and_state
+from tasuki.cli.residency import with_residency
 from tasuki.cli.rotation import KEPT_LOGS, rotate
 from tasuki.cli.services import ServiceCommand, node_services
 from tasuki.config.engine_arguments import check_argument_names
@@ -110,6 +111,7 @@ def start_node(config: NodeConfig, *, resumes: bool = False, tell: Tell = to_std
     lock = StateLock.take(config.state_dir, name=NODE_LOCK)
     read_fd, starter_fd = os.pipe()
     try:
+        config = with_residency(config, tell=tell)
         save_config(config, config_path(config.state_dir))
         exit_path(config.state_dir).unlink(missing_ok=True)
         begin_instance(config.state_dir)

@@ -88,7 +88,7 @@ def _memory(snapshot: NodeSnapshot) -> Table:
         for tag in usage.tags:
             name = types_pb2.MemoryTag.Name(tag.tag).removeprefix("MEMORY_TAG_").lower()
             bar = ProgressBar(total=max(tag.total_bytes, 1), completed=tag.mapped_bytes, width=12)
-            paused = " (paused)" if tag.is_paused else ""
+            paused = " (paused)" if tag.is_paused else " (stays)" if tag.stays else ""
             figures = (tag.mapped_bytes, tag.total_bytes, tag.kept_bytes, tag.host_copy_bytes)
             table.add_row(service, name + paused, f"{tag.device} rank {tag.rank}", bar, *map(_mib, figures))
     return table

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from tasuki.memory.stages import HOLDS, RING, Phase, Stage
 from tasuki.planner.advice import Advice, problems
 from tasuki.planner.layout import TAGS, Layout, Part, gb
 from tasuki.planner.plan import Plan, StagePlan
+from tasuki.planner.residency import stay_and_leave
+from tasuki.planner.seconds import expected_seconds
 
 COLUMNS: dict[str, tuple[Part, ...]] = {
     "trainer": (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.EXPORT),
@@ -51,9 +55,11 @@ def answers(planned: Plan, advice: Advice) -> list[str]:
             f"Without an engine: {idle} of {layout.num_gpus} GPUs, which do nothing in ROLLOUT; the engines are {engines}."
         )
     if layout.device == "cuda":
-        lines.append(f"Least that must leave: {_least(advice)}.")
+        if layout.staying is None:
+            lines.append(f"Least that must leave: {_least(advice)}.")
         ratio = "none fits" if advice.max_kv_ratio is None else f"{advice.max_kv_ratio:g}"
         lines.append(f"Largest KV ratio: {ratio} (now {layout.kv_ratio:g}).")
+    lines += residency(planned)
     for number, rung in enumerate(advice.ladder, start=1):
         note = "" if rung.is_available else " (no setting of a node yet)"
         after = (
@@ -63,6 +69,31 @@ def answers(planned: Plan, advice: Advice) -> list[str]:
     if not planned.fits and not advice.solves:
         lines.append("No change that the planner knows makes it fit: take more or larger GPUs, or a smaller model.")
     return lines
+
+
+def residency(planned: Plan) -> list[str]:
+    """What stays, what leaves, and how long the stages of a changeover should take."""
+    kinds = stay_and_leave(planned.layout)
+    lines = [f"{name}: stays {_listed(stays)}; leaves {_listed(leaves)}." for name, stays, leaves in kinds]
+    seconds = expected_seconds(planned)
+    for origin, phase in ((Phase.TRAIN, Phase.ROLLOUT), (Phase.ROLLOUT, Phase.TRAIN)):
+        stages = _path(origin, phase) if seconds else ()
+        if stages:
+            parts = ", ".join(f"{stage} {1000 * seconds[stage]:.0f}" for stage in stages)
+            total = 1000 * sum(seconds[stage] for stage in stages)
+            lines.append(f"To {phase} about {total:.0f} ms, an estimate: {parts}.")
+    return lines
+
+
+def _path(origin: Phase, phase: Phase) -> tuple[Stage, ...]:
+    """The stages of a changeover."""
+    names = [rule.stage for rule in RING]
+    first, last = (names.index(HOLDS[each]) for each in (origin, phase))
+    return tuple(names[(first + 1) % len(names) : last + 1])
+
+
+def _listed(parts: Sequence[Part]) -> str:
+    return ", ".join(parts) or "nothing"
 
 
 def as_table(planned: Plan, advice: Advice) -> dict[str, Any]:
@@ -83,6 +114,10 @@ def as_table(planned: Plan, advice: Advice) -> dict[str, Any]:
             for each in planned.stages
         ],
         "must_leave": None if advice.must_leave is None else [tag for tag in TAGS if tag in advice.must_leave],
+        "residency": [
+            {"gpus": name, "stays": list(stays), "leaves": list(leaves)} for name, stays, leaves in stay_and_leave(layout)
+        ],
+        "expected_seconds": expected_seconds(planned),
         "max_kv_ratio": advice.max_kv_ratio,
         "ladder": [
             {

@@ -18,7 +18,7 @@ Recipe = Mapping[str, Any]
 _FREE_TRAINER_KEYS = NEUTRAL_TRAINER_KEYS | {"total_steps"}
 # Paths count by what is there.
 _FREE_RUN_KEYS = {"dataset", "eval_dataset", "output_dir", "num_steps", "eval_every", "save_every"}
-_FREE_TRAIN_KEYS = _FREE_RUN_KEYS | {"reward", "samples", "stop_at_eval_score"}
+_FREE_TRAIN_KEYS = _FREE_RUN_KEYS | {"reward", "samples", "stop_at_eval_score", "max_prompt_tokens"}
 _FREE_SFT_KEYS = _FREE_RUN_KEYS | {"num_epochs", "max_tokens"}
 # One of them is in every recipe, and tells the table of the run.
 _DATASETS = ("train.dataset", "sft.dataset")

@@ -42,18 +42,28 @@ def read_inputs(config: NodeConfig) -> TrainInputs:
     _check_stop_tokens(config, train)
     tokenizer = ModelTokenizer(config.model.path)
     limit = min(_context_length(config), config.most_micro_batch_tokens)
+    most = train.max_prompt_tokens
     longest = check_lengths(
         rows,
         tokenizer=tokenizer,
         limit=limit,
         key="train.max_new_tokens",
         max_new_tokens=train.max_new_tokens,
+        max_prompt_tokens=most,
         path=train.dataset,
     )
     key, max_new_tokens = "train.eval.max_new_tokens", train.eval.max_new_tokens
     if max_new_tokens is None:
         key, max_new_tokens = "train.max_new_tokens", train.max_new_tokens
-    check_lengths(eval_rows, tokenizer=tokenizer, limit=limit, key=key, max_new_tokens=max_new_tokens, path=train.eval_dataset)
+    check_lengths(
+        eval_rows,
+        tokenizer=tokenizer,
+        limit=limit,
+        key=key,
+        max_new_tokens=max_new_tokens,
+        max_prompt_tokens=most,
+        path=train.eval_dataset,
+    )
     return TrainInputs(train, tokenizer, rows, eval_rows, longest)
 
 
@@ -69,12 +79,19 @@ def check_output(settings: RunSettings) -> None:
 
 
 def check_lengths(
-    rows: Sequence[Row], *, tokenizer: ModelTokenizer, limit: int, key: str, max_new_tokens: int, path: Path | None
+    rows: Sequence[Row],
+    *,
+    tokenizer: ModelTokenizer,
+    limit: int,
+    key: str,
+    max_new_tokens: int,
+    path: Path | None,
+    max_prompt_tokens: int | None = None,
 ) -> int:
     """Tokens of the longest prompt, with max_new_tokens; 0 without rows.
 
-    limit: tokens of a prompt with its completion. Raises InvalidArgument naming the first row whose prompt leaves no room for
-    max_new_tokens, which `key` sets, or `key` where that leaves room for none.
+    limit: tokens of a prompt with its completion. max_prompt_tokens: as the configuration has it. Raises InvalidArgument naming the first
+    row whose prompt is longer, or leaves no room for max_new_tokens, which `key` sets; or `key` where that leaves room for none.
     """
     if rows and max_new_tokens >= limit:
         text = f"is {max_new_tokens}, which leaves no room for a prompt: prompt and completion have {limit} tokens together"
@@ -84,6 +101,9 @@ def check_lengths(
         num_tokens = len(tokenizer.encode_prompt(row["prompt"]))
         if not num_tokens:
             raise InvalidArgument("dataset", f"{path}: row {number}: the prompt has no tokens")
+        if max_prompt_tokens is not None and num_tokens > max_prompt_tokens:
+            text = f"is {max_prompt_tokens}, and {path}: row {number}: the prompt has {num_tokens} tokens; raise it, or leave the row out"
+            raise InvalidArgument("train.max_prompt_tokens", text, num_tokens=num_tokens)
         if num_tokens > limit - max_new_tokens:
             text = f"{path}: row {number}: the prompt has {num_tokens} tokens; with {key}, at most {limit - max_new_tokens} fit"
             raise InvalidArgument("dataset", text, num_tokens=num_tokens)

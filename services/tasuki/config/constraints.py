@@ -46,12 +46,29 @@ def check_constraints(config: NodeConfig) -> None:
     fused = [name for name in FUSED_LINEAR if config.served_adapter and name in config.served_adapter.target_modules]
     if fused:
         raise SettingsConflict("rollout.lora", f'= "adapter" cannot serve adapters of {", ".join(fused)}; leave it at "merged"')
+    if config.rollout.kv_tokens == "needed" and config.train is None:
+        raise SettingsConflict("rollout.kv_tokens", '= "needed" needs a table [train], which tells the samples of a step')
+    _check_residency(config)
     _check_critic(config)
     _check_failpoints(config)
     _check_deadlines(config)
     problem = port_problem(config)
     if problem is not None:
         raise SettingsConflict(*problem)
+
+
+def _check_residency(config: NodeConfig) -> None:
+    residency, trainer = config.residency, config.trainer
+    if residency is None:
+        return
+    for name, given, num_ranks in (
+        ("trainer", residency.trainer, trainer.num_ranks),
+        ("rollout", residency.rollout, config.num_engine_ranks),
+    ):
+        if len(given) > num_ranks:
+            raise SettingsConflict(f"residency.{name}", f"names {len(given)} ranks, and {name} has {num_ranks}")
+    if len({"export" in residency.of_trainer(rank) for rank in range(trainer.num_ranks)}) > 1:
+        raise SettingsConflict("residency.trainer", "has export for some ranks only; it stays on all of them or on none")
 
 
 def _check_critic(config: NodeConfig) -> None:

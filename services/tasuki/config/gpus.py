@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -79,19 +81,38 @@ def gpu_not_shown(service: str, gpu: int, *, num_shown: int) -> InvalidArgument:
     return InvalidArgument(f"{service}.devices", problem)
 
 
+def smallest_gpu_bytes() -> int | None:
+    """Memory that programs can have of the machine's smallest GPU; None where NVML does not say."""
+    with suppress(ImportError), _nvml() as nvml:
+        sizes = [
+            nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(index), version=nvml.nvmlMemory_v2)
+            for index in range(nvml.nvmlDeviceGetCount())
+        ]
+        return min((size.total - size.reserved for size in sizes), default=None)
+    return None
+
+
 def _num_gpus_of_nvml() -> int:
     """0 also where NVML is not there."""
-    try:
-        import pynvml
-    except ImportError:
-        return 0
+    with suppress(ImportError), _nvml() as nvml:
+        return nvml.nvmlDeviceGetCount()
+    return 0
+
+
+@contextmanager
+def _nvml() -> Iterator[Any]:
+    """NVML, started. Raises ImportError where it is not there, or does not work."""
+    import pynvml
+
     nvml: Any = pynvml
     try:
         nvml.nvmlInit()
-    except nvml.NVMLError:
-        return 0
+    except nvml.NVMLError as error:
+        raise ImportError("NVML does not start") from error
     try:
-        return nvml.nvmlDeviceGetCount()
+        yield nvml
+    except nvml.NVMLError as error:
+        raise ImportError("NVML does not answer") from error
     finally:
         nvml.nvmlShutdown()
 

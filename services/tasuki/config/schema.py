@@ -10,6 +10,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     ByteSize,
     Field,
     PositiveFloat,
@@ -23,6 +24,7 @@ from tasuki.config.devices import Devices
 from tasuki.config.engine_arguments import Argument, check_engine_arguments
 from tasuki.config.metrics_schema import MetricsConfig
 from tasuki.config.ports import check_listen
+from tasuki.config.residency_schema import ResidencyConfig
 from tasuki.config.security_schema import PathsConfig, SecurityConfig
 from tasuki.config.sft_schema import SftConfig
 from tasuki.config.table import Schema, Seed
@@ -32,6 +34,15 @@ from tasuki.config.train_schema import TrainConfig
 Listen = Annotated[str, AfterValidator(check_listen)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 LinearName = Literal["q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"]
+
+
+def _check_kv_tokens(value: object) -> object:
+    if value not in (None, "needed", "most") and (type(value) is not int or value < 1):
+        raise ValueError('give "needed", "most" or a number from 1')
+    return value
+
+
+KvTokens = Annotated[Literal["needed", "most"] | PositiveInt, BeforeValidator(_check_kv_tokens)]
 
 
 class ModelConfig(Schema):
@@ -178,8 +189,10 @@ class RolloutConfig(Schema):
     to the trainer's then. Needs a GPU: torch has no such product on a CPU, where `dtype` decides."""
     context_length: PositiveInt | None = None
     """Longest prompt plus completion; by default the model's own."""
-    max_total_tokens: PositiveInt | None = None
-    """Tokens in a replica's KV cache; on a GPU by default what `kv_ratio` leaves."""
+    kv_tokens: KvTokens | None = None
+    """Tokens in a replica's KV cache: a number, what `kv_ratio` leaves of a GPU ("most"), or what the samples of a step of `[train]` take
+    when all run at once ("needed"), never more than "most". By default "needed" where `train.max_prompt_tokens` or `context_length` tells
+    how long they are. What the cache does not take, the trainer may keep."""
     kv_ratio: float = Field(default=0.85, gt=0, lt=1)
     """Share of a GPU that weights and KV cache may take together (SGLang's mem_fraction_static)."""
     max_running_requests: PositiveInt | None = None
@@ -242,6 +255,7 @@ class NodeConfig(Schema):
     restart: RestartConfig = RestartConfig()
     memory: MemoryConfig = MemoryConfig()
     metrics: MetricsConfig = MetricsConfig()
+    residency: ResidencyConfig | None = None
     security: SecurityConfig = SecurityConfig()
     paths: PathsConfig = PathsConfig()
     train: TrainConfig | None = None

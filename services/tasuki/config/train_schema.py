@@ -150,6 +150,8 @@ class TrainConfig(Schema):
     group_size: PositiveInt = 8
     """Completions for each prompt."""
     max_new_tokens: PositiveInt = DEFAULT_MAX_NEW_TOKENS
+    max_prompt_tokens: PositiveInt | None = None
+    """Longest prompt of `dataset` and `eval_dataset`; a longer one is refused before anything starts. It tells how much KV a step needs."""
     temperature: PositiveFloat = 1.0
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Below 1, completions come from a part of the distribution, but log-probs are those of the whole; so with `top_k`."""

@@ -93,7 +93,8 @@ class Admission:
             return
         if not await self._measure_all(stage):
             return
-        needed = await self._first_export() if is_first else self._taken(stage)
+        is_made = any(one.tag is MemoryTag.EXPORT for one in self._usages[Service.TRAINER].tags)
+        needed = await self._first_export() if is_first and not is_made else self._taken(stage)
         if needed and (shortages := self._shortages(stage, needed)):
             tags = woken_by(stage, self._usages[RULES[stage].service]) or [MemoryTag.EXPORT]
             raise refusal(stage, shortages, tags=tags, config=self._config)

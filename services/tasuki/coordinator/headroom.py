@@ -47,8 +47,8 @@ def taken_by(stage: Stage, usage: ServiceUsage) -> Bytes:
 
 
 def given_by(stage: Stage, usage: ServiceUsage) -> Bytes:
-    """What the tags of `stage` leave to others when they fall asleep."""
-    return _sums((one.device, one.mapped_bytes) for one in _of(stage, usage, _GIVES))
+    """What the tags of `stage` leave to others when they fall asleep: nothing for those that stay."""
+    return _sums((one.device, one.mapped_bytes) for one in _of(stage, usage, _GIVES) if not one.stays)
 
 
 def after(stage: Stage, usage: ServiceUsage) -> ServiceUsage:
@@ -58,7 +58,7 @@ def after(stage: Stage, usage: ServiceUsage) -> ServiceUsage:
     def moved(one: TagUsage) -> TagUsage:
         if one in wakes:
             return replace(one, mapped_bytes=one.total_bytes, kept_bytes=0, is_paused=False)
-        return replace(one, mapped_bytes=0, is_paused=True) if one in sleeps else one
+        return replace(one, mapped_bytes=0, is_paused=True) if one in sleeps and not one.stays else one
 
     return replace(usage, tags=tuple(moved(one) for one in usage.tags))
 
@@ -160,15 +160,17 @@ def _advice(stage: Stage, shortage: Shortage, config: NodeConfig) -> str:
             changes.append("spread the engine over more ranks (rollout.tp_size), or the trainer (trainer.num_ranks)")
         case _:
             changes.append("spread the trainer over more ranks (trainer.num_ranks)")
+    if stage is not Stage.LOAD_WEIGHTS:
+        changes.append("let more leave ([residency])")
     return f"Try again when there is room, or {', or '.join(changes)}; `tasuki plan` says what fits."
 
 
 def _smaller_cache(shortage: Shortage, config: NodeConfig) -> str:
-    tokens = config.rollout.max_total_tokens
-    if tokens is None or shortage.needed_bytes <= shortage.short_bytes:
-        return "rollout.max_total_tokens" if shortage.device == "cpu" else "rollout.kv_ratio or rollout.max_total_tokens"
+    tokens = config.rollout.kv_tokens
+    if not isinstance(tokens, int) or shortage.needed_bytes <= shortage.short_bytes:
+        return "rollout.kv_tokens" if shortage.device == "cpu" else "rollout.kv_ratio or rollout.kv_tokens"
     fits = tokens * (shortage.needed_bytes - shortage.short_bytes) // shortage.needed_bytes
-    return f"rollout.max_total_tokens to {fits} or less"
+    return f"rollout.kv_tokens to {fits} or less"
 
 
 def _of(stage: Stage, usage: ServiceUsage, tags: Mapping[Stage, Sequence[MemoryTag]]) -> list[TagUsage]:

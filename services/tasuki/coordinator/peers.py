@@ -199,7 +199,8 @@ class GrpcPeers:
                 await _answer(Service.TRAINER, self._trainer.WithdrawWeights(request, timeout=self._timeout_s))
                 return Outcome()
             case Stage() as stage:
-                return await self._move_pages(command, stage)
+                # OFFLOAD takes LOAD_TRAINER back for one reason: an engine is to start where the trainer is.
+                return await self._move_pages(command, stage, makes_room=stage is Stage.OFFLOAD)
             case Undo.WITH_EARLIER:
                 return Outcome()
             case Undo.NEVER:
@@ -221,12 +222,12 @@ class GrpcPeers:
         await _answer(Service.ROLLOUT, self._rollout.Drain(request, timeout=self._timeout_s + self._drain_grace_s))
         return Outcome()
 
-    async def _move_pages(self, command: types_pb2.CommandId, stage: Stage) -> Outcome:
-        """A stage that maps or unmaps the pages of tags, on the service it belongs to."""
+    async def _move_pages(self, command: types_pb2.CommandId, stage: Stage, *, makes_room: bool = False) -> Outcome:
+        """A stage that maps or unmaps the pages of tags, on the service it belongs to. makes_room: of those that stay, too."""
         rule, number, tags = RULES[stage], stage_to_proto(stage), named_tags(stage)
         memory = self._memory[rule.service]
         if rule.rpc is Rpc.PAUSE:
-            pause = memory_pb2.PauseRequest(command=command, stage=number, tags=tags)
+            pause = memory_pb2.PauseRequest(command=command, stage=number, tags=tags, makes_room=makes_room)
             return Outcome((await _answer(rule.service, memory.Pause(pause, timeout=self._timeout_s))).released_bytes)
         resume = memory_pb2.ResumeRequest(command=command, stage=number, tags=tags)
         return Outcome((await _answer(rule.service, memory.Resume(resume, timeout=self._timeout_s))).mapped_bytes)

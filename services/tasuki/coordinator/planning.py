@@ -11,6 +11,8 @@ from tasuki.planner.advice import Advice, Rung, advise, problems
 from tasuki.planner.layout import TAGS, Part
 from tasuki.planner.node_plan import plan_node
 from tasuki.planner.plan import Plan, StagePlan
+from tasuki.planner.residency import stay_and_leave
+from tasuki.planner.seconds import expected_seconds
 from tasuki.v1 import coordinator_pb2 as pb
 
 # On a CPU the planner has no use for the size of a GPU, and wants one.
@@ -62,6 +64,10 @@ def plan_to_proto(planned: Plan, advice: Advice) -> pb.PlanResponse:
         advice=[_change(rung) for rung in advice.ladder],
         parameters=layout.model.count_by_kind(),
         host_bytes=layout.host_bytes,
+        residency=[
+            pb.PlannedResidency(gpus=name, stays=stays, leaves=leaves) for name, stays, leaves in stay_and_leave(layout)
+        ],
+        expected_seconds=expected_seconds(planned),
     )
     if is_gpu:
         response.gpu_bytes = layout.gpu_bytes

@@ -78,6 +78,13 @@ def set_host_budget(num_bytes: int) -> None:
     call("set_host_budget", num_bytes, device="cpu")
 
 
+def freeze(address: int, num_bytes: int) -> bool:
+    """Promises that these bytes do not change until their block is freed: pauses that keep content copy them once. False, and nothing
+    happens, for an address in no arena."""
+    (is_ours,) = call("freeze", address, num_bytes, num_outs=1)
+    return bool(is_ours)
+
+
 def totals() -> Totals:
     counted = numbers([0] * len(fields(Totals)))
     call("get_totals", counted)
@@ -137,6 +144,15 @@ class Arena:
     def set_policy(self, keep: Keep) -> None:
         """What the next pauses keep."""
         self._call("set_policy", self.id, int(keep))
+
+    def reserve_host(self, max_bytes: int, *, total_bytes: int = 0) -> int:
+        """Pins at most `max_bytes` of the host memory that a pause copies to. Returns what is still to be pinned; 0 where nothing is kept.
+
+        total_bytes: what the arena will hold, where that is more than it holds now. Other calls go on meanwhile.
+        Raises OutOfGpuMemory when the host has no more to pin.
+        """
+        (missing,) = self._call("reserve_host", self.id, total_bytes, max_bytes, num_outs=1)
+        return missing
 
     def usage(self) -> ArenaUsage:
         counted = numbers([0] * len(fields(ArenaUsage)))

@@ -19,7 +19,7 @@ from tasuki.wire.errors import (
     WrongPhase,
 )
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 LIBRARY_PATH = Path(__file__).with_name("libtasuki_memory.so")
 NUM_SLOTS = 8
 
@@ -43,6 +43,8 @@ def _library() -> ctypes.CDLL:
         "tasuki_destroy_arena": [u64],
         "tasuki_allocate": [u64, u64, pointer],
         "tasuki_free": [pointer],
+        "tasuki_freeze": [pointer, u64, pointer],
+        "tasuki_reserve_host": [u64, u64, u64, pointer],
         "tasuki_set_policy": [u64, ctypes.c_uint32],
         "tasuki_pause": [pointer, ctypes.c_size_t, pointer],
         "tasuki_resume": [pointer, ctypes.c_size_t, pointer],
@@ -62,6 +64,7 @@ def _library() -> ctypes.CDLL:
         "tasuki_renew_import": [u64, pointer, ctypes.c_size_t],
         "tasuki_close_import": [u64],
         "tasuki_bind_slot": [i32, i32, u64],
+        "tasuki_copy_and_sum": [pointer, ctypes.c_size_t, pointer, ctypes.c_size_t, ctypes.c_uint32],
     }
     for name, argtypes in signatures.items():
         getattr(library, name).argtypes = argtypes

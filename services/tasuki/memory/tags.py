@@ -28,6 +28,7 @@ class TagUsage:
     is_paused: bool
     kept_bytes: int  # physical memory without an address
     host_copy_bytes: int
+    stays: bool = False  # over a changeover, by the planner's decision
 
 
 @dataclass(frozen=True, slots=True)

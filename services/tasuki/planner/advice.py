@@ -49,11 +49,12 @@ class Advice:
 
 
 def advise(planned: Plan) -> Advice:
-    layout = planned.layout
+    """Of the layout where nothing stays yet: what may stay then follows from the rest."""
+    layout = replace(planned.layout, staying=None)
     return Advice(
         must_leave=smallest_sleeping(layout),
         max_kv_ratio=largest_kv_ratio(layout),
-        ladder=() if planned.fits else climb(planned),
+        ladder=() if planned.fits else climb(plan(layout)),
     )
 
 
@@ -221,9 +222,9 @@ def _for_cache(planned: Plan) -> Iterator[_Change]:
     if (ratio := largest_kv_ratio(layout)) is not None and ratio > layout.kv_ratio:
         yield _Change("rollout.kv_ratio", f"{layout.kv_ratio:g}", f"{ratio:g}", replace(layout, kv_ratio=ratio))
     yield from _wider_engines(layout)
-    if layout.max_total_tokens is not None:
-        changed = replace(layout, max_total_tokens=layout.longest_sequence)
-        yield _Change("rollout.max_total_tokens", str(layout.max_total_tokens), str(layout.longest_sequence), changed)
+    if layout.kv_tokens is not None:
+        changed = replace(layout, kv_tokens=layout.longest_sequence)
+        yield _Change("rollout.kv_tokens", str(layout.kv_tokens), str(layout.longest_sequence), changed)
 
 
 def _export_leaves(layout: Layout) -> Iterator[_Change]:

@@ -38,6 +38,8 @@ class Part(StrEnum):
 
 TAGS = (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.ROLLOUT_WEIGHTS, Part.KV_CACHE)
 """What may be told to leave. CUDA graphs go with the KV cache."""
+RESIDENT = (*TAGS, Part.EXPORT, Part.TORCH_CACHE)
+"""What may stay while the other service works; the rest comes and goes with a step or a batch."""
 
 
 class Strategy(StrEnum):
@@ -131,7 +133,11 @@ class Layout:
     """With `lora_rank`: whether adapters go to the engine within whole weights, which then leave as without LoRA."""
     strategy: Strategy = Strategy.STAGED
     sleeping: frozenset[Part] = frozenset(TAGS)
-    """Tags that leave while the other service has the GPU."""
+    """Tags that leave while the other service has the GPU. Not used where `staying` says it by GPU."""
+    staying: tuple[frozenset[Part], ...] | None = None
+    """For each GPU, what of RESIDENT stays while the other service has it."""
+    cache_stays: bool = False
+    """Whether torch keeps a step's working memory over OFFLOAD."""
     empties_cache: bool = False
     """Whether the trainer gives back what torch caches before the engine wakes; else at OFFLOAD."""
     leaves_early: frozenset[Part] = frozenset()
@@ -139,7 +145,8 @@ class Layout:
     sync_bucket_bytes: int | None = None
     """Weights pass in buckets of this size; by default through an arena that holds the whole shard."""
     kv_ratio: float = 0.85
-    max_total_tokens: int | None = None
+    kv_tokens: int | None = None
+    """Tokens in a replica's KV cache; by default what `kv_ratio` leaves, which is never exceeded on a GPU."""
     context_length: int | None = None
     """Longest sequence that rollout serves; by default the model's own."""
     has_cuda_graphs: bool = True
@@ -180,12 +187,27 @@ class Layout:
         wrong = (self.sleeping | self.leaves_early) - frozenset(TAGS)
         if wrong:
             raise InvalidArgument("sleeping", f"{', '.join(sorted(wrong))} cannot leave; what can is {', '.join(TAGS)}")
+        if self.staying is not None and len(self.staying) != self.num_gpus:
+            raise InvalidArgument("staying", f"must say it for each of {self.num_gpus} GPUs, not for {len(self.staying)}")
 
     def has_rank(self, gpu: int) -> bool:
         return gpu < self.num_ranks if self.rank_gpus is None else gpu in self.rank_gpus
 
     def has_engine(self, gpu: int) -> bool:
         return gpu < self.num_engine_ranks if self.engine_gpus is None else gpu in self.engine_gpus
+
+    def on_gpu(self, index: int) -> Layout:
+        """The same where all GPUs keep what this one does."""
+        if self.staying is None:
+            return self
+        staying = self.staying[index]
+        return replace(
+            self,
+            staying=None,
+            sleeping=frozenset(TAGS) - staying,
+            export_stays=Part.EXPORT in staying,
+            cache_stays=Part.TORCH_CACHE in staying,
+        )
 
     @property
     def leaving(self) -> frozenset[Part]:
@@ -217,7 +239,7 @@ class Layout:
 _POSITIVE = (
     "num_gpus", "gpu_bytes", "host_bytes", "num_ranks", "tp_size", "num_engines", "compute_bytes", "engine_bytes",
     "param_bytes", "micro_batch_tokens", "logit_tokens", "lora_rank",
-    "critic_lora_rank", "sync_bucket_bytes", "max_total_tokens", "context_length",
+    "critic_lora_rank", "sync_bucket_bytes", "kv_tokens", "context_length",
     "max_running_requests",
 )  # fmt: skip
 assert set(_POSITIVE) <= {each.name for each in fields(Layout)}

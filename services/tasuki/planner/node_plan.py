@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tasuki.config.gpus import gpus_of
-from tasuki.config.schema import NodeConfig
+from tasuki.config.schema import NodeConfig, RolloutConfig
 from tasuki.models.shape import ModelShape, check_lora_targets
+from tasuki.planner.kv_tokens import wanted_tokens
 from tasuki.planner.layout import Checkpointing, Layout, Overheads, named_as_given
 from tasuki.planner.model_shape import read_model_shape
-from tasuki.planner.plan import Plan, plan
+from tasuki.planner.plan import Plan, largest_pool, plan
+from tasuki.planner.residency import decide, given
+from tasuki.planner.rollout_bytes import kv_bytes_per_token
 from tasuki.planner.step_tokens import most_tokens
 from tasuki.wire.errors import InvalidArgument
 
@@ -49,7 +52,7 @@ def node_layout(
     overheads: Overheads | None = None,
 ) -> Layout:
     """num_gpus: by default as many as the larger service has ranks. Where trainer.micro_batch_tokens is open on a GPU, most_tokens decides.
-    Where trainer.export_stays is open, it stays if all fits then.
+    Where trainer.export_stays is open, it stays if all fits then. What stays beside it is the configuration's, or else decided here.
 
     Raises InvalidArgument naming the configuration's key.
     """
@@ -83,7 +86,7 @@ def node_layout(
         critic_lora_targets=None if critic_lora is None else critic_lora.target_modules,
         merges_adapters=config.served_adapter is None,
         kv_ratio=rollout.kv_ratio,
-        max_total_tokens=rollout.max_total_tokens,
+        kv_tokens=wanted_tokens(config, context_length=rollout.context_length or model.context_length),
         context_length=rollout.context_length,
         max_running_requests=rollout.max_running_requests or Layout.__dataclass_fields__["max_running_requests"].default,
         overheads=overheads or Overheads(),
@@ -93,7 +96,34 @@ def node_layout(
         # What the engine reads leaves before tokens do: it is away during a step, and costs a copy a changeover.
         leaving = replace(layout, export_stays=False) if is_open else layout
         layout = replace(layout, micro_batch_tokens=most_tokens(leaving))
-    return replace(layout, export_stays=False) if is_open and not plan(layout).fits else layout
+    if is_open and not plan(layout).fits:
+        layout = replace(layout, export_stays=False)
+    if config.residency is not None:
+        staying = given(layout, config, config.residency)
+    else:
+        check_kv_tokens(layout, rollout)
+        must_stay = None if is_open else trainer.export_stays is not False
+        staying = decide(layout, export_stays=must_stay, budget_bytes=config.memory.host_budget_bytes)
+    return replace(layout, staying=staying)
+
+
+def check_kv_tokens(layout: Layout, rollout: RolloutConfig) -> None:
+    """Raises InvalidArgument for a number of tokens that does not fit beside the engine's weights."""
+    if not isinstance(rollout.kv_tokens, int):
+        return
+    each = kv_bytes_per_token(layout)
+    most = largest_pool(layout)
+    if rollout.kv_tokens <= most.num_tokens:
+        return
+    where = "of this machine" if layout.device == "cpu" else f"that kv_ratio = {layout.kv_ratio:g} leaves of a GPU"
+    other = "" if layout.device == "cpu" else ", raise rollout.kv_ratio or rollout.tp_size"
+    raise InvalidArgument(
+        "rollout.kv_tokens",
+        f"{rollout.kv_tokens} tokens take {rollout.kv_tokens * each} bytes, more than the {most.num_bytes} {where}; "
+        f"give at most {most.num_tokens}{other}, or leave it out",
+        needed_bytes=rollout.kv_tokens * each,
+        free_bytes=most.num_bytes,
+    )
 
 
 def _critic_shape(config: NodeConfig, policy: ModelShape) -> ModelShape | None:

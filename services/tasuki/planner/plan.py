@@ -6,13 +6,13 @@ planner/advice.py draws the conclusions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from tasuki.memory.stages import RING, Phase, Stage
 from tasuki.planner.layout import Layout, Part, Strategy
-from tasuki.planner.rollout_bytes import KvPool, engine_step, engine_weights, kv_pool
+from tasuki.planner.rollout_bytes import KvPool, engine_step, engine_weights, kv_bytes_per_token, kv_pool
 from tasuki.planner.trainer_bytes import Bytes, export_arena, offloaded_bytes, trainer_tags, training_peak
 
 TRAINER_TAGS = (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER)
@@ -101,19 +101,52 @@ class Need:
         return max(sum(parts.values()) for parts in self.gpus)
 
 
-def plan(layout: Layout) -> Plan:
-    """Predicts every stage of `layout`."""
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of every part of a layout where it is there at all: what stays changes none of them."""
+
+    trainer: Mapping[Part, int]
+    engine: Mapping[Part, int]
+    work: Mapping[Part, int]
+    """Of a training step, at its highest moment."""
+    kv_pool: KvPool
+
+
+def sizes_of(layout: Layout) -> Sizes:
     pool = kv_pool(layout, taken_bytes=_taken_at_start(layout))
-    trainer: Bytes = trainer_tags(layout) | {Part.EXPORT: export_arena(layout)}
-    engine: Bytes = {
+    engine = {
         Part.ROLLOUT_WEIGHTS: engine_weights(layout),
         Part.KV_CACHE: pool.num_bytes,
         Part.CUDA_GRAPH: layout.overheads.cuda_graph if _is_captured(layout) else 0,
         Part.ENGINE_STEP: engine_step(layout),
     }
-    work = training_peak(layout)
-    stages = tuple(_stage(layout, stage, trainer=trainer, engine=engine, work=work) for stage in PLAN_STAGES)
-    return Plan(layout=layout, stages=stages, kv_pool=pool)
+    trainer = trainer_tags(layout) | {Part.EXPORT: export_arena(layout)}
+    return Sizes(trainer, engine, training_peak(layout), pool)
+
+
+def largest_pool(layout: Layout) -> KvPool:
+    """The KV cache where nothing bounds it but memory: on a CPU all of it, less the engine's weights."""
+    taken = _taken_at_start(layout)
+    if layout.device == "cuda":
+        return kv_pool(replace(layout, kv_tokens=None), taken_bytes=taken)
+    each = kv_bytes_per_token(layout)
+    num_tokens = max(0, layout.host_bytes - engine_weights(layout)) // each
+    return KvPool(num_tokens, num_tokens * each)
+
+
+def plan(layout: Layout) -> Plan:
+    """Predicts every stage of `layout`."""
+    return plan_of(layout, sizes_of(layout))
+
+
+def plan_of(layout: Layout, sizes: Sizes) -> Plan:
+    """As `plan`, of sizes that are known."""
+    layouts = [layout.on_gpu(index) for index in range(layout.num_gpus)]
+    stages: list[StagePlan] = []
+    for stage in PLAN_STAGES:
+        gpus = tuple(parts_on_gpu(one, sizes, stage, index) for index, one in enumerate(layouts))
+        stages.append(StagePlan(stage, gpus, _host(layout, layouts, stage, trainer=sizes.trainer, gpus=gpus)))
+    return Plan(layout=layout, stages=tuple(stages), kv_pool=sizes.kv_pool)
 
 
 def needed_bytes(plan: Plan, stage: PlanStage, *, has_published: bool = True) -> Need:
@@ -136,27 +169,22 @@ def needed_bytes(plan: Plan, stage: PlanStage, *, has_published: bool = True) ->
     return Need(gpus=tuple(gpus), host_bytes=max(0, after.host_bytes - before.host_bytes))
 
 
-def _stage(layout: Layout, stage: PlanStage, *, trainer: Bytes, engine: Bytes, work: Bytes) -> StagePlan:
+def parts_on_gpu(layout: Layout, sizes: Sizes, stage: PlanStage, index: int) -> Mapping[Part, int]:
+    """Bytes on one GPU at the fullest moment of a stage. layout: as `Layout.on_gpu` gives it."""
     has_trainer, has_engine = _present(layout, stage)
-    of_trainer = {part: size for part, size in trainer.items() if part in has_trainer}
-    if stage is Phase.TRAIN:
-        of_trainer |= work
-    elif Part.TORCH_CACHE in has_trainer:
-        of_trainer[Part.TORCH_CACHE] = sum(work.values())
-    of_engine = {part: size for part, size in engine.items() if part in has_engine}
-    is_gpu = layout.device == "cuda"
-    gpus: list[Bytes] = []
-    for index in range(layout.num_gpus):
-        parts: Bytes = {}
-        if layout.has_rank(index):
-            parts |= of_trainer
-        if layout.has_engine(index):
-            parts |= of_engine
-        if is_gpu:
-            has_process = not (layout.strategy is Strategy.RELAUNCH and Part.ROLLOUT_WEIGHTS not in has_engine)
-            parts[Part.CONTEXTS] = _contexts(layout, index, has_engine=has_process)
-        gpus.append({part: size for part, size in parts.items() if size})
-    return StagePlan(stage, tuple(gpus), _host(layout, stage, trainer=trainer, gpus=gpus))
+    parts: Bytes = {}
+    if layout.has_rank(index):
+        parts |= {part: size for part, size in sizes.trainer.items() if part in has_trainer}
+        if stage is Phase.TRAIN:
+            parts |= sizes.work
+        elif Part.TORCH_CACHE in has_trainer:
+            parts[Part.TORCH_CACHE] = sum(sizes.work.values())
+    if layout.has_engine(index):
+        parts |= {part: size for part, size in sizes.engine.items() if part in has_engine}
+    if layout.device == "cuda":
+        has_process = not (layout.strategy is Strategy.RELAUNCH and Part.ROLLOUT_WEIGHTS not in has_engine)
+        parts[Part.CONTEXTS] = _contexts(layout, index, has_engine=has_process)
+    return {part: size for part, size in parts.items() if size}
 
 
 _RISING = (Stage.LOAD_WEIGHTS, Stage.RESUME_WEIGHTS, Stage.SYNC)
@@ -179,6 +207,8 @@ def _present(layout: Layout, stage: PlanStage) -> tuple[set[Part], set[Part]]:
         trainer -= layout.leaves_early
         if not layout.empties_cache:
             trainer |= {Part.TORCH_CACHE}
+    if layout.cache_stays and stage is not Phase.TRAIN:
+        trainer.add(Part.TORCH_CACHE)
     if is_alone:
         trainer.discard(Part.EXPORT)
     engine -= _asleep(layout, stage)
@@ -203,12 +233,20 @@ def _asleep(layout: Layout, stage: PlanStage) -> set[Part]:
     return away | ({Part.CUDA_GRAPH} if Part.KV_CACHE in away else set())
 
 
-def _host(layout: Layout, stage: PlanStage, *, trainer: Bytes, gpus: list[Bytes]) -> Bytes:
+def _host(
+    layout: Layout,
+    layouts: Sequence[Layout],
+    stage: PlanStage,
+    *,
+    trainer: Mapping[Part, int],
+    gpus: Sequence[Mapping[Part, int]],
+) -> Bytes:
+    """layouts: by GPU."""
     host = {Part.CONTEXTS: layout.overheads.host_process * (layout.num_ranks + layout.num_engine_ranks + 1)}
     if layout.strategy is not Strategy.RESIDENT:
         # Pinned once, at the first pause, and kept.
-        leaving = layout.leaving | layout.leaves_early
-        host |= {part: trainer[part] * layout.num_ranks for part in _COPIED if part in leaving}
+        ranks = [one.leaving | one.leaves_early for gpu, one in enumerate(layouts) if layout.has_rank(gpu)]
+        host |= {part: trainer[part] * sum(part in leaving for leaving in ranks) for part in _COPIED}
     if layout.strategy is Strategy.RELAUNCH and stage is Stage.LOAD_WEIGHTS:
         # The checkpoint on its way to a disk.
         host[Part.EXPORT] = layout.model.num_parameters * layout.engine_bytes
@@ -233,11 +271,17 @@ def _contexts(layout: Layout, index: int, *, has_engine: bool) -> int:
 def _taken_at_start(layout: Layout) -> int:
     """On the fullest of its GPUs when the engine sizes its cache: its context, and the trainer's tags that never leave.
 
-    The trainer's context is not there yet: it starts after the engine.
+    The trainer's context is not there yet: it starts after the engine. What `staying` keeps makes room as well, but for parameters that
+    the engine reads themselves.
     """
     if layout.device == "cpu":
         return 0
-    stays = sum(size for part, size in trainer_tags(layout).items() if part not in layout.leaving)
+    if layout.staying is None:
+        never_leaves = frozenset(TRAINER_TAGS) - layout.leaving
+    else:
+        kept = all(Part.TRAINER_WEIGHTS in one for gpu, one in enumerate(layout.staying) if layout.has_rank(gpu))
+        never_leaves = frozenset({Part.TRAINER_WEIGHTS} if layout.exports_parameters and kept else ())
+    stays = sum(size for part, size in trainer_tags(layout).items() if part in never_leaves)
     is_shared = any(layout.has_rank(gpu) and layout.has_engine(gpu) for gpu in range(layout.num_gpus))
     own = layout.overheads.rollout_context + (layout.overheads.nccl if layout.tp_size > 1 else 0)
     return own + (stays if is_shared else 0)

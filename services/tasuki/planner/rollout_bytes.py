@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 from tasuki.memory.granularity import arena_bytes
 from tasuki.models.shape import ROUTER, Shapes
+from tasuki.planner.kv_tokens import CPU_TOKENS
 from tasuki.planner.layout import Layout
 
 # SGLang pads the vocabulary to a multiple of this, for each rank of TP.
 _VOCABULARY_STEP = 64
 # SGLang's chunked prefill on a GPU with much memory; rollout/arguments.py has what a CPU gets.
 _PREFILL_TOKENS = 8192
-_CPU_TOTAL_TOKENS = 32_768
 _CONTEXT_SLACK = 8
 
 
@@ -47,14 +47,14 @@ def kv_bytes_per_token(layout: Layout) -> int:
 
 
 def kv_pool(layout: Layout, *, taken_bytes: int) -> KvPool:
-    """What SGLang makes at its start: kv_ratio of what is free then, less the weights; not more than max_total_tokens.
+    """What SGLang makes at its start: kv_ratio of what is free then, less the weights; not more than kv_tokens.
 
     taken_bytes: by others and by contexts on the GPU at that time.
     """
     each = kv_bytes_per_token(layout)
-    most = layout.max_total_tokens
+    most = layout.kv_tokens
     if layout.device == "cpu":
-        most = max(_CPU_TOTAL_TOKENS, layout.longest_sequence) if most is None else most
+        most = max(CPU_TOKENS, layout.longest_sequence) if most is None else most
         return KvPool(most, (most + _CONTEXT_SLACK) * each)
     pool = int((layout.gpu_bytes - taken_bytes) * layout.kv_ratio) - engine_weights(layout)
     num_tokens = max(0, pool) // each

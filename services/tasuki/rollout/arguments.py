@@ -8,6 +8,7 @@ from typing import Any
 
 from tasuki.config.engine_arguments import check_argument_names
 from tasuki.config.schema import LoraConfig, NodeConfig, RolloutConfig
+from tasuki.planner.kv_tokens import wanted_tokens
 from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.rank_commands import COMMAND_LOADER
 from tasuki.wire.errors import InvalidArgument
@@ -15,9 +16,9 @@ from tasuki.wire.errors import InvalidArgument
 # SGLang 0.5.15 takes prompts of at most context_length - 7 tokens and ends completions at context_length - 2. We ask for this much more
 # and let it be used by nobody, so that a prompt plus max_new_tokens of exactly our context_length works.
 _CONTEXT_SLACK = 8
-# On a CPU SGLang would take a share of all host memory for the KV cache, and thousands of request slots.
-_CPU_TOTAL_TOKENS = 32_768
+# On a CPU SGLang would take thousands of request slots.
 _CPU_RUNNING_REQUESTS = 256
+_PLANNED_FRACTION = 0.97
 
 ADAPTER_ID = "policy"
 """What requests name when the engine serves an adapter."""
@@ -26,6 +27,7 @@ ADAPTER_ID = "policy"
 def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
     """Keyword arguments of SGLang's Engine."""
     rollout = config.rollout
+    num_tokens, fraction = _kv_cache(config, model)
     arguments: dict[str, Any] = {
         "model_path": str(config.model.path),
         "device": config.device,
@@ -33,7 +35,7 @@ def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
         "dtype": rollout.dtype,
         "context_length": model.context_length + _CONTEXT_SLACK,
         "random_seed": rollout.seed,
-        "mem_fraction_static": rollout.kv_ratio,
+        "mem_fraction_static": fraction,
         "disable_radix_cache": not rollout.radix_cache,
         # Token ids in, token ids out.
         "skip_tokenizer_init": True,
@@ -50,13 +52,15 @@ def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
         "log_level": "warning",
     }
     arguments |= _chosen(rollout)
+    if num_tokens is not None:
+        arguments["max_total_tokens"] = num_tokens + _CONTEXT_SLACK
     if config.served_adapter is not None:
         arguments |= _adapter_arguments(config.served_adapter)
     else:
         # Nothing is served before weights have been received: to read others from disk would only take time.
         arguments["load_format"] = "dummy"
     if config.device == "cpu":
-        arguments |= _cpu_arguments(rollout, model)
+        arguments |= _cpu_arguments(rollout)
     return {**arguments, **_further(rollout.engine, ours=arguments)}
 
 
@@ -69,11 +73,21 @@ def _further(engine: Mapping[str, Any], *, ours: Mapping[str, Any]) -> Mapping[s
     return engine
 
 
+def _kv_cache(config: NodeConfig, model: ModelFacts) -> tuple[int | None, float]:
+    """Tokens of the KV cache, and SGLang's share of the memory that it finds free, which bounds them.
+
+    Where the planner has counted the tokens, the share is no bound: an engine that is restarted beside what stays of the trainer finds
+    less memory, and takes the same tokens.
+    """
+    planned = None if config.residency is None else config.residency.kv_tokens
+    if planned is not None:
+        return planned, max(config.rollout.kv_ratio, _PLANNED_FRACTION)
+    return wanted_tokens(config, context_length=model.context_length), config.rollout.kv_ratio
+
+
 def _chosen(rollout: RolloutConfig) -> dict[str, Any]:
     """What SGLang would choose by itself, where the configuration says it."""
-    total_tokens = None if rollout.max_total_tokens is None else rollout.max_total_tokens + _CONTEXT_SLACK
     given = {
-        "max_total_tokens": total_tokens,
         "max_running_requests": rollout.max_running_requests,
         "attention_backend": rollout.attention_backend,
         "sampling_backend": rollout.sampling_backend,
@@ -91,11 +105,9 @@ def _adapter_arguments(adapter: LoraConfig) -> dict[str, Any]:
     }
 
 
-def _cpu_arguments(rollout: RolloutConfig, model: ModelFacts) -> dict[str, Any]:
+def _cpu_arguments(rollout: RolloutConfig) -> dict[str, Any]:
     return {
-        "max_total_tokens": max(_CPU_TOTAL_TOKENS, model.context_length) + _CONTEXT_SLACK,
-        "max_running_requests": _CPU_RUNNING_REQUESTS,
-        **_chosen(rollout),
+        "max_running_requests": rollout.max_running_requests or _CPU_RUNNING_REQUESTS,
         "attention_backend": "torch_native",
         "sampling_backend": "pytorch",
         "lora_backend": "torch_native",

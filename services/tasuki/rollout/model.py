@@ -11,6 +11,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.models import families
 from tasuki.models.families import FAMILIES
 from tasuki.models.family import Model
+from tasuki.planner.kv_tokens import wanted_tokens
 from tasuki.rollout.stop_tokens import read_stop_token_ids
 from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
 
@@ -60,7 +61,7 @@ def read_model(config: NodeConfig) -> ModelFacts:
         stop_token_ids=read_stop_token_ids(path, vocab_size=vocab_size),
         is_seeded=config.device == "cpu",
     )
-    check_capacity(config.rollout.max_total_tokens, model)
+    check_capacity(wanted_tokens(config, context_length=model.context_length), model)
     return model
 
 
@@ -76,7 +77,7 @@ def check_capacity(total_tokens: int | None, model: ModelFacts) -> None:
     """Raises InvalidArgument when a KV cache of `total_tokens` is too small for one sequence of the full length."""
     if total_tokens is not None and total_tokens < model.context_length:
         raise InvalidArgument(
-            "rollout.max_total_tokens",
+            "rollout.kv_tokens",
             f"a KV cache of {total_tokens} tokens cannot hold one sequence of {model.context_length}; "
             "raise it, or lower rollout.context_length",
             needed_tokens=model.context_length,

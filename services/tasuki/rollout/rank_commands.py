@@ -39,7 +39,7 @@ class EngineRank:
 
     rank: place among all engine ranks, which names the process. scheduler: SGLang's, or None for a model without an engine around it.
     turn: the scheduler's, which it lends while it waits.
-    adapter: what is received in the place of the model, which then stays as it was loaded.
+    adapter: what is received in the place of the model, which then stays as it was loaded. staying: tags that never sleep.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class EngineRank:
         scheduler: Any = None,
         turn: Turn | None = None,
         adapter: EngineModel | None = None,
+        staying: frozenset[MemoryTag] = frozenset(),
     ) -> None:
         self.rank = rank
         self._turn = Turn() if turn is None else turn
@@ -60,7 +61,6 @@ class EngineRank:
         self._heartbeat: Heartbeat | None = None
         self._failpoints = NO_FAILPOINTS
         slot_table = None if scheduler is None else scheduler.req_to_token_pool.req_to_token
-        staying = frozenset() if adapter is None else frozenset({MemoryTag.WEIGHTS})
         self.memory = RankMemory(allocator, model, slot_table=slot_table, staying=staying)
         self._handlers: Handlers = {
             "receive": self._receive,

@@ -72,9 +72,11 @@ class RankMemory:
 
     def usage(self) -> list[TagUsage]:
         return [
-            replace(usage, host_copy_bytes=usage.host_copy_bytes + self._kept[usage.tag].host_bytes)
-            if usage.tag in self._kept
-            else usage
+            replace(
+                usage,
+                host_copy_bytes=usage.host_copy_bytes + (self._kept[usage.tag].host_bytes if usage.tag in self._kept else 0),
+                stays=usage.tag in self._staying,
+            )
             for usage in self._allocator.usage()
         ]
 

@@ -30,6 +30,7 @@ from tasuki.rollout.rank_report import RankReport, reporting
 from tasuki.rollout.record import EngineModel
 from tasuki.rollout.seeded_sampling import multinomial_with_seed
 from tasuki.rollout.turn import Turn
+from tasuki.rpc.staying import staying_of_engine_rank
 from tasuki.transport.gloo_peers import check_gloo_peers
 
 
@@ -104,7 +105,13 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
         setup, turn = self._setup, self._turn
         model = cast(EngineModel, self.tp_worker.model_runner.model)
         engine_rank = EngineRank(
-            model, setup.allocator, rank=setup.rank, scheduler=self, turn=turn, adapter=self._served_adapter()
+            model,
+            setup.allocator,
+            rank=setup.rank,
+            scheduler=self,
+            turn=turn,
+            adapter=self._served_adapter(),
+            staying=frozenset() if setup.config is None else staying_of_engine_rank(setup.config, setup.rank),
         )
         turn.take()
         self.request_receiver = LendingReceiver(self.request_receiver, turn)

@@ -11,7 +11,7 @@ from tasuki.config import places
 from tasuki.config.gpus import gpus_of
 from tasuki.config.instance import read_instance
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.tags import MemoryTag
+from tasuki.memory.stages import Service
 from tasuki.rollout.engine import start_engine
 from tasuki.rollout.memory import EngineMemory
 from tasuki.rollout.memory_servicer import RolloutMemoryServicer
@@ -30,6 +30,8 @@ from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.port import port_of
 from tasuki.rpc.server import RpcServer
+from tasuki.rpc.staying import staying_tags
+from tasuki.rpc.usage import TAGS
 from tasuki.v1 import memory_pb2_grpc, rollout_pb2_grpc
 
 _SERVICE = "tasuki.v1.RolloutService"
@@ -58,7 +60,7 @@ async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, de
         rollout = Rollout(
             engine,
             sync,
-            EngineMemory(calls, staying=frozenset() if config.served_adapter is None else frozenset({MemoryTag.WEIGHTS})),
+            EngineMemory(calls, staying=frozenset(TAGS[tag] for tag in staying_tags(config, Service.ROLLOUT))),
             calls=numbers,
             seed=config.rollout.seed,
             on_poison=shutdown.on_poison,

@@ -9,6 +9,8 @@ from typing import cast
 
 import grpc
 
+from tasuki.memory.stages import Stage
+from tasuki.rpc.stages import stage_from_proto
 from tasuki.v1.rollout_pb2 import GetRolloutStateRequest
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
 from tasuki.v1.trainer_pb2 import GetTrainerStateRequest
@@ -21,10 +23,16 @@ _READ_TIMEOUT_S = 5.0
 
 
 def wait_for_trainer_to_leave(target: str) -> None:
-    """Returns when no tag of the trainer is resident, or no trainer answers: an engine takes what memory is free when it starts."""
+    """Returns when the trainer is offloaded, but for what stays beside an engine, or no trainer answers: an engine that starts takes what
+    memory is free."""
     with open_blocking_channel(target) as channel:
         stub = TrainerServiceStub(channel)
-        _wait(lambda: stub.GetTrainerState(GetTrainerStateRequest(), timeout=_READ_TIMEOUT_S).resident_tags, "trainer")
+
+        def resident_tags() -> Sequence[int]:
+            state = stub.GetTrainerState(GetTrainerStateRequest(), timeout=_READ_TIMEOUT_S)
+            return () if stage_from_proto(state.stage) is Stage.OFFLOAD else state.resident_tags
+
+        _wait(resident_tags, "trainer")
 
 
 def wait_for_rollout_to_leave(target: str, *, staying: Collection[int] = ()) -> None:

@@ -18,11 +18,12 @@ from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock
 from tasuki.config.places import node_targets
 from tasuki.config.schema import NodeConfig
+from tasuki.memory.stages import Service
 from tasuki.rpc.gpu_wait import wait_for_rollout_to_leave
 from tasuki.rpc.logs import configure_logging
+from tasuki.rpc.staying import staying_tags
 from tasuki.trainer.environment import LOOPBACK, cache_variables
 from tasuki.trainer.launch import Launch, read_launch
-from tasuki.v1.types_pb2 import MEMORY_TAG_WEIGHTS
 from tasuki.wire.errors import InvalidArgument, TasukiError
 
 
@@ -68,8 +69,7 @@ def _serve(config: NodeConfig, launch: Launch) -> int:
 
 def _wait_for_rollout(config: NodeConfig) -> None:
     if config.device == "cuda":
-        staying = [] if config.served_adapter is None else [MEMORY_TAG_WEIGHTS]
-        wait_for_rollout_to_leave(node_targets(config)["rollout"], staying=staying)
+        wait_for_rollout_to_leave(node_targets(config)["rollout"], staying=staying_tags(config, Service.ROLLOUT))
 
 
 if __name__ == "__main__":

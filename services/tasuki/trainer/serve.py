@@ -14,12 +14,14 @@ import torch.distributed as dist
 from tasuki.config.gpus import gpus_of
 from tasuki.config.places import node_targets, socket_dir, training_log_path
 from tasuki.config.schema import NodeConfig
+from tasuki.memory.stages import Service
 from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.port import port_of
 from tasuki.rpc.rank_server import Handlers
 from tasuki.rpc.server import RpcServer
+from tasuki.rpc.staying import staying_tags
 from tasuki.trainer.backends.fsdp.backend import FsdpBackend
 from tasuki.trainer.backends.fsdp.mesh import start_mesh
 from tasuki.trainer.data.checks import BatchLimits
@@ -59,6 +61,7 @@ def run_rank(config: NodeConfig, *, launch: Launch) -> bool:
         cleanup.callback(dist.destroy_process_group)
         backend = FsdpBackend(config, mesh=mesh)
         cleanup.callback(backend.close)
+        backend.warm_up()
         learner = Learner(
             backend,
             optimizers=trained_roles(trainer),
@@ -145,7 +148,7 @@ def _server(training: Training, log: TrainingLog, *, ready: RankReady, config: N
     metrics = TrainerMetrics(server.registry, num_gpus=len(gpus), policy_version=lambda: state.policy_version)
     servicer = TrainerServicer(training, log=log, ready=ready, config=config, metrics=metrics)
     server.add(add_TrainerServiceServicer_to_server, servicer, "tasuki.v1.TrainerService")
-    memory = MemoryServicer(training.ranks, state=training.state)
+    memory = MemoryServicer(training.ranks, state=training.state, staying=staying_tags(config, Service.TRAINER))
     server.add(add_MemoryServiceServicer_to_server, memory, "tasuki.v1.MemoryService")
     return server
 

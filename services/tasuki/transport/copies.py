@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from tasuki.transport.checksum import GROUP, MODULUS, checksum
+from tasuki.transport.host_sums import checksum_blocks, copy_and_sum, copy_blocks
 from tasuki.transport.plan import Slice
 from tasuki.transport.table import TILE_UNITS, VECTOR_BYTES, Side, Table, Transfer, build_tables, memory_side
 
@@ -99,34 +100,43 @@ class HostCopies:
 
 
 class HostSummedCopies:
-    """One `copy_` and one `checksum` after the other."""
+    """All in one pass over the bytes, by every core; one `copy_` and one `checksum` after the other where dtypes differ."""
 
     def __init__(self, copies: Sequence[ViewCopy], *, num_sums: int) -> None:
+        # Held, since the blocks know addresses only.
         self._copies = list(copies)
-        self._sums = [0] * num_sums
+        self._cast = [copy for copy in copies if copy.source.dtype != copy.destination.dtype]
+        self._blocks = copy_blocks(copy for copy in copies if copy.source.dtype == copy.destination.dtype)
+        self._sums = np.zeros(num_sums, dtype=np.uint64)
 
     @torch.no_grad()
     def start(self) -> None:
-        self._sums = [0] * len(self._sums)
-        for copy in self._copies:
+        self._sums = copy_and_sum(self._blocks, num_sums=len(self._sums))
+        for copy in self._cast:
             copy.destination.copy_(copy.source)
             assert copy.where is not None, "a copy that is summed"
             held = checksum(copy.destination, copy.where, dtype=copy.source.dtype)
-            self._sums[copy.slot] = (self._sums[copy.slot] + held) % MODULUS
+            self._sums[copy.slot] += np.uint64(held)
 
     def sums(self) -> np.ndarray:
-        return np.array(self._sums, dtype=np.uint64)
+        return self._sums
 
 
 class HostChecksums:
-    """One `checksum` after the other."""
+    """All in one pass over the bytes, by every core; one `checksum` after the other where another dtype counts."""
 
     def __init__(self, views: Sequence[ViewChecksum]) -> None:
         self._views = list(views)
+        self._cast = [(slot, view) for slot, view in enumerate(views) if view.values.dtype != view.dtype]
+        held = ((slot, view) for slot, view in enumerate(views) if view.values.dtype == view.dtype)
+        self._blocks = checksum_blocks((view.values, view.where, slot) for slot, view in held)
 
     @torch.no_grad()
     def read(self) -> list[int]:
-        return [checksum(view.values, view.where, dtype=view.dtype) for view in self._views]
+        sums = copy_and_sum(self._blocks, num_sums=len(self._views)).tolist()
+        for slot, view in self._cast:
+            sums[slot] = checksum(view.values, view.where, dtype=view.dtype)
+        return sums
 
 
 class DeviceCopies:

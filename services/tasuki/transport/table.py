@@ -90,12 +90,17 @@ def build_tables(transfers: Sequence[Transfer], *, vector: int, first_lane: int 
     first_lane: which lane has the first tile; ranks that read from the same owners pass different ones.
     """
     blocks: defaultdict[tuple[int, int], list[tuple[list[int], int]]] = defaultdict(list)
-    for transfer in transfers:
-        for block in _blocks(_collapsed(transfer)):
-            width = vector if _is_vectorizable(block, vector) else 1
-            words = _words(block, width)
-            blocks[width, len(words)].append((words, block.lane))
+    for block in blocks_of(transfers):
+        width = vector if _is_vectorizable(block, vector) else 1
+        words = _words(block, width)
+        blocks[width, len(words)].append((words, block.lane))
     return [_table(width, rows, first_lane) for (width, _), rows in sorted(blocks.items(), reverse=True)]
+
+
+def blocks_of(transfers: Iterable[Transfer]) -> Iterator[Transfer]:
+    """The same elements in parts of two dimensions."""
+    for transfer in transfers:
+        yield from _blocks(_collapsed(transfer))
 
 
 def _collapsed(transfer: Transfer) -> Transfer:

@@ -121,7 +121,8 @@ class RankCommands:
         )
 
     def pause(self, request: memory_pb2.PauseRequest) -> memory_pb2.PauseResponse:
-        return memory_pb2.PauseResponse(released_bytes=self._backend.pause([TAGS[tag] for tag in request.tags]))
+        released = self._backend.pause([TAGS[tag] for tag in request.tags], makes_room=request.makes_room)
+        return memory_pb2.PauseResponse(released_bytes=released)
 
     def resume(self, request: memory_pb2.ResumeRequest) -> memory_pb2.ResumeResponse:
         return memory_pb2.ResumeResponse(mapped_bytes=self._backend.resume([TAGS[tag] for tag in request.tags]))

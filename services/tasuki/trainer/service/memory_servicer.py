@@ -25,8 +25,11 @@ TAGS = named_tags(Stage.OFFLOAD)
 class MemoryServicer(MemoryServiceServicer):
     """Pauses and resumes the tags in every rank."""
 
-    def __init__(self, ranks: TrainerRanks, *, state: TrainerState) -> None:
-        self._ranks, self._state = ranks, state
+    def __init__(
+        self, ranks: TrainerRanks, *, state: TrainerState, staying: frozenset[MemoryTag.ValueType] = frozenset()
+    ) -> None:
+        """staying: tags that every rank keeps over OFFLOAD."""
+        self._ranks, self._state, self._staying = ranks, state, staying
 
     async def Pause(self, request: memory_pb2.PauseRequest, context: Any) -> memory_pb2.PauseResponse:
         async def pause() -> memory_pb2.PauseResponse:
@@ -38,7 +41,7 @@ class MemoryServicer(MemoryServiceServicer):
                     )
                 answers = await self._ranks.call(TrainerRankCommand(pause=request))
                 self._state.stage = Stage.OFFLOAD
-                self._state.paused_tags.update(request.tags)
+                self._state.paused_tags.update(tag for tag in request.tags if request.makes_room or tag not in self._staying)
             return memory_pb2.PauseResponse(released_bytes=sum(answer.pause.released_bytes for answer in answers))
 
         return await self._state.gate.stage(request, pause)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from tasuki.trainer.backends.fsdp.checkpoint import (
     training_tensors,
 )
 from tasuki.trainer.backends.fsdp.lora import adapters_off, merged_rows, trained_parameters
-from tasuki.trainer.backends.fsdp.memory import ExportChoice, TrainerMemory
+from tasuki.trainer.backends.fsdp.memory import ExportChoice, Staying, TrainerMemory
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
 from tasuki.trainer.backends.fsdp.model import (
     Critic,
@@ -42,6 +43,9 @@ from tasuki.trainer.backends.fsdp.shards import adapter_shards, local_shards
 from tasuki.trainer.data.micro_batch import TokenBatch
 from tasuki.trainer.roles import Role
 from tasuki.transport.export import ExportMemory, WeightExport
+from tasuki.wire.errors import OutOfGpuMemory
+
+_log = logging.getLogger("tasuki.trainer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,8 @@ class FsdpBackend:
         torch.manual_seed(config.seed)
         if node.memory.host_budget_bytes is not None:
             set_host_budget(node.memory.host_budget_bytes // mesh.size())
-        self.memory = TrainerMemory(mesh, ExportChoice.of(node, mesh))
+        self.memory = TrainerMemory(mesh, ExportChoice.of(node, mesh), staying=Staying.of(node, mesh))
+        self.memory.pin_in_background(node)
         self._export: WeightExport | None = None
         self._reference: Policy | None = None
         self._policy = load_policy(self._source(node.model.path, lora=config.lora), region=self._weights())
@@ -120,6 +125,16 @@ class FsdpBackend:
         replaced = () if self._node.served_adapter is not None else merged_rows(self._policy.causal_lm)
         return Publication(self._export, self._export.publish(policy_version, replaced=replaced))
 
+    def warm_up(self) -> None:
+        """Makes on a GPU what a first publication would: its memory, if it stays, and kernels. Where room is lacking, that one says so."""
+        if self.device.type != "cuda" or not self.memory.export_stays:
+            return
+        try:
+            self.publish(policy_version=0)
+            self.withdraw()
+        except OutOfGpuMemory as error:
+            _log.warning("event=not_warm reason=%s error=%s", error.reason, error.message)
+
     def withdraw(self) -> None:
         if self._export is not None:
             self._export.withdraw()
@@ -128,8 +143,8 @@ class FsdpBackend:
         assert self._export is not None
         self._export.damage()
 
-    def pause(self, tags: Sequence[MemoryTag]) -> int:
-        return self.memory.pause(tags)
+    def pause(self, tags: Sequence[MemoryTag], *, makes_room: bool = False) -> int:
+        return self.memory.pause(tags, makes_room=makes_room)
 
     def resume(self, tags: Sequence[MemoryTag]) -> int:
         return self.memory.resume(tags)
@@ -158,6 +173,7 @@ class FsdpBackend:
 
     def close(self) -> None:
         """Ends the export: nobody new gets the weights."""
+        self.memory.close()
         if self._export is not None:
             self._export.close()
 
@@ -169,6 +185,7 @@ class FsdpBackend:
             if self._reference is None:
                 source = self._source(self._node.model.path, lora=None, is_frozen=True)
                 self._reference = load_policy(source, region=self._weights()).requires_grad_(False).eval()
+                self.memory.freeze(self._reference.parameters())
             return self._reference
         return self._trained[role].network
 
@@ -176,6 +193,7 @@ class FsdpBackend:
         if self._node.trainer.gradient_checkpointing:
             network.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
         network.train()
+        self.memory.freeze(param for param in network.parameters() if not param.requires_grad)
         parameters = [param for _, param in trained_parameters(network)]
         return Trained(network, ShardedAdamW(parameters, config=config, memory=self.memory, mesh=self._mesh))
 

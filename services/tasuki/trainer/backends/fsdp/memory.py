@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 import torch
@@ -15,12 +18,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from tasuki.config.schema import NodeConfig
+from tasuki.memory import arena as native
 from tasuki.memory.allocator import NativeAllocator
-from tasuki.memory.arena import Keep, Transfer
+from tasuki.memory.arena import Arena, Keep, Transfer
 from tasuki.memory.device_usage import device_usage
 from tasuki.memory.tags import DeviceUsage, MemoryTag, TagUsage
+from tasuki.planner.layout import Layout, Part
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node_plan import node_layout
+from tasuki.planner.plan import TRAINER_TAGS
+from tasuki.planner.trainer_bytes import trainer_tags
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
 from tasuki.transport.export import ExportMemory, WeightExport
 from tasuki.wire.errors import OutOfGpuMemory, TasukiError
@@ -29,6 +36,10 @@ TAGS = (MemoryTag.WEIGHTS, MemoryTag.GRADIENTS, MemoryTag.OPTIMIZER)
 """What is told to leave. The copies that are published follow the weights."""
 # Nothing is offloaded while gradients are pending, so there is nothing to keep of them.
 _KEEP = {MemoryTag.WEIGHTS: Keep.CONTENT, MemoryTag.OPTIMIZER: Keep.CONTENT}
+_PARTS: dict[MemoryTag, Part] = dict(zip(TAGS, TRAINER_TAGS, strict=True))
+# How often one looks whether the process is to end.
+_PIN_STEP_BYTES = 256 * 2**20
+_log = logging.getLogger("tasuki.trainer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,23 +55,43 @@ class ExportChoice:
         """The configuration's, and the planner's where that leaves it open. The same on every rank, all of which must call it."""
         device = mesh_device(mesh)
         stays = config.trainer.export_stays
+        if config.residency is not None:
+            stays = "export" in config.residency.of_trainer(mesh.get_local_rank())
         if stays is None:
-            rank = mesh.get_local_rank()
-            gpu_bytes, host_bytes = (device_usage(name, rank).total_bytes for name in (str(device), "cpu"))
-            shape = read_model_shape(config.model.path)
-            fits = node_layout(config, shape, gpu_bytes=gpu_bytes, host_bytes=host_bytes).export_stays
-            vote = torch.tensor(int(fits), device=device)
+            vote = torch.tensor(int(_layout(config, mesh).export_stays), device=device)
             dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=mesh.get_group("dp"))
             stays = bool(vote)
         return cls(config.exports_parameters, stays or config.trainer.export_handles == "ipc", config.trainer.export_handles)
 
 
+@dataclass(frozen=True, slots=True)
+class Staying:
+    """What one rank keeps over OFFLOAD: tags, and whether torch keeps its cache."""
+
+    tags: frozenset[MemoryTag] = frozenset()
+    cache: bool = False
+
+    @classmethod
+    def of(cls, config: NodeConfig, mesh: DeviceMesh) -> Staying:
+        """As the planner decided for the node; nothing for services that were started one by one."""
+        if config.residency is None:
+            return cls()
+        names = config.residency.of_trainer(mesh.get_local_rank())
+        return cls(frozenset(tag for tag in TAGS if tag in names), "cache" in names)
+
+
+def _layout(config: NodeConfig, mesh: DeviceMesh) -> Layout:
+    rank = mesh.get_local_rank()
+    gpu_bytes, host_bytes = (device_usage(name, rank).total_bytes for name in (str(mesh_device(mesh)), "cpu"))
+    return node_layout(config, read_model_shape(config.model.path), gpu_bytes=gpu_bytes, host_bytes=host_bytes)
+
+
 class TrainerMemory:
     """Pausable memory of one rank. Tensors keep their addresses from their making to the end of the process."""
 
-    def __init__(self, mesh: DeviceMesh, export: ExportChoice) -> None:
+    def __init__(self, mesh: DeviceMesh, export: ExportChoice, *, staying: Staying = Staying()) -> None:
         device = mesh_device(mesh)
-        self._mesh, self._device, self._choice = mesh, device, export
+        self._mesh, self._device, self._choice, self._staying = mesh, device, export, staying
         self._allocator = NativeAllocator(tags=TAGS, device=str(device), keep=_KEEP)
         if export.of_parameters and export.stays:
             # The very chunks that rollout has mapped.
@@ -69,10 +100,37 @@ class TrainerMemory:
         self._is_export_there = False
         self._gradients: list[Tensor] = []
         self._optimizer_transfer: Transfer | None = None
+        self._pinning: threading.Thread | None = None
+        self._is_closing = threading.Event()
+
+    @property
+    def export_stays(self) -> bool:
+        return self._choice.stays
 
     def region(self, tag: MemoryTag) -> AbstractContextManager[None]:
         """Tensors made inside belong to `tag`."""
         return self._allocator.region(tag)
+
+    def freeze(self, parameters: Iterable[Parameter]) -> None:
+        """Promises that parameters never change, nor end before this process: each is copied to the host once, not at every pause."""
+        for parameter in parameters:
+            local = cast(DTensor, parameter.data).to_local()
+            if local.numel():
+                native.freeze(local.data_ptr(), local.nbytes)
+
+    def pin_in_background(self, config: NodeConfig) -> None:
+        """Takes the pinned host memory that an OFFLOAD will copy to, beside whatever comes next; `pause` waits for it. None on a CPU."""
+        leaving = [tag for tag in _KEEP if tag not in self._staying.tags]
+        if self._device.type == "cuda" and leaving:
+            sizes = trainer_tags(_layout(config, self._mesh))
+            arenas = {self._allocator.arena(tag): sizes[_PARTS[tag]] for tag in leaving}
+            self._pinning = threading.Thread(target=self._pin, args=(arenas,), name="pinning", daemon=True)
+            self._pinning.start()
+
+    def close(self) -> None:
+        """Ends what goes on in the background."""
+        self._is_closing.set()
+        self._end_pinning()
 
     def make_gradients(self, parameters: Iterable[Parameter]) -> list[Tensor]:
         """Gives every parameter a gradient of zeros, into which FSDP2 adds from then on, in the same place. Returns this rank's shards."""
@@ -116,15 +174,19 @@ class TrainerMemory:
         assert self._export is not None
         return self._export
 
-    def pause(self, tags: Sequence[MemoryTag]) -> int:
-        """Gives the pages of `tags` back; parameters and optimizer state move to host memory. Returns the bytes released."""
+    def pause(self, tags: Sequence[MemoryTag], *, makes_room: bool = False) -> int:
+        """Gives the pages of `tags` back; parameters and optimizer state move to host memory. Returns the bytes released.
+
+        makes_room: also of tags that stay over an OFFLOAD. Raises OutOfGpuMemory when the host cannot pin what is copied.
+        """
+        self._end_pinning()
         self.wait_for_optimizer()
-        if MemoryTag.WEIGHTS in tags and not self._choice.stays:
-            tags = [*tags, *self._copies()]
+        copies = self._copies() if MemoryTag.WEIGHTS in tags and not self._choice.stays else []
+        tags = [*(tag for tag in tags if makes_room or tag not in self._staying.tags), *copies]
         is_shared = MemoryTag.EXPORT in tags or (MemoryTag.WEIGHTS in tags and not self._choice.stays)
         with self._export.leaving() if self._export is not None and is_shared else nullcontext():
             released = self._allocator.pause(tags)
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and (makes_room or not self._staying.cache):
             # What torch only caches nobody else could take.
             torch.cuda.empty_cache()
         return released
@@ -156,10 +218,32 @@ class TrainerMemory:
             transfer.wait()
 
     def usage(self) -> list[TagUsage]:
-        return self._allocator.usage()
+        staying = {*self._staying.tags, *([MemoryTag.EXPORT] if self._choice.stays else [])}
+        return [replace(usage, stays=usage.tag in staying) for usage in self._allocator.usage()]
 
     def device_usage(self) -> DeviceUsage:
         return device_usage(str(self._device), self._mesh.get_local_rank())
+
+    def _pin(self, arenas: Mapping[Arena, int]) -> None:
+        """arenas: with the bytes that each will hold."""
+        started = time.monotonic()
+        try:
+            for arena, total_bytes in arenas.items():
+                while arena.reserve_host(_PIN_STEP_BYTES, total_bytes=total_bytes) and not self._is_closing.is_set():
+                    pass
+        except TasukiError as error:  # met again, and told, by the pause that needs it
+            _log.error("event=pinning_failed reason=%s error=%s", error.reason, error.message)
+            return
+        _log.info(
+            "event=pinned bytes=%d seconds=%.1f",
+            sum(arena.usage().host_copy_bytes for arena in arenas),
+            time.monotonic() - started,
+        )
+
+    def _end_pinning(self) -> None:
+        pinning, self._pinning = self._pinning, None
+        if pinning is not None:
+            pinning.join()
 
     def _made(self, make: Callable[[ExportMemory], WeightExport]) -> WeightExport:
         choice = self._choice
@@ -202,7 +286,7 @@ class TrainerMemory:
         if error is not None and not lacking:
             raise error
         if error is None:
-            self.pause(woken)
+            self.pause(woken, makes_room=True)
         rank, needed, free = max(failures, key=lambda failure: failure[1] - failure[2])
         tags = woken if of is None else of
         raise OutOfGpuMemory(

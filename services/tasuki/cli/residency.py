@@ -1,0 +1,48 @@
+"""What stays over a changeover: decided once, by the planner, before a node starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tasuki.config.gpus import smallest_gpu_bytes
+from tasuki.config.schema import NodeConfig
+from tasuki.memory.host import host_memory
+from tasuki.planner.layout import Layout
+from tasuki.planner.model_shape import read_model_shape
+from tasuki.planner.node_plan import node_layout
+from tasuki.planner.plan import plan
+from tasuki.planner.residency import as_config, stay_and_leave
+
+# On a CPU the planner has no use for the size of a GPU, and wants one.
+_NO_GPU = 1
+
+
+def with_residency(config: NodeConfig, *, tell: Callable[[str], None]) -> NodeConfig:
+    """The configuration with its `[residency]`: as it is written, or as the planner decides. tell: takes a line for each kind of device.
+
+    Where nobody says how large the GPUs are, nothing stays. Raises InvalidArgument for `rollout.kv_tokens` beyond what fits.
+    """
+    gpu_bytes = _NO_GPU if config.device == "cpu" else smallest_gpu_bytes()
+    if gpu_bytes is None:
+        tell(
+            "NVML does not say how large the GPUs are: all memory leaves at each changeover, unless [residency] says what stays"
+        )
+        return config
+    budget = config.memory.host_budget_bytes
+    host_bytes = host_memory().available_bytes if budget is None else budget
+    layout = node_layout(config, read_model_shape(config.model.path), gpu_bytes=gpu_bytes, host_bytes=host_bytes)
+    for line in residency_lines(layout):
+        tell(line)
+    if config.residency is not None:
+        return config
+    is_counted = config.device == "cuda" and layout.kv_tokens is not None
+    kv_tokens = plan(layout).kv_pool.num_tokens if is_counted else None
+    return config.model_copy(update={"residency": as_config(layout, config, kv_tokens=kv_tokens)})
+
+
+def residency_lines(layout: Layout) -> list[str]:
+    """What stays and what leaves, one line for each kind of GPU."""
+    return [
+        f"{name}: stays {', '.join(stays) or 'nothing'}; leaves {', '.join(leaves) or 'nothing'}"
+        for name, stays, leaves in stay_and_leave(layout)
+    ]

@@ -1,0 +1,180 @@
+"""What may stay on each GPU while the other service works: of all choices that fit, the one whose leaving costs least."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+
+from tasuki.config.gpus import gpus_of
+from tasuki.config.residency_schema import ResidencyConfig
+from tasuki.config.schema import NodeConfig
+from tasuki.planner.layout import RESIDENT, TAGS, Layout, Part, Strategy
+from tasuki.planner.plan import PLAN_STAGES, Sizes, parts_on_gpu, plan_of, sizes_of
+from tasuki.planner.seconds import leaving_seconds
+
+# Of a GPU, for what the prediction of a stage may be too low (docs/benchmarks.md: 4.3 % of the stage at worst).
+_RESERVE = 0.04
+_OF_TRAINER = {
+    "weights": Part.TRAINER_WEIGHTS,
+    "gradients": Part.GRADIENTS,
+    "optimizer": Part.OPTIMIZER,
+    "export": Part.EXPORT,
+    "cache": Part.TORCH_CACHE,
+}
+_OF_ENGINE = {"weights": Part.ROLLOUT_WEIGHTS, "kv_cache": Part.KV_CACHE}
+_TAG_PARTS = {*TAGS, Part.EXPORT}
+
+Staying = tuple[frozenset[Part], ...]
+"""By GPU; on a CPU by rank."""
+
+
+def decide(layout: Layout, *, export_stays: bool | None, budget_bytes: int | None = None) -> Staying:
+    """What stays on each GPU of a staged layout: the less leaves the better, and the cheapest first.
+
+    export_stays: whether what rollout reads must stay, or must leave; None leaves it open. budget_bytes: of a CPU, for the tags of all
+    ranks together; by default all its memory counts.
+    """
+    sizes = sizes_of(layout)
+    if layout.strategy is not Strategy.STAGED:
+        return (frozenset(),) * layout.num_gpus
+    if layout.device == "cpu":
+        staying = _on_host(layout, sizes, export_stays=export_stays, budget_bytes=budget_bytes)
+        return tuple(_present_on(layout, index) & staying for index in range(layout.num_gpus))
+    kinds: dict[tuple[bool, bool], frozenset[Part]] = {}
+    for index in range(layout.num_gpus):
+        kind = layout.has_rank(index), layout.has_engine(index)
+        if kind not in kinds:
+            kinds[kind] = _on_gpu(layout, sizes, index, export_stays=export_stays)
+    return tuple(kinds[layout.has_rank(index), layout.has_engine(index)] for index in range(layout.num_gpus))
+
+
+def given(layout: Layout, config: NodeConfig, residency: ResidencyConfig) -> Staying:
+    """What a configuration says itself."""
+    gpus = gpus_of(config)
+    staying = [set[Part]() for _ in range(layout.num_gpus)]
+    for rank, gpu in enumerate(gpus.trainer):
+        staying[gpu] |= {_OF_TRAINER[name] for name in residency.of_trainer(rank)}
+    for rank, gpu in enumerate(gpus.rollout):
+        staying[gpu] |= {_OF_ENGINE[name] for name in residency.of_rollout(rank)}
+    return tuple(map(frozenset, staying))
+
+
+def as_config(layout: Layout, config: NodeConfig, *, kv_tokens: int | None) -> ResidencyConfig:
+    """A layout's `staying` as the node's configuration carries it, by rank."""
+    assert layout.staying is not None
+    gpus = gpus_of(config)
+    trainer = tuple(_names(layout.staying[gpu], _OF_TRAINER) for gpu in gpus.trainer)
+    rollout = tuple(_names(layout.staying[gpu], _OF_ENGINE) for gpu in gpus.rollout)
+    return ResidencyConfig.model_validate({"trainer": trainer, "rollout": rollout, "kv_tokens": kv_tokens})
+
+
+def stay_and_leave(layout: Layout) -> list[tuple[str, list[Part], list[Part]]]:
+    """Of GPUs that keep the same: their name, such as "GPUs 0, 1", what stays on them and what leaves. Empty where nobody has decided."""
+    if layout.staying is None:
+        return []
+    kinds: dict[tuple[frozenset[Part], frozenset[Part]], list[int]] = {}
+    for index, staying in enumerate(layout.staying):
+        present = _present_on(layout, index) - _absent(layout)
+        kinds.setdefault((present & staying, present - staying), []).append(index)
+    noun = "rank" if layout.device == "cpu" else "GPU"
+    return [
+        (_run_name(noun, indices), [part for part in RESIDENT if part in stays], [part for part in RESIDENT if part in leaves])
+        for (stays, leaves), indices in kinds.items()
+    ]
+
+
+def _run_name(noun: str, indices: list[int]) -> str:
+    return f"{noun} {indices[0]}" if len(indices) == 1 else f"{noun}s {', '.join(map(str, indices))}"
+
+
+def _absent(layout: Layout) -> frozenset[Part]:
+    return frozenset({Part.EXPORT}) if layout.exports_parameters and layout.device == "cuda" else frozenset()
+
+
+def _names(staying: frozenset[Part], names: dict[str, Part]) -> tuple[str, ...]:
+    return tuple(name for name, part in names.items() if part in staying)
+
+
+def _on_gpu(layout: Layout, sizes: Sizes, index: int, *, export_stays: bool | None) -> frozenset[Part]:
+    room = layout.gpu_bytes * (1 - _RESERVE) - layout.overheads.margin
+    present = _present_on(layout, index)
+
+    def fits(staying: frozenset[Part]) -> bool:
+        one = _keeping(layout, staying)
+        return all(sum(parts_on_gpu(one, sizes, stage, index).values()) <= room for stage in PLAN_STAGES)
+
+    return _cheapest(layout, sizes, present, fits, export_stays=export_stays)
+
+
+def _on_host(layout: Layout, sizes: Sizes, *, export_stays: bool | None, budget_bytes: int | None) -> frozenset[Part]:
+    """Of all ranks alike: they share one memory."""
+    present = frozenset(RESIDENT) - {Part.TORCH_CACHE}
+
+    def fits(staying: frozenset[Part]) -> bool:
+        planned = plan_of(_keeping(layout, staying), sizes)
+        if budget_bytes is None:
+            return planned.fits_host
+        return all(_tags(stage.gpus) <= budget_bytes for stage in planned.stages)
+
+    return _cheapest(layout, sizes, present, fits, export_stays=export_stays)
+
+
+def _tags(gpus: Sequence[Mapping[Part, int]]) -> int:
+    return sum(size for parts in gpus for part, size in parts.items() if part in _TAG_PARTS)
+
+
+def _cheapest(
+    layout: Layout,
+    sizes: Sizes,
+    present: frozenset[Part],
+    fits: Callable[[frozenset[Part]], bool],
+    *,
+    export_stays: bool | None,
+) -> frozenset[Part]:
+    """What stays of `present`; what must stay alone where no choice fits."""
+    must_stay = _must_stay(layout, export_stays=export_stays) & present
+    choices = sorted(_choices(layout, present, export_stays=export_stays), key=lambda leaving: _seconds(leaving, sizes))
+    return next((present - leaving for leaving in choices if fits(present - leaving)), must_stay)
+
+
+def _choices(layout: Layout, present: frozenset[Part], *, export_stays: bool | None) -> Iterator[frozenset[Part]]:
+    """Sets that may leave."""
+    must_stay = _must_stay(layout, export_stays=export_stays)
+    published = {Part.TRAINER_WEIGHTS, Part.EXPORT} if layout.exports_parameters else {Part.EXPORT}
+    open_parts = sorted(present - must_stay)
+    for count in range(len(open_parts) + 1):
+        for chosen in combinations(open_parts, count):
+            leaving = frozenset(chosen)
+            # Parameters that are read themselves leave with what else is read.
+            is_whole = not leaving & published or published & present <= leaving
+            if is_whole and (export_stays is not False or published & present <= leaving):
+                yield leaving
+
+
+def _must_stay(layout: Layout, *, export_stays: bool | None) -> frozenset[Part]:
+    staying: set[Part] = set()
+    if export_stays:
+        staying |= {Part.EXPORT, Part.TRAINER_WEIGHTS} if layout.exports_parameters else {Part.EXPORT}
+    if layout.lora_rank is not None and not layout.merges_adapters:
+        staying.add(Part.ROLLOUT_WEIGHTS)  # the engine's base is never sent again
+    return frozenset(staying)
+
+
+def _present_on(layout: Layout, index: int) -> frozenset[Part]:
+    parts: set[Part] = set()
+    if layout.has_rank(index):
+        parts |= set(_OF_TRAINER.values())
+    if layout.has_engine(index):
+        parts |= set(_OF_ENGINE.values())
+    return frozenset(parts) - ({Part.TORCH_CACHE} if layout.device == "cpu" else frozenset())
+
+
+def _keeping(layout: Layout, staying: frozenset[Part]) -> Layout:
+    """The layout as one of its GPUs sees it that keeps `staying`."""
+    return replace(layout, staying=(staying,) * layout.num_gpus).on_gpu(0)
+
+
+def _seconds(leaving: frozenset[Part], sizes: Sizes) -> float:
+    known = {**sizes.trainer, **sizes.engine, Part.TORCH_CACHE: sum(sizes.work.values())}
+    return sum(leaving_seconds(part, known[part]) for part in leaving)

@@ -1,0 +1,79 @@
+"""What it costs that memory leaves a GPU and comes back, and what the stages of a changeover should take. Estimates.
+
+Rates are those that H200s showed (docs/benchmarks.md); nothing here decides whether something fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tasuki.memory.stages import Stage
+from tasuki.planner.layout import GB, Layout, Part, Strategy
+from tasuki.planner.plan import Plan, Sizes, sizes_of
+
+# Seconds a byte.
+_COPY = 1 / (55 * GB)  # host <-> device, pinned
+_MAKE = 1.8e-3 / GB  # create, scrub and map
+_RELEASE = 1.3e-3 / GB
+_CAST = 1 / (1000 * GB)  # reads a parameter, writes it in the engine's dtype
+_PULL = 1 / (373 * GB)  # over NVLink
+_READ = 1 / (2000 * GB)  # on the same GPU
+# Seconds beside the bytes.
+_COMMAND = 3e-3
+_SYNC = 8e-3
+_RENEW = 45e-3  # what left was published under other handles: every engine rank imports them again
+_COPIED = (Part.TRAINER_WEIGHTS, Part.OPTIMIZER)
+
+
+def leaving_seconds(part: Part, num_bytes: int) -> float:
+    """Of a whole round in which `part` leaves and comes back."""
+    seconds = num_bytes * (_MAKE + _RELEASE)
+    if part in _COPIED:
+        return seconds + 2 * num_bytes * _COPY
+    return seconds + (_RENEW if part is Part.EXPORT else 0.0)
+
+
+def expected_seconds(planned: Plan) -> dict[str, float]:
+    """Of every stage, each of the GPU that takes longest, without the one-time costs of the first round. Empty on a CPU, and where the GPUs
+    are not shared in stages."""
+    layout = planned.layout
+    if layout.device == "cpu" or layout.strategy is not Strategy.STAGED:
+        return {}
+    sizes = sizes_of(layout)
+    longest: dict[str, float] = {}
+    for index in range(layout.num_gpus):
+        for stage, seconds in _on_gpu(layout.on_gpu(index), sizes, index).items():
+            longest[stage] = max(longest.get(stage, 0.0), seconds)
+    return longest
+
+
+def _on_gpu(layout: Layout, sizes: Sizes, index: int) -> Mapping[Stage, float]:
+    export = sizes.trainer[Part.EXPORT]
+    trainer = {**sizes.trainer, Part.TORCH_CACHE: sum(sizes.work.values())} if layout.has_rank(index) else {}
+    engine = sizes.engine if layout.has_engine(index) else {}
+    left = {part: size for part, size in trainer.items() if part in layout.leaving}
+    copied = {part: size for part, size in left.items() if part in _COPIED}
+    released = sum(left.values()) + sum(
+        trainer.get(part, 0)
+        for part, stays in ((Part.EXPORT, layout.export_stays), (Part.TORCH_CACHE, layout.cache_stays))
+        if not stays
+    )
+    weights = engine.get(Part.ROLLOUT_WEIGHTS, 0) if Part.ROLLOUT_WEIGHTS in layout.sleeping else 0
+    cache = sum(engine.get(part, 0) for part in (Part.KV_CACHE, Part.CUDA_GRAPH)) if Part.KV_CACHE in layout.sleeping else 0
+    # Of what a replica reads, its own GPU's trainer rank has one part.
+    is_local = layout.has_rank(index)
+    near = sizes.engine[Part.ROLLOUT_WEIGHTS] * is_local / layout.num_ranks
+    far = sizes.engine[Part.ROLLOUT_WEIGHTS] - near
+    made = 0 if layout.export_stays else trainer.get(Part.EXPORT, 0)
+    return {
+        Stage.LOAD_WEIGHTS: 2 * _COMMAND + made * _MAKE + (export * 3 * _CAST if trainer else 0.0),
+        Stage.RESUME_WEIGHTS: _COMMAND + weights * _MAKE,
+        Stage.SYNC: _SYNC + (0 if layout.export_stays else _RENEW) + (near * _READ + far * _PULL if engine else 0.0),
+        Stage.OFFLOAD: _COMMAND + released * _RELEASE + sum(copied.values()) * _COPY,
+        Stage.RESUME_KV: _COMMAND + cache * _MAKE,
+        Stage.DRAIN: _COMMAND,
+        Stage.PAUSE_KV: _COMMAND + cache * _RELEASE,
+        Stage.PAUSE_WEIGHTS: _COMMAND + weights * _RELEASE,
+        # The optimizer's content comes back behind the stage.
+        Stage.LOAD_TRAINER: 2 * _COMMAND + sum(left.values()) * _MAKE + left.get(Part.TRAINER_WEIGHTS, 0) * _COPY,
+    }

@@ -1,0 +1,299 @@
+"""Whole changeovers of a node: `python -m tests.bench.changeover_gpu [--out FOLDER] [--size qwen2.5-7b] [--gpus N] [--kv needed most ...]`.
+
+A node with random weights, float32 masters, N trainer ranks and N replicas, started once for each way to size the KV cache. After a batch
+of 512 samples (64 x 8, 256 + 512 tokens) and a training step, each round goes from the end of an optimizer step to the first token, and
+from there back to TRAIN. Beside the seconds of every stage: what the driver says is taken of the first GPU after each of them, what the
+planner expected, and what `tasuki audit` says at the end. Rounds end early where --limit-s is over. --kv may also be "nothing": as "most",
+with nothing that stays. --tiny: a small model on a CPU. Writes changeover_gpu.json and prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+
+from tasuki.cli.node import start_node
+from tasuki.client import Client, Phase, SamplingParams, TrainingSample
+from tasuki.client.types import StageEvent
+from tasuki.config.load import load_config
+from tasuki.config.places import node_targets
+from tasuki.config.schema import NodeConfig
+from tasuki.memory.stages import RING
+from tasuki.planner.layout import GB
+from tasuki.planner.node_plan import plan_node
+from tasuki.planner.seconds import expected_seconds
+from tasuki.rpc.stages import stage_to_proto
+from tasuki.v1 import coordinator_pb2 as pb
+from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from tests.bench.gpus import at_least_one, require_gpus
+from tests.bench.plan_gpu import SIZES
+
+STAGE_LIMIT_S = 300.0
+CONFIG = """
+state_dir = "node-{kv}"
+device = "{device}"
+[model]
+path = "model"
+[trainer]
+num_ranks = {gpus}
+gradient_checkpointing = true
+{trainer}
+[rollout]
+dp_size = {gpus}
+context_length = {context}
+kv_tokens = "{tokens}"
+{rollout}
+[train]
+dataset = "unused.jsonl"
+output_dir = "unused"
+prompts_per_step = {prompts}
+group_size = {group}
+max_prompt_tokens = {prompt_tokens}
+max_new_tokens = {new_tokens}
+[train.reward]
+function = "unused:unused"
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What a step generates and learns from."""
+
+    device: str
+    gpus: int
+    prompts: int
+    group: int
+    prompt_tokens: int
+    new_tokens: int
+    trained_samples: int
+    vocab_size: int
+    context: int
+
+    def config(self, kv: str) -> str:
+        is_gpu = self.device == "cuda"
+        text = CONFIG.format(
+            kv=kv,
+            tokens="most" if kv == "nothing" else kv,
+            device=self.device,
+            gpus=self.gpus,
+            context=self.context,
+            prompts=self.prompts,
+            group=self.group,
+            prompt_tokens=self.prompt_tokens,
+            new_tokens=self.new_tokens,
+            trainer=f"micro_batch_tokens = {16_384 if is_gpu else 512}",
+            rollout='attention_backend = "triton"\nsampling_backend = "pytorch"' if is_gpu else "",
+        )
+        return text + ("[residency]\n" if kv == "nothing" else "")
+
+    def questions(self, random: np.random.Generator) -> list[list[int]]:
+        return random.integers(3, self.vocab_size, (self.prompts, self.prompt_tokens)).tolist()
+
+    def samples(self, random: np.random.Generator, *, count: int, version: int) -> list[TrainingSample]:
+        return [
+            TrainingSample(
+                prompt_token_ids=random.integers(3, self.vocab_size, self.prompt_tokens).tolist(),
+                completion_token_ids=random.integers(3, self.vocab_size, self.new_tokens).tolist(),
+                rollout_log_probs=np.full(self.new_tokens, -11.0, dtype=np.float32),
+                advantages=float(random.normal()),
+                policy_version=version,
+            )
+            for _ in range(count)
+        ]
+
+
+GPU = Load(
+    device="cuda", gpus=2, prompts=64, group=8, prompt_tokens=256, new_tokens=512, trained_samples=128, vocab_size=30_000, context=4096
+)  # fmt: skip
+TINY = Load(
+    device="cpu", gpus=1, prompts=4, group=2, prompt_tokens=16, new_tokens=16, trained_samples=8, vocab_size=100, context=128
+)  # fmt: skip
+
+
+def taken_bytes(device: str) -> int:
+    """Of the first GPU that we may use, as the driver says; 0 on a CPU."""
+    if device == "cpu":
+        return 0
+    import pynvml
+
+    nvml: Any = pynvml
+    nvml.nvmlInit()
+    first = int(os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0])
+    return nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(first)).used
+
+
+def stages_ms(events: Sequence[StageEvent]) -> dict[str, float]:
+    return {str(event.stage): round(1000 * event.seconds, 2) for event in events if event.stage and event.seconds}
+
+
+def round_trip(client: Client, samples: Sequence[TrainingSample]) -> dict[str, Any]:
+    """From the end of an optimizer step to the first token, and back to a trainer that has learned."""
+    client.forward_backward(samples)
+    client.optim_step(learning_rate=1e-6)
+    started = time.perf_counter()
+    there = client.acquire(Phase.ROLLOUT)
+    serves = time.perf_counter()
+    client.generate([[5, 6, 7]], SamplingParams(max_new_tokens=1))
+    answered = time.perf_counter()
+    back = client.acquire(Phase.TRAIN)
+    returned = time.perf_counter()
+    return {
+        "to_rollout_ms": round(1000 * (serves - started), 2),
+        "to_first_token_ms": round(1000 * (answered - started), 2),
+        "to_train_ms": round(1000 * (returned - answered), 2),
+        "stages_ms": stages_ms(there) | stages_ms(back),
+    }
+
+
+def taken_by_stage(config: NodeConfig, load: Load) -> dict[str, float]:
+    """GB on the first GPU after every stage of one round, stage by stage."""
+    taken: dict[str, float] = {}
+    with grpc.insecure_channel(node_targets(config)["coordinator"]) as channel:
+        coordinator = CoordinatorServiceStub(channel)
+        for stage in (rule.stage for rule in RING):
+            coordinator.RunStage(pb.RunStageRequest(stage=stage_to_proto(stage)), timeout=STAGE_LIMIT_S)
+            taken[stage] = round(taken_bytes(load.device) / GB, 2)
+    return taken
+
+
+def measure(config: NodeConfig, load: Load, *, num_rounds: int, ends_at: float) -> dict[str, Any]:
+    random = np.random.default_rng(0)
+    result: dict[str, Any] = {"rounds": []}
+    with Client(state_dir=config.state_dir, timeout_s=STAGE_LIMIT_S) as client:
+        started = time.perf_counter()
+        events = client.acquire(Phase.ROLLOUT)
+        result["first_to_rollout_ms"] = round(1000 * (time.perf_counter() - started), 1)
+        started = time.perf_counter()
+        sampling = SamplingParams(max_new_tokens=load.new_tokens, ignore_eos=True)
+        made = client.generate(load.questions(random), sampling, num_samples=load.group)
+        result["generate_s"] = round(time.perf_counter() - started, 2)
+        result["generated_tokens"] = sum(len(sample.token_ids) for sample in made)
+        started = time.perf_counter()
+        events += client.acquire(Phase.TRAIN)
+        result["first_to_train_ms"] = round(1000 * (time.perf_counter() - started), 1)
+        result["first_stages_ms"] = stages_ms(events)
+        started = time.perf_counter()
+        client.forward_backward(load.samples(random, count=load.trained_samples, version=0))
+        client.optim_step(learning_rate=1e-6)
+        result["step_s"] = round(time.perf_counter() - started, 2)
+        result["after_step_gb"] = round(taken_bytes(load.device) / GB, 2)
+        for _ in range(num_rounds):
+            if time.monotonic() > ends_at:
+                break
+            version = client.trainer_state().policy_version
+            result["rounds"].append(round_trip(client, load.samples(random, count=2 * load.gpus, version=version)))
+        result["taken_gb"] = taken_by_stage(config, load)
+    return result
+
+
+def summary(rounds: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Median and the worst of every figure; of ten rounds the worst is the 99th percentile."""
+    named = [
+        {**{key: one[key] for key in ("to_rollout_ms", "to_first_token_ms", "to_train_ms")}, **one["stages_ms"]}
+        for one in rounds
+    ]
+    names = dict.fromkeys(name for one in named for name in one)
+    values = {name: [one[name] for one in named if name in one] for name in names}
+    return {name: {"median": statistics.median(each), "worst": max(each)} for name, each in values.items()}
+
+
+def one(folder: Path, kv: str, load: Load, *, out: Path, num_rounds: int, limit_s: float) -> dict[str, Any]:
+    """Starts a node, measures it and stops it; its logs go to `out`."""
+    ends_at = time.monotonic() + limit_s
+    file = folder / f"{kv}.toml"
+    file.write_text(load.config(kv))
+    config = load_config(file)
+    started, told = time.monotonic(), list[str]()
+    node = start_node(config, tell=told.append)
+    result: dict[str, Any] = {"started_s": round(time.monotonic() - started, 1), "told": told}
+    try:
+        result |= measure(config, load, num_rounds=num_rounds, ends_at=ends_at)
+    finally:
+        node.stop()
+        shutil.copytree(config.state_dir / "logs", out / f"logs-{kv}", dirs_exist_ok=True)
+    audit = subprocess.run(
+        [sys.executable, "-m", "tasuki.cli", "audit", str(config.state_dir)], capture_output=True, text=True, check=False
+    )
+    result["audit"] = {"exit_code": audit.returncode, "text": (audit.stdout + audit.stderr)[-500:]}
+    if load.device == "cuda":
+        planned = plan_node(load_config(config.state_dir / "node.toml"), gpu_bytes=smallest_gpu(), host_bytes=2000 * GB)
+        result["expected_ms"] = {stage: round(1000 * seconds, 1) for stage, seconds in expected_seconds(planned).items()}
+        result["planned_gb"] = {each.stage: round(each.gpu_bytes / GB, 2) for each in planned.stages}
+    return result | {"summary": summary(result["rounds"])}
+
+
+def smallest_gpu() -> int:
+    from tasuki.config.gpus import smallest_gpu_bytes
+
+    size = smallest_gpu_bytes()
+    assert size is not None
+    return size
+
+
+def make_model(size: str, folder: Path, *, is_tiny: bool) -> None:
+    """In a process that leaves the GPU again."""
+    call = f"from tests.bench.plan_node_gpu import make; make({size!r}, {str(folder)!r})"
+    if is_tiny:
+        call = f"from pathlib import Path; from tests.models import *; save_checkpoint(make_model('qwen2', seed=0), Path({str(folder)!r}))"
+    subprocess.run([sys.executable, "-c", call], check=True, stderr=subprocess.DEVNULL)
+
+
+def table(kv: str, result: dict[str, Any]) -> list[str]:
+    lines = [
+        f"kv_tokens {kv}: started in {result['started_s']} s, {len(result['rounds'])} rounds",
+        *(f"  {line}" for line in result["told"]),
+    ]
+    expected = result.get("expected_ms", {})
+    stages = [rule.stage for rule in RING]
+    order = ["to_rollout_ms", "to_first_token_ms", *stages[:5], "to_train_ms", *stages[5:]]
+    for name in order:
+        if name in result["summary"]:
+            figures = result["summary"][name]
+            first = result["first_stages_ms"].get(name, "")
+            lines.append(
+                f"  {name:18s}{figures['median']:10.1f}{figures['worst']:10.1f}{first:>12}{expected.get(name, ''):>10}"
+            )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--size", choices=SIZES, default="qwen2.5-7b")
+    parser.add_argument("--gpus", type=at_least_one, default=GPU.gpus)
+    parser.add_argument("--kv", nargs="+", choices=("needed", "most", "nothing"), default=("needed", "most"))
+    parser.add_argument("--rounds", type=at_least_one, default=10)
+    parser.add_argument("--limit-s", type=float, default=600.0)
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args()
+    load = TINY
+    if not arguments.tiny:
+        require_gpus(arguments.gpus)
+        load = replace(GPU, gpus=arguments.gpus)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {"size": "tiny" if arguments.tiny else arguments.size, "gpus": load.gpus}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        make_model(arguments.size, folder / "model", is_tiny=arguments.tiny)
+        for kv in arguments.kv:
+            results[kv] = one(folder, kv, load, out=arguments.out, num_rounds=arguments.rounds, limit_s=arguments.limit_s)
+            print("\n".join(table(kv, results[kv])), flush=True)
+            (arguments.out / "changeover_gpu.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Copies of what leaves: taken before the first pause, and made again only of what may have changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import Parameter
+
+from tasuki.memory import arena as native
+from tasuki.memory.arena import Arena, Keep
+from tasuki.memory.tags import MemoryTag
+from tasuki.trainer.backends.fsdp.memory import ExportChoice, Staying, TrainerMemory
+
+MIB = 2**20
+BOTH = [MemoryTag.WEIGHTS, MemoryTag.OPTIMIZER]
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    dist.destroy_process_group()
+
+
+def parameter(memory: TrainerMemory, mesh: DeviceMesh, value: float, *, is_frozen: bool) -> Parameter:
+    with memory.region(MemoryTag.WEIGHTS):
+        local = torch.full((64, 64), value)
+    return Parameter(DTensor.from_local(local, mesh, [Shard(0)]), requires_grad=not is_frozen)
+
+
+def local_of(one: Parameter) -> torch.Tensor:
+    assert isinstance(one.data, DTensor)
+    return one.data.to_local()
+
+
+def test_a_frozen_parameter_is_copied_to_the_host_once_and_comes_back_every_time(mesh: DeviceMesh) -> None:
+    memory = TrainerMemory(mesh, ExportChoice(of_parameters=False, stays=True))
+    base, adapter = parameter(memory, mesh, 1.0, is_frozen=True), parameter(memory, mesh, 2.0, is_frozen=False)
+    memory.freeze([base])
+    for turn in range(3):
+        local_of(adapter).fill_(float(turn))
+        assert memory.pause([MemoryTag.WEIGHTS]) > 0
+        memory.resume([MemoryTag.WEIGHTS])
+        assert bool((local_of(base) == 1.0).all() and (local_of(adapter) == turn).all())
+    # Whoever breaks the promise sees that it was relied on.
+    local_of(base).fill_(9.0)
+    memory.pause([MemoryTag.WEIGHTS])
+    memory.resume([MemoryTag.WEIGHTS])
+    assert bool((local_of(base) == 1.0).all())
+
+
+def test_what_stays_leaves_only_to_make_room(mesh: DeviceMesh) -> None:
+    staying = Staying(frozenset({MemoryTag.WEIGHTS}))
+    memory = TrainerMemory(mesh, ExportChoice(of_parameters=False, stays=True), staying=staying)
+    kept = parameter(memory, mesh, 3.0, is_frozen=False)
+    with memory.region(MemoryTag.OPTIMIZER):
+        moment = torch.full((64, 64), 4.0)
+
+    def mapped() -> dict[str, tuple[bool, bool]]:
+        return {usage.tag: (usage.stays, bool(usage.mapped_bytes)) for usage in memory.usage()}
+
+    assert memory.pause(BOTH) == 2 * MIB
+    assert mapped()["weights"] == (True, True) and mapped()["optimizer"] == (False, False)
+    assert bool((local_of(kept) == 3.0).all())
+    assert memory.resume(BOTH) == 2 * MIB
+    assert memory.pause(BOTH, makes_room=True) == 4 * MIB
+    assert mapped()["weights"] == (True, False)
+    assert memory.resume(BOTH) == 4 * MIB
+    memory.wait_for_optimizer()
+    assert bool((local_of(kept) == 3.0).all() and (moment == 4.0).all())
+
+
+def test_host_memory_is_taken_in_steps_before_a_pause_needs_it() -> None:
+    arena = Arena("optimizer", device="cpu", min_chunk_bytes=2 * MIB, max_chunk_bytes=64 * MIB)
+    address = arena.allocate(40 * MIB)
+    assert arena.reserve_host(MIB) == 0, "nothing of it is kept"
+    arena.set_policy(Keep.CONTENT)
+    steps = [arena.reserve_host(16 * MIB) for _ in range(3)]
+    assert steps == [24 * MIB, 8 * MIB, 0]
+    pinned = arena.usage().host_copy_bytes
+    native.pause([arena])
+    assert arena.usage().host_copy_bytes == pinned >= 40 * MIB
+    native.resume([arena])
+    arena.free(address)
+    arena.close()
+
+
+def test_an_address_in_no_arena_is_not_frozen() -> None:
+    heap = torch.zeros(16)
+    assert not native.freeze(heap.data_ptr(), heap.nbytes)

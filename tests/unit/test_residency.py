@@ -1,0 +1,245 @@
+"""What stays on a GPU over a changeover: the planner's choice, how a configuration carries it, and how many KV tokens it rests on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from tasuki.config.load import load_config
+from tasuki.config.residency_schema import ResidencyConfig
+from tasuki.config.save import save_config
+from tasuki.config.schema import NodeConfig
+from tasuki.memory.stages import Phase, Service, Stage
+from tasuki.memory.tags import MemoryTag
+from tasuki.planner.kv_tokens import CPU_TOKENS, wanted_tokens
+from tasuki.planner.layout import GB, RESIDENT, Layout, Part
+from tasuki.planner.node_plan import node_layout
+from tasuki.planner.plan import PLAN_STAGES, plan, plan_of, sizes_of
+from tasuki.planner.presets import MODELS
+from tasuki.planner.residency import as_config, decide, stay_and_leave
+from tasuki.planner.seconds import expected_seconds, leaving_seconds
+from tasuki.rpc.staying import staying_of_engine_rank, staying_tags
+from tasuki.v1 import types_pb2
+from tasuki.wire.errors import InvalidArgument
+
+MODEL = MODELS["qwen2.5-7b"]
+TRAIN = {
+    "dataset": "d",
+    "output_dir": "o",
+    "reward": {"function": "a:b"},
+    "prompts_per_step": 64,
+    "group_size": 8,
+    "max_new_tokens": 512,
+    "max_prompt_tokens": 256,
+}
+
+
+def node(**tables: Any) -> NodeConfig:
+    given = {"state_dir": "s", "device": "cuda", "model": {"path": "m"}}
+    trainer = {"num_ranks": 2, "gradient_checkpointing": True, "micro_batch_tokens": 8192, **tables.pop("trainer", {})}
+    rollout = {"context_length": 4096, **tables.pop("rollout", {})}
+    return NodeConfig.model_validate(given | {"trainer": trainer, "rollout": rollout} | tables)
+
+
+def h200s(config: NodeConfig, *, gpu_bytes: int = 141 * GB) -> Layout:
+    return node_layout(config, MODEL, gpu_bytes=gpu_bytes, host_bytes=2000 * GB)
+
+
+def staying_on(layout: Layout, gpu: int = 0) -> frozenset[Part]:
+    assert layout.staying is not None
+    return layout.staying[gpu]
+
+
+# --- how many tokens
+
+
+def test_a_step_needs_its_samples_at_their_longest_shared_by_the_replicas() -> None:
+    assert wanted_tokens(node(train=TRAIN), context_length=4096) == 64 * 8 // 2 * (256 + 512 + 8)
+    one = node(train=TRAIN, rollout={"dp_size": 1, "max_running_requests": 100})
+    assert wanted_tokens(one, context_length=4096) == 100 * (256 + 512 + 8)
+
+
+def test_a_cache_holds_at_least_one_sequence_of_full_length() -> None:
+    few = node(train=TRAIN | {"prompts_per_step": 1, "group_size": 2})
+    assert wanted_tokens(few, context_length=4096) == 4096
+
+
+def test_without_a_bound_for_prompts_the_context_decides_or_nothing_does() -> None:
+    unbounded = {key: value for key, value in TRAIN.items() if key != "max_prompt_tokens"}
+    assert wanted_tokens(node(train=unbounded), context_length=4096) == 256 * (4096 + 8)
+    assert wanted_tokens(node(train=unbounded, rollout={"context_length": None}), context_length=32_768) is None
+    assert wanted_tokens(node(), context_length=4096) is None
+    assert wanted_tokens(node(train=TRAIN, rollout={"kv_tokens": "most"}), context_length=4096) is None
+    assert wanted_tokens(node(train=TRAIN, rollout={"kv_tokens": 5000}), context_length=4096) == 5000
+
+
+def test_on_a_cpu_a_step_takes_no_more_than_the_cache_that_is_made_without_it() -> None:
+    assert wanted_tokens(node(device="cpu", train=TRAIN), context_length=4096) == CPU_TOKENS
+    few = node(device="cpu", train=TRAIN | {"prompts_per_step": 2})
+    assert wanted_tokens(few, context_length=4096) == 16 * (256 + 512 + 8)
+
+
+def test_what_is_needed_is_bounded_by_the_ratio() -> None:
+    many = TRAIN | {"prompts_per_step": 4096}
+    needed, most = (plan(h200s(node(train=many, rollout={"kv_tokens": wish}))).kv_pool for wish in ("needed", "most"))
+    assert needed == most
+
+
+@pytest.mark.parametrize(("device", "where"), [("cuda", "kv_ratio = 0.85 leaves of a GPU"), ("cpu", "of this machine")])
+def test_tokens_beyond_what_fits_are_refused_with_the_bytes_and_what_fits(device: str, where: str) -> None:
+    config = node(device=device, rollout={"kv_tokens": 50_000_000})
+    with pytest.raises(InvalidArgument, match=where) as refused:
+        h200s(config)
+    told = refused.value.metadata
+    assert told["field"] == "rollout.kv_tokens" and int(told["needed_bytes"]) > int(told["free_bytes"])
+    most = int(refused.value.message.split("give at most ")[1].split(",")[0])
+    assert h200s(node(device=device, rollout={"kv_tokens": most})).kv_tokens == most
+
+
+def test_needed_without_a_run_is_a_conflict() -> None:
+    with pytest.raises(ValueError, match=r"rollout.kv_tokens = \"needed\" needs a table \[train\]"):
+        node(rollout={"kv_tokens": "needed"})
+
+
+# --- what stays
+
+
+def test_everything_stays_beside_the_kv_that_a_run_needs() -> None:
+    layout = h200s(node(train=TRAIN))
+    assert staying_on(layout) == set(RESIDENT)
+    assert plan(layout).fits
+    assert stay_and_leave(layout) == [("GPUs 0, 1", list(RESIDENT), [])]
+    seconds = expected_seconds(plan(layout))
+    assert max(seconds.values()) < 0.05
+
+
+def test_with_most_kv_the_trainer_leaves_and_the_engines_weights_stay() -> None:
+    layout = h200s(node())
+    assert Part.ROLLOUT_WEIGHTS in staying_on(layout)
+    assert not {Part.TRAINER_WEIGHTS, Part.OPTIMIZER, Part.KV_CACHE} & staying_on(layout)
+    assert expected_seconds(plan(layout))[Stage.OFFLOAD] > 0.5
+    trained, served = (plan(layout).stage(phase).gpus[0] for phase in (Phase.TRAIN, Phase.ROLLOUT))
+    assert Part.ROLLOUT_WEIGHTS in trained and Part.KV_CACHE not in trained
+    assert Part.TRAINER_WEIGHTS not in served
+
+
+@pytest.mark.parametrize("tokens", [400_000, 1_200_000])
+def test_no_choice_that_fits_costs_less(tokens: int) -> None:
+    layout = h200s(node(rollout={"kv_tokens": tokens}))
+    sizes = sizes_of(layout)
+    known = {**sizes.trainer, **sizes.engine, Part.TORCH_CACHE: sum(sizes.work.values())}
+    room = layout.gpu_bytes * 0.96 - layout.overheads.margin
+
+    def cost(staying: frozenset[Part]) -> float:
+        return sum(leaving_seconds(part, known[part]) for part in RESIDENT if part not in staying)
+
+    def fits(staying: frozenset[Part]) -> bool:
+        planned = plan_of(replace(layout, staying=(staying,) * layout.num_gpus), sizes)
+        return all(stage.gpu_bytes <= room for stage in planned.stages)
+
+    chosen = staying_on(layout)
+    assert fits(chosen)
+    every = (frozenset(parts) for count in range(len(RESIDENT) + 1) for parts in combinations(RESIDENT, count))
+    assert cost(chosen) == min(cost(staying) for staying in every if fits(staying))
+
+
+@settings(max_examples=10, deadline=None)
+@given(gb=some.integers(40, 200), tokens=some.integers(4096, 100_000), ranks=some.sampled_from([1, 2, 4]))
+def test_what_stays_never_makes_a_plan_fail_that_fits_without(gb: int, tokens: int, ranks: int) -> None:
+    try:
+        layout = h200s(node(trainer={"num_ranks": ranks}, rollout={"kv_tokens": tokens}), gpu_bytes=gb * GB)
+    except InvalidArgument:
+        return
+    leaving = replace(layout, staying=(frozenset[Part](),) * layout.num_gpus)
+    if plan(leaving).fits:
+        assert plan(layout).fits
+    for stage in PLAN_STAGES:
+        assert plan(layout).stage(stage).gpu_bytes >= plan(leaving).stage(stage).gpu_bytes
+
+
+def test_apart_from_each_other_both_services_keep_everything() -> None:
+    layout = h200s(node(trainer={"devices": ["0", "1"]}, rollout={"devices": ["2"], "kv_tokens": "most"}))
+    assert [bool(stays) and not leaves for _, stays, leaves in stay_and_leave(layout)] == [True, True]
+    residency = as_config(layout, node(trainer={"devices": ["0", "1"]}, rollout={"devices": ["2"]}), kv_tokens=None)
+    assert [set(names) for names in residency.trainer] == [{"weights", "gradients", "optimizer", "export", "cache"}] * 2
+    assert [set(names) for names in residency.rollout] == [{"weights", "kv_cache"}]
+
+
+def test_the_base_below_adapters_stays_in_an_engine_that_serves_them() -> None:
+    config = node(trainer={"lora": {"rank": 32}}, rollout={"lora": "adapter", "kv_ratio": 0.9})
+    assert Part.ROLLOUT_WEIGHTS in staying_on(h200s(config))
+    assert staying_of_engine_rank(config, 0) == {MemoryTag.WEIGHTS}
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_setting_for_the_export_is_kept(stays: bool) -> None:
+    layout = h200s(node(train=TRAIN, trainer={"export_stays": stays}))
+    assert (Part.EXPORT in staying_on(layout)) is stays
+    in_place = h200s(node(train=TRAIN, trainer={"export_stays": stays, "param_dtype": "bfloat16"}))
+    assert (Part.TRAINER_WEIGHTS in staying_on(in_place)) is stays
+
+
+def test_a_budget_of_a_cpu_decides_as_a_gpus_memory_does() -> None:
+    def staying(budget: int) -> frozenset[Part]:
+        return staying_on(h200s(node(device="cpu", memory={"host_budget_bytes": budget}, rollout={"kv_tokens": 8192})))
+
+    everything = set(RESIDENT) - {Part.TORCH_CACHE}
+    layout = h200s(node(device="cpu", rollout={"kv_tokens": 8192}))
+    assert staying_on(layout) == everything
+    of_tags = max(
+        sum(size for parts in stage.gpus for part, size in parts.items() if part in everything) for stage in plan(layout).stages
+    )
+    assert staying(of_tags) == everything
+    assert staying(of_tags - 1) < everything
+
+
+# --- how a configuration carries it
+
+
+def test_a_decision_survives_the_file_and_is_not_made_again(tmp_path: Path) -> None:
+    config = node(train=TRAIN)
+    decided = as_config(h200s(config), config, kv_tokens=1000)
+    written = config.model_copy(update={"residency": decided, "state_dir": tmp_path})
+    save_config(written, tmp_path / "node.toml")
+    read = load_config(tmp_path / "node.toml")
+    assert read.residency == decided and decided.kv_tokens == 1000
+    nothing = h200s(config.model_copy(update={"residency": ResidencyConfig()}))
+    assert staying_on(nothing) == frozenset()
+    assert staying_on(h200s(read)) == set(RESIDENT)
+
+
+@pytest.mark.parametrize(
+    ("residency", "message"),
+    [
+        ({"trainer": [["weights"]] * 3}, "residency.trainer names 3 ranks, and trainer has 2"),
+        ({"trainer": [["export"]]}, "residency.trainer has export for some ranks only"),
+        ({"rollout": [["kv_cache", "kv_cache"]]}, "names one of them twice"),
+        ({"rollout": [["optimizer"]]}, "Input should be 'weights' or 'kv_cache'"),
+    ],
+)
+def test_residency_that_makes_no_sense_is_refused(residency: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        node(residency=residency)
+
+
+def test_what_only_some_ranks_keep_is_not_told_of_the_service() -> None:
+    config = node(residency={"trainer": [["weights", "optimizer"], ["weights"]], "rollout": [["kv_cache"], ["kv_cache"]]})
+    assert staying_tags(config, Service.TRAINER) == {types_pb2.MEMORY_TAG_WEIGHTS}
+    assert staying_tags(config, Service.ROLLOUT) == {types_pb2.MEMORY_TAG_KV_CACHE, types_pb2.MEMORY_TAG_CUDA_GRAPH}
+    assert staying_tags(node(), Service.TRAINER) == frozenset()
+
+
+def test_a_choice_for_every_gpu_is_needed() -> None:
+    with pytest.raises(InvalidArgument, match="staying"):
+        replace(h200s(node()), staying=(frozenset(),))
+
+
+def test_layouts_that_are_not_staged_keep_nothing_by_themselves() -> None:
+    layout = h200s(node())
+    assert decide(replace(layout, staying=None, strategy="v2"), export_stays=None) == (frozenset(),) * 2

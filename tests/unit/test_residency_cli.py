@@ -1,0 +1,109 @@
+"""What `tasuki up` decides before it starts a node, and `tasuki plan` prints of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasuki.cli import residency as cli
+from tasuki.cli.__main__ import main
+from tasuki.cli.residency import with_residency
+from tasuki.config.residency_schema import ResidencyConfig
+from tasuki.config.schema import NodeConfig
+from tasuki.planner.layout import GB
+from tasuki.wire.errors import InvalidArgument
+
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 32_000,
+    "max_position_embeddings": 4096,
+}
+TRAIN = """
+[train]
+dataset = "d.jsonl"
+output_dir = "out"
+prompts_per_step = 8
+group_size = 8
+max_prompt_tokens = 256
+max_new_tokens = 256
+[train.reward]
+function = "a:b"
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    return tmp_path
+
+
+def node(model: Path, **tables: Any) -> NodeConfig:
+    return NodeConfig.model_validate({"state_dir": model / "node", "model": {"path": model}, "device": "cuda", **tables})
+
+
+def test_the_decision_and_the_counted_tokens_go_into_the_configuration(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "smallest_gpu_bytes", lambda: 80 * GB)
+    told: list[str] = []
+    decided = with_residency(node(model, rollout={"kv_tokens": 20_000}), tell=told.append).residency
+    assert decided is not None and decided.kv_tokens == 20_000
+    assert set(decided.trainer[0]) == {"weights", "gradients", "optimizer", "export", "cache"}
+    assert set(decided.rollout[0]) == {"weights", "kv_cache"}
+    assert len(told) == 1 and told[0].startswith("GPU 0: stays trainer weights") and told[0].endswith("leaves nothing")
+    most = with_residency(node(model, rollout={"kv_tokens": "most"}), tell=told.append).residency
+    assert most is not None and most.kv_tokens is None, "the engine measures what kv_ratio leaves"
+
+
+def test_what_is_given_is_kept(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "smallest_gpu_bytes", lambda: 80 * GB)
+    told: list[str] = []
+    config = node(model, residency={})
+    assert with_residency(config, tell=told.append) is config
+    assert told[0].startswith("GPU 0: stays nothing; leaves trainer weights")
+
+
+def test_where_nobody_says_how_large_a_gpu_is_nothing_stays(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "smallest_gpu_bytes", lambda: None)
+    told: list[str] = []
+    config = node(model)
+    assert with_residency(config, tell=told.append) is config
+    assert "NVML does not say" in told[0]
+
+
+def test_on_a_cpu_the_machines_memory_or_its_budget_decides(model: Path) -> None:
+    roomy = with_residency(node(model, device="cpu", rollout={"kv_tokens": 4096}), tell=lambda line: None).residency
+    tight = node(model, device="cpu", rollout={"kv_tokens": 4096}, memory={"host_budget_bytes": 3 * GB})
+    held = with_residency(tight, tell=lambda line: None).residency
+    assert roomy is not None and held is not None
+    assert roomy.kv_tokens is None and set(held.trainer[0]) < set(roomy.trainer[0]) == {
+        "weights", "gradients", "optimizer", "export",
+    }  # fmt: skip
+
+
+def test_more_tokens_than_fit_are_refused_before_anything_starts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "smallest_gpu_bytes", lambda: 80 * GB)
+    with pytest.raises(InvalidArgument, match="rollout.kv_tokens: 9000000 tokens take .* give at most"):
+        with_residency(node(model, rollout={"kv_tokens": 9_000_000}), tell=lambda line: None)
+    # What was decided is not decided again by services, whose GPUs may seem a little smaller.
+    counted = node(model, rollout={"kv_tokens": 9_000_000}, residency=ResidencyConfig(kv_tokens=9_000_000).model_dump())
+    assert with_residency(counted, tell=lambda line: None) is counted
+
+
+def test_a_plan_says_what_stays_and_the_seconds_of_each_stage(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (model / "node.toml").write_text(f'state_dir = "node"\ndevice = "cuda"\n[model]\npath = "{model}"\n{TRAIN}')
+    assert main(["plan", str(model / "node.toml"), "--gpu-gb", "80", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [one["gpus"] for one in told["residency"]] == ["GPU 0"] and told["residency"][0]["leaves"] == []
+    assert told["kv_cache"]["tokens"] == 8 * 8 * (512 + 8)
+    assert len(told["expected_seconds"]) == 9
+    assert main(["plan", str(model / "node.toml"), "--gpu-gb", "80"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "GPU 0: stays trainer weights, gradients, optimizer" in printed and "leaves nothing." in printed
+    assert "To ROLLOUT about" in printed and "an estimate: LOAD_WEIGHTS" in printed and "To TRAIN about" in printed
