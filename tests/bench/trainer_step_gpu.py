@@ -36,13 +36,13 @@ from tests.bench.kernel_times import kernel_times, profiled
 from tests.bench.plan_gpu import SOURCES, layout_of, make_model, used_bytes
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "0.5b": ("qwen2.5-0.5b", {}),
-    "1.5b": ("qwen2.5-1.5b", {}),
-    "1.5b-recomputed": ("qwen2.5-1.5b", {"gradient_checkpointing": True}),
-    "7b": ("qwen2.5-7b", {"gradient_checkpointing": True}),
-    "7b-kept": ("qwen2.5-7b", {"micro_batch_tokens": 12_288}),
-    "7b-lora": ("qwen2.5-7b", {"lora": {"rank": 32}}),
-    "7b-lora-recomputed": ("qwen2.5-7b", {"gradient_checkpointing": True, "lora": {"rank": 32}}),
+    "0.5b": ("qwen2.5-0.5b", {"checkpointing": "none"}),
+    "1.5b": ("qwen2.5-1.5b", {"checkpointing": "none"}),
+    "1.5b-recomputed": ("qwen2.5-1.5b", {"checkpointing": "full"}),
+    "7b": ("qwen2.5-7b", {"checkpointing": "full"}),
+    "7b-kept": ("qwen2.5-7b", {"checkpointing": "none", "micro_batch_tokens": 12_288}),
+    "7b-lora": ("qwen2.5-7b", {"checkpointing": "none", "lora": {"rank": 32}}),
+    "7b-lora-recomputed": ("qwen2.5-7b", {"checkpointing": "full", "lora": {"rank": 32}}),
 }
 """Preset, and settings of [trainer]."""
 MEDIAN, SIGMA, LONGEST, SEED = 1500, 0.8, 8192, 0

@@ -35,7 +35,7 @@ def run_step(model: Path, *, max_tokens: int, output: Path, mesh: DeviceMesh) ->
         weight_decay=plain.WEIGHT_DECAY,
         max_grad_norm=plain.MAX_GRAD_NORM,
         # It changes what is kept for backward, so it may not change a result.
-        gradient_checkpointing=max_tokens == plain.CHECKPOINTED_MAX_TOKENS,
+        checkpointing="full" if max_tokens == plain.CHECKPOINTED_MAX_TOKENS else "none",
     )
     samples = decode_samples(plain.make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE, temperature=plain.TEMPERATURE))
     report = learn(learner, Role.POLICY, samples, config=plain.LOSS, max_tokens=max_tokens)

@@ -173,7 +173,7 @@ def test_the_largest_kv_ratio_fits_and_the_next_does_not():
 def test_a_step_that_is_too_large_is_told_to_checkpoint_its_activations():
     layout = h200s("qwen2.5-7b", micro_batch_tokens=32_000, checkpointing=Checkpointing.NONE, num_engines=8)
     advice = advise(plan(layout))
-    assert (advice.ladder[0].setting, advice.ladder[0].new) == ("trainer.gradient_checkpointing", "true")
+    assert (advice.ladder[0].setting, advice.ladder[0].new) == ("trainer.checkpointing", "attention")
     assert advice.solves
 
 

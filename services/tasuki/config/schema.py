@@ -149,7 +149,10 @@ class TrainerConfig(OptimizerConfig):
     """Attention over packed sequences: FlashAttention-4, torch's `varlen_attn`, or torch's `scaled_dot_product_attention`, which pads
     inside and takes every model and dtype. "auto" is the first that is there and computes right when the trainer starts; the log says
     which."""
-    gradient_checkpointing: bool = False
+    checkpointing: Literal["auto", "none", "attention", "full", "offloaded"] = "auto"
+    """What is kept of each layer from forward to backward: everything ("none" is recomputed), its input and attention's output, its input
+    alone, or that in host memory. A later one takes less memory and more time, and changes no bit of a gradient. "auto" is the first
+    that the planner has room for."""
     lora: LoraConfig | None = None
     """Trains adapters beside a frozen model, which is then also the reference policy."""
     collective_timeout_s: PositiveFloat = 600.0

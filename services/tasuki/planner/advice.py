@@ -150,12 +150,7 @@ def _changes(planned: Plan) -> Iterator[_Change]:
 
 
 def _for_training(layout: Layout) -> Iterator[_Change]:
-    if layout.checkpointing is Checkpointing.NONE:
-        changed = replace(layout, checkpointing=Checkpointing.FULL)
-        yield _Change("trainer.gradient_checkpointing", "false", "true", changed)
-    if layout.checkpointing is not Checkpointing.OFFLOADED:
-        changed = replace(layout, checkpointing=Checkpointing.OFFLOADED)
-        yield _Change("activations", "on the GPU", "in host memory", changed, False)
+    yield from _more_checkpointing(layout)
     yield from _export_leaves(layout)
     yield from _export_in_place(layout)
     yield from _fewer_tokens(layout)
@@ -208,7 +203,8 @@ def _for_host(layout: Layout) -> Iterator[_Change]:
             changed = replace(layout, sleeping=stays, leaves_early=layout.leaves_early - {part})
             yield _Change("sleeping", _names(layout.sleeping), _names(stays), changed, False)
     if layout.checkpointing is Checkpointing.OFFLOADED:
-        yield _Change("activations", "in host memory", "on the GPU", replace(layout, checkpointing=Checkpointing.FULL), False)
+        changed = replace(layout, checkpointing=Checkpointing.FULL)
+        yield _Change("trainer.checkpointing", layout.checkpointing, changed.checkpointing, changed)
     if layout.device == "cpu":
         yield from _for_training(layout)
 
@@ -224,6 +220,12 @@ def _for_cache(planned: Plan) -> Iterator[_Change]:
     if layout.max_total_tokens is not None:
         changed = replace(layout, max_total_tokens=layout.longest_sequence)
         yield _Change("rollout.max_total_tokens", str(layout.max_total_tokens), str(layout.longest_sequence), changed)
+
+
+def _more_checkpointing(layout: Layout) -> Iterator[_Change]:
+    rungs = list(Checkpointing)
+    for rung in rungs[rungs.index(layout.checkpointing) + 1 :]:
+        yield _Change("trainer.checkpointing", layout.checkpointing, rung, replace(layout, checkpointing=rung))
 
 
 def _export_leaves(layout: Layout) -> Iterator[_Change]:

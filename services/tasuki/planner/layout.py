@@ -54,9 +54,11 @@ class Strategy(StrEnum):
 
 
 class Checkpointing(StrEnum):
-    """What of the activations is kept for backward."""
+    """What of the activations is kept for backward, the fastest first."""
 
     NONE = "none"
+    ATTENTION = "attention"
+    """The input of each layer, and the output of its attention; the rest is recomputed."""
     FULL = "full"
     """The input of each layer; a layer's activations are recomputed."""
     OFFLOADED = "offloaded"

@@ -212,8 +212,8 @@ def _host(layout: Layout, stage: PlanStage, *, trainer: Bytes, gpus: list[Bytes]
     if layout.strategy is Strategy.RELAUNCH and stage is Stage.LOAD_WEIGHTS:
         # The checkpoint on its way to a disk.
         host[Part.EXPORT] = layout.model.num_parameters * layout.engine_bytes
-    if stage is Phase.TRAIN:
-        host[Part.ACTIVATIONS] = offloaded_bytes(layout) * layout.num_ranks
+    # Pinned at the start, and kept.
+    host[Part.ACTIVATIONS] = offloaded_bytes(layout) * layout.num_ranks
     if layout.device == "cpu":
         for parts in gpus:
             for part, size in parts.items():

@@ -9,7 +9,7 @@ from itertools import chain
 from tasuki.algorithms.vocabulary_tiles import most_logits
 from tasuki.memory.granularity import CPU_MIN_TENSOR, arena_bytes, export_bytes
 from tasuki.models.shape import ROUTER, ModelShape, Shapes
-from tasuki.planner.kept_bytes import kept_per_token
+from tasuki.planner.kept_bytes import kept_per_token, kept_with_attention
 from tasuki.planner.layout import Checkpointing, Layout, Part
 
 Bytes = dict[Part, int]
@@ -111,10 +111,11 @@ def _cached(layout: Layout, *, moment: str) -> int:
 
 
 def offloaded_bytes(layout: Layout) -> int:
-    """Host memory of one rank for activations."""
+    """Host memory of one rank for activations, of the policy and of the critic: the last layer's input stays on the GPU."""
     if layout.checkpointing is not Checkpointing.OFFLOADED:
         return 0
-    return layout.model.num_layers * _layer_input(layout)
+    critic = layout.of_critic()
+    return (layout.model.num_layers - 1) * _layer_input(layout) + (0 if critic is None else offloaded_bytes(critic))
 
 
 def _at_loss(layout: Layout) -> Bytes:
@@ -145,6 +146,8 @@ def _at_layer(layout: Layout) -> Bytes:
     widest = max(range(model.num_layers), key=lambda index: _numel(model.layer(index)))
     layer = _numel(model.layer(widest))
     recomputed = 0 if layout.checkpointing is Checkpointing.NONE else _layer_activations(layout, widest)
+    if layout.checkpointing is Checkpointing.ATTENTION:
+        recomputed -= _attention_output(layout)
     # In backward of the MLP's product, which has gone itself: its gradient and those of both factors, and that of the hidden states.
     width = 2 * (model.experts_per_token * model.expert_size if model.is_sparse(widest) else model.intermediate_size)
     flowing = layout.micro_batch_tokens * (width + model.hidden_size) * compute
@@ -208,12 +211,18 @@ def _kept(layout: Layout) -> int:
     model = layout.model
     if layout.checkpointing is Checkpointing.NONE:
         return sum(_layer_activations(layout, index) for index in range(model.num_layers))
+    if layout.checkpointing is Checkpointing.ATTENTION:
+        return model.num_layers * (_layer_input(layout) + _attention_output(layout))
     num_kept = model.num_layers if layout.checkpointing is Checkpointing.FULL else min(2, model.num_layers)
     return num_kept * _layer_input(layout)
 
 
 def _layer_input(layout: Layout) -> int:
     return layout.micro_batch_tokens * layout.model.hidden_size * layout.compute_bytes
+
+
+def _attention_output(layout: Layout) -> int:
+    return layout.micro_batch_tokens * kept_with_attention(layout.model, compute_bytes=layout.compute_bytes)
 
 
 def _layer_activations(layout: Layout, index: int) -> int:

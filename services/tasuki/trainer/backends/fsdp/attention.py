@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from transformers import AttentionInterface
 
 from tasuki.models.family import Attention
@@ -47,6 +48,19 @@ _TOLERANCE = 0.02
 # Of the sequences that a kernel is tried on: tiles of 64 and 128, one token more, one less, and a single one.
 _LENGTHS = (1, 127, 129, 64, 300)
 _SHORT_WINDOW = 100
+
+
+def attention_operators() -> list[OpOverload]:
+    """Torch's operators that are a layer's whole attention, in every kernel. Plain products, of short or capped sequences, are none."""
+    aten = torch.ops.aten
+    return [
+        torch.ops.tasuki.packed_attention.default,
+        torch.ops.torch_attn._varlen_attn.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+    ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,8 +19,7 @@ from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import Keep, Transfer
 from tasuki.memory.device_usage import device_usage
 from tasuki.memory.tags import DeviceUsage, MemoryTag, TagUsage
-from tasuki.planner.model_shape import read_model_shape
-from tasuki.planner.node_plan import node_layout
+from tasuki.planner.layout import Layout
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
 from tasuki.transport.export import ExportMemory, WeightExport
 from tasuki.wire.errors import OutOfGpuMemory, TasukiError
@@ -40,19 +39,10 @@ class ExportChoice:
     handles: Literal["vmm", "ipc"] = "vmm"
 
     @classmethod
-    def of(cls, config: NodeConfig, mesh: DeviceMesh) -> ExportChoice:
-        """The configuration's, and the planner's where that leaves it open. The same on every rank, all of which must call it."""
-        device = mesh_device(mesh)
-        stays = config.trainer.export_stays
-        if stays is None:
-            rank = mesh.get_local_rank()
-            gpu_bytes, host_bytes = (device_usage(name, rank).total_bytes for name in (str(device), "cpu"))
-            shape = read_model_shape(config.model.path)
-            fits = node_layout(config, shape, gpu_bytes=gpu_bytes, host_bytes=host_bytes).export_stays
-            vote = torch.tensor(int(fits), device=device)
-            dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=mesh.get_group("dp"))
-            stays = bool(vote)
-        return cls(config.exports_parameters, stays or config.trainer.export_handles == "ipc", config.trainer.export_handles)
+    def of(cls, config: NodeConfig, layout: Layout) -> ExportChoice:
+        """The configuration's, and where that leaves it open the planner's, which `layout` says."""
+        handles = config.trainer.export_handles
+        return cls(config.exports_parameters, layout.export_stays or handles == "ipc", handles)
 
 
 class TrainerMemory:
