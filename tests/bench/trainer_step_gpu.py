@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any
@@ -30,23 +30,31 @@ from typing import Any
 import numpy as np
 import torch
 
+from tasuki.memory.stages import Phase
 from tasuki.models.shape import ModelShape
 from tests.bench.gpus import require_gpus
 from tests.bench.kernel_times import kernel_times, profiled
-from tests.bench.plan_gpu import SOURCES, layout_of, make_model, used_bytes
+from tests.bench.plan_gpu import SOURCES, layout_of, make_model, predict, step_bytes, used_bytes
 
+MEDIAN, SIGMA, LONGEST, SEED = 1500, 0.8, 8192, 0
+MICRO_BATCH_TOKENS, NUM_STEPS, LONG = 16_384, 3, 65_536
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "0.5b": ("qwen2.5-0.5b", {"checkpointing": "none"}),
     "1.5b": ("qwen2.5-1.5b", {"checkpointing": "none"}),
     "1.5b-recomputed": ("qwen2.5-1.5b", {"checkpointing": "full"}),
     "7b": ("qwen2.5-7b", {"checkpointing": "full"}),
     "7b-kept": ("qwen2.5-7b", {"checkpointing": "none", "micro_batch_tokens": 12_288}),
+    "7b-attention": ("qwen2.5-7b", {"checkpointing": "attention"}),
+    "7b-offloaded": ("qwen2.5-7b", {"checkpointing": "offloaded"}),
+    "7b-shared": (
+        "qwen2.5-7b",
+        {"checkpointing": "full", "sequence_parallel": 2, "micro_batch_tokens": 2 * MICRO_BATCH_TOKENS},
+    ),
+    "7b-long": ("qwen2.5-7b", {"checkpointing": "full", "sequence_parallel": 2, "micro_batch_tokens": LONG + 1}),
     "7b-lora": ("qwen2.5-7b", {"checkpointing": "none", "lora": {"rank": 32}}),
     "7b-lora-recomputed": ("qwen2.5-7b", {"checkpointing": "full", "lora": {"rank": 32}}),
 }
-"""Preset, and settings of [trainer]."""
-MEDIAN, SIGMA, LONGEST, SEED = 1500, 0.8, 8192, 0
-MICRO_BATCH_TOKENS, NUM_STEPS = 16_384, 3
+"""Preset, and settings of [trainer]. "7b-long" has two samples of LONG tokens, on two ranks that share each."""
 PEAK_FLOPS = 989e12
 
 
@@ -93,11 +101,13 @@ def measure(case: str, folder: Path, backend: str, arguments: argparse.Namespace
     from tasuki.trainer.backends.fsdp.mesh import start_mesh
     from tasuki.trainer.launch import read_launch
     from tasuki.trainer.roles import Role
-    from tests.integration.learning import micro_batches, start_learner, with_denominator
+    from tests.integration.learning import fsdp, micro_batches, start_learner, with_denominator
 
     device = "cpu" if arguments.tiny else "cuda"
     preset, settings = CASES[case]
     shape, lengths = layout_of(preset, gpu_bytes=1, device=device, num_ranks=1).model, lengths_of(arguments.samples)
+    if case.endswith("long"):
+        lengths = [LONG // 64 if arguments.tiny else LONG] * 2
     launch = read_launch(os.environ)
     mesh = start_mesh(device, launch=launch, gpu=launch.rank, num_threads=1, timeout_s=60)
     started = time.perf_counter()
@@ -130,7 +140,7 @@ def measure(case: str, folder: Path, backend: str, arguments: argparse.Namespace
         "backend": backend,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "ranks": mesh.size(),
-        "samples": arguments.samples,
+        "samples": len(lengths),
         "tokens": sum(lengths),
         "micro_batch_tokens": settings["micro_batch_tokens"],
         "micro_batches": len(batches),
@@ -143,7 +153,14 @@ def measure(case: str, folder: Path, backend: str, arguments: argparse.Namespace
         "grad_norms": norms,
     }
     if device == "cuda":
-        result |= {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
+        memory = fsdp(learner).memory
+        num_groups = mesh.size() // learner.backend.sequence_part.num_parts
+        layout = replace(fsdp(learner)._layout, logit_tokens=sum(lengths) // 2 // (len(batches) * num_groups))
+        result |= {
+            "allocated_bytes": sum(usage.total_bytes for usage in memory.usage()) + step_bytes(memory, device),
+            "reserved_bytes": torch.cuda.max_memory_reserved(),
+            "predicted_bytes": {kind: predict(layout)[Phase.TRAIN, kind] for kind in ("allocated", "driver")},
+        }
     if arguments.profile:
         result["profile"] = profile(step, is_observed=launch.rank == 0 and device == "cuda")
     learner.backend.close()

@@ -42,6 +42,7 @@ def pack(lengths: tuple[int, ...], *, seed: int = 0) -> TokenBatch:
         places_N=torch.arange(num_tokens),
         token_ids_N=torch.cat([each[1:] for each in tokens]),
         temperature_N=torch.full((num_tokens,), 0.7),
+        num_places=(num_tokens,),
     )
 
 

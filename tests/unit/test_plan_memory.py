@@ -278,3 +278,28 @@ def test_a_setting_that_makes_no_sense_is_named(field: str, value: object):
 def test_only_tags_can_leave():
     with pytest.raises(InvalidArgument, match="activations"):
         h200s("qwen2.5-7b", sleeping=frozenset({Part.ACTIVATIONS}))
+
+
+def test_ranks_that_share_hold_a_part_of_the_tokens_each():
+    alone = h200s("qwen2.5-7b", micro_batch_tokens=16_384)
+    shared = replace(alone, sequence_parallel=4, micro_batch_tokens=4 * 16_384)
+    one, other = (step_moments(layout)["layer"][Part.ACTIVATIONS] for layout in (alone, shared))
+    # Attention's output on its way back to the tokens' ranks, of the layer that is recomputed.
+    assert other - one == 16_384 * 3584 * 2
+    assert step_moments(alone)["loss"] == step_moments(shared)["loss"]
+    too_long = plan(replace(alone, micro_batch_tokens=4 * 16_384)).stage(Phase.TRAIN)
+    assert too_long.gpu_bytes > plan(shared).stage(Phase.TRAIN).gpu_bytes
+
+
+@pytest.mark.parametrize(("num_ranks", "problem"), [(3, "does not divide 8"), (6, "28 attention heads"), (7, "4 key heads")])
+def test_ranks_that_cannot_share_are_told_why(num_ranks: int, problem: str):
+    layout = replace(h200s("qwen2.5-7b"), num_ranks={3: 8, 6: 6, 7: 7}[num_ranks])
+    with pytest.raises(InvalidArgument, match=problem) as refused:
+        replace(layout, sequence_parallel=num_ranks)
+    assert refused.value.metadata["field"] == "sequence_parallel"
+
+
+def test_a_sample_that_is_too_long_for_one_gpu_is_told_to_share_it():
+    layout = h200s("qwen2.5-7b", micro_batch_tokens=400_000, context_length=400_000, max_total_tokens=400_000, kv_ratio=0.5)
+    advice = advise(plan(replace(layout, checkpointing=Checkpointing.OFFLOADED)))
+    assert "trainer.sequence_parallel" in {rung.setting for rung in advice.ladder}

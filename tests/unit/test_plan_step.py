@@ -71,6 +71,7 @@ def _one_sequence(vocab_size: int) -> TokenBatch:
         places_N=torch.arange(1, NUM_TOKENS),
         token_ids_N=token_ids[2:],
         temperature_N=torch.ones(NUM_TOKENS - 1),
+        num_places=(NUM_TOKENS - 1,),
     )
 
 

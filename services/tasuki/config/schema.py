@@ -124,12 +124,16 @@ class TrainerConfig(OptimizerConfig):
     rank i is on GPU i."""
     num_threads: PositiveInt = 1
     """Torch threads for each rank on a CPU."""
+    sequence_parallel: PositiveInt = 1
+    """Ranks that share the tokens of each micro-batch, and in attention its heads (Ulysses): a sample may be so many times as long. It
+    divides `num_ranks` and the model's attention heads, and divides its key heads or is a multiple of them."""
     on_non_finite: Literal["stop", "skip"] = "stop"
     """What gradients that are not finite do: fail the step, or drop them and count the step as skipped."""
     critic: CriticConfig | None = None
     micro_batch_tokens: PositiveInt | None = None
     """Most tokens of the samples in one micro-batch; a longer sample is refused. By default 8192 on a CPU; on a GPU 16384, or
-    the first of 8192, 4096, ... for which the planner has room, down to 1024 or `rollout.context_length`, whichever is more."""
+    the first of 8192, 4096, ... for which the planner has room, down to 1024 or `rollout.context_length`, whichever is more; times
+    `sequence_parallel`."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of forward and backward."""
     param_dtype: Literal["bfloat16", "float32"] = "float32"
@@ -263,7 +267,7 @@ class NodeConfig(Schema):
     def most_micro_batch_tokens(self) -> int:
         """`trainer.micro_batch_tokens`, or the most that it may be where the planner chooses."""
         tokens = self.trainer.micro_batch_tokens
-        return DEFAULT_MICRO_BATCH_TOKENS[self.device] if tokens is None else tokens
+        return DEFAULT_MICRO_BATCH_TOKENS[self.device] * self.trainer.sequence_parallel if tokens is None else tokens
 
     @property
     def num_engine_ranks(self) -> int:

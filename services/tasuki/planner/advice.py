@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from tasuki.memory.stages import Phase
-from tasuki.planner.layout import TAGS, Checkpointing, Layout, Part, Strategy, gb
+from tasuki.planner.layout import TAGS, Checkpointing, Layout, Part, Strategy, gb, unshared_heads
 from tasuki.planner.plan import SERVING, TRAINER_TAGS, Plan, plan
 from tasuki.planner.step_tokens import MIN_TOKENS
 
@@ -154,6 +154,7 @@ def _for_training(layout: Layout) -> Iterator[_Change]:
     yield from _export_leaves(layout)
     yield from _export_in_place(layout)
     yield from _fewer_tokens(layout)
+    yield from _shared_sequences(layout)
     away = layout.sleeping | {Part.ROLLOUT_WEIGHTS, Part.KV_CACHE}
     if layout.sleeping != away:
         yield _Change("sleeping", _names(layout.sleeping), _names(away), replace(layout, sleeping=away), False)
@@ -244,6 +245,13 @@ def _fewer_tokens(layout: Layout) -> Iterator[_Change]:
     while (tokens := tokens // 2) >= least:
         changed = replace(layout, micro_batch_tokens=tokens)
         yield _Change("trainer.micro_batch_tokens", str(layout.micro_batch_tokens), str(tokens), changed)
+
+
+def _shared_sequences(layout: Layout) -> Iterator[_Change]:
+    twice = layout.sequence_parallel * 2
+    if layout.num_ranks % twice == 0 and unshared_heads(layout.model, twice) is None:
+        changed = replace(layout, sequence_parallel=twice)
+        yield _Change("trainer.sequence_parallel", str(layout.sequence_parallel), str(twice), changed)
 
 
 def _wider_engines(layout: Layout) -> Iterator[_Change]:

@@ -16,6 +16,7 @@ from tasuki.wire.errors import InvalidArgument
 _ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 _KEYS = {
     "num_ranks": "trainer.num_ranks",
+    "sequence_parallel": "trainer.sequence_parallel",
     "tp_size": "rollout.tp_size",
     "num_engines": "rollout.dp_size",
     "rank_gpus": "trainer.devices",
@@ -66,6 +67,7 @@ def node_layout(
         host_bytes=host_bytes,
         device=config.device,
         num_ranks=trainer.num_ranks,
+        sequence_parallel=trainer.sequence_parallel,
         tp_size=rollout.tp_size,
         num_engines=config.dp_size,
         compute_bytes=_ELEMENT_BYTES[trainer.compute_dtype],

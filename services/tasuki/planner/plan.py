@@ -224,7 +224,9 @@ def _host(layout: Layout, stage: PlanStage, *, trainer: Bytes, gpus: list[Bytes]
 def _contexts(layout: Layout, index: int, *, has_engine: bool) -> int:
     overheads, total = layout.overheads, 0
     if layout.has_rank(index):
-        total += overheads.trainer_context + overheads.nccl
+        # Ranks that share sequences, and are not all ranks, have a communicator beside everybody's.
+        is_split = 1 < layout.sequence_parallel < layout.num_ranks
+        total += overheads.trainer_context + overheads.nccl * (2 if is_split else 1)
     if layout.has_engine(index) and has_engine:
         total += overheads.rollout_context + overheads.rollout_cached + (overheads.nccl if layout.tp_size > 1 else 0)
     return total

@@ -150,7 +150,7 @@ def _at_layer(layout: Layout) -> Bytes:
         recomputed -= _attention_output(layout)
     # In backward of the MLP's product, which has gone itself: its gradient and those of both factors, and that of the hidden states.
     width = 2 * (model.experts_per_token * model.expert_size if model.is_sparse(widest) else model.intermediate_size)
-    flowing = layout.micro_batch_tokens * (width + model.hidden_size) * compute
+    flowing = layout.rank_tokens * (width + model.hidden_size) * compute
     return {
         # This one, and for several ranks the next one's as it arrives and as it is copied out.
         Part.LAYERS: _gathered(layout, layers=1 if layout.num_ranks == 1 else 3),
@@ -218,11 +218,11 @@ def _kept(layout: Layout) -> int:
 
 
 def _layer_input(layout: Layout) -> int:
-    return layout.micro_batch_tokens * layout.model.hidden_size * layout.compute_bytes
+    return layout.rank_tokens * layout.model.hidden_size * layout.compute_bytes
 
 
 def _attention_output(layout: Layout) -> int:
-    return layout.micro_batch_tokens * kept_with_attention(layout.model, compute_bytes=layout.compute_bytes)
+    return layout.rank_tokens * kept_with_attention(layout.model, compute_bytes=layout.compute_bytes)
 
 
 def _layer_activations(layout: Layout, index: int) -> int:
@@ -234,7 +234,16 @@ def _layer_activations(layout: Layout, index: int) -> int:
         lora_rank=layout.lora_rank,
         is_fused=layout.device == "cuda",
     )
-    return layout.micro_batch_tokens * each
+    return layout.rank_tokens * (each + _kept_to_share(layout))
+
+
+def _kept_to_share(layout: Layout) -> int:
+    """Of one token, where ranks share sequences: attention's output on its way back to the token's rank, and repeated key heads."""
+    model, num_ranks = layout.model, layout.sequence_parallel
+    if num_ranks == 1:
+        return 0
+    repeats = max(1, num_ranks // model.num_kv_heads)
+    return (model.query_size + 2 * (repeats - 1) * model.kv_size) * layout.compute_bytes
 
 
 def _last_norm(layout: Layout) -> int:
@@ -243,11 +252,11 @@ def _last_norm(layout: Layout) -> int:
     places = _logit_places(layout) * hidden * compute
     is_fused = layout.device == "cuda" and not layout.model.has_offset_norms
     kept = 2 * compute if is_fused else _FLOAT32 + 2 * compute
-    return layout.micro_batch_tokens * (hidden * kept + 4) + places
+    return layout.rank_tokens * (hidden * kept + 4) + places
 
 
 def _logit_places(layout: Layout) -> int:
-    return layout.micro_batch_tokens if layout.logit_tokens is None else min(layout.logit_tokens, layout.micro_batch_tokens)
+    return layout.rank_tokens if layout.logit_tokens is None else min(layout.logit_tokens, layout.rank_tokens)
 
 
 def _tile_logits(layout: Layout) -> int:

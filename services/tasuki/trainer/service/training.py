@@ -36,10 +36,11 @@ class Training:
         state: TrainerState,
         limits: checks.BatchLimits,
         costs: Mapping[Role, SampleCost],
+        sequence_parallel: int = 1,
     ) -> None:
-        """costs: of a sample under every role that is trained or scored."""
+        """costs: of a sample under every role that is trained or scored. sequence_parallel: ranks that share each micro-batch."""
         self.ranks, self.state = ranks, state
-        self._limits, self._costs = limits, costs
+        self._limits, self._costs, self._num_sharing = limits, costs, sequence_parallel
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -93,11 +94,12 @@ class Training:
                         micro_batches=[encode_samples(samples.select(part)) for part in parts],
                     )
                 )
-                for parts in plan
+                for parts in self._for_each_rank(plan)
             ]
         )
         self.state.roles[role].has_gradients = True
-        parts = [answer.forward_backward for answer in answers]
+        # Ranks that share their micro-batches report the same.
+        parts = [answer.forward_backward for answer in answers[:: self._num_sharing]]
         return trainer_pb2.ForwardBackwardResponse(
             loss=sum(part.loss for part in parts),
             num_samples=len(samples),
@@ -141,11 +143,11 @@ class Training:
             ranks_pb2.RankScore(
                 role=ROLE_MESSAGES[role], micro_batches=[encode_samples(samples.select(part)) for part in parts]
             )
-            for parts in plan
+            for parts in self._for_each_rank(plan)
         ]
         answers = await self.ranks.call_each([ranks_pb2.TrainerRankCommand(score=command) for command in commands])
         scored: dict[int, NDArray[np.float32]] = {}
-        for micro_batches, answer in zip(plan, answers, strict=True):
+        for micro_batches, answer in zip(plan, answers[:: self._num_sharing], strict=True):
             for indices, content in zip(micro_batches, answer.score.micro_batches, strict=True):
                 rows = decode_scores(content, num_tokens_S=samples.num_completion_S[indices])
                 scored.update(zip(indices, rows, strict=True))
@@ -160,10 +162,13 @@ class Training:
     def _plan(self, role: Role, samples: Samples) -> MicroBatchPlan:
         return plan_micro_batches(
             samples.num_tokens_S.tolist(),
-            num_ranks=self.ranks.num_ranks,
+            num_ranks=self.ranks.num_ranks // self._num_sharing,
             max_tokens=self._limits.micro_batch_tokens,
             cost=self._costs[role],
         )
+
+    def _for_each_rank(self, plan: MicroBatchPlan) -> MicroBatchPlan:
+        return [micro_batches for micro_batches in plan for _ in range(self._num_sharing)]
 
 
 def _tokens_only(sample: TrainingSample) -> TrainingSample:

@@ -21,6 +21,7 @@ from tasuki.models.family import Attention
 from tasuki.models.shape import ModelShape
 from tasuki.trainer.backends.fsdp.attention_flash import HEAD_DIM_STEP, MAX_HEAD_DIM, Fa4Sequences, VarlenSequences
 from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
+from tasuki.trainer.backends.fsdp.sequence_parallel import SequenceGroup
 from tasuki.trainer.data.micro_batch import TokenBatch
 from tasuki.wire.errors import InvalidArgument
 
@@ -69,13 +70,14 @@ class LayerAttention:
 
     sequences: Sequences
     attention: Attention
+    sharing: SequenceGroup | None = None
 
     def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, layer: int) -> Tensor:
-        """[T, H, D]."""
-        own = self.attention
-        return self.sequences.attend(
-            q_THD, k_TKD, v_TKD, scale=own.query_scale, window=own.windows[layer], softcap=own.logit_softcap
-        )
+        """[T, H, D] of this rank's tokens."""
+        own, sharing = self.attention, self.sharing
+        qkv = (q_THD, k_TKD, v_TKD) if sharing is None else sharing.to_heads(q_THD, k_TKD, v_TKD)
+        out = self.sequences.attend(*qkv, scale=own.query_scale, window=own.windows[layer], softcap=own.logit_softcap)
+        return out if sharing is None else sharing.to_tokens(out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +87,15 @@ class PackedAttention:
     kernel: Kernel
     attention: Attention
     """Its family's numbers. transformers gives each call the same, under names that differ between its families."""
+    sharing: SequenceGroup | None = None
+    """Ranks that have the other parts of each micro-batch."""
 
     def over(self, batch: TokenBatch) -> LayerAttention:
-        return LayerAttention(self.kernel(batch.cu_seqlens_S, batch.max_seqlen), self.attention)
+        return LayerAttention(self.kernel(batch.cu_seqlens_S, batch.max_seqlen), self.attention, self.sharing)
+
+    def gather(self, *scores_N: Tensor, batch: TokenBatch) -> list[Tensor]:
+        """Scores of the completion tokens of all parts, from those of this rank's."""
+        return list(scores_N) if self.sharing is None else self.sharing.gather(scores_N, counts=batch.num_places)
 
 
 def _attend(

@@ -44,8 +44,9 @@ from tasuki.trainer.backends.fsdp.model import (
 )
 from tasuki.trainer.backends.fsdp.optimizer import ShardedAdamW
 from tasuki.trainer.backends.fsdp.planned import planned_layout
+from tasuki.trainer.backends.fsdp.sequence_parallel import SequenceGroup
 from tasuki.trainer.backends.fsdp.shards import adapter_shards, local_shards
-from tasuki.trainer.data.micro_batch import TokenBatch
+from tasuki.trainer.data.micro_batch import WHOLE, SequencePart, TokenBatch
 from tasuki.trainer.roles import Role
 from tasuki.transport.export import ExportMemory, WeightExport
 
@@ -74,6 +75,7 @@ class FsdpBackend:
         if node.memory.host_budget_bytes is not None:
             set_host_budget(node.memory.host_budget_bytes // mesh.size())
         self._layout, self._to_close = planned_layout(node, mesh), ExitStack()
+        self._sharing = SequenceGroup.of(mesh, size=config.sequence_parallel, timeout_s=config.collective_timeout_s)
         _log.info("event=checkpointing choice=%s", self._layout.checkpointing)
         self.memory = TrainerMemory(mesh, ExportChoice.of(node, self._layout))
         self._export: WeightExport | None = None
@@ -92,6 +94,10 @@ class FsdpBackend:
     @property
     def context_length(self) -> int:
         return self._model_config.max_position_embeddings
+
+    @property
+    def sequence_part(self) -> SequencePart:
+        return WHOLE if self._sharing is None else self._sharing.part
 
     def num_parameters(self, role: Role) -> int:
         return sum(param.numel() for param in self._network(role).parameters())
@@ -194,7 +200,7 @@ class FsdpBackend:
         if self._layout.checkpointing is not Checkpointing.OFFLOADED:
             return None
         config = causal_lm.config
-        num_bytes = self._layout.micro_batch_tokens * config.hidden_size * self._layout.compute_bytes
+        num_bytes = self._layout.rank_tokens * config.hidden_size * self._layout.compute_bytes
         boundaries = Boundaries(self._mesh, num_layers=config.num_hidden_layers, num_bytes=num_bytes)
         self._to_close.callback(boundaries.close)
         return boundaries
@@ -213,6 +219,7 @@ class FsdpBackend:
             attention_backend=config.attention_backend,
             lora=lora,
             seed=config.seed,
+            sharing=self._sharing,
         )
 
     def _weights(self) -> AbstractContextManager[None]:
