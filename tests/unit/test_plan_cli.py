@@ -44,7 +44,7 @@ def test_a_preset_prints_every_stage_and_the_answers(name: str, capsys: pytest.C
     assert ("It fits." in printed) is fits
     for answer in ("GPU peak: ", "Host peak: ", "Least that must leave: ", "Largest KV ratio: "):
         assert answer in printed
-    assert ("Change trainer.lora.rank: none -> 32: " in printed) is not fits
+    assert ("Change trainer.optimizer_on_host: false -> true: " in printed) is not fits
 
 
 def test_a_nodes_configuration_is_planned_as_it_stands(node: Path, capsys: pytest.CaptureFixture[str]):

@@ -303,3 +303,20 @@ def test_a_sample_that_is_too_long_for_one_gpu_is_told_to_share_it():
     layout = h200s("qwen2.5-7b", micro_batch_tokens=400_000, context_length=400_000, max_total_tokens=400_000, kv_ratio=0.5)
     advice = advise(plan(replace(layout, checkpointing=Checkpointing.OFFLOADED)))
     assert "trainer.sequence_parallel" in {rung.setting for rung in advice.ladder}
+
+
+def test_moments_on_the_host_take_nothing_of_a_gpu_in_any_stage():
+    layout = h200s("qwen2.5-7b", num_engines=8, kv_ratio=0.5)
+    resident, streamed = plan(layout), plan(replace(layout, optimizer_on_host=True))
+    for before, after in zip(resident.stages, streamed.stages, strict=True):
+        assert Part.OPTIMIZER not in after.gpus[0]
+        assert before.gpu_bytes - after.gpu_bytes == before.gpus[0].get(Part.OPTIMIZER, 0)
+        assert after.host[Part.OPTIMIZER] == pytest.approx(8 * MODELS["qwen2.5-7b"].num_parameters, rel=0.01)
+
+
+def test_every_parameter_of_72b_is_trained_on_eight_gpus_with_moments_on_the_host():
+    settings = {"tp_size": 8, "micro_batch_tokens": 4096, "export_stays": False}
+    layout = h200s("qwen2.5-72b", checkpointing=Checkpointing.OFFLOADED, **settings)
+    advice = advise(plan(layout))
+    assert "trainer.optimizer_on_host" in {rung.setting for rung in advice.ladder}
+    assert plan(replace(layout, optimizer_on_host=True)).fits

@@ -159,6 +159,9 @@ class TrainerConfig(OptimizerConfig):
     that the planner has room for."""
     lora: LoraConfig | None = None
     """Trains adapters beside a frozen model, which is then also the reference policy."""
+    optimizer_on_host: bool = False
+    """Whether AdamW's moments stay in host memory, pinned on a GPU, and pass through the device a block at a time in each step. They then
+    take no GPU memory and no part in a changeover; the numbers are the same."""
     collective_timeout_s: PositiveFloat = 600.0
     """Time-out of every process group; a rank that is lost is noticed after this."""
     seed: Seed = 0

@@ -151,6 +151,7 @@ def _changes(planned: Plan) -> Iterator[_Change]:
 
 def _for_training(layout: Layout) -> Iterator[_Change]:
     yield from _more_checkpointing(layout)
+    yield from _optimizer_on_host(layout)
     yield from _export_leaves(layout)
     yield from _export_in_place(layout)
     yield from _fewer_tokens(layout)
@@ -194,6 +195,7 @@ def _for_changeover(layout: Layout) -> Iterator[_Change]:
         yield _Change("leave before LOAD_WEIGHTS", _names(layout.leaves_early), _names(changed.leaves_early), changed, False)
     yield from _export_in_place(layout)
     yield from _fewer_tokens(layout)
+    yield from _optimizer_on_host(layout)
     yield from _wider_engines(layout)
 
 
@@ -227,6 +229,11 @@ def _more_checkpointing(layout: Layout) -> Iterator[_Change]:
     rungs = list(Checkpointing)
     for rung in rungs[rungs.index(layout.checkpointing) + 1 :]:
         yield _Change("trainer.checkpointing", layout.checkpointing, rung, replace(layout, checkpointing=rung))
+
+
+def _optimizer_on_host(layout: Layout) -> Iterator[_Change]:
+    if not layout.optimizer_on_host and layout.device == "cuda":
+        yield _Change("trainer.optimizer_on_host", "false", "true", replace(layout, optimizer_on_host=True))
 
 
 def _export_leaves(layout: Layout) -> Iterator[_Change]:

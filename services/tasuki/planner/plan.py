@@ -13,7 +13,7 @@ from typing import TypeAlias
 from tasuki.memory.stages import RING, Phase, Stage
 from tasuki.planner.layout import Layout, Part, Strategy
 from tasuki.planner.rollout_bytes import KvPool, engine_step, engine_weights, kv_pool
-from tasuki.planner.trainer_bytes import Bytes, export_arena, offloaded_bytes, trainer_tags, training_peak
+from tasuki.planner.trainer_bytes import Bytes, export_arena, host_moments, offloaded_bytes, trainer_tags, training_peak
 
 TRAINER_TAGS = (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER)
 _STEP = {Part.LAYERS, Part.WHOLE_GRADIENTS, Part.ACTIVATIONS, Part.LOGITS}
@@ -209,6 +209,7 @@ def _host(layout: Layout, stage: PlanStage, *, trainer: Bytes, gpus: list[Bytes]
         # Pinned once, at the first pause, and kept.
         leaving = layout.leaving | layout.leaves_early
         host |= {part: trainer[part] * layout.num_ranks for part in _COPIED if part in leaving}
+    host[Part.OPTIMIZER] = host.get(Part.OPTIMIZER, 0) + host_moments(layout) * layout.num_ranks
     if layout.strategy is Strategy.RELAUNCH and stage is Stage.LOAD_WEIGHTS:
         # The checkpoint on its way to a disk.
         host[Part.EXPORT] = layout.model.num_parameters * layout.engine_bytes

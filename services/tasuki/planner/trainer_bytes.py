@@ -30,8 +30,20 @@ def trainer_tags(layout: Layout) -> Bytes:
     return {
         Part.TRAINER_WEIGHTS: _tag_bytes(weights, layout),
         Part.GRADIENTS: _tag_bytes(trained, layout),
-        Part.OPTIMIZER: _tag_bytes([size for size in trained for _ in range(2)], layout),
+        Part.OPTIMIZER: 0 if layout.optimizer_on_host else _tag_bytes(_twice(trained), layout),
     }
+
+
+def host_moments(layout: Layout) -> int:
+    """Host memory of one rank for optimizer state that never leaves it."""
+    critic = layout.of_critic()
+    networks = [layout] if critic is None else [layout, critic]
+    trained = [size for network in networks for size in _kept_tensors(network)[1]]
+    return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in _twice(trained)) if layout.optimizer_on_host else 0
+
+
+def _twice(sizes: list[int]) -> list[int]:
+    return [size for size in sizes for _ in range(2)]
 
 
 def _kept_tensors(layout: Layout) -> tuple[list[int], list[int]]:

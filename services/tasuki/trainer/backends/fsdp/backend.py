@@ -46,6 +46,7 @@ from tasuki.trainer.backends.fsdp.optimizer import ShardedAdamW
 from tasuki.trainer.backends.fsdp.planned import planned_layout
 from tasuki.trainer.backends.fsdp.sequence_parallel import SequenceGroup
 from tasuki.trainer.backends.fsdp.shards import adapter_shards, local_shards
+from tasuki.trainer.backends.fsdp.streamed_adamw import StreamedAdamW
 from tasuki.trainer.data.micro_batch import WHOLE, SequencePart, TokenBatch
 from tasuki.trainer.roles import Role
 from tasuki.transport.export import ExportMemory, WeightExport
@@ -193,7 +194,10 @@ class FsdpBackend:
         set_checkpointing(network.causal_lm, self._layout.checkpointing, boundaries=self._boundaries(network.causal_lm))
         network.train()
         parameters = [param for _, param in trained_parameters(network)]
-        return Trained(network, ShardedAdamW(parameters, config=config, memory=self.memory, mesh=self._mesh))
+        kind = StreamedAdamW if self._node.trainer.optimizer_on_host else ShardedAdamW
+        optimizer = kind(parameters, config=config, memory=self.memory, mesh=self._mesh)
+        self._to_close.callback(optimizer.close)
+        return Trained(network, optimizer)
 
     def _boundaries(self, causal_lm: PreTrainedModel) -> Boundaries | None:
         """Host memory for the inputs of its layers, where they leave. Raises as Boundaries."""
@@ -226,6 +230,8 @@ class FsdpBackend:
         return self.memory.region(MemoryTag.WEIGHTS)
 
     def _training_tensors(self) -> dict[str, Tensor]:
+        for trained in self._trained.values():
+            trained.optimizer.settle()
         return {
             f"{role}.{name}": tensor
             for role, trained in self._trained.items()
