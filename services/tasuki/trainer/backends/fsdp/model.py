@@ -27,6 +27,7 @@ from tasuki.trainer.backends.fsdp.lora import add_adapters, initialize_adapters
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
 from tasuki.trainer.backends.fsdp.model_buffers import check_module, set_buffers
 from tasuki.trainer.backends.fsdp.pointwise import fuse_pointwise
+from tasuki.trainer.backends.fsdp.rotary import fuse_rotation
 from tasuki.trainer.backends.fsdp.sequence_parallel import SequenceGroup
 from tasuki.trainer.backends.fsdp.shards import head_shards, load_shards, local_shards, tensor_files
 from tasuki.trainer.data.micro_batch import TokenBatch
@@ -190,6 +191,7 @@ def _on_meta(source: NetworkSource) -> PreTrainedModel:
         check_module(causal_lm, model)
         if source.mesh.device_type == "cuda":
             fuse_pointwise(causal_lm)
+            fuse_rotation(causal_lm)
         if source.lora is not None:
             check_lora_targets(model.shape, source.lora.target_modules)
             add_adapters(causal_lm, source.lora)
