@@ -22,12 +22,13 @@ from tasuki.config.places import log_path, pulse_dir, socket_dir
 from tasuki.coordinator import phases
 from tasuki.rpc.failpoints import plant
 from tests.conftest import RunningNode
+from tests.limits import limit_s
 
 PROCESSES = ("coordinator", "trainer1", "rollout", "scheduler0")
 STAGES = tuple(phases.RULES)
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7]]
-_NOTICED_WITHIN_S = 20.0
+_NOTICED_WITHIN_S = limit_s(20.0)
 _SERVICE_OF = {"trainer1": "trainer", "scheduler0": "rollout"}
 
 

@@ -1,4 +1,4 @@
-"""The demo as a user runs it, only shorter: what it shows, what it leaves, and that nothing of it goes on."""
+"""The demo as a user runs it, only shorter: interrupted and resumed, what it shows, what it leaves, and that nothing of it goes on."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,14 +19,14 @@ from tests.integration.rollout_process import left_of, shared_memory
 
 ROOT = Path(__file__).parents[2]
 RUN = ROOT / "client" / "examples" / "demo" / "run.py"
-NUM_STEPS, SAVE_EVERY, NUM_SHORT_STEPS = 12, 4, 8
+NUM_STEPS, SAVE_EVERY = 12, 4
 MARK = "TASUKI_TEST_RUN"
 # A start takes under a minute on two free cores, and minutes on a busy machine.
 START_S = 540
-pytestmark = pytest.mark.timeout(START_S + 60)
+STOP_S = 60
+pytestmark = pytest.mark.timeout(2 * START_S)
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / root) for root in ("protos", "services", "client"))}
 SHORT = [f"train.num_steps={NUM_STEPS}", "train.eval_every=100", "train.loss.kl_coef=0.001", f"train.save_every={SAVE_EVERY}"]
-SHORTER = [*SHORT, f"train.num_steps={NUM_SHORT_STEPS}"]
 
 # In a process of its own, as the user of an exported model.
 GREEDY = """
@@ -71,21 +72,82 @@ def _processes_of(output: Path) -> dict[int, str]:
     return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interrupted:
+    """A demo that got a Ctrl-C in its fifth step."""
+
+    exit_code: int
+    seconds: float
+    """From the Ctrl-C to its end."""
+    text: str
+    processes: dict[int, str]
+    shared_memory: list[str]
+    """Files of the run that are left."""
+    has_sockets: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A short demo that was interrupted and then resumed to its end."""
+
+    output: Path
+    interrupted: Interrupted
+    resumed: subprocess.CompletedProcess[str]
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder and the output of a short demo."""
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     output = tmp_path_factory.mktemp("runs") / "demo"
+    interrupted = _interrupted(output)
+    arguments = [argument for override in SHORT for argument in ("--set", override)]
+    resumed = subprocess.run(
+        [sys.executable, "-m", "tasuki.cli", "train", output / "config.toml", "--resume", *arguments],
+        cwd=RUN.parent, env={**ENVIRONMENT, MARK: str(output)}, capture_output=True, text=True, timeout=START_S, check=False,
+    )  # fmt: skip
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    return Run(output, interrupted, resumed)
+
+
+def _interrupted(output: Path) -> Interrupted:
     with _demo(output, *SHORT) as process:
+        assert process.stdout is not None
+        lines, shared = [], set[int]()
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("step   1"):
+                shared = shared_memory(list(_processes_of(output)))
+            if line.startswith(f"step {SAVE_EVERY:>3}"):  # one more than is saved
+                break
+        os.killpg(process.pid, signal.SIGINT)
+        started = time.monotonic()
         try:
-            text, _ = process.communicate(timeout=START_S)
+            rest, _ = process.communicate(timeout=STOP_S)
         finally:
-            process.send_signal(signal.SIGINT)
-    assert process.returncode == 0, text
-    return output, text
+            process.kill()
+    return Interrupted(
+        exit_code=process.returncode,
+        seconds=time.monotonic() - started,
+        text="".join(lines) + rest,
+        processes=_processes_of(output),
+        shared_memory=left_of(shared),
+        has_sockets=(output / "node" / "run").exists(),
+    )
 
 
-def test_the_summary_has_the_figures_and_the_score_has_risen(run: tuple[Path, str]):
-    summary = json.loads((run[0] / "summary.json").read_text())
+def test_ctrl_c_while_it_trains_leaves_nothing(run: Run):
+    interrupted = run.interrupted
+    assert interrupted.exit_code == 130, interrupted.text
+    assert interrupted.seconds < 20
+    assert "Traceback" not in interrupted.text
+    assert (interrupted.processes, interrupted.shared_memory, interrupted.has_sockets) == ({}, [], False)
+
+
+def test_the_run_is_resumed_on_the_same_path(run: Run):
+    assert f"version-{SAVE_EVERY:06d}: step {SAVE_EVERY} of {NUM_STEPS}" in run.resumed.stderr
+
+
+def test_the_summary_has_the_figures_and_the_score_has_risen(run: Run):
+    summary = json.loads((run.output / "summary.json").read_text())
     assert summary["eval_score_before"] < 0.5
     assert summary["eval_score_after"] > summary["eval_score_before"] + 0.2
     assert summary["policy_version"] == summary["steps"] == NUM_STEPS
@@ -96,17 +158,19 @@ def test_the_summary_has_the_figures_and_the_score_has_risen(run: tuple[Path, st
     assert summary["seconds"] > 0
 
 
-def test_progress_names_version_reward_and_held_out_score(run: tuple[Path, str]):
-    steps = [line for line in run[1].splitlines() if line.startswith("step ")]
-    assert len(steps) == NUM_STEPS + 1
-    assert all("version" in line for line in steps)
-    assert all("reward" in line for line in steps[:-1])
-    assert "held-out" in steps[0]
-    assert "held-out" in steps[-1]
+def test_progress_names_version_reward_and_held_out_score(run: Run):
+    before, after = (
+        [line for line in text.splitlines() if line.startswith("step ")] for text in (run.interrupted.text, run.resumed.stdout)
+    )
+    assert (len(before), len(after)) == (SAVE_EVERY + 1, NUM_STEPS + 1 - SAVE_EVERY)
+    assert all("version" in line for line in before + after)
+    assert all("reward" in line for line in before + after[:-1])
+    assert "held-out" in before[0]
+    assert "held-out" in after[-1]
 
 
-def test_metrics_have_every_part_and_every_stage_of_a_step(run: tuple[Path, str]):
-    steps = [json.loads(line) for line in (run[0] / "metrics.jsonl").read_text().splitlines()]
+def test_metrics_have_every_part_and_every_stage_of_a_step(run: Run):
+    steps = [json.loads(line) for line in (run.output / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == list(range(NUM_STEPS + 1))
     parts = {"to_rollout", "generate", "reward", "to_train", "ref_log_probs", "forward_backward", "optim_step"}
     assert parts <= steps[1]["seconds"].keys()
@@ -117,65 +181,21 @@ def test_metrics_have_every_part_and_every_stage_of_a_step(run: tuple[Path, str]
     assert steps[0]["policy_version"] == 0
 
 
-def test_the_exported_model_reproduces_the_score_in_transformers(run: tuple[Path, str]):
-    done = subprocess.run([sys.executable, "-c", GREEDY, run[0]], capture_output=True, text=True, timeout=120, check=False)
+def test_the_exported_model_reproduces_the_score_in_transformers(run: Run):
+    done = subprocess.run([sys.executable, "-c", GREEDY, run.output], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    after = json.loads((run[0] / "summary.json").read_text())["eval_score_after"]
+    after = json.loads((run.output / "summary.json").read_text())["eval_score_after"]
     assert float(done.stdout) == pytest.approx(after, abs=0.02)
 
 
-def test_curve_journal_and_checkpoint_are_there(run: tuple[Path, str]):
-    assert (run[0] / "curve.png").read_bytes().startswith(b"\x89PNG")
-    assert any((run[0] / "checkpoints" / "version-000012").iterdir())
-    with closing(sqlite3.connect(run[0] / "journal.sqlite")) as journal:
+def test_curve_journal_and_checkpoint_are_there(run: Run):
+    assert (run.output / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert any((run.output / "checkpoints" / "version-000012").iterdir())
+    with closing(sqlite3.connect(run.output / "journal.sqlite")) as journal:
         (num_changeovers,) = journal.execute("SELECT count(*) FROM changeovers").fetchone()
     assert num_changeovers == 2 * (NUM_STEPS + 1)
 
 
-def test_nothing_of_the_demo_goes_on(run: tuple[Path, str]):
-    assert _processes_of(run[0]) == {}
-    assert not (run[0] / "node" / "run").exists()
-
-
-def test_ctrl_c_while_it_trains_leaves_nothing_and_the_run_is_resumed_on_the_same_path(run: tuple[Path, str], tmp_path: Path):
-    output = tmp_path / "demo"
-    with _demo(output, *SHORTER) as process:
-        assert process.stdout is not None
-        lines, shared = [], set[int]()
-        for line in process.stdout:
-            lines.append(line)
-            if line.startswith("step   1"):
-                shared = shared_memory(list(_processes_of(output)))
-            if line.startswith(f"step {SAVE_EVERY:>3}"):  # one more than is saved
-                break
-        os.killpg(process.pid, signal.SIGINT)
-        interrupted = time.monotonic()
-        rest = process.stdout.read()
-        assert process.wait(timeout=30) == 130, "".join(lines) + rest
-    assert time.monotonic() - interrupted < 20
-    assert "Traceback" not in rest
-    assert _processes_of(output) == {}
-    assert not (output / "node" / "run").exists()
-    assert left_of(shared) == []
-    # What was measured until then is there.
-    assert len((output / "metrics.jsonl").read_text().splitlines()) > SAVE_EVERY
-
-    arguments = [argument for override in SHORTER for argument in ("--set", override)]
-    resumed = subprocess.run(
-        [sys.executable, "-m", "tasuki.cli", "train", output / "config.toml", "--resume", *arguments],
-        cwd=RUN.parent, env=ENVIRONMENT, capture_output=True, text=True, timeout=START_S, check=False,
-    )  # fmt: skip
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert f"version-{SAVE_EVERY:06d}: step {SAVE_EVERY} of {NUM_SHORT_STEPS}" in resumed.stderr
-    assert _figures(output) == _figures(run[0])
-    assert json.loads((output / "summary.json").read_text())["policy_version"] == NUM_SHORT_STEPS
-    assert (output / "curve.png").exists()
-
-
-def _figures(output: Path) -> list[object]:
-    """All that is measured of a run's first steps but seconds."""
-    steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {name: value for name, value in figures.items() if name not in ("seconds", "stage_seconds")}
-        for figures in steps[:NUM_SHORT_STEPS]
-    ]
+def test_nothing_of_the_demo_goes_on(run: Run):
+    assert _processes_of(run.output) == {}
+    assert not (run.output / "node" / "run").exists()

@@ -31,8 +31,9 @@ from tasuki.v1.types_pb2 import (
 from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import from_rpc_error
 from tests.integration.stage_services import StageService, serving
+from tests.limits import limit_s
 
-DEADLINE_S = 30.0
+DEADLINE_S = limit_s(30.0)
 
 
 TO_ROLLOUT = [STAGE_LOAD_WEIGHTS, STAGE_RESUME_WEIGHTS, STAGE_SYNC, STAGE_OFFLOAD, STAGE_RESUME_KV]

@@ -17,11 +17,12 @@ from typing import Any
 
 from tasuki.config.lock import NODE_LOCK, StateLock, holder
 from tasuki.config.places import exit_path, socket_dir
+from tests.limits import limit_s
 
 NODE = Path(__file__).with_name("supervised_node.py")
 
 
-LIMIT_S = 10.0
+LIMIT_S = limit_s(10.0)
 
 
 @dataclass
@@ -60,8 +61,8 @@ class Node:
         return json.loads(exit_path(self.state_dir).read_text())
 
 
-def wait_for(condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
-    deadline = time.monotonic() + limit_s
+def wait_for(condition: Callable[[], bool], within_s: float = LIMIT_S) -> None:
+    deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.05)

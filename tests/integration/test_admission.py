@@ -16,7 +16,7 @@ from tasuki.config.save import save_config
 from tasuki.config.schema import MemoryConfig, ModelConfig, NodeConfig
 from tasuki.coordinator.journal import Journal
 from tasuki.memory.allocator import NativeAllocator
-from tasuki.memory.arena import Keep, set_host_budget
+from tasuki.memory.arena import Keep, set_host_budget, totals
 from tasuki.memory.tags import MemoryTag
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.types_pb2 import (
@@ -46,6 +46,11 @@ class Arenas:
         self.blocks = {(self.trainer, tag): self.trainer.arena(tag).allocate(size) for tag, size in TRAINER.items()}
         self.blocks |= {(self.engine, tag): self.engine.arena(tag).allocate(size) for tag, size in ENGINE.items()}
         self.engine.pause(list(ENGINE))
+        self._others = totals().mapped_bytes - sum(self.mapped().values())
+        """Of arenas that other tests of this process left."""
+
+    def limit(self, budget_bytes: int) -> None:
+        set_host_budget(self._others + budget_bytes)
 
     def mapped(self) -> dict[str, int]:
         usages = {"trainer": self.trainer.usage(), "engine": self.engine.usage()}
@@ -74,7 +79,7 @@ async def node_with(tmp_path: Path, arenas: Arenas, *, budget_bytes: int) -> Asy
     config = NodeConfig(state_dir=tmp_path / "state", model=ModelConfig(path=tmp_path), memory=memory)
     config.state_dir.mkdir()
     save_config(config, config.state_dir / "node.toml")
-    set_host_budget(budget_bytes)
+    arenas.limit(budget_bytes)
     async with serving(config) as (trainer, rollout):
         trainer.arenas, rollout.arenas = arenas.trainer, arenas.engine
         process = await start_coordinator(config)
@@ -87,13 +92,13 @@ async def node_with(tmp_path: Path, arenas: Arenas, *, budget_bytes: int) -> Asy
     shutil.rmtree(socket_dir(config.state_dir))
 
 
-async def change_budget(node: Node, num_bytes: int) -> None:
+async def change_budget(node: Node, arenas: Arenas, num_bytes: int) -> None:
     """As an operator does it: in the file, and by a restart of the coordinator. The services' own limits go with it."""
     save_config(
         node.config.model_copy(update={"memory": MemoryConfig(host_budget_bytes=num_bytes)}),
         node.config.state_dir / "node.toml",
     )
-    set_host_budget(num_bytes)
+    arenas.limit(num_bytes)
     await node.restart(signal.SIGTERM)
 
 
@@ -113,7 +118,7 @@ async def test_budget_that_is_too_small_is_refused_and_a_raised_one_is_enough(tm
         assert f"raise memory.host_budget_bytes to {34 * MIB + short}" in refused.value.message
         assert (arenas.mapped(), commands(node.rollout), node.rollout.stage) == (before, 0, STAGE_UNSPECIFIED)
         assert ((await node.state()).phase, node.trainer.stage) == (PHASE_TRAIN, STAGE_LOAD_TRAINER)
-        await change_budget(node, 34 * MIB + short)
+        await change_budget(node, arenas, 34 * MIB + short)
         assert (await node.acquire(PHASE_ROLLOUT))[-1].state.phase == PHASE_ROLLOUT
         awake = {name: size for name, size in arenas.mapped().items() if size}
         assert awake == {"engine weights": 4 * MIB, "engine kv_cache": 24 * MIB}
@@ -138,13 +143,13 @@ async def test_stage_that_was_refused_begins_when_memory_becomes_free(tmp_path: 
 async def test_trainer_without_room_stays_away_and_comes_back_when_there_is(tmp_path: Path, arenas: Arenas) -> None:
     async with node_with(tmp_path, arenas, budget_bytes=40 * MIB) as node:
         await node.acquire(PHASE_ROLLOUT)
-        await change_budget(node, 30 * MIB)
+        await change_budget(node, arenas, 30 * MIB)
         with pytest.raises(OutOfGpuMemory, match="LOAD_TRAINER was not begun") as refused:
             await node.acquire(PHASE_TRAIN)
         assert int(refused.value.metadata["needed_bytes"]) == 32 * MIB
         assert ((await node.state()).stage, node.trainer.stage) == (STAGE_PAUSE_WEIGHTS, STAGE_OFFLOAD)
         assert not any(arenas.mapped().values())
-        await change_budget(node, 40 * MIB)  # the coordinator goes on where it finds the node
+        await change_budget(node, arenas, 40 * MIB)  # the coordinator goes on where it finds the node
         assert (await node.state()).phase == PHASE_TRAIN
 
 

@@ -17,9 +17,10 @@ import torch
 from tasuki.wire.errors import from_rpc_error
 from tests.integration.trainer_process import TrainerClient, TrainerProcess, connect, is_alive, start_trainer
 from tests.integration.trainer_samples import make_samples
+from tests.limits import limit_s
 from tests.models import VOCAB_SIZE, make_model, save_checkpoint
 
-STOP_S = 10.0
+STOP_S = limit_s(10.0)
 FLOAT32 = 'compute_dtype = "float32"'
 
 

@@ -73,7 +73,7 @@ def test_an_engine_rank_has_a_pulse_before_it_imports_the_engine(tmp_path: Path)
     try:
         (pid,) = (process.pid for process in ranks.processes)
         pulse = pulse_dir(tmp_path) / f"scheduler0-{pid}"
-        wait_for(pulse.exists, limit_s=60.0)
+        wait_for(pulse.exists, within_s=60.0)
         assert "sglang" not in Path(f"/proc/{pid}/maps").read_text()
     finally:
         ranks.kill()

@@ -18,10 +18,11 @@ from tasuki.planner.presets import MODELS
 from tasuki.trainer.backends.fsdp import attention_padded
 from tasuki.trainer.backends.fsdp.activations import set_checkpointing
 from tasuki.trainer.backends.fsdp.attention import IMPLEMENTATION, PackedAttention, choose_kernel
-from tasuki.trainer.backends.fsdp.attention_flash import cache_variables, packed_attention
+from tasuki.trainer.backends.fsdp.attention_flash import packed_attention
 from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
 from tasuki.trainer.backends.fsdp.model import Policy
 from tasuki.trainer.data.micro_batch import TokenBatch
+from tasuki.trainer.environment import cache_variables
 from tasuki.wire.errors import InvalidArgument
 from tests.models import CONFIGS, VOCAB_SIZE, make_model
 

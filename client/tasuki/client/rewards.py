@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from pebble.common.types import CONSTS
 
 from tasuki.client import reward_worker
+from tasuki.client.aside import Aside
 from tasuki.client.pipe_lock import PipeLockContext
 from tasuki.client.reward_worker import Answer, Source
 from tasuki.client.types import FinishReason, Sample
@@ -113,10 +114,9 @@ class RewardPool:
             initargs=(self._sources,),
             context=PipeLockContext(),
         )
+        self._aside = Aside("tasuki-rewards")
         try:
-            self._taken = [
-                self._parameters(reward.function, source) for reward, source in zip(self._rewards, self._sources, strict=True)
-            ]
+            self._taken = self._aside.call(self._read_parameters)
         except BaseException:
             self.close()
             raise
@@ -131,6 +131,7 @@ class RewardPool:
         """Ends the workers, at once."""
         self._pool.stop()
         self._pool.join()
+        self._aside.close()
 
     def score(
         self,
@@ -146,23 +147,34 @@ class RewardPool:
         """
         if len(completions) != len(rows) * group_size:
             raise InvalidArgument("completions", f"{len(completions)} for {len(rows)} rows of {group_size}")
-        futures = [
-            self._pool.schedule(reward_worker.score, args=(source, arguments), timeout=self._timeout_s)
-            for index, completion in enumerate(completions)
-            for source, arguments in self._calls(rows[index // group_size], completion)
-        ]
-        values_NR = np.zeros((len(completions), len(self._rewards)), dtype=np.float32)
-        has_failed_NR = np.zeros(values_NR.shape, dtype=np.bool_)
+        futures: list[pebble.ProcessFuture[Answer]] = []
         try:
-            for place, future in zip(np.ndindex(values_NR.shape), futures, strict=True):
-                value, cause = self._outcome(future, self._rewards[place[1]].function)
-                if cause and self._on_error == "fail":
-                    raise self._failed(cause, self._rewards[place[1]], sample=place[0], prompt=place[0] // group_size)
-                has_failed_NR[place] = bool(cause)
-                values_NR[place] = 0.0 if cause and self._on_error == "zero" else value
+            return self._aside.call(lambda: self._gather(futures, rows, completions, group_size))
         finally:
             for future in futures:
                 future.cancel()
+
+    def _gather(
+        self,
+        futures: list[pebble.ProcessFuture[Answer]],
+        rows: Sequence[Mapping[str, object]],
+        completions: Sequence[str] | Sequence[Completion],
+        group_size: int,
+    ) -> Scores:
+        """Fills `futures`, each of which a caller may cancel, and waits for them."""
+        futures.extend(
+            self._pool.schedule(reward_worker.score, args=(source, arguments), timeout=self._timeout_s)
+            for index, completion in enumerate(completions)
+            for source, arguments in self._calls(rows[index // group_size], completion)
+        )
+        values_NR = np.zeros((len(completions), len(self._rewards)), dtype=np.float32)
+        has_failed_NR = np.zeros(values_NR.shape, dtype=np.bool_)
+        for place, future in zip(np.ndindex(values_NR.shape), futures, strict=True):
+            value, cause = self._outcome(future, self._rewards[place[1]].function)
+            if cause and self._on_error == "fail":
+                raise self._failed(cause, self._rewards[place[1]], sample=place[0], prompt=place[0] // group_size)
+            has_failed_NR[place] = bool(cause)
+            values_NR[place] = 0.0 if cause and self._on_error == "zero" else value
         return self._scores(values_NR, has_failed_NR)
 
     def _calls(self, row: Mapping[str, object], completion: str | Completion) -> list[tuple[Source, dict[str, object]]]:
@@ -199,6 +211,9 @@ class RewardPool:
             return math.nan, f"ended its worker process (exit code {error.exitcode})"
         except RuntimeError as error:  # BrokenProcessPool: a worker died between two samples
             raise RewardFailed(f"reward {function}: the workers are gone: {error}", cause=error) from error
+
+    def _read_parameters(self) -> list[frozenset[str] | None]:
+        return [self._parameters(reward.function, source) for reward, source in zip(self._rewards, self._sources, strict=True)]
 
     def _parameters(self, function: str, source: Source) -> frozenset[str] | None:
         """The names that the function takes; None for any."""

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasuki.algorithms.loss_types import LossConfig
+from tasuki.client.aside import Pending
 from tasuki.client.async_client import AsyncClient
 from tasuki.client.encode import TokenIds
 from tasuki.client.types import (
@@ -141,12 +142,22 @@ class Client:
         await asyncio.gather(*left, return_exceptions=True)
 
     def _run(self, work: Coroutine[Any, Any, _Answer]) -> _Answer:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        pending, tasks = Pending[_Answer](), list[asyncio.Task[_Answer]]()
+
+        def begin() -> None:
+            tasks.append(self._loop.create_task(work))
+            tasks[0].add_done_callback(lambda task: pending.end(task.result))
+
+        def cancel() -> None:
+            for task in tasks:
+                task.cancel()
+
         try:
-            return future.result()
+            self._loop.call_soon_threadsafe(begin)
+            return pending.wait()
         except BaseException:
             # Ctrl-C while waiting: the call must not go on behind the caller's back.
-            future.cancel()
+            self._loop.call_soon_threadsafe(cancel)
             raise
 
     def _iterate(self, stream: AsyncGenerator[_Answer, None]) -> Generator[_Answer, None, None]:

@@ -1,61 +1,29 @@
 """Runs one rank of the trainer; rank 0 also serves:
 
 python -m tasuki.trainer.launch --num-ranks N -- -m tasuki.trainer --config node.toml [--set a.b=c]...
+
+What is wrong with the configuration is said before anything heavy is imported.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
 import os
-import signal
 import sys
-import threading
-import uuid
-from contextlib import ExitStack
 from pathlib import Path
 
-import torch.distributed as dist
-import uvloop
-
-from tasuki.config.gpus import gpus_of, show_gpus
+from tasuki.config.gpus import show_gpus
 from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock
-from tasuki.config.places import node_targets, socket_dir, training_log_path
+from tasuki.config.places import node_targets
 from tasuki.config.schema import NodeConfig
-from tasuki.rpc.commands import CommandGate
-from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.gpu_wait import wait_for_rollout_to_leave
-from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging
-from tasuki.rpc.port import port_of
-from tasuki.rpc.rank_server import Handlers
-from tasuki.rpc.server import RpcServer
-from tasuki.trainer.backends.fsdp.attention_flash import cache_variables
-from tasuki.trainer.backends.fsdp.backend import FsdpBackend
-from tasuki.trainer.backends.fsdp.mesh import start_mesh
-from tasuki.trainer.data.checks import BatchLimits
-from tasuki.trainer.durable.restore import restore
-from tasuki.trainer.durable.training_log import TrainingLog
+from tasuki.trainer.environment import LOOPBACK, cache_variables
 from tasuki.trainer.launch import Launch, read_launch
-from tasuki.trainer.learner import Learner, trained_roles
-from tasuki.trainer.ranks.commands import RankCommands
-from tasuki.trainer.ranks.front import TrainerRanks
-from tasuki.trainer.ranks.loop import run_rank
-from tasuki.trainer.service.memory_servicer import MemoryServicer
-from tasuki.trainer.service.micro_batches import micro_batch_tokens, sample_costs
-from tasuki.trainer.service.servicer import TrainerServicer
-from tasuki.trainer.service.state import TrainerState, roles_by_name
-from tasuki.trainer.service.training import Training
-from tasuki.v1.memory_pb2_grpc import add_MemoryServiceServicer_to_server
-from tasuki.v1.ranks_pb2 import RankReady
-from tasuki.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
 from tasuki.v1.types_pb2 import MEMORY_TAG_WEIGHTS
 from tasuki.wire.errors import InvalidArgument, TasukiError
-
-_log = logging.getLogger("tasuki.trainer")
-_GRACE_S = 5.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,151 +34,42 @@ def main(argv: list[str] | None = None) -> int:
     configure_logging("trainer")
     try:
         launch = read_launch(os.environ)
-        # Ranks of one node need no network; without these, gloo and NCCL listen on the address of the host's name.
-        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        os.environ |= LOOPBACK
         config = load_config(arguments.config, overrides=arguments.overrides)
         if launch.num_ranks != config.trainer.num_ranks:
             raise InvalidArgument("trainer.num_ranks", f"is {config.trainer.num_ranks}, but {launch.num_ranks} were started")
         os.environ |= {name: value for name, value in cache_variables(config.state_dir).items() if name not in os.environ}
         show_gpus(config)
-        if config.device == "cuda":
-            staying = [] if config.served_adapter is None else [MEMORY_TAG_WEIGHTS]
-            wait_for_rollout_to_leave(node_targets(config)["rollout"], staying=staying)
         if launch.rank != 0:
-            return 0 if _run_rank(config, launch=launch) else 1
+            return _work(config, launch)
         with StateLock.take(config.state_dir, name="trainer"):
-            return uvloop.run(_serve(config, launch=launch))
+            return _serve(config, launch)
     except TasukiError as error:
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(f"tasuki: error {error.reason}: {error.message}\n")
         return 2
 
 
-def _run_rank(config: NodeConfig, *, launch: Launch) -> bool:
-    """Works for the front until it stops; False when the start failed."""
+def _work(config: NodeConfig, launch: Launch) -> int:
+    from tasuki.trainer.serve import run_rank  # torch
 
-    def start() -> tuple[RankReady, Handlers]:
-        trainer = config.trainer
-        mesh = start_mesh(
-            config.device,
-            launch=launch,
-            gpu=gpus_of(config).trainer[launch.local_rank],
-            num_threads=trainer.num_threads,
-            timeout_s=trainer.collective_timeout_s,
-        )
-        cleanup.callback(dist.destroy_process_group)
-        backend = FsdpBackend(config, mesh=mesh)
-        cleanup.callback(backend.close)
-        learner = Learner(
-            backend,
-            optimizers=trained_roles(trainer),
-            skips_non_finite=trainer.on_non_finite == "skip",
-            progressed=heartbeat.progressed,
-        )
-        if launch.rank != 0:
-            # From here on the front says when to stop, after the call that runs; a signal to all ranks at once is for the front.
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, signal.SIG_IGN)
-        heartbeat.beat_in_thread()
-        commands = RankCommands(learner, failpoints=failpoints)
-        return commands.ready(), commands.handlers()
-
-    with ExitStack() as cleanup:
-        heartbeat = Heartbeat(config.state_dir, f"trainer{launch.rank}")
-        cleanup.callback(heartbeat.close)
-        failpoints = Failpoints.of(config, f"trainer{launch.rank}")
-        return run_rank(
-            start,
-            rank=launch.rank,
-            socket_dir=socket_dir(config.state_dir),
-            launcher_fd=launch.launcher_fd,
-            heartbeat=heartbeat,
-            failpoints=failpoints,
-        )
+    _wait_for_rollout(config)
+    return 0 if run_rank(config, launch=launch) else 1
 
 
-async def _serve(config: NodeConfig, *, launch: Launch) -> int:
-    """Rank 0: serves until a signal, or until the ranks are broken; its own rank works in a thread."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    loop.add_reader(launch.launcher_fd, stop.set)
-    ranks = TrainerRanks(
-        socket_dir=socket_dir(config.state_dir),
-        num_ranks=launch.num_ranks,
-        collective_timeout_s=config.trainer.collective_timeout_s,
-    )
-    own_rank = threading.Thread(target=_run_rank, args=(config,), kwargs={"launch": launch}, name="rank-0", daemon=True)
-    own_rank.start()
-    cleanup = ExitStack()
-    try:
-        ready = await _ready_or_stopped(ranks, stop)
-        if ready is None:
-            return 1
-        failpoints = Failpoints.of(config, "trainer")
-        boot_id = uuid.uuid4().hex
-        state = TrainerState(roles_by_name(ready.roles), gate=CommandGate(failpoints, boot_id=boot_id), boot_id=boot_id)
-        limits = BatchLimits(
-            vocab_size=ready.vocab_size,
-            context_length=ready.context_length,
-            micro_batch_tokens=await micro_batch_tokens(config, ranks),
-        )
-        _log.info("ready ranks=%d micro_batch_tokens=%d", launch.num_ranks, limits.micro_batch_tokens)
-        training = Training(
-            ranks,
-            state=state,
-            limits=limits,
-            costs=sample_costs(config),
-            sequence_parallel=config.trainer.sequence_parallel,
-        )
-        log = TrainingLog(training_log_path(config.state_dir), failpoints=failpoints)
-        cleanup.callback(log.close)
-        await restore(training, log, config=config)
-        server = _server(training, log, ready=ready, config=config)
-        await server.start()
-        heartbeat = Heartbeat(config.state_dir, "trainer")
-        cleanup.callback(heartbeat.close)
-        heartbeat.beat_in_loop()
-        broken = loop.create_task(_stop_when_broken(ranks, stop))
-        await server.run(stop, grace_s=_GRACE_S)
-        broken.cancel()
-        return 1 if ranks.broken.is_set() else 0
-    finally:
-        await ranks.stop()
-        cleanup.close()
-        loop.remove_reader(launch.launcher_fd)
-        await asyncio.to_thread(own_rank.join, _GRACE_S)
+def _serve(config: NodeConfig, launch: Launch) -> int:
+    import uvloop
+
+    from tasuki.trainer.serve import serve  # torch
+
+    _wait_for_rollout(config)
+    return uvloop.run(serve(config, launch=launch))
 
 
-def _server(training: Training, log: TrainingLog, *, ready: RankReady, config: NodeConfig) -> RpcServer:
-    server = RpcServer(
-        service="trainer",
-        target=node_targets(config)["trainer"],
-        metrics_port=config.trainer.metrics_port,
-        port=port_of(config, "trainer"),
-    )
-    servicer = TrainerServicer(training, log=log, ready=ready, config=config)
-    server.add(add_TrainerServiceServicer_to_server, servicer, "tasuki.v1.TrainerService")
-    memory = MemoryServicer(training.ranks, state=training.state)
-    server.add(add_MemoryServiceServicer_to_server, memory, "tasuki.v1.MemoryService")
-    return server
-
-
-async def _ready_or_stopped(ranks: TrainerRanks, stop: asyncio.Event) -> RankReady | None:
-    """The ranks' report, or None when the service was stopped before they were ready."""
-    ready, stopped = asyncio.ensure_future(ranks.ready()), asyncio.ensure_future(stop.wait())
-    await asyncio.wait((ready, stopped), return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    if ready.done():
-        return ready.result()
-    ready.cancel()
-    return None
-
-
-async def _stop_when_broken(ranks: TrainerRanks, stop: asyncio.Event) -> None:
-    await ranks.broken.wait()
-    stop.set()
+def _wait_for_rollout(config: NodeConfig) -> None:
+    if config.device == "cuda":
+        staying = [] if config.served_adapter is None else [MEMORY_TAG_WEIGHTS]
+        wait_for_rollout_to_leave(node_targets(config)["rollout"], staying=staying)
 
 
 if __name__ == "__main__":

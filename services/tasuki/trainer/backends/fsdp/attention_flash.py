@@ -6,7 +6,6 @@ Shape suffixes: S sequences, T their tokens, H query heads, K key heads, D head 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,17 +14,6 @@ from torch.nn.attention.varlen import varlen_attn
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 8
-
-
-def cache_variables(state_dir: Path) -> dict[str, str]:
-    """What FlashAttention-4 reads of the environment when it is imported, so that it keeps compiled kernels in the node's private folder.
-
-    By default it would keep none; its own folder below /tmp could be made by another user, and what is in there is run.
-    """
-    return {
-        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
-        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(state_dir.resolve() / "attention-kernels"),
-    }
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,69 @@
+"""Calls carried out on another thread, for a main thread that Ctrl-C may interrupt while it waits.
+
+KeyboardInterrupt may be raised between any two bytecodes of the main thread, also inside `threading.Condition`, whose lock then stays
+taken: whoever fulfils the future that was waited for blocks forever. `queue.SimpleQueue` is written in C, so an interrupt comes before
+or after its lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Generic, TypeVar
+
+_Answer = TypeVar("_Answer")
+
+
+class Pending(Generic[_Answer]):
+    """What a call on another thread gives, once."""
+
+    def __init__(self) -> None:
+        self._ended: SimpleQueue[Callable[[], _Answer]] = SimpleQueue()
+
+    def end(self, result: Callable[[], _Answer]) -> None:
+        """result: returns the answer, or raises the call's error."""
+        self._ended.put(result)
+
+    def wait(self) -> _Answer:
+        return self._ended.get()()
+
+
+class Aside:
+    """A thread that carries out calls, one after another."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._carry_out, name=name, daemon=True)
+        self._thread.start()
+
+    def call(self, work: Callable[[], _Answer]) -> _Answer:
+        """Returns what `work` returns and raises what it raises. An interrupted caller leaves it running."""
+        pending = Pending[_Answer]()
+
+        def carry_out() -> None:
+            try:
+                answer = work()
+            except BaseException as error:  # noqa: BLE001 - the caller's to handle
+                pending.end(_raiser(error))
+            else:
+                pending.end(lambda: answer)
+
+        self._calls.put(carry_out)
+        return pending.wait()
+
+    def close(self) -> None:
+        """Waits for the call that is under way."""
+        self._calls.put(None)
+        self._thread.join()
+
+    def _carry_out(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+
+def _raiser(error: BaseException) -> Callable[[], _Answer]:
+    def fail() -> _Answer:
+        raise error
+
+    return fail

@@ -1,0 +1,69 @@
+"""A whole node whose supervisor is killed: nothing of it stays, and it can be resumed where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tasuki.client import Client, Phase
+from tasuki.config.lock import NODE_LOCK, holder
+from tasuki.config.places import exit_path, socket_dir
+from tests.chaos_node import ChaosNode
+from tests.conftest import RunningNode, tasuki
+
+GONE_WITHIN_S = 10.0
+
+
+@pytest.mark.timeout(700)
+def test_a_node_whose_supervisor_was_killed_leaves_nothing_behind_and_can_be_resumed(node: RunningNode) -> None:
+    processes = processes_of(node.state_dir)
+    assert len(processes) >= 7  # guard, supervisor, coordinator, launcher, two ranks, rollout, and the engine's own
+    with Client(state_dir=node.state_dir) as client:
+        chaos = ChaosNode(node, client)
+        client.acquire(Phase.TRAIN)
+        version = chaos.step()
+        client.acquire(Phase.ROLLOUT)
+        tokens = chaos.greedy()
+    supervisor_pid = holder(node.state_dir, name=NODE_LOCK)
+    assert supervisor_pid is not None
+    os.kill(supervisor_pid, signal.SIGKILL)
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while holder(node.state_dir, name=NODE_LOCK) is not None:
+        assert time.monotonic() < deadline, "the node is still there"
+        time.sleep(0.1)
+    assert processes_of(node.state_dir) & processes == set()
+    assert list(socket_dir(node.state_dir).iterdir()) == []
+    assert json.loads(exit_path(node.state_dir).read_text())["reason"] == "the supervisor was killed by SIGKILL"
+    assert node.up.wait(GONE_WITHIN_S) == 2  # NODE_DOWN
+    socket_dir(node.state_dir).rmdir()
+
+    resumed = tasuki("up", node.config, "--resume", timeout_s=300)
+    assert resumed.returncode == 0, resumed.stderr
+    with Client(state_dir=node.state_dir) as client:
+        assert client.trainer_state().policy_version == version
+        client.acquire(Phase.ROLLOUT)
+        assert ChaosNode(node, client).greedy() == tokens  # the same weights
+    audited = tasuki("audit", node.state_dir, timeout_s=60)
+    assert (audited.returncode, audited.stdout.splitlines()[0]) == (0, "clean"), audited.stdout
+
+
+def processes_of(state_dir: Path) -> set[int]:
+    """Every process that has something of the node's on its command line, or a parent that has."""
+    found: set[int] = set()
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                if str(state_dir) in (entry / "cmdline").read_text() and "--foreground" not in (entry / "cmdline").read_text():
+                    found.add(int(entry.name))
+            except OSError:
+                continue
+    while new := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= new
+    return found

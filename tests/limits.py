@@ -1,0 +1,13 @@
+"""Time limits of tests about processes: as a user is promised them, and longer where other tests run at the same time."""
+
+from __future__ import annotations
+
+import os
+
+_SHARED = 4.0
+"""Two workers on two cores, each with a node of several processes."""
+
+
+def limit_s(seconds: float) -> float:
+    """`seconds`, or a multiple of them for a worker of pytest-xdist."""
+    return seconds * _SHARED if "PYTEST_XDIST_WORKER" in os.environ else seconds

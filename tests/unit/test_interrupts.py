@@ -1,0 +1,73 @@
+"""Ctrl-C at any bytecode of a waiting call leaves nothing locked: the next call is answered, and the client can be closed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ENVIRONMENT
+
+# In a process of its own, since a lock that stays taken blocks it forever.
+INTERRUPTED = """
+import sys
+from types import FrameType
+
+def is_interrupted(work, at):
+    seen = 0
+
+    def trace(frame: FrameType, event: str, argument: object):
+        nonlocal seen
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            seen += 1
+            if seen == at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+def interrupt_everywhere(work):
+    at = 1
+    while is_interrupted(work, at):
+        assert work() == 7
+        at += 1
+    print(at)
+"""
+CLIENT = """
+from tasuki.client import Client
+from tasuki.client.async_client import AsyncClient
+
+async def state(self):
+    return 7
+
+AsyncClient.state = state
+with Client("unix:/nowhere") as client:
+    interrupt_everywhere(client.state)
+"""
+ASIDE = """
+from tasuki.client.aside import Aside
+
+aside = Aside("test")
+interrupt_everywhere(lambda: aside.call(lambda: 7))
+aside.close()
+"""
+
+
+@pytest.mark.parametrize("caller", [CLIENT, ASIDE], ids=["client", "aside"])
+def test_an_interrupt_at_any_bytecode_of_a_call_leaves_the_next_one_answered(caller: str):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", INTERRUPTED + caller],
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 20, "bytecodes at which it was interrupted"
