@@ -76,24 +76,28 @@ def _one_sequence(vocab_size: int) -> TokenBatch:
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "vocab_size", "moment"),
+    ("checkpointing", "kept_layers", "vocab_size", "moment"),
     [
-        ("none", 64, "layer"),
-        ("attention", 64, "layer"),
-        ("attention", 8000, "loss"),
-        ("full", 64, "layer"),
-        ("full", 8000, "loss"),
-        ("offloaded", 64, "layer"),
+        ("none", 0, 64, "layer"),
+        ("attention", 0, 64, "layer"),
+        ("attention", 0, 8000, "loss"),
+        ("attention", 2, 64, "layer"),
+        ("full", 0, 64, "layer"),
+        ("full", 0, 8000, "loss"),
+        ("full", 1, 64, "layer"),
+        ("offloaded", 0, 64, "layer"),
     ],
 )
-def test_activations_and_logits_peak_as_predicted(checkpointing: str, vocab_size: int, moment: str, mesh: DeviceMesh):
+def test_activations_and_logits_peak_as_predicted(
+    checkpointing: str, kept_layers: int, vocab_size: int, moment: str, mesh: DeviceMesh
+):
     boundaries = _boundaries(checkpointing, mesh)
-    causal_lm = _causal_lm(checkpointing, vocab_size, boundaries)
+    causal_lm = _causal_lm(checkpointing, vocab_size, boundaries, kept_layers=kept_layers)
     policy = Policy(causal_lm, attention=_attention(causal_lm)).train()
     with LiveTokens(apart=boundaries._buffers) as live:
         log_probs, _ = policy(_one_sequence(vocab_size))
         log_probs.sum().backward()
-    moments = _moments(_layout(causal_lm, checkpointing))
+    moments = _moments(replace(_layout(causal_lm, checkpointing), kept_layers=kept_layers))
     assert max(moments, key=lambda name: moments[name]) == moment
     assert moments[moment] == pytest.approx(live.peak, rel=0.02)
 
@@ -138,7 +142,7 @@ def _boundaries(checkpointing: str, mesh: DeviceMesh) -> Boundaries:
     return Boundaries(mesh, num_layers=NUM_LAYERS if is_used else 1, num_bytes=NUM_TOKENS * HIDDEN_SIZE * 2)
 
 
-def _causal_lm(checkpointing: str, vocab_size: int, boundaries: Boundaries) -> Any:
+def _causal_lm(checkpointing: str, vocab_size: int, boundaries: Boundaries, *, kept_layers: int = 0) -> Any:
     table = {
         "hidden_size": HIDDEN_SIZE,
         "intermediate_size": 640,
@@ -148,7 +152,7 @@ def _causal_lm(checkpointing: str, vocab_size: int, boundaries: Boundaries) -> A
     }
     config = Qwen2Config(**table, vocab_size=vocab_size, max_position_embeddings=4096)
     causal_lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=IMPLEMENTATION)
-    set_checkpointing(causal_lm, Checkpointing(checkpointing), boundaries=boundaries)
+    set_checkpointing(causal_lm, Checkpointing(checkpointing), kept_layers=kept_layers, boundaries=boundaries)
     return causal_lm
 
 

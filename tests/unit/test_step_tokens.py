@@ -14,7 +14,7 @@ from tasuki.planner.layout import GB, Checkpointing, Layout
 from tasuki.planner.node_plan import node_layout
 from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS
-from tasuki.planner.step_tokens import fastest_checkpointing, most_tokens
+from tasuki.planner.step_tokens import fastest_checkpointing, most_tokens, with_fastest_checkpointing
 
 SHAPE = MODELS["qwen2.5-7b"]
 LAYOUT = Layout(
@@ -55,6 +55,17 @@ def test_the_planner_keeps_as_much_for_backward_as_there_is_room_for() -> None:
     assert fastest_checkpointing(replace(just, host_bytes=plan(layout).host_peak.host_bytes + layout.overheads.margin)) is (
         Checkpointing.FULL
     ), "nothing is held on a host without room for it"
+
+
+def test_layers_that_there_is_room_for_keep_everything() -> None:
+    for gpu_gb in (80, 100, 120, 135):
+        layout = with_fastest_checkpointing(replace(LAYOUT, gpu_bytes=gpu_gb * GB))
+        assert layout.checkpointing is Checkpointing.ATTENTION
+        wary = replace(layout, gpu_bytes=int(0.95 * layout.gpu_bytes))
+        assert plan(wary).fits and not plan(replace(wary, kept_layers=layout.kept_layers + 1)).fits
+    assert with_fastest_checkpointing(LAYOUT) == replace(LAYOUT, checkpointing=Checkpointing.NONE)
+    tight = replace(LAYOUT, gpu_bytes=60 * GB)
+    assert with_fastest_checkpointing(tight).kept_layers == 0
 
 
 def test_what_tokens_cannot_mend_does_not_lower_them() -> None:

@@ -23,7 +23,7 @@ from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node_plan import node_layout
 from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS, find_preset
-from tasuki.planner.step_tokens import fastest_checkpointing, most_tokens
+from tasuki.planner.step_tokens import most_tokens, with_fastest_checkpointing
 from tasuki.wire.errors import InvalidArgument
 
 DOES_NOT_FIT = 1
@@ -131,7 +131,7 @@ def _of_model(shape: ModelShape | None, wishes: Wishes) -> Layout:
     )
     if "micro_batch_tokens" not in settings:
         layout = replace(layout, micro_batch_tokens=most_tokens(layout))
-    return replace(layout, checkpointing=fastest_checkpointing(layout)) if is_open else layout
+    return with_fastest_checkpointing(layout) if is_open else layout
 
 
 def _gpu_bytes(wishes: Wishes, *, default: float | None) -> int:

@@ -228,7 +228,7 @@ def _for_cache(planned: Plan) -> Iterator[_Change]:
 def _more_checkpointing(layout: Layout) -> Iterator[_Change]:
     rungs = list(Checkpointing)
     for rung in rungs[rungs.index(layout.checkpointing) + 1 :]:
-        yield _Change("trainer.checkpointing", layout.checkpointing, rung, replace(layout, checkpointing=rung))
+        yield _Change("trainer.checkpointing", layout.checkpointing, rung, replace(layout, checkpointing=rung, kept_layers=0))
 
 
 def _optimizer_on_host(layout: Layout) -> Iterator[_Change]:

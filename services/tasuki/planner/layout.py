@@ -121,6 +121,8 @@ class Layout:
     logit_tokens: int | None = None
     """Places of a micro-batch whose logits are computed: those of completion tokens. By default all, an upper bound."""
     checkpointing: Checkpointing = Checkpointing.NONE
+    kept_layers: int = 0
+    """Layers, the last ones, of which everything is kept whatever `checkpointing` says; not where it holds inputs on the host."""
     optimizer_on_host: bool = False
     """Whether the moments stay in host memory all the time."""
     reshards_after_forward: bool = True

@@ -10,7 +10,7 @@ from tasuki.models.shape import ModelShape, check_lora_targets
 from tasuki.planner.layout import Checkpointing, Layout, Overheads, named_as_given
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.plan import Plan, plan
-from tasuki.planner.step_tokens import fastest_checkpointing, most_tokens
+from tasuki.planner.step_tokens import most_tokens, with_fastest_checkpointing
 from tasuki.wire.errors import InvalidArgument
 
 _ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
@@ -50,7 +50,7 @@ def node_layout(
     overheads: Overheads | None = None,
 ) -> Layout:
     """num_gpus: by default as many as the larger service has ranks. Where trainer.micro_batch_tokens is open on a GPU, most_tokens decides,
-    and where trainer.checkpointing is, fastest_checkpointing. Where trainer.export_stays is open, it stays if all fits then.
+    and where trainer.checkpointing is, with_fastest_checkpointing. Where trainer.export_stays is open, it stays if all fits then.
 
     Raises InvalidArgument naming the configuration's key.
     """
@@ -98,7 +98,7 @@ def node_layout(
     if trainer.micro_batch_tokens is None and config.device == "cuda":
         leaving = replace(leaving, micro_batch_tokens=most_tokens(leaving))
     if trainer.checkpointing == "auto":
-        leaving = replace(leaving, checkpointing=fastest_checkpointing(leaving))
+        leaving = with_fastest_checkpointing(leaving)
     layout = replace(leaving, export_stays=layout.export_stays)
     return replace(layout, export_stays=False) if is_open and not plan(layout).fits else layout
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
 
 from tasuki.planner.layout import Checkpointing, Layout
 from tasuki.planner.plan import Plan, plan
 
 MIN_TOKENS = 1024
+_SURE = 0.95
 
 
 def most_tokens(layout: Layout) -> int:
@@ -26,6 +28,21 @@ def most_tokens(layout: Layout) -> int:
 def fastest_checkpointing(layout: Layout) -> Checkpointing:
     """The first one with which everything fits, else the first with which the least is lacking."""
     return min(Checkpointing, key=lambda rung: _lacking_bytes(plan(replace(layout, checkpointing=rung))))
+
+
+def with_fastest_checkpointing(layout: Layout) -> Layout:
+    """With fastest_checkpointing, and where layers are computed again, as many kept as there is room for.
+
+    A twentieth of the GPU stays free of kept layers: predictions are that good (docs/benchmarks.md).
+    """
+    chosen = replace(layout, checkpointing=fastest_checkpointing(layout))
+    if chosen.checkpointing in (Checkpointing.NONE, Checkpointing.OFFLOADED) or layout.device == "cpu":
+        return chosen
+    wary = replace(chosen, gpu_bytes=int(_SURE * layout.gpu_bytes))
+    least = _lacking_bytes(plan(wary))
+    numbers = range(1, layout.model.num_layers)
+    kept = bisect_left(numbers, True, key=lambda kept: _lacking_bytes(plan(replace(wary, kept_layers=kept))) > least)
+    return replace(chosen, kept_layers=kept)
 
 
 def _lacking_bytes(tried: Plan) -> int:

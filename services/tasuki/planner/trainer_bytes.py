@@ -155,10 +155,13 @@ def _at_loss(layout: Layout) -> Bytes:
 def _at_layer(layout: Layout) -> Bytes:
     """Backward of the last layer, whose activations are there, with the next one's parameters on their way."""
     model, compute = layout.model, layout.compute_bytes
+    # Where the last layers are kept, they have gone when the first one is computed again.
+    is_recomputed = layout.checkpointing is not Checkpointing.NONE and not layout.kept_layers
     widest = max(range(model.num_layers), key=lambda index: _numel(model.layer(index)))
     layer = _numel(model.layer(widest))
-    recomputed = 0 if layout.checkpointing is Checkpointing.NONE else _layer_activations(layout, widest)
-    if layout.checkpointing is Checkpointing.ATTENTION:
+    # What a kept layer gave to the next one goes later than what is computed again.
+    recomputed = _layer_activations(layout, widest) if is_recomputed else _layer_input(layout)
+    if is_recomputed and layout.checkpointing is Checkpointing.ATTENTION:
         recomputed -= _attention_output(layout)
     # In backward of the MLP's product, which has gone itself: its gradient and those of both factors, and that of the hidden states.
     width = 2 * (model.experts_per_token * model.expert_size if model.is_sparse(widest) else model.intermediate_size)
@@ -220,13 +223,12 @@ def _gathered(layout: Layout, *, layers: int) -> int:
 
 def _kept(layout: Layout) -> int:
     """What forward left of all layers."""
-    model = layout.model
-    if layout.checkpointing is Checkpointing.NONE:
-        return sum(_layer_activations(layout, index) for index in range(model.num_layers))
-    if layout.checkpointing is Checkpointing.ATTENTION:
-        return model.num_layers * (_layer_input(layout) + _attention_output(layout))
-    num_kept = model.num_layers if layout.checkpointing is Checkpointing.FULL else min(2, model.num_layers)
-    return num_kept * _layer_input(layout)
+    num_layers, checkpointing = layout.model.num_layers, layout.checkpointing
+    if checkpointing is Checkpointing.OFFLOADED:
+        return min(2, num_layers) * _layer_input(layout)
+    first_kept = 0 if checkpointing is Checkpointing.NONE else max(0, num_layers - layout.kept_layers)
+    each = _layer_input(layout) + (_attention_output(layout) if checkpointing is Checkpointing.ATTENTION else 0)
+    return first_kept * each + sum(_layer_activations(layout, index) for index in range(first_kept, num_layers))
 
 
 def _layer_input(layout: Layout) -> int:

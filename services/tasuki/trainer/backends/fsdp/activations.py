@@ -17,15 +17,18 @@ from tasuki.trainer.backends.fsdp.boundaries import Boundaries
 Layer = Callable[..., Any]
 
 
-def set_checkpointing(causal_lm: nn.Module, checkpointing: Checkpointing, *, boundaries: Boundaries | None) -> None:
+def set_checkpointing(
+    causal_lm: nn.Module, checkpointing: Checkpointing, *, kept_layers: int = 0, boundaries: Boundaries | None = None
+) -> None:
     """Decides what each layer keeps from forward to backward. No choice changes a bit of a gradient.
 
-    boundaries: for OFFLOADED, where inputs of layers are meanwhile; of as many layers.
+    kept_layers: the last ones keep everything. boundaries: for OFFLOADED, where inputs of layers are meanwhile; of as many layers.
     """
     decoder: Any = causal_lm.get_submodule("model")
     for index, layer in enumerate(decoder.layers):
         # transformers' layers ask for these two in training.
-        layer.gradient_checkpointing = checkpointing is not Checkpointing.NONE
+        is_kept = checkpointing is Checkpointing.NONE or index >= len(decoder.layers) - kept_layers
+        layer.gradient_checkpointing = not is_kept
         layer._gradient_checkpointing_func = _checkpoint(checkpointing, index, boundaries)
 
 

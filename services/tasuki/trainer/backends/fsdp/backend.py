@@ -77,7 +77,7 @@ class FsdpBackend:
             set_host_budget(node.memory.host_budget_bytes // mesh.size())
         self._layout, self._to_close = planned_layout(node, mesh), ExitStack()
         self._sharing = SequenceGroup.of(mesh, size=config.sequence_parallel, timeout_s=config.collective_timeout_s)
-        _log.info("event=checkpointing choice=%s", self._layout.checkpointing)
+        _log.info("event=checkpointing choice=%s kept_layers=%d", self._layout.checkpointing, self._layout.kept_layers)
         self.memory = TrainerMemory(mesh, ExportChoice.of(node, self._layout))
         self._export: WeightExport | None = None
         self._reference: Policy | None = None
@@ -191,7 +191,12 @@ class FsdpBackend:
         return self._trained[role].network
 
     def _train(self, network: Policy | Critic, config: OptimizerConfig) -> Trained:
-        set_checkpointing(network.causal_lm, self._layout.checkpointing, boundaries=self._boundaries(network.causal_lm))
+        set_checkpointing(
+            network.causal_lm,
+            self._layout.checkpointing,
+            kept_layers=self._layout.kept_layers,
+            boundaries=self._boundaries(network.causal_lm),
+        )
         network.train()
         parameters = [param for _, param in trained_parameters(network)]
         kind = StreamedAdamW if self._node.trainer.optimizer_on_host else ShardedAdamW
