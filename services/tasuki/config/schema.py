@@ -155,7 +155,7 @@ class TrainerConfig(OptimizerConfig):
     which."""
     checkpointing: Literal["auto", "none", "attention", "full", "offloaded"] = "auto"
     """What is kept of each layer from forward to backward: everything ("none" is recomputed), its input and attention's output, its input
-    alone, or that in host memory. A later one takes less memory and more time, and changes no bit of a gradient. "auto" is the first
+    alone, or that in host memory. A later one takes less memory and more time, and computes the same gradients. "auto" is the first
     that the planner has room for; on a GPU as many layers as then fit keep everything."""
     lora: LoraConfig | None = None
     """Trains adapters beside a frozen model, which is then also the reference policy."""

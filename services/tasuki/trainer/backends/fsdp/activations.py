@@ -20,7 +20,7 @@ Layer = Callable[..., Any]
 def set_checkpointing(
     causal_lm: nn.Module, checkpointing: Checkpointing, *, kept_layers: int = 0, boundaries: Boundaries | None = None
 ) -> None:
-    """Decides what each layer keeps from forward to backward. No choice changes a bit of a gradient.
+    """Decides what each layer keeps from forward to backward. No choice changes what is computed.
 
     kept_layers: the last ones keep everything. boundaries: for OFFLOADED, where inputs of layers are meanwhile; of as many layers.
     """
