@@ -80,7 +80,7 @@ def measure(folder: Path, layout: Layout, device: str, num_micro_batches: int) -
         folder,
         mesh=mesh,
         compute_dtype="bfloat16",
-        gradient_checkpointing=True,
+        checkpointing="full",
         micro_batch_tokens=layout.micro_batch_tokens,
         export_stays=True,
     )

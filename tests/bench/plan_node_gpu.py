@@ -50,7 +50,7 @@ device = "cuda"
 path = "model"
 [trainer]
 num_ranks = {gpus}
-gradient_checkpointing = true
+checkpointing = "full"
 micro_batch_tokens = {tokens}
 [rollout]
 tp_size = {gpus}

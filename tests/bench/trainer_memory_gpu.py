@@ -59,7 +59,7 @@ def train(model: Path, *, device: str, sleeps: bool) -> dict[str, Any]:
 
     torch.use_deterministic_algorithms(True)
     mesh = start_mesh(device, launch=read_launch(os.environ), gpu=0, num_threads=1, timeout_s=60)
-    learner = start_learner(model, mesh=mesh, compute_dtype="bfloat16", learning_rate=1e-4, gradient_checkpointing=True)
+    learner = start_learner(model, mesh=mesh, compute_dtype="bfloat16", learning_rate=1e-4, checkpointing="full")
     memory = fsdp(learner).memory
     config = LossConfig(denominator=NUM_SAMPLES * SAMPLE_TOKENS // 2)
     made = decode_samples(samples(learner.backend.vocab_size))

@@ -1,8 +1,10 @@
-"""Training steps on GPUs: `python -m tests.bench.trainer_step_gpu [--out FOLDER] [--cases 0.5b 7b-lora] [--backends fa4] [--ranks 2]`.
+"""Training steps on GPUs: `python -m tests.bench.trainer_step_gpu [--out FOLDER] [--cases 0.5b 7b-lora] [--backends fa4] [--ranks 2]
+[--profile]`.
 
 Qwen2.5's shapes with random weights, through the learner and FSDP2 as the service runs them: bfloat16 compute, AdamW, packed samples of
 lognormal lengths (median 1,500, sigma 0.8, at most 8,192; seed fixed), the second half of each completion tokens. For each attention
-backend real tokens/s, MFU and peak memory, of one GPU. Prints a line of JSON a case and writes trainer_step_gpu.json.
+backend real tokens/s, MFU and peak memory (torch's and the driver's), of one GPU. Prints a line of JSON a case and writes
+trainer_step_gpu.json. --profile adds where the time of one more step goes, on rank 0. --tiny tries it with tiny models on a CPU.
 
 FLOPs of a step: 6 a weight of the layers and token (4 with a frozen model, and 6 of the adapters'), as many a weight of the vocabulary
 projection and completion token, and 6 L^2 a head's element and layer for causal attention over L tokens. Nothing recomputed counts. MFU
@@ -19,29 +21,42 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from tasuki.memory.stages import Phase
 from tasuki.models.shape import ModelShape
-from tasuki.planner.presets import MODELS
 from tests.bench.gpus import require_gpus
-from tests.bench.plan_gpu import SOURCES, layout_of, make_model
+from tests.bench.kernel_times import kernel_times, profiled
+from tests.bench.plan_gpu import SOURCES, layout_of, make_model, predict, step_bytes, used_bytes
 
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "0.5b": ("qwen2.5-0.5b", {}),
-    "1.5b": ("qwen2.5-1.5b", {}),
-    "1.5b-recomputed": ("qwen2.5-1.5b", {"gradient_checkpointing": True}),
-    "7b": ("qwen2.5-7b", {"gradient_checkpointing": True}),
-    "7b-lora": ("qwen2.5-7b", {"lora": {"rank": 32}}),
-    "7b-lora-recomputed": ("qwen2.5-7b", {"gradient_checkpointing": True, "lora": {"rank": 32}}),
-}
-"""Preset, and settings of [trainer]."""
 MEDIAN, SIGMA, LONGEST, SEED = 1500, 0.8, 8192, 0
-MICRO_BATCH_TOKENS, NUM_STEPS = 16_384, 3
+MICRO_BATCH_TOKENS, NUM_STEPS, LONG = 16_384, 3, 65_536
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "0.5b": ("qwen2.5-0.5b", {"checkpointing": "none"}),
+    "1.5b": ("qwen2.5-1.5b", {"checkpointing": "none"}),
+    "1.5b-recomputed": ("qwen2.5-1.5b", {"checkpointing": "full"}),
+    "7b": ("qwen2.5-7b", {"checkpointing": "full"}),
+    "7b-kept": ("qwen2.5-7b", {"checkpointing": "none", "micro_batch_tokens": 12_288}),
+    "7b-attention": ("qwen2.5-7b", {"checkpointing": "attention"}),
+    "7b-offloaded": ("qwen2.5-7b", {"checkpointing": "offloaded"}),
+    "7b-shared": (
+        "qwen2.5-7b",
+        {"checkpointing": "full", "sequence_parallel": 2, "micro_batch_tokens": 2 * MICRO_BATCH_TOKENS},
+    ),
+    "7b-auto": ("qwen2.5-7b", {}),
+    "7b-host": ("qwen2.5-7b", {"checkpointing": "full", "optimizer_on_host": True}),
+    "7b-long": ("qwen2.5-7b", {"checkpointing": "full", "sequence_parallel": 2, "micro_batch_tokens": LONG + 1}),
+    "7b-lora": ("qwen2.5-7b", {"checkpointing": "none", "lora": {"rank": 32}}),
+    "7b-lora-recomputed": ("qwen2.5-7b", {"checkpointing": "full", "lora": {"rank": 32}}),
+}
+"""Preset, and settings of [trainer]. "7b-long" has two samples of LONG tokens, on two ranks that share each."""
 PEAK_FLOPS = 989e12
 
 
@@ -82,67 +97,99 @@ def samples_of(lengths: list[int], vocab_size: int) -> Any:
     return decode_samples(samples)
 
 
-def measure(case: str, folder: Path, backend: str, num_samples: int, num_tokens: int) -> dict[str, Any]:
+def measure(case: str, folder: Path, backend: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Of one rank."""
     from tasuki.algorithms.loss_types import LossConfig
     from tasuki.trainer.backends.fsdp.mesh import start_mesh
     from tasuki.trainer.launch import read_launch
     from tasuki.trainer.roles import Role
-    from tests.integration.learning import micro_batches, start_learner, with_denominator
+    from tests.integration.learning import fsdp, micro_batches, start_learner, with_denominator
 
+    device = "cpu" if arguments.tiny else "cuda"
     preset, settings = CASES[case]
-    shape, lengths = MODELS[preset], lengths_of(num_samples)
+    shape, lengths = layout_of(preset, gpu_bytes=1, device=device, num_ranks=1).model, lengths_of(arguments.samples)
+    if case.endswith("long"):
+        lengths = [LONG // 64 if arguments.tiny else LONG] * 2
     launch = read_launch(os.environ)
-    mesh = start_mesh("cuda", launch=launch, gpu=launch.rank, num_threads=1, timeout_s=60)
+    mesh = start_mesh(device, launch=launch, gpu=launch.rank, num_threads=1, timeout_s=60)
     started = time.perf_counter()
     choice = {} if backend == "default" else {"attention_backend": backend}
-    learner = start_learner(folder, mesh=mesh, compute_dtype="bfloat16", export_stays=True, **settings, **choice)
+    settings = {"micro_batch_tokens": arguments.micro_batch_tokens, **settings, **choice}
+    learner = start_learner(folder, mesh=mesh, compute_dtype="bfloat16", export_stays=True, **settings)
     start_s = time.perf_counter() - started
     samples = samples_of(lengths, shape.vocab_size)
     config = with_denominator(LossConfig(), samples)
-    batches = micro_batches(learner, samples, config=config, max_tokens=num_tokens)
+    batches = micro_batches(learner, samples, config=config, max_tokens=settings["micro_batch_tokens"])
     seconds: list[float] = []
     losses: list[float] = []
     norms: list[float] = []
-    for _ in range(NUM_STEPS):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
+
+    def step() -> None:
         losses.append(learner.forward_backward(Role.POLICY, batches, config=config).loss)
         norms.append(learner.optim_step(Role.POLICY, learning_rate=1e-6).grad_norm)
-        torch.cuda.synchronize()
+
+    for _ in range(arguments.steps):
+        started = time.perf_counter()
+        step()  # ends with the norm on the host, and the optimizer's step still runs
+        if device == "cuda":
+            torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
     step_s = statistics.median(seconds[1:])
     lora = settings.get("lora")
     flops = step_flops(shape, lengths, lora_rank=None if lora is None else lora["rank"])
-    learner.backend.close()
-    return {
+    result = {
         "case": case,
         "backend": backend,
-        "device": torch.cuda.get_device_name(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "ranks": mesh.size(),
-        "samples": num_samples,
+        "samples": len(lengths),
         "tokens": sum(lengths),
+        "micro_batch_tokens": settings["micro_batch_tokens"],
+        "checkpointing": f"{fsdp(learner)._layout.checkpointing}, {fsdp(learner)._layout.kept_layers} layers kept",
         "micro_batches": len(batches),
         "start_s": round(start_s, 1),
-        "first_step_s": round(seconds[0], 2),
-        "step_s": round(step_s, 3),
+        "seconds": [round(each, 3) for each in seconds],
         "tokens_per_s": round(sum(lengths) / step_s / mesh.size()),
         "mfu": round(flops / step_s / mesh.size() / PEAK_FLOPS, 4),
-        "peak_bytes": torch.cuda.max_memory_allocated(),
-        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "driver_bytes": used_bytes(device),
         "losses": losses,
         "grad_norms": norms,
     }
+    if device == "cuda":
+        memory = fsdp(learner).memory
+        num_groups = mesh.size() // learner.backend.sequence_part.num_parts
+        layout = replace(fsdp(learner)._layout, logit_tokens=sum(lengths) // 2 // (len(batches) * num_groups))
+        result |= {
+            "allocated_bytes": sum(usage.total_bytes for usage in memory.usage()) + step_bytes(memory, device),
+            "reserved_bytes": torch.cuda.max_memory_reserved(),
+            "predicted_bytes": {kind: predict(layout)[Phase.TRAIN, kind] for kind in ("allocated", "driver")},
+        }
+    if arguments.profile:
+        result["profile"] = profile(step, is_observed=launch.rank == 0 and device == "cuda")
+    learner.backend.close()
+    return result
 
 
-def run_case(case: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Each backend in a process of its own, on one model."""
+def profile(step: Callable[[], None], *, is_observed: bool) -> dict[str, Any] | None:
+    """Where the time of one more step goes on this rank. Every rank must call it."""
+    if not is_observed:
+        step()
+        return None
+    with profiled() as kernels:
+        step()
+    return asdict(kernel_times(kernels))
+
+
+def run_preset(preset: str, cases: list[str], arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Each case and backend in processes of its own, on one model."""
+    device = "cpu" if arguments.tiny else "cuda"
     with tempfile.TemporaryDirectory() as folder:
-        layout = layout_of(CASES[case][0], gpu_bytes=1, device="cuda", num_ranks=arguments.ranks)
-        make_model(Path(folder), layout, "cuda")
-        torch.cuda.empty_cache()
-        for backend in arguments.backends:
-            numbers = [str(arguments.samples), str(arguments.micro_batch_tokens)]
-            part = ["-m", "tests.bench.trainer_step_gpu", "--part", case, folder, backend, *numbers]
+        layout = layout_of(preset, gpu_bytes=1, device=device, num_ranks=arguments.ranks)
+        make_model(Path(folder), layout, device)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        for case, backend in product(cases, arguments.backends):
+            part = ["-m", "tests.bench.trainer_step_gpu", *sys.argv[1:], "--part", case, folder, backend]
             launch = [sys.executable, "-m", "tasuki.trainer.launch", "--num-ranks", str(arguments.ranks), "--", *part]
             paths = os.pathsep.join([*SOURCES, os.environ.get("PYTHONPATH", "")])
             ran = subprocess.run(
@@ -163,18 +210,22 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=48)
     parser.add_argument("--ranks", type=int, default=1, help="a GPU each")
     parser.add_argument("--micro-batch-tokens", type=int, default=MICRO_BATCH_TOKENS)
-    parser.add_argument("--part", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, default=NUM_STEPS, help="the first of which is not timed")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="tiny models on a CPU")
+    parser.add_argument("--part", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.part is not None:
-        case, folder, backend, num_samples, num_tokens = arguments.part
-        result = measure(case, Path(folder), backend, int(num_samples), int(num_tokens))
+        case, folder, backend = arguments.part
+        result = measure(case, Path(folder), backend, arguments)
         if os.environ["RANK"] == "0":
             print("RESULT " + json.dumps(result), flush=True)
         os._exit(0)
-    require_gpus(arguments.ranks)
+    if not arguments.tiny:
+        require_gpus(arguments.ranks)
     results: list[dict[str, Any]] = []
-    for case in arguments.cases:
-        for result in run_case(case, arguments):
+    for preset, cases in groupby(arguments.cases, key=lambda case: CASES[case][0]):
+        for result in run_preset(preset, list(cases), arguments):
             print(json.dumps(result), flush=True)
             results.append(result)
             (arguments.out / "trainer_step_gpu.json").write_text(json.dumps(results, indent=1))

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from tasuki.models.families import read_model
 from tasuki.planner.kept_bytes import kept_per_token
 from tasuki.trainer.backends.fsdp.pointwise import Activation, RmsNorm, fuse_pointwise, gated
+from tasuki.trainer.backends.fsdp.rotary import rotated
 from tests.models import CONFIGS
 from tests.saved_tensors import kept_bytes
 
@@ -56,6 +57,22 @@ def test_a_norm_is_rounded_once_and_keeps_no_float32_copy(shape: tuple[int, ...]
     found = torch.autograd.grad(out, (x, weight), grad)
     wanted = torch.autograd.grad(expected, (exact, scale), grad.float())
     assert all(_difference(one, other) < TOLERANCE for one, other in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(("num_heads", "head_dim"), [(28, 128), (14, 64), (9, 48)])
+def test_a_rotation_is_rounded_once(num_heads: int, head_dim: int) -> None:
+    x = torch.randn(1001, num_heads, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    angles = torch.randn(1001, head_dim // 2, device="cuda").repeat(1, 2)
+    cos, sin = (each.to(torch.bfloat16) for each in (angles.cos(), angles.sin()))
+    exact: Any = x.detach().float().requires_grad_()
+    first, second = exact.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    expected = exact * cos.float().unsqueeze(1) + turned * sin.float().unsqueeze(1)
+    out = rotated(x, cos, sin)
+    grad = torch.randn_like(out)
+    assert _difference(out, expected) < TOLERANCE
+    ((one,), (other,)) = torch.autograd.grad(out, x, grad), torch.autograd.grad(expected, exact, grad.float())
+    assert _difference(one, other) < TOLERANCE
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma2", "phi3", "olmo2"])

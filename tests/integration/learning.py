@@ -52,12 +52,13 @@ def trained(learner: Learner, role: Role) -> Trained:
 
 def micro_batches(learner: Learner, samples: Samples, *, config: LossConfig, max_tokens: int) -> list[MicroBatch]:
     """This rank's. config: with its denominator."""
-    lengths, num_ranks = samples.num_tokens_S.tolist(), learner.backend.num_ranks
-    plan = plan_micro_batches(lengths, num_ranks=num_ranks, max_tokens=max_tokens, cost=COST)
+    part = learner.backend.sequence_part
+    lengths, num_groups = samples.num_tokens_S.tolist(), learner.backend.num_ranks // part.num_parts
+    plan = plan_micro_batches(lengths, num_ranks=num_groups, max_tokens=max_tokens, cost=COST)
     version, device = learner.policy_version, learner.backend.device
     return [
-        micro_batch(samples.select(part), config=config, policy_version=version, device=device)
-        for part in plan[dist.get_rank()]
+        micro_batch(samples.select(indices), config=config, policy_version=version, device=device, part=part)
+        for indices in plan[dist.get_rank() // part.num_parts]
     ]
 
 
@@ -70,13 +71,15 @@ def learn(learner: Learner, role: Role, samples: Samples, *, config: LossConfig,
     """One call, in micro-batches of at most `max_tokens` tokens. Its report over all ranks."""
     config = config if config.denominator is not None else with_denominator(config, samples)
     batches = micro_batches(learner, samples, config=config, max_tokens=max_tokens)
-    return whole_report(learner.forward_backward(role, batches, config=config))
+    report = learner.forward_backward(role, batches, config=config)
+    return whole_report(report, num_sharing=learner.backend.sequence_part.num_parts)
 
 
-def whole_report(mine: LossReport) -> LossReport:
-    """Of a call, from those of its ranks."""
+def whole_report(mine: LossReport, *, num_sharing: int = 1) -> LossReport:
+    """Of a call, from those of its ranks, of which `num_sharing` after one another report the same."""
     reports: list[LossReport] = [mine] * dist.get_world_size()
     dist.all_gather_object(reports, mine)
+    reports = reports[::num_sharing]
     metrics = {name: joined([report.metrics[name] for report in reports if name in report.metrics]) for name in mine.metrics}
     return LossReport(loss=sum(report.loss for report in reports), metrics=metrics)
 

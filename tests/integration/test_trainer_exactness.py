@@ -1,6 +1,7 @@
 """A step of FSDP2 ranks against plain torch in one process: loss, gradients and parameters do not depend on the cut.
 
-Here two families are cut in every way, in `make chaos` five.
+Samples are cut into micro-batches, and tokens and heads over the ranks that share one. Here two families are cut in every way, in
+`make chaos` five.
 """
 
 from __future__ import annotations
@@ -25,12 +26,18 @@ BUDGETS = (23, 64, 4096)
 CUT = ("llama", "qwen2", "qwen2_tied", "qwen3", "qwen3_moe") if IS_WHOLE else ("llama", "qwen3_moe")
 # Three ranks leave shards of unequal size, and fewer experts than ranks can share evenly.
 CASES = [
-    *((2, kind, max_tokens) for kind in CUT for max_tokens in BUDGETS),
-    *((2, kind, 64) for kind in CONFIGS if kind not in CUT),
-    *((3, kind, 64) for kind in ("qwen2_tied", "qwen3_moe")),
+    *((2, kind, max_tokens, 1) for kind in CUT for max_tokens in BUDGETS),
+    *((2, kind, 64, 1) for kind in CONFIGS if kind not in CUT),
+    *((3, kind, 64, 1) for kind in ("qwen2_tied", "qwen3_moe")),
     # The plain step has none; nor may training.
-    (2, "qwen2_dropout", 64),
+    (2, "qwen2_dropout", 64, 1),
+    *((2, kind, 64, 2) for kind in CONFIGS),
+    *((2, "llama", max_tokens, 2) for max_tokens in BUDGETS if max_tokens != 64),
+    # Two groups of two ranks, and more ranks than key heads.
+    *((4, kind, 64, 2) for kind in ("qwen2", "gemma2")),
+    *((4, kind, 64, 4) for kind in ("qwen2", "qwen3_moe")),
 ]
+"""Ranks, family, budget, and ranks that share a micro-batch."""
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +52,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def steps(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """Folders of results by number of ranks; one launch for each."""
-    return {num_ranks: run_steps(num_ranks, models=models, output=tmp_path_factory.mktemp("steps")) for num_ranks in (2, 3)}
+    return {num_ranks: run_steps(num_ranks, models=models, output=tmp_path_factory.mktemp("steps")) for num_ranks in (2, 3, 4)}
 
 
 def run_steps(num_ranks: int, *, models: Path, output: Path) -> Path:
-    cases = [f"{models / kind}:{max_tokens}" for each, kind, max_tokens in CASES if each == num_ranks]
+    cases = [f"{models / kind}:{max_tokens}:{sharing}" for each, kind, max_tokens, sharing in CASES if each == num_ranks]
     run_ranks("trainer_steps.py", output, *cases, num_ranks=num_ranks)
     return output
 
@@ -59,13 +66,13 @@ def expected(folder: Path) -> PlainStep:
     return plain_step(folder, make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE, temperature=TEMPERATURE))
 
 
-@pytest.mark.parametrize(("num_ranks", "kind", "max_tokens"), CASES)
+@pytest.mark.parametrize(("num_ranks", "kind", "max_tokens", "sharing"), CASES)
 def test_a_step_equals_plain_torch_however_it_is_cut(
-    steps: dict[int, Path], models: Path, num_ranks: int, kind: str, max_tokens: int
+    steps: dict[int, Path], models: Path, num_ranks: int, kind: str, max_tokens: int, sharing: int
 ) -> None:
     plain = expected(models / kind)
-    facts = json.loads((steps[num_ranks] / f"{kind}-{max_tokens}.json").read_text())
-    tensors = load_file(steps[num_ranks] / f"{kind}-{max_tokens}.safetensors")
+    facts = json.loads((steps[num_ranks] / f"{kind}-{max_tokens}-{sharing}.json").read_text())
+    tensors = load_file(steps[num_ranks] / f"{kind}-{max_tokens}-{sharing}.safetensors")
     for name in ("loss", "entropy", "ref_kl", "clip_fraction", "log_prob_gap", "log_prob_gap_max"):
         assert facts["metrics"][name] == pytest.approx(getattr(plain, name), abs=1e-5), name
     assert facts["grad_norm"] == pytest.approx(plain.grad_norm, rel=1e-5)

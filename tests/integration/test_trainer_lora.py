@@ -27,7 +27,7 @@ eps = {plain.EPS}
 weight_decay = {plain.WEIGHT_DECAY}
 max_grad_norm = {plain.MAX_GRAD_NORM}
 micro_batch_tokens = 128
-gradient_checkpointing = true
+checkpointing = "full"
 [trainer.lora]
 rank = 23
 alpha = 46

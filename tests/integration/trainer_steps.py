@@ -1,6 +1,6 @@
 """Run by the launcher: one optimizer step of every model, in micro-batches of several sizes; rank 0 writes what came out.
 
-python -m tasuki.trainer.launch --num-ranks N -- tests/integration/trainer_steps.py OUTPUT_FOLDER MODEL_FOLDER:MAX_TOKENS...
+python -m tasuki.trainer.launch --num-ranks N -- tests/integration/trainer_steps.py OUTPUT_FOLDER MODEL_FOLDER:MAX_TOKENS:SHARING...
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.models import VOCAB_SIZE
 NUM_SAMPLES = 23
 
 
-def run_step(model: Path, *, max_tokens: int, output: Path, mesh: DeviceMesh) -> None:
+def run_step(model: Path, *, max_tokens: int, sequence_parallel: int, output: Path, mesh: DeviceMesh) -> None:
     learner = start_learner(
         model,
         mesh=mesh,
@@ -35,7 +35,8 @@ def run_step(model: Path, *, max_tokens: int, output: Path, mesh: DeviceMesh) ->
         weight_decay=plain.WEIGHT_DECAY,
         max_grad_norm=plain.MAX_GRAD_NORM,
         # It changes what is kept for backward, so it may not change a result.
-        gradient_checkpointing=max_tokens == plain.CHECKPOINTED_MAX_TOKENS,
+        sequence_parallel=sequence_parallel,
+        checkpointing="full" if max_tokens == plain.CHECKPOINTED_MAX_TOKENS else "none",
     )
     samples = decode_samples(plain.make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE, temperature=plain.TEMPERATURE))
     report = learn(learner, Role.POLICY, samples, config=plain.LOSS, max_tokens=max_tokens)
@@ -43,10 +44,10 @@ def run_step(model: Path, *, max_tokens: int, output: Path, mesh: DeviceMesh) ->
     step = learner.optim_step(Role.POLICY)
     tensors |= {f"parameter.{name}": tensor for name, tensor in whole_parameters(learner, Role.POLICY).items()}
     if dist.get_rank() == 0:
-        stem = f"{model.name}-{max_tokens}"
+        stem = f"{model.name}-{max_tokens}-{sequence_parallel}"
         save_file(tensors, output / f"{stem}.safetensors")
         lengths = samples.num_tokens_S.tolist()
-        plan = plan_micro_batches(lengths, num_ranks=mesh.size(), max_tokens=max_tokens, cost=COST)
+        plan = plan_micro_batches(lengths, num_ranks=mesh.size() // sequence_parallel, max_tokens=max_tokens, cost=COST)
         metrics = {name: metric(report, name) for name in report.metrics}
         facts = {"metrics": metrics, "grad_norm": step.grad_norm, "num_micro_batches": len(plan[0])}
         (output / f"{stem}.json").write_text(json.dumps(facts))
@@ -55,8 +56,9 @@ def run_step(model: Path, *, max_tokens: int, output: Path, mesh: DeviceMesh) ->
 def main(output: str, *cases: str) -> None:
     mesh = start_mesh("cpu", launch=read_launch(os.environ), gpu=0, num_threads=1, timeout_s=60)
     for case in cases:
-        model, _, max_tokens = case.rpartition(":")
-        run_step(Path(model), max_tokens=int(max_tokens), output=Path(output), mesh=mesh)
+        model, *numbers = case.rsplit(":", 2)
+        max_tokens, sequence_parallel = map(int, numbers)
+        run_step(Path(model), max_tokens=max_tokens, sequence_parallel=sequence_parallel, output=Path(output), mesh=mesh)
     dist.destroy_process_group()
 
 

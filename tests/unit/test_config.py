@@ -43,11 +43,11 @@ def test_overrides_are_typed_as_in_toml_and_bare_words_are_strings(tmp_path: Pat
         "trainer.num_ranks=4",
         "trainer.learning_rate=1e-5",
         "rollout.dtype=float32",
-        "trainer.gradient_checkpointing=true",
+        "trainer.checkpointing=full",
     ]
     config = load_config(write(tmp_path, MINIMAL), overrides=overrides)
     assert (config.trainer.num_ranks, config.trainer.learning_rate, config.rollout.dtype) == (4, 1e-5, "float32")
-    assert config.trainer.gradient_checkpointing
+    assert config.trainer.checkpointing == "full"
 
 
 @pytest.mark.parametrize(

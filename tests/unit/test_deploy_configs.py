@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from tasuki.cli.__main__ import main
 from tasuki.config.load import load_config
+from tasuki.planner.presets import MODELS
 
 CONFIGS = sorted((Path(__file__).parents[2] / "deploy" / "config").glob("*.toml"))
+
+PLANNED = {
+    "constrained": ("qwen2.5-7b", 32, "trainer.optimizer_on_host=false"),
+    "balanced": ("qwen2.5-7b", 80, "trainer.checkpointing=none"),
+    "70b": ("qwen2.5-72b", 141, "trainer.optimizer_on_host=false"),
+}
+"""The model that an example is for, memory of a GPU, and a change with which it does not fit."""
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -19,4 +30,33 @@ def test_an_example_loads_and_says_what_to_train(path: Path):
 
 
 def test_there_are_examples():
-    assert {"cpu", "demo", "gpu"} <= {path.stem for path in CONFIGS}
+    assert {"cpu", "demo", "gpu", *PLANNED} <= {path.stem for path in CONFIGS}
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_an_example_fits_the_gpus_that_it_names(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path, (model, gpu_gb, needed) = CONFIGS[0].with_stem(name), PLANNED[name]
+    assert f"tasuki plan {path.name} --gpu-gb {gpu_gb}\n" in path.read_text()
+    shutil.copy(path, tmp_path)
+    write_config(tmp_path / "model", model)
+    arguments = ["plan", str(tmp_path / path.name), "--gpu-gb", str(gpu_gb)]
+    assert main(arguments) == 0
+    assert main([*arguments, "--set", needed]) == 1, "it would not fit without"
+    capsys.readouterr()
+
+
+def write_config(folder: Path, model: str) -> None:
+    """config.json of the model's shape."""
+    shape = MODELS[model]
+    table = {
+        "architectures": [shape.architecture],
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.context_length,
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(table))

@@ -257,7 +257,7 @@ def test_advice_names_publishing_parameters_where_their_dtype_allows_it() -> Non
 
 def test_what_the_configuration_leaves_open_stays_where_it_fits() -> None:
     def stays(kv_ratio: float, **trainer: Any) -> bool:
-        settings = {"gradient_checkpointing": True, "micro_batch_tokens": 2048, "num_ranks": 4, **trainer}
+        settings = {"checkpointing": "full", "micro_batch_tokens": 2048, "num_ranks": 4, **trainer}
         config = node(
             trainer=settings, rollout={"kv_ratio": kv_ratio, "context_length": 2048, "tp_size": 4, "max_running_requests": 2048}
         )

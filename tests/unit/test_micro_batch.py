@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tasuki.algorithms.loss_types import Aggregation, LossConfig
-from tasuki.trainer.data.micro_batch import micro_batch, token_batch
+from tasuki.trainer.data.micro_batch import SequencePart, micro_batch, token_batch
 from tasuki.trainer.service.requests import decode_samples
 from tests.unit.training_samples import make_sample
 
@@ -65,3 +65,26 @@ def test_tensors_do_not_share_the_memory_of_a_message() -> None:
     batch.tokens.temperature_N.zero_()
     assert SAMPLES.columns["loss_mask"].tolist() == [1.0, 0.0, 1.0, 1.0, 1.0]
     np.testing.assert_array_equal(SAMPLES.temperature_S, [0.5, 1.0])
+
+
+def test_parts_of_the_tokens_make_up_the_whole() -> None:
+    whole, parts = (
+        token_batch(SAMPLES, device=CPU),
+        [token_batch(SAMPLES, device=CPU, part=SequencePart(i, 4)) for i in range(4)],
+    )
+    # Six tokens, and two dummies after them, in a sequence that nothing is predicted from.
+    assert [part.input_ids_T.tolist() for part in parts] == [[1, 2], [3, 4], [7, 8], [0, 0]]
+    assert [part.position_ids_T.tolist() for part in parts] == [[0, 1], [2, 3], [0, 1], [0, 1]]
+    assert [part.places_N.tolist() for part in parts] == [[1], [0, 1], [0, 1], []]
+    for part in parts:
+        assert part.cu_seqlens_S.tolist() == [0, 4, 6, 8]
+        assert (part.max_seqlen, part.num_places) == (4, (1, 2, 2, 0))
+    for name in ("token_ids_N", "temperature_N"):
+        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))
+
+
+def test_ranks_that_share_nothing_have_a_token_each() -> None:
+    for index in range(3):
+        batch = token_batch(SAMPLES.select([]), device=CPU, part=SequencePart(index, 3))
+        assert batch.input_ids_T.tolist() == [0]
+        assert (batch.cu_seqlens_S.tolist(), batch.num_places) == ([0, 3], (0, 0, 0))

@@ -92,6 +92,7 @@ def scores(policy: Policy) -> torch.Tensor:
         places_N=torch.arange(len(positions)),
         token_ids_N=torch.cat([tokens[1:] for tokens in SCORED]),
         temperature_N=torch.full((len(positions),), 0.7),
+        num_places=(len(positions),),
     )
     with torch.no_grad():
         return policy(batch)[0]

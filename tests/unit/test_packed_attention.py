@@ -13,8 +13,10 @@ from transformers import PreTrainedModel
 
 from tasuki.models.families import read_model
 from tasuki.models.family import full_attention
+from tasuki.planner.layout import Checkpointing
 from tasuki.planner.presets import MODELS
 from tasuki.trainer.backends.fsdp import attention_padded
+from tasuki.trainer.backends.fsdp.activations import set_checkpointing
 from tasuki.trainer.backends.fsdp.attention import IMPLEMENTATION, PackedAttention, choose_kernel
 from tasuki.trainer.backends.fsdp.attention_flash import packed_attention
 from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
@@ -41,15 +43,15 @@ def pack(lengths: tuple[int, ...], *, seed: int = 0) -> TokenBatch:
         places_N=torch.arange(num_tokens),
         token_ids_N=torch.cat([each[1:] for each in tokens]),
         temperature_N=torch.full((num_tokens,), 0.7),
+        num_places=(num_tokens,),
     )
 
 
-def policy_of(causal_lm: PreTrainedModel, *, is_checkpointed: bool = False) -> Policy:
+def policy_of(causal_lm: PreTrainedModel, *, checkpointing: Checkpointing = Checkpointing.NONE) -> Policy:
     """Of its own copy."""
     causal_lm = deepcopy(causal_lm)
     causal_lm.set_attn_implementation(IMPLEMENTATION)
-    if is_checkpointed:
-        causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    set_checkpointing(causal_lm, checkpointing, boundaries=None)
     causal_lm.train()
     model = read_model({**causal_lm.config.to_dict(), "architectures": [type(causal_lm).__name__]})
     attention = PackedAttention(PaddedSequences.of, model.attention)
@@ -67,11 +69,11 @@ def plain_log_probs(causal_lm: PreTrainedModel, batch: TokenBatch) -> Tensor:
     return log_probs.gather(1, batch.token_ids_N.unsqueeze(1)).squeeze(1)
 
 
-@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("checkpointing", [Checkpointing.NONE, Checkpointing.ATTENTION, Checkpointing.FULL])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_a_pack_equals_its_sequences_one_by_one(kind: str, is_checkpointed: bool) -> None:
+def test_a_pack_equals_its_sequences_one_by_one(kind: str, checkpointing: Checkpointing) -> None:
     causal_lm, batch = make_model(kind, seed=5), pack(LENGTHS)
-    policy = policy_of(causal_lm, is_checkpointed=is_checkpointed)
+    policy = policy_of(causal_lm, checkpointing=checkpointing)
     weights_N = torch.randn(len(batch.token_ids_N), generator=torch.Generator().manual_seed(1))
     found_N, exact_N = policy(batch)[0], plain_log_probs(causal_lm, batch)
     torch.testing.assert_close(found_N, exact_N, rtol=1e-5, atol=1e-5)

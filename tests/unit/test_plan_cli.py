@@ -44,7 +44,7 @@ def test_a_preset_prints_every_stage_and_the_answers(name: str, capsys: pytest.C
     assert ("It fits." in printed) is fits
     for answer in ("GPU peak: ", "Host peak: ", "Least that must leave: ", "Largest KV ratio: "):
         assert answer in printed
-    assert ("Change trainer.lora.rank: none -> 32: " in printed) is not fits
+    assert ("Change trainer.optimizer_on_host: false -> true: " in printed) is not fits
 
 
 def test_a_nodes_configuration_is_planned_as_it_stands(node: Path, capsys: pytest.CaptureFixture[str]):
@@ -182,6 +182,14 @@ def test_what_no_node_has_and_what_cannot_be_drawn_is_refused(
         (["{node}", "--gpus", "1"], "trainer.num_ranks: 2 ranks need as many GPUs; there are 1"),
         (["{node}", "--gpus", "2", "--set", "rollout.dp_size=4"], "rollout.dp_size: 4 engines of TP 1 need 4 GPUs, not 2"),
         (["{node}", "--gpus", "2", "--set", "rollout.tp_size=4"], "rollout.tp_size: 1 engines of TP 4 need 4 GPUs, not 2"),
+        (
+            ["{node}", "--set", "trainer.sequence_parallel=3"],
+            "trainer.sequence_parallel = 3 does not divide trainer.num_ranks = 2",
+        ),
+        (
+            ["{node}", "--set", "trainer.num_ranks=8", "--set", "trainer.sequence_parallel=8"],
+            "trainer.sequence_parallel: 8 ranks cannot share 4 attention heads evenly",
+        ),
         (["{node}", "--gpus", "2000"], "gpus: must be at most 1024 on one node, not 2000"),
         (["{model}", "--gpus", "4", "--tp", "3"], "tp: 4 attention heads cannot be split over 3 ranks"),
         (["{model}", "--gpus", "2", "--tp", "4"], "tp: 1 engines of TP 4 need 4 GPUs, not 2"),

@@ -65,6 +65,28 @@ def test_a_trainers_stages_are_predicted_within_5_percent_of_what_an_h200_showed
     assert [predicted[stage, "driver"] / GB for stage in plan_gpu.STAGES] == pytest.approx(measured, rel=0.05)
 
 
+# GB of rank 0's GPU after steps of 7B on two H200s, as the driver said (tests/bench/trainer_step_gpu.py), by what is kept for backward,
+# tokens of a micro-batch, completion tokens of one, and ranks that share it.
+STEPS = {
+    (Checkpointing.NONE, 12_288, 6057, 1): 129.72,
+    (Checkpointing.ATTENTION, 16_384, 8077, 1): 84.01,
+    (Checkpointing.FULL, 16_384, 8077, 1): 81.06,
+    (Checkpointing.OFFLOADED, 16_384, 8077, 1): 78.01,
+    (Checkpointing.FULL, 32_768, 16_154, 2): 81.51,
+    (Checkpointing.FULL, 65_537, 32_768, 2): 87.74,
+}
+
+
+@pytest.mark.parametrize("case", STEPS, ids=str)
+def test_a_step_is_predicted_within_1_percent_of_what_two_h200s_showed(case: tuple[Checkpointing, int, int, int]):
+    checkpointing, num_tokens, num_logits, sequence_parallel = case
+    layout = Layout(
+        model=MODELS["qwen2.5-7b"], num_gpus=2, gpu_bytes=150 * GB, host_bytes=2000 * GB, num_ranks=2, checkpointing=checkpointing,
+        micro_batch_tokens=num_tokens, logit_tokens=num_logits, sequence_parallel=sequence_parallel,
+    )  # fmt: skip
+    assert plan_gpu.predict(layout)[Phase.TRAIN, "driver"] / GB == pytest.approx(STEPS[case], rel=0.01)
+
+
 # As the seed ran it: gradients and optimizer leave after the step, weights pass through a bucket of 2 GiB.
 SEED_32B = {
     "tp_size": 8,
@@ -173,7 +195,7 @@ def test_the_largest_kv_ratio_fits_and_the_next_does_not():
 def test_a_step_that_is_too_large_is_told_to_checkpoint_its_activations():
     layout = h200s("qwen2.5-7b", micro_batch_tokens=32_000, checkpointing=Checkpointing.NONE, num_engines=8)
     advice = advise(plan(layout))
-    assert (advice.ladder[0].setting, advice.ladder[0].new) == ("trainer.gradient_checkpointing", "true")
+    assert (advice.ladder[0].setting, advice.ladder[0].new) == ("trainer.checkpointing", "attention")
     assert advice.solves
 
 
@@ -276,3 +298,45 @@ def test_a_setting_that_makes_no_sense_is_named(field: str, value: object):
 def test_only_tags_can_leave():
     with pytest.raises(InvalidArgument, match="activations"):
         h200s("qwen2.5-7b", sleeping=frozenset({Part.ACTIVATIONS}))
+
+
+def test_ranks_that_share_hold_a_part_of_the_tokens_each():
+    alone = h200s("qwen2.5-7b", micro_batch_tokens=16_384)
+    shared = replace(alone, sequence_parallel=4, micro_batch_tokens=4 * 16_384)
+    one, other = (step_moments(layout)["layer"][Part.ACTIVATIONS] for layout in (alone, shared))
+    # Attention's output on its way back to the tokens' ranks, of the layer that is recomputed.
+    assert other - one == 16_384 * 3584 * 2
+    assert step_moments(alone)["loss"] == step_moments(shared)["loss"]
+    too_long = plan(replace(alone, micro_batch_tokens=4 * 16_384)).stage(Phase.TRAIN)
+    assert too_long.gpu_bytes > plan(shared).stage(Phase.TRAIN).gpu_bytes
+
+
+@pytest.mark.parametrize(("num_ranks", "problem"), [(3, "does not divide 8"), (6, "28 attention heads"), (7, "4 key heads")])
+def test_ranks_that_cannot_share_are_told_why(num_ranks: int, problem: str):
+    layout = replace(h200s("qwen2.5-7b"), num_ranks={3: 8, 6: 6, 7: 7}[num_ranks])
+    with pytest.raises(InvalidArgument, match=problem) as refused:
+        replace(layout, sequence_parallel=num_ranks)
+    assert refused.value.metadata["field"] == "sequence_parallel"
+
+
+def test_a_sample_that_is_too_long_for_one_gpu_is_told_to_share_it():
+    layout = h200s("qwen2.5-7b", micro_batch_tokens=400_000, context_length=400_000, max_total_tokens=400_000, kv_ratio=0.5)
+    advice = advise(plan(replace(layout, checkpointing=Checkpointing.OFFLOADED)))
+    assert "trainer.sequence_parallel" in {rung.setting for rung in advice.ladder}
+
+
+def test_moments_on_the_host_take_nothing_of_a_gpu_in_any_stage():
+    layout = h200s("qwen2.5-7b", num_engines=8, kv_ratio=0.5)
+    resident, streamed = plan(layout), plan(replace(layout, optimizer_on_host=True))
+    for before, after in zip(resident.stages, streamed.stages, strict=True):
+        assert Part.OPTIMIZER not in after.gpus[0]
+        assert before.gpu_bytes - after.gpu_bytes == before.gpus[0].get(Part.OPTIMIZER, 0)
+        assert after.host[Part.OPTIMIZER] == pytest.approx(8 * MODELS["qwen2.5-7b"].num_parameters, rel=0.01)
+
+
+def test_every_parameter_of_72b_is_trained_on_eight_gpus_with_moments_on_the_host():
+    settings = {"tp_size": 8, "micro_batch_tokens": 4096, "export_stays": False}
+    layout = h200s("qwen2.5-72b", checkpointing=Checkpointing.OFFLOADED, **settings)
+    advice = advise(plan(layout))
+    assert "trainer.optimizer_on_host" in {rung.setting for rung in advice.ladder}
+    assert plan(replace(layout, optimizer_on_host=True)).fits

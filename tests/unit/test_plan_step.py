@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -17,21 +20,24 @@ from tasuki.models.family import full_attention
 from tasuki.planner.layout import GB, Checkpointing, Layout, Part
 from tasuki.planner.model_shape import shape_of
 from tasuki.planner.trainer_bytes import step_moments
+from tasuki.trainer.backends.fsdp.activations import set_checkpointing
 from tasuki.trainer.backends.fsdp.attention import IMPLEMENTATION, PackedAttention
 from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
+from tasuki.trainer.backends.fsdp.boundaries import Boundaries
 from tasuki.trainer.backends.fsdp.model import Critic, Policy
 from tasuki.trainer.data.micro_batch import TokenBatch
 
 NUM_TOKENS = 2003  # a size that no parameter has
+HIDDEN_SIZE, NUM_LAYERS = 128, 4
 
 
 class LiveTokens(TorchDispatchMode):
-    """The most bytes that lived at one time in storages with a size for every token."""
+    """The most bytes that lived at one time in storages with a size for every token. Those of `apart` do not count."""
 
-    def __init__(self) -> None:
+    def __init__(self, apart: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()
         self.peak = self._now = 0
-        self._seen: set[int] = set()
+        self._seen = {tensor.untyped_storage()._cdata for tensor in apart}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = function(*args, **(kwargs or {}))
@@ -65,31 +71,46 @@ def _one_sequence(vocab_size: int) -> TokenBatch:
         places_N=torch.arange(1, NUM_TOKENS),
         token_ids_N=token_ids[2:],
         temperature_N=torch.ones(NUM_TOKENS - 1),
+        num_places=(NUM_TOKENS - 1,),
     )
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "vocab_size", "moment"), [("full", 64, "layer"), ("full", 8000, "loss"), ("none", 64, "layer")]
+    ("checkpointing", "kept_layers", "vocab_size", "moment"),
+    [
+        ("none", 0, 64, "layer"),
+        ("attention", 0, 64, "layer"),
+        ("attention", 0, 8000, "loss"),
+        ("attention", 2, 64, "layer"),
+        ("full", 0, 64, "layer"),
+        ("full", 0, 8000, "loss"),
+        ("full", 1, 64, "layer"),
+        ("offloaded", 0, 64, "layer"),
+    ],
 )
-def test_activations_and_logits_peak_as_predicted(checkpointing: str, vocab_size: int, moment: str):
-    causal_lm = _causal_lm(checkpointing, vocab_size)
+def test_activations_and_logits_peak_as_predicted(
+    checkpointing: str, kept_layers: int, vocab_size: int, moment: str, mesh: DeviceMesh
+):
+    boundaries = _boundaries(checkpointing, mesh)
+    causal_lm = _causal_lm(checkpointing, vocab_size, boundaries, kept_layers=kept_layers)
     policy = Policy(causal_lm, attention=_attention(causal_lm)).train()
-    with LiveTokens() as live:
+    with LiveTokens(apart=boundaries._buffers) as live:
         log_probs, _ = policy(_one_sequence(vocab_size))
         log_probs.sum().backward()
-    moments = _moments(_layout(causal_lm, checkpointing))
+    moments = _moments(replace(_layout(causal_lm, checkpointing), kept_layers=kept_layers))
     assert max(moments, key=lambda name: moments[name]) == moment
     assert moments[moment] == pytest.approx(live.peak, rel=0.02)
 
 
-@pytest.mark.parametrize("checkpointing", ["full", "none"])
-def test_a_critic_peaks_without_logits_as_predicted(checkpointing: str):
-    causal_lm = _causal_lm(checkpointing, 8000)
+@pytest.mark.parametrize("checkpointing", list(Checkpointing))
+def test_a_critic_peaks_without_logits_as_predicted(checkpointing: str, mesh: DeviceMesh):
+    boundaries = _boundaries(checkpointing, mesh)
+    causal_lm = _causal_lm(checkpointing, 8000, boundaries)
     layout = _layout(causal_lm, checkpointing)
     critic = (
         Critic(causal_lm, attention=_attention(causal_lm)).to(torch.bfloat16).train()
     )  # FSDP2 computes the head in the dtype of the rest
-    with LiveTokens() as live:
+    with LiveTokens(apart=boundaries._buffers) as live:
         critic(_one_sequence(8000)).sum().backward()
     of_critic = replace(layout, critic=layout.model).of_critic()
     assert of_critic is not None
@@ -98,8 +119,8 @@ def test_a_critic_peaks_without_logits_as_predicted(checkpointing: str):
     assert moments["layer"] == pytest.approx(live.peak, rel=0.02)
 
 
-def test_a_critic_has_the_parameters_that_are_counted():
-    causal_lm = _causal_lm("none", 64)
+def test_a_critic_has_the_parameters_that_are_counted(mesh: DeviceMesh):
+    causal_lm = _causal_lm("none", 64, _boundaries("none", mesh))
     of_critic = replace(_layout(causal_lm, "none"), critic=_layout(causal_lm, "none").model).of_critic()
     assert of_critic is not None
     counted = Counter(shape for unit in of_critic.model.units() for shape in unit.values())
@@ -108,18 +129,30 @@ def test_a_critic_has_the_parameters_that_are_counted():
     )
 
 
-def _causal_lm(checkpointing: str, vocab_size: int) -> Any:
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    dist.destroy_process_group()
+
+
+def _boundaries(checkpointing: str, mesh: DeviceMesh) -> Boundaries:
+    """Of as many layers as `_causal_lm` has, or of one, which has no buffers."""
+    is_used = checkpointing == "offloaded"
+    return Boundaries(mesh, num_layers=NUM_LAYERS if is_used else 1, num_bytes=NUM_TOKENS * HIDDEN_SIZE * 2)
+
+
+def _causal_lm(checkpointing: str, vocab_size: int, boundaries: Boundaries, *, kept_layers: int = 0) -> Any:
     table = {
-        "hidden_size": 128,
+        "hidden_size": HIDDEN_SIZE,
         "intermediate_size": 640,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": NUM_LAYERS,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     }
     config = Qwen2Config(**table, vocab_size=vocab_size, max_position_embeddings=4096)
     causal_lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=IMPLEMENTATION)
-    if checkpointing == "full":
-        causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    set_checkpointing(causal_lm, Checkpointing(checkpointing), kept_layers=kept_layers, boundaries=boundaries)
     return causal_lm
 
 

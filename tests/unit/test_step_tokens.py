@@ -14,7 +14,7 @@ from tasuki.planner.layout import GB, Checkpointing, Layout
 from tasuki.planner.node_plan import node_layout
 from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS
-from tasuki.planner.step_tokens import most_tokens
+from tasuki.planner.step_tokens import fastest_checkpointing, most_tokens, with_fastest_checkpointing
 
 SHAPE = MODELS["qwen2.5-7b"]
 LAYOUT = Layout(
@@ -45,6 +45,29 @@ def test_a_sequence_that_rollout_serves_fits_into_a_micro_batch() -> None:
     assert most_tokens(replace(small, context_length=30_000)) == 16_384
 
 
+def test_the_planner_keeps_as_much_for_backward_as_there_is_room_for() -> None:
+    layout, rungs = LAYOUT, list(Checkpointing)
+    peaks = [plan(replace(layout, checkpointing=rung)).gpu_peak for rung in rungs]
+    for rung, slower, peak in zip(rungs, [*rungs[1:], rungs[-1]], peaks, strict=True):
+        just = replace(layout, gpu_bytes=peak.gpu_bytes + layout.overheads.margin)
+        assert fastest_checkpointing(just) is rung
+        assert fastest_checkpointing(replace(just, gpu_bytes=just.gpu_bytes - 1)) is slower
+    assert fastest_checkpointing(replace(just, host_bytes=plan(layout).host_peak.host_bytes + layout.overheads.margin)) is (
+        Checkpointing.FULL
+    ), "nothing is held on a host without room for it"
+
+
+def test_layers_that_there_is_room_for_keep_everything() -> None:
+    for gpu_gb in (80, 100, 120, 135):
+        layout = with_fastest_checkpointing(replace(LAYOUT, gpu_bytes=gpu_gb * GB))
+        assert layout.checkpointing is Checkpointing.ATTENTION
+        wary = replace(layout, gpu_bytes=int(0.95 * layout.gpu_bytes))
+        assert plan(wary).fits and not plan(replace(wary, kept_layers=layout.kept_layers + 1)).fits
+    assert with_fastest_checkpointing(LAYOUT) == replace(LAYOUT, checkpointing=Checkpointing.NONE)
+    tight = replace(LAYOUT, gpu_bytes=60 * GB)
+    assert with_fastest_checkpointing(tight).kept_layers == 0
+
+
 def test_what_tokens_cannot_mend_does_not_lower_them() -> None:
     for changed in (replace(LAYOUT, kv_ratio=0.98), replace(LAYOUT, host_bytes=GB)):
         assert not plan(changed).fits
@@ -52,7 +75,7 @@ def test_what_tokens_cannot_mend_does_not_lower_them() -> None:
 
 
 def node(device: str, **trainer: Any) -> Layout:
-    tables = {"model": {"path": "m"}, "trainer": {"gradient_checkpointing": True, "num_ranks": 4, **trainer}}
+    tables = {"model": {"path": "m"}, "trainer": {"checkpointing": "full", "num_ranks": 4, **trainer}}
     config = NodeConfig.model_validate({"state_dir": "node", "device": device, "rollout": {"kv_ratio": 0.3}, **tables})
     return node_layout(config, SHAPE, gpu_bytes=72 * GB, host_bytes=2000 * GB)
 
@@ -69,7 +92,16 @@ def test_a_node_on_a_cpu_has_as_many_as_always() -> None:
 
 
 def test_the_command_line_plans_a_model_with_the_tokens_that_a_node_would_have() -> None:
-    (small, large) = (layout_of(None, Wishes(preset="balanced", gpu_gb=size)).micro_batch_tokens for size in (36, 141))
+    full = {"checkpointing": Checkpointing.FULL}
+    wishes = (Wishes(preset="balanced", gpu_gb=size, settings=full) for size in (36, 141))
+    small, large = (layout_of(None, each).micro_batch_tokens for each in wishes)
     assert small < large == 16_384
     given = Wishes(preset="balanced", gpu_gb=36, settings={"micro_batch_tokens": 16_384})
     assert layout_of(None, given).micro_batch_tokens == 16_384
+
+
+def test_it_keeps_as_much_for_backward_as_a_node_would() -> None:
+    for size in (36, 60, 141):
+        layout = layout_of(None, Wishes(preset="balanced", gpu_gb=size))
+        assert layout.checkpointing is fastest_checkpointing(layout)
+    assert layout.checkpointing is Checkpointing.NONE

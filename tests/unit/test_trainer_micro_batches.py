@@ -46,7 +46,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def node(model: Path, *, device: str = "cuda", **trainer: Any) -> NodeConfig:
-    tables = {"trainer": {"gradient_checkpointing": True, "num_ranks": 4, **trainer}, "rollout": {"kv_ratio": 0.3}}
+    tables = {"trainer": {"checkpointing": "full", "num_ranks": 4, **trainer}, "rollout": {"kv_ratio": 0.3}}
     return NodeConfig.model_validate({"state_dir": model, "device": device, "model": {"path": model}, **tables})
 
 

@@ -24,7 +24,7 @@ from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node_plan import node_layout
 from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS, find_preset
-from tasuki.planner.step_tokens import most_tokens
+from tasuki.planner.step_tokens import most_tokens, with_fastest_checkpointing
 from tasuki.wire.errors import InvalidArgument
 
 DOES_NOT_FIT = 1
@@ -125,12 +125,13 @@ def _of_model(shape: ModelShape | None, wishes: Wishes) -> Layout:
         assert preset is not None
         shape = MODELS[preset.model]
     num_gpus = wishes.num_gpus if wishes.num_gpus is not None else preset.num_gpus if preset else 1
-    settings: dict[str, Any] = {"checkpointing": Checkpointing.FULL}
+    settings: dict[str, Any] = {}
     if preset is not None:
         # Where these settings come from torch's cache is emptied after a step.
         settings |= {"empties_cache": True, **preset.settings}
     settings |= wishes.settings or {}
-    settings["checkpointing"] = Checkpointing(settings["checkpointing"])
+    is_open = "checkpointing" not in settings
+    settings.setdefault("checkpointing", Checkpointing.OFFLOADED)
     settings.setdefault("num_engines", max(1, num_gpus // max(1, settings.get("tp_size", 1))))
     layout = Layout(
         model=shape,
@@ -140,7 +141,9 @@ def _of_model(shape: ModelShape | None, wishes: Wishes) -> Layout:
         host_bytes=_host_bytes(wishes),
         **settings,
     )
-    return layout if "micro_batch_tokens" in settings else replace(layout, micro_batch_tokens=most_tokens(layout))
+    if "micro_batch_tokens" not in settings:
+        layout = replace(layout, micro_batch_tokens=most_tokens(layout))
+    return with_fastest_checkpointing(layout) if is_open else layout
 
 
 def _gpu_bytes(wishes: Wishes, *, default: float | None) -> int:

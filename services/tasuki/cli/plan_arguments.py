@@ -31,7 +31,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--kv-ratio", type=float, metavar="R")
     model.add_argument("--context", type=int, dest="context_length", metavar="N", help="longest sequence")
-    model.add_argument("--checkpointing", choices=[*Checkpointing])
+    model.add_argument(
+        "--checkpointing",
+        type=Checkpointing,
+        choices=[*Checkpointing],
+        help="what is kept for backward; by default the fastest that fits",
+    )
     model.add_argument("--lora-rank", type=int, metavar="N")
     parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="A.B=VALUE", help="overrides one key of a TOML"

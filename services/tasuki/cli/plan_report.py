@@ -151,10 +151,11 @@ def headline(layout: Layout) -> str:
     """The settings that matter, in one line."""
     where = "CPU" if layout.device == "cpu" else f"{layout.num_gpus} GPUs of {gb(layout.gpu_bytes)} GB"
     engines = f"{layout.num_engines} x TP {layout.tp_size}"
+    kept = f" ({layout.kept_layers} layers kept)" if layout.kept_layers else ""
     how = f"LoRA rank {layout.lora_rank}" if layout.lora_rank is not None else "all parameters"
     return (
         f"{layout.model.architecture} on {where}, strategy {layout.strategy}: {layout.num_ranks} FSDP ranks, {how}, "
-        f"{layout.micro_batch_tokens:,} tokens, checkpointing {layout.checkpointing}; engines {engines}, KV ratio {layout.kv_ratio:g}"
+        f"{layout.micro_batch_tokens:,} tokens, checkpointing {layout.checkpointing}{kept}; engines {engines}, KV ratio {layout.kv_ratio:g}"
     )
 
 

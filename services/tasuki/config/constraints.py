@@ -114,6 +114,10 @@ def _check_num_ranks(config: NodeConfig) -> None:
     ):
         if num_ranks > MAX_GPUS:
             raise SettingsConflict(field, f"makes {num_ranks} ranks; one node has at most {MAX_GPUS}")
+    trainer = config.trainer
+    if trainer.num_ranks % trainer.sequence_parallel:
+        problem = f"= {trainer.sequence_parallel} does not divide trainer.num_ranks = {trainer.num_ranks}"
+        raise SettingsConflict("trainer.sequence_parallel", problem)
 
 
 def _check_devices(config: NodeConfig) -> None:

@@ -132,12 +132,16 @@ class TrainerConfig(OptimizerConfig):
     rank i is on GPU i."""
     num_threads: PositiveInt = 1
     """Torch threads for each rank on a CPU."""
+    sequence_parallel: PositiveInt = 1
+    """Ranks that share the tokens of each micro-batch, and in attention its heads (Ulysses): a sample may be so many times as long. It
+    divides `num_ranks` and the model's attention heads, and divides its key heads or is a multiple of them."""
     on_non_finite: Literal["stop", "skip"] = "stop"
     """What gradients that are not finite do: fail the step, or drop them and count the step as skipped."""
     critic: CriticConfig | None = None
     micro_batch_tokens: PositiveInt | None = None
     """Most tokens of the samples in one micro-batch; a longer sample is refused. By default 8192 on a CPU; on a GPU 16384, or
-    the first of 8192, 4096, ... for which the planner has room, down to 1024 or `rollout.context_length`, whichever is more."""
+    the first of 8192, 4096, ... for which the planner has room, down to 1024 or `rollout.context_length`, whichever is more; times
+    `sequence_parallel`."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of forward and backward."""
     param_dtype: Literal["bfloat16", "float32"] = "float32"
@@ -157,9 +161,15 @@ class TrainerConfig(OptimizerConfig):
     """Attention over packed sequences: FlashAttention-4, torch's `varlen_attn`, or torch's `scaled_dot_product_attention`, which pads
     inside and takes every model and dtype. "auto" is the first that is there and computes right when the trainer starts; the log says
     which."""
-    gradient_checkpointing: bool = False
+    checkpointing: Literal["auto", "none", "attention", "full", "offloaded"] = "auto"
+    """What is kept of each layer from forward to backward: everything ("none" is recomputed), its input and attention's output, its input
+    alone, or that in host memory. A later one takes less memory and more time, and computes the same gradients. "auto" is the first
+    that the planner has room for; on a GPU as many layers as then fit keep everything."""
     lora: LoraConfig | None = None
     """Trains adapters beside a frozen model, which is then also the reference policy."""
+    optimizer_on_host: bool = False
+    """Whether AdamW's moments stay in host memory, pinned on a GPU, and pass through the device a block at a time in each step. They then
+    take no GPU memory and no part in a changeover; the numbers are the same."""
     collective_timeout_s: PositiveFloat = 600.0
     """Time-out of every process group; a rank that is lost is noticed after this."""
     seed: Seed = 0
@@ -279,7 +289,7 @@ class NodeConfig(Schema):
     def most_micro_batch_tokens(self) -> int:
         """`trainer.micro_batch_tokens`, or the most that it may be where the planner chooses."""
         tokens = self.trainer.micro_batch_tokens
-        return DEFAULT_MICRO_BATCH_TOKENS[self.device] if tokens is None else tokens
+        return DEFAULT_MICRO_BATCH_TOKENS[self.device] * self.trainer.sequence_parallel if tokens is None else tokens
 
     @property
     def num_engine_ranks(self) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from tasuki.memory.stages import Phase
-from tasuki.planner.layout import TAGS, Checkpointing, Layout, Part, Strategy, gb
+from tasuki.planner.layout import TAGS, Checkpointing, Layout, Part, Strategy, gb, unshared_heads
 from tasuki.planner.plan import SERVING, TRAINER_TAGS, Plan, plan
 from tasuki.planner.step_tokens import MIN_TOKENS
 
@@ -151,15 +151,12 @@ def _changes(planned: Plan) -> Iterator[_Change]:
 
 
 def _for_training(layout: Layout) -> Iterator[_Change]:
-    if layout.checkpointing is Checkpointing.NONE:
-        changed = replace(layout, checkpointing=Checkpointing.FULL)
-        yield _Change("trainer.gradient_checkpointing", "false", "true", changed)
-    if layout.checkpointing is not Checkpointing.OFFLOADED:
-        changed = replace(layout, checkpointing=Checkpointing.OFFLOADED)
-        yield _Change("activations", "on the GPU", "in host memory", changed, False)
+    yield from _more_checkpointing(layout)
+    yield from _optimizer_on_host(layout)
     yield from _export_leaves(layout)
     yield from _export_in_place(layout)
     yield from _fewer_tokens(layout)
+    yield from _shared_sequences(layout)
     away = layout.sleeping | {Part.ROLLOUT_WEIGHTS, Part.KV_CACHE}
     if layout.sleeping != away:
         yield _Change("sleeping", _names(layout.sleeping), _names(away), replace(layout, sleeping=away), False)
@@ -199,6 +196,7 @@ def _for_changeover(layout: Layout) -> Iterator[_Change]:
         yield _Change("leave before LOAD_WEIGHTS", _names(layout.leaves_early), _names(changed.leaves_early), changed, False)
     yield from _export_in_place(layout)
     yield from _fewer_tokens(layout)
+    yield from _optimizer_on_host(layout)
     yield from _wider_engines(layout)
 
 
@@ -209,7 +207,8 @@ def _for_host(layout: Layout) -> Iterator[_Change]:
             changed = replace(layout, sleeping=stays, leaves_early=layout.leaves_early - {part})
             yield _Change("sleeping", _names(layout.sleeping), _names(stays), changed, False)
     if layout.checkpointing is Checkpointing.OFFLOADED:
-        yield _Change("activations", "in host memory", "on the GPU", replace(layout, checkpointing=Checkpointing.FULL), False)
+        changed = replace(layout, checkpointing=Checkpointing.FULL)
+        yield _Change("trainer.checkpointing", layout.checkpointing, changed.checkpointing, changed)
     if layout.device == "cpu":
         yield from _for_training(layout)
 
@@ -225,6 +224,17 @@ def _for_cache(planned: Plan) -> Iterator[_Change]:
     if layout.kv_tokens is not None:
         changed = replace(layout, kv_tokens=layout.longest_sequence)
         yield _Change("rollout.kv_tokens", str(layout.kv_tokens), str(layout.longest_sequence), changed)
+
+
+def _more_checkpointing(layout: Layout) -> Iterator[_Change]:
+    rungs = list(Checkpointing)
+    for rung in rungs[rungs.index(layout.checkpointing) + 1 :]:
+        yield _Change("trainer.checkpointing", layout.checkpointing, rung, replace(layout, checkpointing=rung, kept_layers=0))
+
+
+def _optimizer_on_host(layout: Layout) -> Iterator[_Change]:
+    if not layout.optimizer_on_host and layout.device == "cuda":
+        yield _Change("trainer.optimizer_on_host", "false", "true", replace(layout, optimizer_on_host=True))
 
 
 def _export_leaves(layout: Layout) -> Iterator[_Change]:
@@ -243,6 +253,13 @@ def _fewer_tokens(layout: Layout) -> Iterator[_Change]:
     while (tokens := tokens // 2) >= least:
         changed = replace(layout, micro_batch_tokens=tokens)
         yield _Change("trainer.micro_batch_tokens", str(layout.micro_batch_tokens), str(tokens), changed)
+
+
+def _shared_sequences(layout: Layout) -> Iterator[_Change]:
+    twice = layout.sequence_parallel * 2
+    if layout.num_ranks % twice == 0 and unshared_heads(layout.model, twice) is None:
+        changed = replace(layout, sequence_parallel=twice)
+        yield _Change("trainer.sequence_parallel", str(layout.sequence_parallel), str(twice), changed)
 
 
 def _wider_engines(layout: Layout) -> Iterator[_Change]:

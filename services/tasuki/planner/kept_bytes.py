@@ -40,6 +40,14 @@ def kept_per_token(
     return norms + attention + mlp + adapters
 
 
+def kept_with_attention(model: ModelShape, *, compute_bytes: int = 2) -> int:
+    """Of one token in one layer, what saves its attention from being run again: the output, and one float32 for each head.
+
+    Nothing where attention is capped: that is no operator of torch, and is recomputed.
+    """
+    return 0 if model.caps_attention else model.query_size * compute_bytes + _FLOAT32 * model.num_heads
+
+
 def _kept_of_attention(model: ModelShape, compute_bytes: int, *, num_keys: int, norm: int) -> int:
     """Of one token: norms of queries and keys; rotated queries, keys, values and the output, and one float32 for each head.
 

@@ -56,9 +56,11 @@ class Strategy(StrEnum):
 
 
 class Checkpointing(StrEnum):
-    """What of the activations is kept for backward."""
+    """What of the activations is kept for backward, the fastest first."""
 
     NONE = "none"
+    ATTENTION = "attention"
+    """The input of each layer, and the output of its attention; the rest is recomputed."""
     FULL = "full"
     """The input of each layer; a layer's activations are recomputed."""
     OFFLOADED = "offloaded"
@@ -98,6 +100,8 @@ class Layout:
     """On "cpu" the ranks' memory is the host's, and `gpu_bytes` is not used."""
     num_ranks: int
     """FSDP2 ranks, on the first GPUs."""
+    sequence_parallel: int = 1
+    """Ranks that share a micro-batch."""
     tp_size: int = 1
     num_engines: int = 1
     """Engines of `tp_size` GPUs each, on the first GPUs."""
@@ -115,10 +119,14 @@ class Layout:
     export_stays: bool = True
     """Whether what the engine reads stays on the GPU over OFFLOAD; else it leaves then, and a copy comes back at LOAD_WEIGHTS."""
     micro_batch_tokens: int = DEFAULT_MICRO_BATCH_TOKENS["cuda"]
-    """Most tokens in one; sequences follow one another without padding."""
+    """Most tokens in one, of all ranks that share it; sequences follow one another without padding."""
     logit_tokens: int | None = None
     """Places of a micro-batch whose logits are computed: those of completion tokens. By default all, an upper bound."""
     checkpointing: Checkpointing = Checkpointing.NONE
+    kept_layers: int = 0
+    """Layers, the last ones, of which everything is kept whatever `checkpointing` says; not where it holds inputs on the host."""
+    optimizer_on_host: bool = False
+    """Whether the moments stay in host memory all the time."""
     reshards_after_forward: bool = True
     has_reference: bool = False
     lora_rank: int | None = None
@@ -168,6 +176,11 @@ class Layout:
             )
         if self.num_ranks > self.num_gpus:
             raise InvalidArgument("num_ranks", f"{self.num_ranks} ranks need as many GPUs; there are {self.num_gpus}")
+        if self.num_ranks % self.sequence_parallel:
+            raise InvalidArgument("sequence_parallel", f"{self.sequence_parallel} does not divide {self.num_ranks} ranks")
+        problem = unshared_heads(self.model, self.sequence_parallel)
+        if problem is not None:
+            raise InvalidArgument("sequence_parallel", problem)
         if self.tp_size * self.num_engines > self.num_gpus:
             needed = self.tp_size * self.num_engines
             raise InvalidArgument(
@@ -215,6 +228,11 @@ class Layout:
         return self.sleeping - ({Part.TRAINER_WEIGHTS} if self.exports_parameters and self.export_stays else frozenset())
 
     @property
+    def rank_tokens(self) -> int:
+        """Most tokens of a micro-batch on one rank."""
+        return -(-self.micro_batch_tokens // self.sequence_parallel)
+
+    @property
     def longest_sequence(self) -> int:
         return self.context_length or self.model.context_length
 
@@ -236,8 +254,18 @@ class Layout:
         )
 
 
+def unshared_heads(model: ModelShape, num_ranks: int) -> str | None:
+    """Why so many ranks cannot share the heads of a model; None when they can."""
+    heads, kv_heads = model.num_heads, model.num_kv_heads
+    if heads % num_ranks:
+        return f"{num_ranks} ranks cannot share {heads} attention heads evenly"
+    if kv_heads % num_ranks and num_ranks % kv_heads:
+        return f"{num_ranks} ranks can neither share {kv_heads} key heads evenly, nor have one of them each"
+    return None
+
+
 _POSITIVE = (
-    "num_gpus", "gpu_bytes", "host_bytes", "num_ranks", "tp_size", "num_engines", "compute_bytes", "engine_bytes",
+    "num_gpus", "gpu_bytes", "host_bytes", "num_ranks", "sequence_parallel", "tp_size", "num_engines", "compute_bytes", "engine_bytes",
     "param_bytes", "micro_batch_tokens", "logit_tokens", "lora_rank",
     "critic_lora_rank", "sync_bucket_bytes", "kv_tokens", "context_length",
     "max_running_requests",

@@ -13,12 +13,13 @@ from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.plan import Plan, largest_pool, plan
 from tasuki.planner.residency import decide, given
 from tasuki.planner.rollout_bytes import kv_bytes_per_token
-from tasuki.planner.step_tokens import most_tokens
+from tasuki.planner.step_tokens import most_tokens, with_fastest_checkpointing
 from tasuki.wire.errors import InvalidArgument
 
 _ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 _KEYS = {
     "num_ranks": "trainer.num_ranks",
+    "sequence_parallel": "trainer.sequence_parallel",
     "tp_size": "rollout.tp_size",
     "num_engines": "rollout.dp_size",
     "rank_gpus": "trainer.devices",
@@ -51,8 +52,9 @@ def node_layout(
     num_gpus: int | None = None,
     overheads: Overheads | None = None,
 ) -> Layout:
-    """num_gpus: by default as many as the larger service has ranks. Where trainer.micro_batch_tokens is open on a GPU, most_tokens decides.
-    Where trainer.export_stays is open, it stays if all fits then. What stays beside it is the configuration's, or else decided here.
+    """num_gpus: by default as many as the larger service has ranks. Where trainer.micro_batch_tokens is open on a GPU, most_tokens decides,
+    and where trainer.checkpointing is, with_fastest_checkpointing. Where trainer.export_stays is open, it stays if all fits then. What stays
+    beside it is the configuration's, or else decided here, with the room that a step leaves.
 
     Raises InvalidArgument naming the configuration's key.
     """
@@ -69,6 +71,7 @@ def node_layout(
         host_bytes=host_bytes,
         device=config.device,
         num_ranks=trainer.num_ranks,
+        sequence_parallel=trainer.sequence_parallel,
         tp_size=rollout.tp_size,
         num_engines=config.dp_size,
         compute_bytes=_ELEMENT_BYTES[trainer.compute_dtype],
@@ -77,7 +80,9 @@ def node_layout(
         exports_parameters=config.exports_parameters,
         export_stays=trainer.export_stays is not False,
         micro_batch_tokens=config.most_micro_batch_tokens,
-        checkpointing=Checkpointing.FULL if trainer.gradient_checkpointing else Checkpointing.NONE,
+        # Where it is open, tokens are chosen before it: none of it costs as much as a step of more and smaller micro-batches.
+        checkpointing=Checkpointing.OFFLOADED if trainer.checkpointing == "auto" else Checkpointing(trainer.checkpointing),
+        optimizer_on_host=trainer.optimizer_on_host,
         has_reference=config.train is not None and (config.train.loss.kl_coef > 0 or config.train.advantages.kl_coef > 0),
         lora_rank=None if trainer.lora is None else trainer.lora.rank,
         lora_targets=None if trainer.lora is None else trainer.lora.target_modules,
@@ -92,10 +97,13 @@ def node_layout(
         overheads=overheads or Overheads(),
     )
     is_open = trainer.export_stays is None and trainer.export_handles == "vmm"
+    # What the engine reads leaves first: it is away during a step, and costs a copy a changeover.
+    leaving = replace(layout, export_stays=False) if is_open else layout
     if trainer.micro_batch_tokens is None and config.device == "cuda":
-        # What the engine reads leaves before tokens do: it is away during a step, and costs a copy a changeover.
-        leaving = replace(layout, export_stays=False) if is_open else layout
-        layout = replace(layout, micro_batch_tokens=most_tokens(leaving))
+        leaving = replace(leaving, micro_batch_tokens=most_tokens(leaving))
+    if trainer.checkpointing == "auto":
+        leaving = with_fastest_checkpointing(leaving)
+    layout = replace(leaving, export_stays=layout.export_stays)
     if is_open and not plan(layout).fits:
         layout = replace(layout, export_stays=False)
     if config.residency is not None:

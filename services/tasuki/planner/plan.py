@@ -13,7 +13,7 @@ from typing import TypeAlias
 from tasuki.memory.stages import RING, Phase, Stage
 from tasuki.planner.layout import Layout, Part, Strategy
 from tasuki.planner.rollout_bytes import KvPool, engine_step, engine_weights, kv_bytes_per_token, kv_pool
-from tasuki.planner.trainer_bytes import Bytes, export_arena, offloaded_bytes, trainer_tags, training_peak
+from tasuki.planner.trainer_bytes import Bytes, export_arena, host_moments, offloaded_bytes, trainer_tags, training_peak
 
 TRAINER_TAGS = (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER)
 _STEP = {Part.LAYERS, Part.WHOLE_GRADIENTS, Part.ACTIVATIONS, Part.LOGITS}
@@ -247,11 +247,12 @@ def _host(
         # Pinned once, at the first pause, and kept.
         ranks = [one.leaving | one.leaves_early for gpu, one in enumerate(layouts) if layout.has_rank(gpu)]
         host |= {part: trainer[part] * sum(part in leaving for leaving in ranks) for part in _COPIED}
+    host[Part.OPTIMIZER] = host.get(Part.OPTIMIZER, 0) + host_moments(layout) * layout.num_ranks
     if layout.strategy is Strategy.RELAUNCH and stage is Stage.LOAD_WEIGHTS:
         # The checkpoint on its way to a disk.
         host[Part.EXPORT] = layout.model.num_parameters * layout.engine_bytes
-    if stage is Phase.TRAIN:
-        host[Part.ACTIVATIONS] = offloaded_bytes(layout) * layout.num_ranks
+    # Pinned at the start, and kept.
+    host[Part.ACTIVATIONS] = offloaded_bytes(layout) * layout.num_ranks
     if layout.device == "cpu":
         for parts in gpus:
             for part, size in parts.items():
@@ -262,7 +263,9 @@ def _host(
 def _contexts(layout: Layout, index: int, *, has_engine: bool) -> int:
     overheads, total = layout.overheads, 0
     if layout.has_rank(index):
-        total += overheads.trainer_context + overheads.nccl
+        # Ranks that share sequences, and are not all ranks, have a communicator beside everybody's.
+        is_split = 1 < layout.sequence_parallel < layout.num_ranks
+        total += overheads.trainer_context + overheads.nccl * (2 if is_split else 1)
     if layout.has_engine(index) and has_engine:
         total += overheads.rollout_context + overheads.rollout_cached + (overheads.nccl if layout.tp_size > 1 else 0)
     return total

@@ -1,13 +1,15 @@
-"""How many tokens a micro-batch may have where the configuration leaves it open."""
+"""How many tokens a micro-batch may have, and what is kept of it for backward, where the configuration leaves them open."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
 
-from tasuki.planner.layout import Layout
+from tasuki.planner.layout import Checkpointing, Layout
 from tasuki.planner.plan import Plan, plan
 
 MIN_TOKENS = 1024
+_SURE = 0.95
 
 
 def most_tokens(layout: Layout) -> int:
@@ -21,6 +23,34 @@ def most_tokens(layout: Layout) -> int:
     fewest = plan(replace(layout, micro_batch_tokens=ladder[-1]))
     plans = (plan(replace(layout, micro_batch_tokens=tokens)) for tokens in ladder)
     return next(tried.layout.micro_batch_tokens for tried in plans if _lacks_nothing_more(tried, than=fewest))
+
+
+def fastest_checkpointing(layout: Layout) -> Checkpointing:
+    """The first one with which everything fits, else the first with which the least is lacking."""
+    return min(Checkpointing, key=lambda rung: _lacking_bytes(plan(replace(layout, checkpointing=rung))))
+
+
+def with_fastest_checkpointing(layout: Layout) -> Layout:
+    """With fastest_checkpointing, and where layers are computed again, as many kept as there is room for.
+
+    A twentieth of the GPU stays free of kept layers: predictions are that good (docs/benchmarks.md).
+    """
+    chosen = replace(layout, checkpointing=fastest_checkpointing(layout))
+    if chosen.checkpointing in (Checkpointing.NONE, Checkpointing.OFFLOADED) or layout.device == "cpu":
+        return chosen
+    wary = replace(chosen, gpu_bytes=int(_SURE * layout.gpu_bytes))
+    least = _lacking_bytes(plan(wary))
+    numbers = range(1, layout.model.num_layers)
+    kept = bisect_left(numbers, True, key=lambda kept: _lacking_bytes(plan(replace(wary, kept_layers=kept))) > least)
+    return replace(chosen, kept_layers=kept)
+
+
+def _lacking_bytes(tried: Plan) -> int:
+    """Over all stages, on a GPU and on the host."""
+    layout = tried.layout
+    gpu_room, host_room = layout.gpu_bytes - layout.overheads.margin, layout.host_bytes - layout.overheads.margin
+    of_gpu = 0 if layout.device == "cpu" else sum(max(0, stage.gpu_bytes - gpu_room) for stage in tried.stages)
+    return of_gpu + sum(max(0, stage.host_bytes - host_room) for stage in tried.stages)
 
 
 def _lacks_nothing_more(tried: Plan, *, than: Plan) -> bool:

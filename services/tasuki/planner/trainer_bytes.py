@@ -9,7 +9,7 @@ from itertools import chain
 from tasuki.algorithms.vocabulary_tiles import most_logits
 from tasuki.memory.granularity import CPU_MIN_TENSOR, arena_bytes, export_bytes
 from tasuki.models.shape import ROUTER, ModelShape, Shapes
-from tasuki.planner.kept_bytes import kept_per_token
+from tasuki.planner.kept_bytes import kept_per_token, kept_with_attention
 from tasuki.planner.layout import Checkpointing, Layout, Part
 
 Bytes = dict[Part, int]
@@ -30,8 +30,20 @@ def trainer_tags(layout: Layout) -> Bytes:
     return {
         Part.TRAINER_WEIGHTS: _tag_bytes(weights, layout),
         Part.GRADIENTS: _tag_bytes(trained, layout),
-        Part.OPTIMIZER: _tag_bytes([size for size in trained for _ in range(2)], layout),
+        Part.OPTIMIZER: 0 if layout.optimizer_on_host else _tag_bytes(_twice(trained), layout),
     }
+
+
+def host_moments(layout: Layout) -> int:
+    """Host memory of one rank for optimizer state that never leaves it."""
+    critic = layout.of_critic()
+    networks = [layout] if critic is None else [layout, critic]
+    trained = [size for network in networks for size in _kept_tensors(network)[1]]
+    return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in _twice(trained)) if layout.optimizer_on_host else 0
+
+
+def _twice(sizes: list[int]) -> list[int]:
+    return [size for size in sizes for _ in range(2)]
 
 
 def _kept_tensors(layout: Layout) -> tuple[list[int], list[int]]:
@@ -111,10 +123,11 @@ def _cached(layout: Layout, *, moment: str) -> int:
 
 
 def offloaded_bytes(layout: Layout) -> int:
-    """Host memory of one rank for activations."""
+    """Host memory of one rank for activations, of the policy and of the critic: the last layer's input stays on the GPU."""
     if layout.checkpointing is not Checkpointing.OFFLOADED:
         return 0
-    return layout.model.num_layers * _layer_input(layout)
+    critic = layout.of_critic()
+    return (layout.model.num_layers - 1) * _layer_input(layout) + (0 if critic is None else offloaded_bytes(critic))
 
 
 def _at_loss(layout: Layout) -> Bytes:
@@ -142,12 +155,17 @@ def _at_loss(layout: Layout) -> Bytes:
 def _at_layer(layout: Layout) -> Bytes:
     """Backward of the last layer, whose activations are there, with the next one's parameters on their way."""
     model, compute = layout.model, layout.compute_bytes
+    # Where the last layers are kept, they have gone when the first one is computed again.
+    is_recomputed = layout.checkpointing is not Checkpointing.NONE and not layout.kept_layers
     widest = max(range(model.num_layers), key=lambda index: _numel(model.layer(index)))
     layer = _numel(model.layer(widest))
-    recomputed = 0 if layout.checkpointing is Checkpointing.NONE else _layer_activations(layout, widest)
+    # What a kept layer gave to the next one goes later than what is computed again.
+    recomputed = _layer_activations(layout, widest) if is_recomputed else _layer_input(layout)
+    if is_recomputed and layout.checkpointing is Checkpointing.ATTENTION:
+        recomputed -= _attention_output(layout)
     # In backward of the MLP's product, which has gone itself: its gradient and those of both factors, and that of the hidden states.
     width = 2 * (model.experts_per_token * model.expert_size if model.is_sparse(widest) else model.intermediate_size)
-    flowing = layout.micro_batch_tokens * (width + model.hidden_size) * compute
+    flowing = layout.rank_tokens * (width + model.hidden_size) * compute
     return {
         # This one, and for several ranks the next one's as it arrives and as it is copied out.
         Part.LAYERS: _gathered(layout, layers=1 if layout.num_ranks == 1 else 3),
@@ -205,15 +223,20 @@ def _gathered(layout: Layout, *, layers: int) -> int:
 
 def _kept(layout: Layout) -> int:
     """What forward left of all layers."""
-    model = layout.model
-    if layout.checkpointing is Checkpointing.NONE:
-        return sum(_layer_activations(layout, index) for index in range(model.num_layers))
-    num_kept = model.num_layers if layout.checkpointing is Checkpointing.FULL else min(2, model.num_layers)
-    return num_kept * _layer_input(layout)
+    num_layers, checkpointing = layout.model.num_layers, layout.checkpointing
+    if checkpointing is Checkpointing.OFFLOADED:
+        return min(2, num_layers) * _layer_input(layout)
+    first_kept = 0 if checkpointing is Checkpointing.NONE else max(0, num_layers - layout.kept_layers)
+    each = _layer_input(layout) + (_attention_output(layout) if checkpointing is Checkpointing.ATTENTION else 0)
+    return first_kept * each + sum(_layer_activations(layout, index) for index in range(first_kept, num_layers))
 
 
 def _layer_input(layout: Layout) -> int:
-    return layout.micro_batch_tokens * layout.model.hidden_size * layout.compute_bytes
+    return layout.rank_tokens * layout.model.hidden_size * layout.compute_bytes
+
+
+def _attention_output(layout: Layout) -> int:
+    return layout.rank_tokens * kept_with_attention(layout.model, compute_bytes=layout.compute_bytes)
 
 
 def _layer_activations(layout: Layout, index: int) -> int:
@@ -225,7 +248,16 @@ def _layer_activations(layout: Layout, index: int) -> int:
         lora_rank=layout.lora_rank,
         is_fused=layout.device == "cuda",
     )
-    return layout.micro_batch_tokens * each
+    return layout.rank_tokens * (each + _kept_to_share(layout))
+
+
+def _kept_to_share(layout: Layout) -> int:
+    """Of one token, where ranks share sequences: attention's output on its way back to the token's rank, and repeated key heads."""
+    model, num_ranks = layout.model, layout.sequence_parallel
+    if num_ranks == 1:
+        return 0
+    repeats = max(1, num_ranks // model.num_kv_heads)
+    return (model.query_size + 2 * (repeats - 1) * model.kv_size) * layout.compute_bytes
 
 
 def _last_norm(layout: Layout) -> int:
@@ -234,11 +266,11 @@ def _last_norm(layout: Layout) -> int:
     places = _logit_places(layout) * hidden * compute
     is_fused = layout.device == "cuda" and not layout.model.has_offset_norms
     kept = 2 * compute if is_fused else _FLOAT32 + 2 * compute
-    return layout.micro_batch_tokens * (hidden * kept + 4) + places
+    return layout.rank_tokens * (hidden * kept + 4) + places
 
 
 def _logit_places(layout: Layout) -> int:
-    return layout.micro_batch_tokens if layout.logit_tokens is None else min(layout.logit_tokens, layout.micro_batch_tokens)
+    return layout.rank_tokens if layout.logit_tokens is None else min(layout.logit_tokens, layout.rank_tokens)
 
 
 def _tile_logits(layout: Layout) -> int:

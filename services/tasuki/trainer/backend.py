@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tasuki.memory.tags import DeviceUsage, MemoryTag, TagUsage
-from tasuki.trainer.data.micro_batch import TokenBatch
+from tasuki.trainer.data.micro_batch import SequencePart, TokenBatch
 from tasuki.trainer.roles import Role
 from tasuki.transport.export import WeightExport
 
@@ -45,6 +45,11 @@ class Backend(Protocol):
     def device(self) -> torch.device: ...
     @property
     def num_ranks(self) -> int: ...
+    @property
+    def sequence_part(self) -> SequencePart:
+        """Of each micro-batch, the tokens that this rank is given. All ranks that share one give the same scores."""
+        ...
+
     @property
     def vocab_size(self) -> int: ...
     @property

@@ -118,7 +118,13 @@ async def serve(config: NodeConfig, *, launch: Launch) -> int:
             micro_batch_tokens=await micro_batch_tokens(config, ranks),
         )
         _log.info("ready ranks=%d micro_batch_tokens=%d", launch.num_ranks, limits.micro_batch_tokens)
-        training = Training(ranks, state=state, limits=limits, costs=sample_costs(config))
+        training = Training(
+            ranks,
+            state=state,
+            limits=limits,
+            costs=sample_costs(config),
+            sequence_parallel=config.trainer.sequence_parallel,
+        )
         log = TrainingLog(training_log_path(config.state_dir), failpoints=failpoints)
         cleanup.callback(log.close)
         await restore(training, log, config=config)

@@ -18,13 +18,24 @@ from tasuki.algorithms.batch import LossBatch
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.trainer.data.samples import Samples, ranges, starts
 
-# The model has to run in every rank as often, so a rank without samples runs on this one token and counts nothing of it.
+# The model has to run in every rank as often, so a rank without samples runs on this token alone and counts nothing of it.
 _DUMMY_TOKEN_ID = 0
 
 
 @dataclass(frozen=True, slots=True)
+class SequencePart:
+    """Which of `num_parts` equal parts of a micro-batch's tokens a rank computes."""
+
+    index: int = 0
+    num_parts: int = 1
+
+
+WHOLE = SequencePart()
+
+
+@dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Sequences one after the other, without padding, and the completion tokens in them.
+    """Sequences one after the other, without padding, and the completion tokens in them; or one rank's part of their tokens.
 
     The last token of a sequence is no input: nothing is predicted from it.
     """
@@ -34,7 +45,7 @@ class TokenBatch:
     position_ids_T: Tensor
     """int64; they begin at 0 in each sequence."""
     cu_seqlens_S: Tensor
-    """[S + 1] int32: sequence s is input_ids_T[cu_seqlens_S[s] : cu_seqlens_S[s + 1]]."""
+    """[S + 1] int32: where each sequence begins and ends among the tokens of all parts."""
     max_seqlen: int
     """Length of the longest sequence."""
     places_N: Tensor
@@ -43,6 +54,8 @@ class TokenBatch:
     """int64: the completion tokens."""
     temperature_N: Tensor
     """float32: that each completion token was drawn with."""
+    num_places: tuple[int, ...]
+    """Completion tokens of each part."""
 
     @property
     def num_sequences(self) -> int:
@@ -57,27 +70,41 @@ class MicroBatch:
     loss: LossBatch
 
 
-def token_batch(samples: Samples, *, device: torch.device) -> TokenBatch:
-    """The sequences of `samples`; without samples, one dummy token and no completion token."""
-    if not len(samples):
-        return _dummy(device)
+def token_batch(samples: Samples, *, device: torch.device, part: SequencePart = WHOLE) -> TokenBatch:
+    """The sequences of `samples`, or a part of their tokens. Dummy tokens, a sequence by themselves, make the parts equal.
+
+    Without samples, a dummy token for each part and no completion token.
+    """
     num_inputs_S = samples.num_tokens_S - 1
-    first_S = starts(num_inputs_S)
-    rows_T = ranges(starts(samples.num_tokens_S), num_inputs_S)
+    num_dummies = -int(num_inputs_S.sum()) % part.num_parts if len(samples) else part.num_parts
+    token_ids_T = samples.token_ids_T[ranges(starts(samples.num_tokens_S), num_inputs_S)]
+    # Completion token j of a sequence is predicted at its place num_prompt - 1 + j.
+    places_N = ranges(starts(num_inputs_S) + samples.num_prompt_S - 1, samples.num_completion_S)
+    lengths_S = np.append(num_inputs_S, num_dummies) if num_dummies else num_inputs_S
+    width = int(lengths_S.sum()) // part.num_parts
+    bounds = np.searchsorted(places_N, width * np.arange(part.num_parts + 1))
+    tokens, places = (
+        slice(bound[part.index], bound[part.index + 1]) for bound in (width * np.arange(part.num_parts + 1), bounds)
+    )
     return TokenBatch(
-        input_ids_T=_tensor(samples.token_ids_T[rows_T].astype(np.int64), device=device),
-        position_ids_T=_tensor(ranges(np.zeros_like(first_S), num_inputs_S), device=device),
-        cu_seqlens_S=_tensor(_cumulative(num_inputs_S).astype(np.int32), device=device),
-        max_seqlen=int(num_inputs_S.max()),
-        # Completion token j of a sequence is predicted at its place num_prompt - 1 + j.
-        places_N=_tensor(ranges(first_S + samples.num_prompt_S - 1, samples.num_completion_S), device=device),
-        token_ids_N=_tensor(samples.token_ids_T[samples.is_completion_T].astype(np.int64), device=device),
-        temperature_N=_tensor(np.repeat(samples.temperature_S, samples.num_completion_S), device=device),
+        input_ids_T=_tensor(np.append(token_ids_T, [_DUMMY_TOKEN_ID] * num_dummies)[tokens].astype(np.int64), device=device),
+        position_ids_T=_tensor(ranges(np.zeros_like(lengths_S), lengths_S)[tokens], device=device),
+        cu_seqlens_S=_tensor(_cumulative(lengths_S).astype(np.int32), device=device),
+        max_seqlen=int(lengths_S.max()),
+        places_N=_tensor(places_N[places] - width * part.index, device=device),
+        token_ids_N=_tensor(samples.token_ids_T[samples.is_completion_T][places].astype(np.int64), device=device),
+        temperature_N=_tensor(np.repeat(samples.temperature_S, samples.num_completion_S)[places], device=device),
+        num_places=tuple(np.diff(bounds).tolist()),
     )
 
 
-def micro_batch(samples: Samples, *, config: LossConfig, policy_version: int, device: torch.device) -> MicroBatch:
-    """The tensors of `samples` for a loss. config: with its denominator. policy_version: the present one."""
+def micro_batch(
+    samples: Samples, *, config: LossConfig, policy_version: int, device: torch.device, part: SequencePart = WHOLE
+) -> MicroBatch:
+    """The tensors of `samples` for a loss, and of a part of their tokens for the model.
+
+    config: with its denominator. policy_version: the present one.
+    """
     assert config.denominator is not None, "whoever sees the whole call sets it"
     columns = {name: _tensor(column_N, device=device) for name, column_N in samples.columns.items()}
     weights_N = token_weights(
@@ -96,20 +123,7 @@ def micro_batch(samples: Samples, *, config: LossConfig, policy_version: int, de
         returns_N=columns.get("returns"),
         is_current_N=_tensor(np.repeat(is_current_S, samples.num_completion_S), device=device),
     )
-    return MicroBatch(token_batch(samples, device=device), loss)
-
-
-def _dummy(device: torch.device) -> TokenBatch:
-    empty = torch.empty(0, dtype=torch.int64, device=device)
-    return TokenBatch(
-        input_ids_T=torch.full((1,), _DUMMY_TOKEN_ID, dtype=torch.int64, device=device),
-        position_ids_T=torch.zeros(1, dtype=torch.int64, device=device),
-        cu_seqlens_S=torch.tensor([0, 1], dtype=torch.int32, device=device),
-        max_seqlen=1,
-        places_N=empty,
-        token_ids_N=empty,
-        temperature_N=torch.empty(0, dtype=torch.float32, device=device),
-    )
+    return MicroBatch(token_batch(samples, device=device, part=part), loss)
 
 
 def _cumulative(lengths_S: NDArray[np.int64]) -> NDArray[np.int64]:

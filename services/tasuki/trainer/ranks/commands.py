@@ -55,8 +55,14 @@ class RankCommands:
     def forward_backward(self, command: ranks_pb2.RankForwardBackward) -> ranks_pb2.RankLossReport:
         learner, config = self._learner, decode_loss(command.loss)
         batches = [
-            micro_batch(decode_columns(part), config=config, policy_version=learner.policy_version, device=self._backend.device)
-            for part in command.micro_batches
+            micro_batch(
+                decode_columns(samples),
+                config=config,
+                policy_version=learner.policy_version,
+                device=self._backend.device,
+                part=self._backend.sequence_part,
+            )
+            for samples in command.micro_batches
         ]
         kept: list[Tensor] | None = [] if command.returns_log_probs else None
         report = learner.forward_backward(ROLES[command.role], batches, config=config, kept=kept)
@@ -87,7 +93,8 @@ class RankCommands:
         return trainer_pb2.DiscardGradientsResponse()
 
     def score(self, command: ranks_pb2.RankScore) -> ranks_pb2.RankScores:
-        batches = [token_batch(decode_columns(part), device=self._backend.device) for part in command.micro_batches]
+        device, part = self._backend.device, self._backend.sequence_part
+        batches = [token_batch(decode_columns(samples), device=device, part=part) for samples in command.micro_batches]
         scores = self._learner.score(ROLES[command.role], batches)
         return ranks_pb2.RankScores(micro_batches=[score_N.numpy().tobytes() for score_N in scores])
 

@@ -36,10 +36,11 @@ class Training:
         state: TrainerState,
         limits: checks.BatchLimits,
         costs: Mapping[Role, SampleCost],
+        sequence_parallel: int = 1,
     ) -> None:
-        """costs: of a sample under every role that is trained or scored."""
+        """costs: of a sample under every role that is trained or scored. sequence_parallel: ranks that share each micro-batch."""
         self.ranks, self.state = ranks, state
-        self._limits, self._costs = limits, costs
+        self._limits, self._costs, self._num_sharing = limits, costs, sequence_parallel
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -100,11 +101,12 @@ class Training:
                         returns_log_probs=bool(log_probs_of),
                     )
                 )
-                for parts in plan
+                for parts in self._for_each_rank(plan)
             ]
         )
         self.state.roles[role].has_gradients = True
-        parts = [answer.forward_backward for answer in answers]
+        # Ranks that share their micro-batches report the same.
+        parts = [answer.forward_backward for answer in answers[:: self._num_sharing]]
         return trainer_pb2.ForwardBackwardResponse(
             loss=sum(part.loss for part in parts),
             num_samples=len(samples),
@@ -152,10 +154,10 @@ class Training:
             ranks_pb2.RankScore(
                 role=ROLE_MESSAGES[role], micro_batches=[encode_samples(samples.select(part)) for part in parts]
             )
-            for parts in plan
+            for parts in self._for_each_rank(plan)
         ]
         answers = await self.ranks.call_each([ranks_pb2.TrainerRankCommand(score=command) for command in commands])
-        contents = [answer.score.micro_batches for answer in answers]
+        contents = [answer.score.micro_batches for answer in answers[:: self._num_sharing]]
         return _rows_of(range(len(samples)), plan, contents, samples=samples)
 
     def _trained(self, role: RoleMessage.ValueType, *, field: str) -> Role:
@@ -167,10 +169,13 @@ class Training:
     def _plan(self, role: Role, samples: Samples) -> MicroBatchPlan:
         return plan_micro_batches(
             samples.num_tokens_S.tolist(),
-            num_ranks=self.ranks.num_ranks,
+            num_ranks=self.ranks.num_ranks // self._num_sharing,
             max_tokens=self._limits.micro_batch_tokens,
             cost=self._costs[role],
         )
+
+    def _for_each_rank(self, plan: MicroBatchPlan) -> MicroBatchPlan:
+        return [micro_batches for micro_batches in plan for _ in range(self._num_sharing)]
 
 
 def _rows_of(

@@ -14,12 +14,14 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from transformers import AttentionInterface
 
 from tasuki.models.family import Attention
 from tasuki.models.shape import ModelShape
 from tasuki.trainer.backends.fsdp.attention_flash import HEAD_DIM_STEP, MAX_HEAD_DIM, Fa4Sequences, VarlenSequences
 from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
+from tasuki.trainer.backends.fsdp.sequence_parallel import SequenceGroup
 from tasuki.trainer.data.micro_batch import TokenBatch
 from tasuki.wire.errors import InvalidArgument
 
@@ -49,19 +51,33 @@ _LENGTHS = (1, 127, 129, 64, 300)
 _SHORT_WINDOW = 100
 
 
+def attention_operators() -> list[OpOverload]:
+    """Torch's operators that are a layer's whole attention, in every kernel. Plain products, of short or capped sequences, are none."""
+    aten = torch.ops.aten
+    return [
+        torch.ops.tasuki.packed_attention.default,
+        torch.ops.torch_attn._varlen_attn.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+    ]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerAttention:
     """Attention of a network's layers over one micro-batch. transformers passes it on to each layer."""
 
     sequences: Sequences
     attention: Attention
+    sharing: SequenceGroup | None = None
 
     def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, layer: int) -> Tensor:
-        """[T, H, D]."""
-        own = self.attention
-        return self.sequences.attend(
-            q_THD, k_TKD, v_TKD, scale=own.query_scale, window=own.windows[layer], softcap=own.logit_softcap
-        )
+        """[T, H, D] of this rank's tokens."""
+        own, sharing = self.attention, self.sharing
+        qkv = (q_THD, k_TKD, v_TKD) if sharing is None else sharing.to_heads(q_THD, k_TKD, v_TKD)
+        out = self.sequences.attend(*qkv, scale=own.query_scale, window=own.windows[layer], softcap=own.logit_softcap)
+        return out if sharing is None else sharing.to_tokens(out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +87,15 @@ class PackedAttention:
     kernel: Kernel
     attention: Attention
     """Its family's numbers. transformers gives each call the same, under names that differ between its families."""
+    sharing: SequenceGroup | None = None
+    """Ranks that have the other parts of each micro-batch."""
 
     def over(self, batch: TokenBatch) -> LayerAttention:
-        return LayerAttention(self.kernel(batch.cu_seqlens_S, batch.max_seqlen), self.attention)
+        return LayerAttention(self.kernel(batch.cu_seqlens_S, batch.max_seqlen), self.attention, self.sharing)
+
+    def gather(self, *scores_N: Tensor, batch: TokenBatch) -> list[Tensor]:
+        """Scores of the completion tokens of all parts, from those of this rank's."""
+        return list(scores_N) if self.sharing is None else self.sharing.gather(scores_N, counts=batch.num_places)
 
 
 def _attend(

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 
 from tasuki.config.places import socket_dir
 from tasuki.config.schema import LoraConfig, NodeConfig, OptimizerConfig
 from tasuki.memory.arena import set_host_budget
 from tasuki.memory.tags import DeviceUsage, MemoryTag, TagUsage
+from tasuki.planner.layout import Checkpointing
 from tasuki.planner.node_plan import check_critic
 from tasuki.trainer.backend import LearnerFacts, Publication
 from tasuki.trainer.backends.fsdp import export
+from tasuki.trainer.backends.fsdp.activations import set_checkpointing
+from tasuki.trainer.backends.fsdp.boundaries import Boundaries
 from tasuki.trainer.backends.fsdp.checkpoint import (
     CheckpointFacts,
     RoleFacts,
@@ -39,8 +43,11 @@ from tasuki.trainer.backends.fsdp.model import (
     reshard,
 )
 from tasuki.trainer.backends.fsdp.optimizer import ShardedAdamW
+from tasuki.trainer.backends.fsdp.planned import planned_layout
+from tasuki.trainer.backends.fsdp.sequence_parallel import SequenceGroup
 from tasuki.trainer.backends.fsdp.shards import adapter_shards, local_shards
-from tasuki.trainer.data.micro_batch import TokenBatch
+from tasuki.trainer.backends.fsdp.streamed_adamw import StreamedAdamW
+from tasuki.trainer.data.micro_batch import WHOLE, SequencePart, TokenBatch
 from tasuki.trainer.roles import Role
 from tasuki.transport.export import ExportMemory, WeightExport
 from tasuki.wire.errors import OutOfGpuMemory
@@ -69,8 +76,11 @@ class FsdpBackend:
         torch.manual_seed(config.seed)
         if node.memory.host_budget_bytes is not None:
             set_host_budget(node.memory.host_budget_bytes // mesh.size())
-        self.memory = TrainerMemory(mesh, ExportChoice.of(node, mesh), staying=Staying.of(node, mesh))
-        self.memory.pin_in_background(node)
+        self._layout, self._to_close = planned_layout(node, mesh), ExitStack()
+        self._sharing = SequenceGroup.of(mesh, size=config.sequence_parallel, timeout_s=config.collective_timeout_s)
+        _log.info("event=checkpointing choice=%s kept_layers=%d", self._layout.checkpointing, self._layout.kept_layers)
+        self.memory = TrainerMemory(mesh, ExportChoice.of(node, self._layout, rank=mesh.get_local_rank()), staying=Staying.of(node, mesh))
+        self.memory.pin_in_background(self._layout)
         self._export: WeightExport | None = None
         self._reference: Policy | None = None
         self._policy = load_policy(self._source(node.model.path, lora=config.lora), region=self._weights())
@@ -87,6 +97,10 @@ class FsdpBackend:
     @property
     def context_length(self) -> int:
         return self._model_config.max_position_embeddings
+
+    @property
+    def sequence_part(self) -> SequencePart:
+        return WHOLE if self._sharing is None else self._sharing.part
 
     def num_parameters(self, role: Role) -> int:
         return sum(param.numel() for param in self._network(role).parameters())
@@ -172,10 +186,11 @@ class FsdpBackend:
         return export.export_model(path, causal_lm=self._policy.causal_lm, source=self._node.model.path)
 
     def close(self) -> None:
-        """Ends the export: nobody new gets the weights."""
+        """Ends the export: nobody new gets the weights. Gives host memory back."""
         self.memory.close()
         if self._export is not None:
             self._export.close()
+        self._to_close.close()
 
     def _network(self, role: Role) -> Policy | Critic:
         """The reference is the policy below its adapters, or loaded at its first use."""
@@ -190,12 +205,29 @@ class FsdpBackend:
         return self._trained[role].network
 
     def _train(self, network: Policy | Critic, config: OptimizerConfig) -> Trained:
-        if self._node.trainer.gradient_checkpointing:
-            network.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+        set_checkpointing(
+            network.causal_lm,
+            self._layout.checkpointing,
+            kept_layers=self._layout.kept_layers,
+            boundaries=self._boundaries(network.causal_lm),
+        )
         network.train()
         self.memory.freeze(param for param in network.parameters() if not param.requires_grad)
         parameters = [param for _, param in trained_parameters(network)]
-        return Trained(network, ShardedAdamW(parameters, config=config, memory=self.memory, mesh=self._mesh))
+        kind = StreamedAdamW if self._node.trainer.optimizer_on_host else ShardedAdamW
+        optimizer = kind(parameters, config=config, memory=self.memory, mesh=self._mesh)
+        self._to_close.callback(optimizer.close)
+        return Trained(network, optimizer)
+
+    def _boundaries(self, causal_lm: PreTrainedModel) -> Boundaries | None:
+        """Host memory for the inputs of its layers, where they leave. Raises as Boundaries."""
+        if self._layout.checkpointing is not Checkpointing.OFFLOADED:
+            return None
+        config = causal_lm.config
+        num_bytes = self._layout.rank_tokens * config.hidden_size * self._layout.compute_bytes
+        boundaries = Boundaries(self._mesh, num_layers=config.num_hidden_layers, num_bytes=num_bytes)
+        self._to_close.callback(boundaries.close)
+        return boundaries
 
     def _source(self, path: Path, *, lora: LoraConfig | None, is_frozen: bool = False) -> NetworkSource:
         """Frozen weights are only computed with."""
@@ -211,12 +243,15 @@ class FsdpBackend:
             attention_backend=config.attention_backend,
             lora=lora,
             seed=config.seed,
+            sharing=self._sharing,
         )
 
     def _weights(self) -> AbstractContextManager[None]:
         return self.memory.region(MemoryTag.WEIGHTS)
 
     def _training_tensors(self) -> dict[str, Tensor]:
+        for trained in self._trained.values():
+            trained.optimizer.settle()
         return {
             f"{role}.{name}": tensor
             for role, trained in self._trained.items()

@@ -24,8 +24,6 @@ from tasuki.memory.arena import Arena, Keep, Transfer
 from tasuki.memory.device_usage import device_usage
 from tasuki.memory.tags import DeviceUsage, MemoryTag, TagUsage
 from tasuki.planner.layout import Layout, Part
-from tasuki.planner.model_shape import read_model_shape
-from tasuki.planner.node_plan import node_layout
 from tasuki.planner.plan import TRAINER_TAGS
 from tasuki.planner.trainer_bytes import trainer_tags
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
@@ -51,17 +49,12 @@ class ExportChoice:
     handles: Literal["vmm", "ipc"] = "vmm"
 
     @classmethod
-    def of(cls, config: NodeConfig, mesh: DeviceMesh) -> ExportChoice:
-        """The configuration's, and the planner's where that leaves it open. The same on every rank, all of which must call it."""
-        device = mesh_device(mesh)
-        stays = config.trainer.export_stays
+    def of(cls, config: NodeConfig, layout: Layout, *, rank: int) -> ExportChoice:
+        """The configuration's, and where that leaves it open the planner's, which `layout` says."""
+        handles, stays = config.trainer.export_handles, layout.export_stays
         if config.residency is not None:
-            stays = "export" in config.residency.of_trainer(mesh.get_local_rank())
-        if stays is None:
-            vote = torch.tensor(int(_layout(config, mesh).export_stays), device=device)
-            dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=mesh.get_group("dp"))
-            stays = bool(vote)
-        return cls(config.exports_parameters, stays or config.trainer.export_handles == "ipc", config.trainer.export_handles)
+            stays = "export" in config.residency.of_trainer(rank)
+        return cls(config.exports_parameters, stays or handles == "ipc", handles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +71,6 @@ class Staying:
             return cls()
         names = config.residency.of_trainer(mesh.get_local_rank())
         return cls(frozenset(tag for tag in TAGS if tag in names), "cache" in names)
-
-
-def _layout(config: NodeConfig, mesh: DeviceMesh) -> Layout:
-    rank = mesh.get_local_rank()
-    gpu_bytes, host_bytes = (device_usage(name, rank).total_bytes for name in (str(mesh_device(mesh)), "cpu"))
-    return node_layout(config, read_model_shape(config.model.path), gpu_bytes=gpu_bytes, host_bytes=host_bytes)
 
 
 class TrainerMemory:
@@ -118,11 +105,11 @@ class TrainerMemory:
             if local.numel():
                 native.freeze(local.data_ptr(), local.nbytes)
 
-    def pin_in_background(self, config: NodeConfig) -> None:
+    def pin_in_background(self, layout: Layout) -> None:
         """Takes the pinned host memory that an OFFLOAD will copy to, beside whatever comes next; `pause` waits for it. None on a CPU."""
         leaving = [tag for tag in _KEEP if tag not in self._staying.tags]
         if self._device.type == "cuda" and leaving:
-            sizes = trainer_tags(_layout(config, self._mesh))
+            sizes = trainer_tags(layout)
             arenas = {self._allocator.arena(tag): sizes[_PARTS[tag]] for tag in leaving}
             self._pinning = threading.Thread(target=self._pin, args=(arenas,), name="pinning", daemon=True)
             self._pinning.start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -27,6 +27,8 @@ from tasuki.trainer.backends.fsdp.lora import add_adapters, initialize_adapters
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
 from tasuki.trainer.backends.fsdp.model_buffers import check_module, set_buffers
 from tasuki.trainer.backends.fsdp.pointwise import fuse_pointwise
+from tasuki.trainer.backends.fsdp.rotary import fuse_rotation
+from tasuki.trainer.backends.fsdp.sequence_parallel import SequenceGroup
 from tasuki.trainer.backends.fsdp.shards import head_shards, load_shards, local_shards, tensor_files
 from tasuki.trainer.data.micro_batch import TokenBatch
 from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
@@ -48,7 +50,9 @@ class Policy(nn.Module):
     def forward(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Log-probs [N] with gradient, and entropies [N]; float32."""
         hidden_NH = _hidden_states(self.causal_lm, batch, self._attention)
-        return self.causal_lm.lm_head(hidden_NH, batch.token_ids_N, temperature_N=batch.temperature_N)
+        scores_N = self.causal_lm.lm_head(hidden_NH, batch.token_ids_N, temperature_N=batch.temperature_N)
+        log_probs_N, entropy_N = self._attention.gather(*scores_N, batch=batch)
+        return log_probs_N, entropy_N
 
 
 class Critic(nn.Module):
@@ -62,11 +66,12 @@ class Critic(nn.Module):
 
     def forward(self, batch: TokenBatch) -> Tensor:
         """Values [N] with gradient, float32."""
-        return self.value_head(_hidden_states(self.causal_lm, batch, self._attention)).squeeze(-1)
+        values_N = self.value_head(_hidden_states(self.causal_lm, batch, self._attention)).squeeze(-1)
+        return self._attention.gather(values_N, batch=batch)[0]
 
 
 def _hidden_states(causal_lm: PreTrainedModel, batch: TokenBatch, attention: PackedAttention) -> Tensor:
-    """[N, H]: the last hidden states at the places that predict a completion token."""
+    """[N, H]: the last hidden states at the places of this rank's part that predict a completion token."""
     outputs = causal_lm.model(
         input_ids=batch.input_ids_T.unsqueeze(0),
         position_ids=batch.position_ids_T.unsqueeze(0),
@@ -120,6 +125,8 @@ class NetworkSource:
     """Trains adapters alone."""
     seed: int = 0
     """Of adapters that have just been added."""
+    sharing: SequenceGroup | None = None
+    """Ranks that have the other parts of each micro-batch."""
 
     @property
     def model(self) -> Model:
@@ -159,15 +166,19 @@ def load_critic(source: NetworkSource, *, region: AbstractContextManager[None]) 
 
 def _attention(source: NetworkSource) -> PackedAttention:
     """Raises InvalidArgument when source.attention_backend cannot compute the model."""
-    model = source.model
+    model, shape = source.model, source.model.shape
+    if source.sharing is not None:
+        num_parts = source.sharing.part.num_parts
+        heads, kv_heads = shape.num_heads // num_parts, max(1, shape.num_kv_heads // num_parts)
+        shape = replace(shape, num_heads=heads, num_kv_heads=kv_heads)
     kernel = choose_kernel(
         source.attention_backend,
-        shape=model.shape,
+        shape=shape,
         attention=model.attention,
         dtype=source.compute_dtype,
         device=mesh_device(source.mesh),
     )
-    return PackedAttention(kernel, model.attention)
+    return PackedAttention(kernel, model.attention, source.sharing)
 
 
 def _on_meta(source: NetworkSource) -> PreTrainedModel:
@@ -180,6 +191,7 @@ def _on_meta(source: NetworkSource) -> PreTrainedModel:
         check_module(causal_lm, model)
         if source.mesh.device_type == "cuda":
             fuse_pointwise(causal_lm)
+            fuse_rotation(causal_lm)
         if source.lora is not None:
             check_lora_targets(model.shape, source.lora.target_modules)
             add_adapters(causal_lm, source.lora)

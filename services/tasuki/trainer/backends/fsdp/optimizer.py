@@ -32,7 +32,7 @@ class ShardedAdamW:
             fused=True,
         )
         self._gradients = memory.make_gradients(parameters)
-        memory.make_adamw_state(self.optimizer)
+        self._make_state()
 
     @torch.no_grad()
     def clip(self) -> float:
@@ -59,6 +59,15 @@ class ShardedAdamW:
         for state in self.optimizer.state.values():
             for tensor in state.values():
                 tensor.zero_()
+
+    def settle(self) -> None:
+        """Returns when the state in host memory, if it is there, is that of the last step."""
+
+    def close(self) -> None:
+        """Gives host memory back, if there is any."""
+
+    def _make_state(self) -> None:
+        self._memory.make_adamw_state(self.optimizer)
 
     def _norm(self) -> float:
         norms = torch.stack(torch._foreach_norm(self._gradients, dtype=torch.float32)).to(torch.float64)

@@ -1,0 +1,89 @@
+"""Host memory that a GPU copies to and from beside its computation."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from tasuki.memory.host import host_memory
+from tasuki.trainer.backends.fsdp.mesh import mesh_device
+from tasuki.wire.errors import InvalidArgument
+
+
+class Copy(NamedTuple):
+    """One that was started."""
+
+    tensor: Tensor
+    """On the device."""
+    is_done: torch.cuda.Event | None
+    """None where it was waited for at once, on a CPU."""
+
+    def wait(self) -> None:
+        """Has the computation wait from here on, not the host."""
+        if self.is_done is not None:
+            torch.cuda.current_stream().wait_event(self.is_done)
+
+
+def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """For copies in one direction; None on a CPU."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+def start_copy(target: Tensor, source: Tensor, *, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+    """Starts behind what the computation has been given so far, and runs beside what comes."""
+    if stream is None:
+        target.copy_(source)
+        return None
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        target.copy_(source, non_blocking=True)
+    is_done = torch.cuda.Event()
+    is_done.record(stream)
+    return is_done
+
+
+def take_buffers(mesh: DeviceMesh, sizes: Sequence[int], *, setting: str, advice: str) -> list[Tensor]:
+    """Buffers of so many bytes, uint8, pinned on a GPU; they stay until `release_buffers`. Every rank must call it, with like sizes.
+
+    setting: what asks for them, as "trainer.key = value". Raises InvalidArgument, on every rank, where the host has less than all ranks
+    take, or where CUDA cannot pin it; its text ends with `advice`.
+    """
+    needed = -_least(-sum(sizes), mesh) * mesh.size()
+    # Nobody takes any before all have looked.
+    available = _least(host_memory().available_bytes, mesh)
+    problem = f"needs {needed} bytes of host memory for {mesh.size()} ranks"
+    key, _, value = setting.partition(" ")
+    if needed > available:
+        raise InvalidArgument(key, f"{value} {problem}, and {available} are available; {advice}", needed_bytes=needed)
+    if mesh.device_type == "cpu":
+        return [torch.empty(size, dtype=torch.uint8) for size in sizes]
+    # Torch's own pinned memory is a power of two.
+    buffers = [torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8) for size in sizes]
+    status, cuda = 0, cast(Any, torch.cuda.cudart())
+    for buffer in buffers:
+        status = status or int(cuda.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+    if _least(-status, mesh) < 0:
+        raise InvalidArgument(key, f"{value} {problem}, which CUDA cannot pin; {advice}", needed_bytes=needed)
+    return buffers
+
+
+def release_buffers(buffers: Sequence[Tensor], *, device: torch.device) -> None:
+    """Ends all copies, and gives the memory back once nobody holds the buffers."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        cuda = cast(Any, torch.cuda.cudart())
+        for buffer in buffers:
+            cuda.cudaHostUnregister(buffer.data_ptr())
+
+
+def _least(number: int, mesh: DeviceMesh) -> int:
+    """Of all ranks' numbers."""
+    least = torch.tensor(number, dtype=torch.int64, device=mesh_device(mesh))
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=mesh.get_group("dp"))
+    return int(least)

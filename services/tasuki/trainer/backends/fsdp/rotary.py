@@ -1,0 +1,95 @@
+"""A layer's attention with its rotation fused, in place of transformers' module, in the layout that packed attention takes.
+
+Transformers rotates heads that lie before their tokens, by a chain of operations over whole activations, and packed attention then copies
+them back into the order of tokens: on an H200 together a tenth of a step.
+
+Shape suffixes: T tokens, H heads, K key heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Their attention is projections, norms of heads where there are any, and a rotation of whole heads by halves.
+_ROTATED = (
+    "LlamaAttention",
+    "MistralAttention",
+    "MixtralAttention",
+    "Qwen2Attention",
+    "Qwen3Attention",
+    "Qwen3MoeAttention",
+)
+
+
+class RotaryAttention(nn.Module):
+    """Takes the place of a model's `self_attn`. Parameters keep their names, and their order."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        for name, module in attention.named_children():
+            self.add_module(name, module)
+        given: Any = attention
+        self.layer_idx: int = given.layer_idx
+        self.head_dim: int = given.head_dim
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        layer_attention: Callable[..., Tensor],
+        **_: object,
+    ) -> tuple[Tensor, None]:
+        """As a layer calls it. hidden_states: [1, T, H * D]; position_embeddings: cosines and sines, [1, T, D]."""
+        cos_TD, sin_TD = (each.squeeze(0) for each in position_embeddings)
+        q_THD, k_TKD = (rotated(self._heads(name, hidden_states), cos_TD, sin_TD) for name in ("q", "k"))
+        out_THD = layer_attention(q_THD, k_TKD, self._heads("v", hidden_states), layer=self.layer_idx)
+        return self._run("o_proj", out_THD.flatten(1).unsqueeze(0)), None
+
+    def _heads(self, name: str, hidden_states: Tensor) -> Tensor:
+        heads_THD = self._run(f"{name}_proj", hidden_states).view(hidden_states.shape[1], -1, self.head_dim)
+        return self._run(f"{name}_norm", heads_THD) if f"{name}_norm" in self._modules else heads_THD
+
+    def _run(self, name: str, x: Tensor) -> Tensor:
+        return self.get_submodule(name)(x)
+
+
+def fuse_rotation(causal_lm: nn.Module) -> None:
+    """Replaces the attention modules that have this form; others stay."""
+    decoder: Any = causal_lm.get_submodule("model")
+    for layer in decoder.layers:
+        if type(layer.self_attn).__name__ in _ROTATED:
+            layer.self_attn = RotaryAttention(layer.self_attn)
+
+
+def rotated(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    """[T, H, D] contiguous: each head turned by its token's angles, its first half with its second. Differentiable in x alone.
+
+    On a GPU one kernel, in float32 until it is rounded.
+    """
+    if x_THD.is_cuda:
+        return _Rotated.apply(x_THD, cos_TD, sin_TD)
+    first, second = x_THD.chunk(2, dim=-1)
+    return x_THD * cos_TD.unsqueeze(1) + torch.cat((-second, first), dim=-1) * sin_TD.unsqueeze(1)
+
+
+class _Rotated(torch.autograd.Function):
+    """The gradient is turned back."""
+
+    @staticmethod
+    def forward(ctx: Any, x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+        from tasuki.trainer.backends.fsdp.rotary_triton import rotate
+
+        ctx.save_for_backward(cos_TD, sin_TD)
+        return rotate(x_THD.contiguous(), cos_TD, sin_TD, is_back=False)
+
+    @staticmethod
+    def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        from tasuki.trainer.backends.fsdp.rotary_triton import rotate
+
+        cos_TD, sin_TD = ctx.saved_tensors
+        return rotate(grad_THD.contiguous(), cos_TD, sin_TD, is_back=True), None, None

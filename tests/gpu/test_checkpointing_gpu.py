@@ -1,0 +1,82 @@
+"""What is kept of activations on a GPU: gradients are equal to the bit, with inputs of layers copied to the host and back beside them.
+
+Needs `make native` and a CUDA GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from tasuki.algorithms.loss_types import LossConfig
+from tasuki.planner.layout import Checkpointing
+from tasuki.trainer.data.samples import Samples
+from tasuki.trainer.roles import Role
+from tasuki.trainer.service.requests import decode_samples
+from tasuki.v1.types_pb2 import TrainingSample
+from tests.integration.learning import learn, start_learner, whole_gradients
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+VOCAB_SIZE, MAX_TOKENS, NUM_STEPS = 4096, 8192, 10
+RUNGS = {"none": "none", "none once more": "none"} | {str(rung): str(rung) for rung in list(Checkpointing)[1:]}
+"""The second one shows that the kernels themselves compute the same bits twice."""
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cuda", (1,), mesh_dim_names=("dp",))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    config = Qwen2Config(
+        hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=16,
+        vocab_size=VOCAB_SIZE, max_position_embeddings=1024, dtype=torch.bfloat16,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def samples_of(step: int) -> Samples:
+    """Sequences so short that a kernel's gradients of them are sums of one tile, in one order; as are those of keys that no heads share."""
+    generator = np.random.default_rng(step)
+    samples: list[TrainingSample] = []
+    for length in generator.integers(10, 64, size=300):
+        tokens, half = generator.integers(VOCAB_SIZE, size=length).tolist(), int(length) // 2
+        samples.append(
+            TrainingSample(
+                prompt_token_ids=tokens[:-half],
+                completion_token_ids=tokens[-half:],
+                rollout_log_probs=[-8.0] * half,
+                advantages=generator.normal(size=half).tolist(),
+            )
+        )
+    return decode_samples(samples)
+
+
+def test_no_choice_changes_a_bit_of_a_gradient(model: Path, mesh: DeviceMesh) -> None:
+    settings = {"compute_dtype": "bfloat16", "learning_rate": 1e-4, "micro_batch_tokens": MAX_TOKENS, "export_stays": True}
+    learners = {name: start_learner(model, mesh=mesh, checkpointing=rung, **settings) for name, rung in RUNGS.items()}
+    for step in range(NUM_STEPS):
+        samples, gradients = samples_of(step), {}
+        for rung, learner in learners.items():
+            learn(learner, Role.POLICY, samples, config=LossConfig(), max_tokens=MAX_TOKENS)
+            gradients[rung] = whole_gradients(learner, Role.POLICY)
+            learner.optim_step(Role.POLICY)
+        expected = gradients.pop("none")
+        for rung, found in gradients.items():
+            different = [name for name, gradient in expected.items() if not torch.equal(found[name], gradient)]
+            assert not different, f"step {step}, {rung}: {different}"

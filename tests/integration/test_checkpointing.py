@@ -1,0 +1,152 @@
+"""What is kept of activations, on a learner of one rank: memory and repeated work differ, gradients do not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tasuki.algorithms.loss_types import LossConfig, ValueLoss
+from tasuki.planner.layout import Checkpointing
+from tasuki.trainer.data.micro_batch import token_batch
+from tasuki.trainer.data.samples import Samples
+from tasuki.trainer.learner import Learner
+from tasuki.trainer.roles import Role
+from tasuki.trainer.service.requests import decode_samples
+from tasuki.v1.types_pb2 import TrainingSample
+from tasuki.wire.errors import InvalidArgument
+from tests.integration.learning import fsdp, learn, start_learner, whole_gradients, whole_parameters
+from tests.models import VOCAB_SIZE, make_model, save_checkpoint
+
+NUM_LAYERS = 4
+# Longer than what a CPU attends to by plain products.
+LENGTHS = (300, 270, 40)
+MAX_TOKENS = 320
+RUNGS = tuple(Checkpointing)
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"num_hidden_layers": NUM_LAYERS, "max_position_embeddings": 512}
+    return save_checkpoint(make_model("llama", seed=0, **sizes), tmp_path_factory.mktemp("model") / "llama")
+
+
+def samples_of(step: int) -> Samples:
+    generator = np.random.default_rng(step)
+    samples: list[TrainingSample] = []
+    for length in LENGTHS:
+        tokens, half = generator.integers(VOCAB_SIZE, size=length).tolist(), length // 2
+        samples.append(
+            TrainingSample(
+                prompt_token_ids=tokens[:-half],
+                completion_token_ids=tokens[-half:],
+                rollout_log_probs=[-5.0] * half,
+                advantages=generator.normal(size=half).tolist(),
+                values=[0.0] * half,
+                returns=generator.normal(size=half).tolist(),
+            )
+        )
+    return decode_samples(samples)
+
+
+def start(model: Path, mesh: DeviceMesh, rung: Checkpointing, **settings: Any) -> Learner:
+    settings = {"learning_rate": 1e-3, "micro_batch_tokens": MAX_TOKENS} | settings
+    return start_learner(model, mesh=mesh, checkpointing=str(rung), **settings)
+
+
+def gradients_of(learner: Learner, role: Role, samples: Samples) -> dict[str, Tensor]:
+    config = LossConfig() if role is Role.POLICY else LossConfig(loss=ValueLoss())
+    learn(learner, role, samples, config=config, max_tokens=MAX_TOKENS)
+    return whole_gradients(learner, role)
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_no_choice_changes_a_bit_of_a_gradient_in_50_steps(model: Path, mesh: DeviceMesh) -> None:
+    learners = [start(model, mesh, rung) for rung in RUNGS]
+    for step in range(50):
+        samples = samples_of(step)
+        expected, *others = (gradients_of(learner, Role.POLICY, samples) for learner in learners)
+        assert any(gradient.any() for gradient in expected.values())
+        for found in others:
+            assert_equal(found, expected)
+        for learner in learners:
+            learner.optim_step(Role.POLICY)
+    expected, *others = (whole_parameters(learner, Role.POLICY) for learner in learners)
+    for found in others:
+        assert_equal(found, expected)
+
+
+def test_nor_of_adapters_and_a_critic(model: Path, mesh: DeviceMesh) -> None:
+    learners = [start(model, mesh, rung, lora={"rank": 4}, critic={}) for rung in RUNGS]
+    for step in range(2):
+        for role in (Role.POLICY, Role.CRITIC):
+            expected, *others = (gradients_of(learner, role, samples_of(step)) for learner in learners)
+            for found in others:
+                assert_equal(found, expected)
+            for learner in learners:
+                learner.optim_step(role)
+
+
+class CountedOperators(TorchDispatchMode):
+    """How often each operator ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.runs[function] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("rung", "runs"), list(zip(RUNGS, (1, 1, 2, 2), strict=True)))
+def test_attention_runs_again_in_backward_only_where_it_is_not_kept(
+    model: Path, mesh: DeviceMesh, rung: Checkpointing, runs: int
+) -> None:
+    learner = start(model, mesh, rung)
+    with CountedOperators() as counted:
+        gradients_of(learner, Role.POLICY, samples_of(0).select([0]))
+    assert counted.runs[ATTENTION] == runs * NUM_LAYERS
+
+
+def test_scores_keep_nothing_and_do_not_disturb_a_step(model: Path, mesh: DeviceMesh) -> None:
+    learner = start(model, mesh, Checkpointing.OFFLOADED)
+    batches = [token_batch(samples_of(1), device=learner.backend.device)]
+    before = [score_N.clone() for score_N in learner.score(Role.POLICY, batches)]
+    expected = gradients_of(start(model, mesh, Checkpointing.NONE), Role.POLICY, samples_of(0))
+    assert_equal(gradients_of(learner, Role.POLICY, samples_of(0)), expected)
+    assert torch.equal(learner.score(Role.POLICY, batches)[0], before[0])
+
+
+def test_a_host_without_room_for_the_inputs_is_told_at_the_start(model: Path, mesh: DeviceMesh) -> None:
+    with pytest.raises(InvalidArgument, match=r'trainer.checkpointing: = "offloaded" needs 768000000000000 bytes') as refused:
+        start(model, mesh, Checkpointing.OFFLOADED, micro_batch_tokens=10**12)
+    # Of three layers, 64 float32 numbers for each token.
+    assert refused.value.metadata == {"field": "trainer.checkpointing", "needed_bytes": str(3 * 10**12 * 64 * 4)}
+
+
+def test_a_small_model_keeps_everything_by_default(model: Path, mesh: DeviceMesh) -> None:
+    learner = start_learner(model, mesh=mesh)
+    assert fsdp(learner)._layout.checkpointing is Checkpointing.NONE

@@ -1,0 +1,117 @@
+"""Moments in host memory, on a learner of one rank: they are those of AdamW on the device, in steps, checkpoints and resets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tasuki.algorithms.loss_types import LossConfig, ValueLoss
+from tasuki.memory.tags import MemoryTag
+from tasuki.trainer.backends.fsdp import streamed_adamw
+from tasuki.trainer.backends.fsdp.memory import TAGS
+from tasuki.trainer.backends.fsdp.streamed_adamw import StreamedAdamW
+from tasuki.trainer.learner import Learner
+from tasuki.trainer.roles import Role
+from tasuki.trainer.service.requests import decode_samples
+from tests.integration.learning import fsdp, learn, start_learner, trained, whole_parameters
+from tests.integration.plain_critic import add_head, value_samples
+from tests.models import make_model, save_checkpoint
+
+LOSSES = {Role.POLICY: LossConfig(), Role.CRITIC: LossConfig(loss=ValueLoss())}
+SETTINGS = {"learning_rate": 1e-3, "weight_decay": 0.1, "critic": {"learning_rate": 1e-2}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_checkpoint(make_model("llama", seed=0), tmp_path_factory.mktemp("model") / "llama")
+    add_head(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than are on the device at a time."""
+    monkeypatch.setattr(streamed_adamw, "BLOCK_BYTES", 1 << 16)
+
+
+def start(model: Path, mesh: DeviceMesh, *, optimizer_on_host: bool, **settings: Any) -> Learner:
+    return start_learner(model, mesh=mesh, optimizer_on_host=optimizer_on_host, **SETTINGS | settings)
+
+
+def step(learner: Learner, num_steps: int) -> None:
+    samples = decode_samples(value_samples(9))
+    for _ in range(num_steps):
+        for role, config in LOSSES.items():
+            learn(learner, role, samples, config=config)
+            learner.optim_step(role)
+
+
+def assert_equal(one: Learner, other: Learner) -> None:
+    for role in LOSSES:
+        found, expected = (whole_parameters(learner, role) for learner in (one, other))
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor), (role, name)
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora": {"rank": 4}}, {"param_dtype": "bfloat16"}], ids=["whole", "lora", "bf16"])
+def test_steps_are_those_of_moments_on_the_device(model: Path, mesh: DeviceMesh, settings: dict[str, Any]) -> None:
+    streamed, resident = (start(model, mesh, optimizer_on_host=on_host, **settings) for on_host in (True, False))
+    before = {role: whole_parameters(streamed, role) for role in LOSSES}
+    step(streamed, 4)
+    step(resident, 4)
+    assert_equal(streamed, resident)
+    for role, parameters in before.items():
+        assert any(not torch.equal(whole_parameters(streamed, role)[name], old) for name, old in parameters.items())
+
+
+def test_there_are_several_blocks_and_the_tag_is_empty(model: Path, mesh: DeviceMesh) -> None:
+    learner = start(model, mesh, optimizer_on_host=True)
+    optimizer = trained(learner, Role.POLICY).optimizer
+    assert isinstance(optimizer, StreamedAdamW)
+    assert len(optimizer._blocks) > 2 * streamed_adamw.NUM_BLOCKS
+    usage = {each.tag: each.total_bytes for each in fsdp(learner).usage()}
+    assert usage[MemoryTag.OPTIMIZER] == 0 < usage[MemoryTag.GRADIENTS]
+    step(learner, 1)
+    fsdp(learner).pause(TAGS)
+    fsdp(learner).resume(TAGS)
+    resident = start(model, mesh, optimizer_on_host=False)
+    step(learner, 1)
+    step(resident, 2)
+    assert_equal(learner, resident)
+
+
+@pytest.mark.parametrize("saved_on_host", [True, False])
+def test_a_checkpoint_goes_on_either_way(model: Path, mesh: DeviceMesh, tmp_path: Path, saved_on_host: bool) -> None:
+    learner, other = (start(model, mesh, optimizer_on_host=on_host) for on_host in (saved_on_host, not saved_on_host))
+    step(learner, 2)
+    learner.save_checkpoint(tmp_path / "two")
+    other.load_checkpoint(tmp_path / "two")
+    step(learner, 2)
+    step(other, 2)
+    assert_equal(learner, other)
+
+
+def test_a_run_begins_with_fresh_moments(model: Path, mesh: DeviceMesh) -> None:
+    learner = start(model, mesh, optimizer_on_host=True)
+    step(learner, 1)
+    moments = [state["exp_avg"] for state in trained(learner, Role.POLICY).optimizer.optimizer.state.values()]
+    assert any(bool(moment.to_local().any()) for moment in moments)
+    learner.begin_run(keep_optimizer=False)
+    for state in trained(learner, Role.POLICY).optimizer.optimizer.state.values():
+        tensors: list[Tensor] = [state["step"], state["exp_avg"].to_local(), state["exp_avg_sq"].to_local()]
+        assert not any(bool(tensor.any()) for tensor in tensors)

@@ -1,0 +1,72 @@
+"""Prints the table of docs/trainer.md: what settings take and give back by `tasuki plan`. Usage: python tools/knobs_table.py"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from tasuki.memory.stages import Phase, Stage
+from tasuki.planner.layout import GB, Checkpointing, Layout
+from tasuki.planner.plan import plan
+from tasuki.planner.presets import MODELS
+
+BASE = Layout(
+    model=MODELS["qwen2.5-7b"], num_gpus=2, gpu_bytes=141 * GB, host_bytes=2000 * GB, num_ranks=2, tp_size=2,
+    kv_ratio=0.8, checkpointing=Checkpointing.FULL,
+)  # fmt: skip
+"""7B on two GPUs of 141 GB: every parameter, float32 masters, 16,384 tokens a micro-batch, layers recomputed."""
+
+
+class Knob(NamedTuple):
+    setting: str
+    changes: dict[str, Any]
+    cost: str
+
+
+KNOBS = (
+    Knob('`checkpointing = "none"`', {"checkpointing": Checkpointing.NONE}, "nothing is computed again"),
+    Knob('`checkpointing = "attention"`', {"checkpointing": Checkpointing.ATTENTION}, "all but attention is computed again"),
+    Knob('`checkpointing = "offloaded"`', {"checkpointing": Checkpointing.OFFLOADED}, "copies beside the computation"),
+    Knob("`micro_batch_tokens = 8192`", {"micro_batch_tokens": 8192}, "parameters and gradients are sent twice as often"),
+    Knob("`micro_batch_tokens = 65536`", {"micro_batch_tokens": 65_536}, "none; for long samples"),
+    Knob(
+        "`micro_batch_tokens = 65536`, `sequence_parallel = 2`",
+        {"micro_batch_tokens": 65_536, "sequence_parallel": 2},
+        "two exchanges in each layer's attention",
+    ),
+    Knob("`optimizer_on_host = true`", {"optimizer_on_host": True}, "both moments cross the bus twice in a step"),
+    Knob('`param_dtype = "bfloat16"`', {"param_bytes": 2}, "small updates are lost: [config.md](config.md)"),
+    Knob("`export_stays = false`", {"export_stays": False}, "rollout maps the copy at every sync"),
+    Knob("`[trainer.lora]`, rank 32", {"lora_rank": 32}, "adapters alone are trained"),
+    Knob("`num_ranks = 4`, on four GPUs", {"num_gpus": 4, "num_ranks": 4}, "two GPUs more"),
+)
+
+
+def table() -> str:
+    """Bytes in GB: of the fullest GPU in training and while weights are synced, of the host at most."""
+    return "".join(_lines())
+
+
+def _lines() -> Iterator[str]:
+    yield "| setting | TRAIN | SYNC | host | its cost |\n|---|--:|--:|--:|---|\n"
+    start = _gigabytes(BASE)
+    yield "| as above | {:.1f} | {:.1f} | {:.1f} | |\n".format(*start)
+    for knob in KNOBS:
+        changes = (now - then for now, then in zip(_gigabytes(replace(BASE, **knob.changes)), start, strict=True))
+        yield "| {} | {} | {} |\n".format(knob.setting, " | ".join(f"{_signed(change)}" for change in changes), knob.cost)
+
+
+def _gigabytes(layout: Layout) -> tuple[float, float, float]:
+    planned = plan(layout)
+    sizes = planned.stage(Phase.TRAIN).gpu_bytes, planned.stage(Stage.SYNC).gpu_bytes, planned.host_peak.host_bytes
+    return sizes[0] / GB, sizes[1] / GB, sizes[2] / GB
+
+
+def _signed(change: float) -> str:
+    return "" if abs(change) < 0.05 else f"{change:+.1f}"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(table())
