@@ -53,8 +53,8 @@ def node_layout(
     overheads: Overheads | None = None,
 ) -> Layout:
     """num_gpus: by default as many as the larger service has ranks. Where trainer.micro_batch_tokens is open on a GPU, most_tokens decides,
-    and where trainer.checkpointing is, with_fastest_checkpointing. Where trainer.export_stays is open, it stays if all fits then. What stays
-    beside it is the configuration's, or else decided here, with the room that a step leaves.
+    and where trainer.checkpointing is, with_fastest_checkpointing. Where trainer.export_stays is open, it stays if all fits then. What
+    stays beside it is the configuration's, or else decided here, with the room that a step leaves.
 
     Raises InvalidArgument naming the configuration's key.
     """

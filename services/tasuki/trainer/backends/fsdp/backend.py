@@ -79,7 +79,9 @@ class FsdpBackend:
         self._layout, self._to_close = planned_layout(node, mesh), ExitStack()
         self._sharing = SequenceGroup.of(mesh, size=config.sequence_parallel, timeout_s=config.collective_timeout_s)
         _log.info("event=checkpointing choice=%s kept_layers=%d", self._layout.checkpointing, self._layout.kept_layers)
-        self.memory = TrainerMemory(mesh, ExportChoice.of(node, self._layout, rank=mesh.get_local_rank()), staying=Staying.of(node, mesh))
+        self.memory = TrainerMemory(
+            mesh, ExportChoice.of(node, self._layout, rank=mesh.get_local_rank()), staying=Staying.of(node, mesh)
+        )
         self.memory.pin_in_background(self._layout)
         self._export: WeightExport | None = None
         self._reference: Policy | None = None
