@@ -50,7 +50,7 @@ device = "{device}"
 path = "model"
 [trainer]
 num_ranks = {gpus}
-gradient_checkpointing = true
+checkpointing = "full"
 {trainer}
 [rollout]
 dp_size = {gpus}

@@ -42,7 +42,7 @@ TRAIN = {
 
 def node(**tables: Any) -> NodeConfig:
     given = {"state_dir": "s", "device": "cuda", "model": {"path": "m"}}
-    trainer = {"num_ranks": 2, "gradient_checkpointing": True, "micro_batch_tokens": 8192, **tables.pop("trainer", {})}
+    trainer = {"num_ranks": 2, "checkpointing": "full", "micro_batch_tokens": 8192, **tables.pop("trainer", {})}
     rollout = {"context_length": 4096, **tables.pop("rollout", {})}
     return NodeConfig.model_validate(given | {"trainer": trainer, "rollout": rollout} | tables)
 

@@ -27,7 +27,7 @@ KEYS: Mapping[str, str] = {
     "lora_target_modules": "trainer.lora.target_modules",
     "max_lora_rank": "trainer.lora.rank",
     "max_running_requests": "rollout.max_running_requests",
-    "max_total_tokens": "rollout.max_total_tokens",
+    "max_total_tokens": "rollout.kv_tokens",
     "mem_fraction_static": "rollout.kv_ratio",
     "model_path": "model.path",
     "preferred_sampling_params": "train.temperature, train.top_p and train.top_k",
