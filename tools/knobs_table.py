@@ -23,20 +23,30 @@ class Knob(NamedTuple):
     setting: str
     changes: dict[str, Any]
     cost: str
+    tokens_per_s: str = ""
+    """A GPU, where it was measured (docs/benchmarks.md)."""
 
 
 KNOBS = (
-    Knob('`checkpointing = "none"`', {"checkpointing": Checkpointing.NONE}, "nothing is computed again"),
-    Knob('`checkpointing = "attention"`', {"checkpointing": Checkpointing.ATTENTION}, "all but attention is computed again"),
-    Knob('`checkpointing = "offloaded"`', {"checkpointing": Checkpointing.OFFLOADED}, "copies beside the computation"),
+    Knob('`checkpointing = "none"`', {"checkpointing": Checkpointing.NONE}, "nothing is computed again", "11,648 *"),
+    Knob(
+        '`checkpointing = "attention"`',
+        {"checkpointing": Checkpointing.ATTENTION},
+        "all but attention is computed again",
+        "10,563",
+    ),
+    Knob(
+        '`checkpointing = "offloaded"`', {"checkpointing": Checkpointing.OFFLOADED}, "copies beside the computation", "10,345"
+    ),
     Knob("`micro_batch_tokens = 8192`", {"micro_batch_tokens": 8192}, "parameters and gradients are sent twice as often"),
     Knob("`micro_batch_tokens = 65536`", {"micro_batch_tokens": 65_536}, "none; for long samples"),
     Knob(
         "`micro_batch_tokens = 65536`, `sequence_parallel = 2`",
         {"micro_batch_tokens": 65_536, "sequence_parallel": 2},
         "two exchanges in each layer's attention",
+        "5,094",
     ),
-    Knob("`optimizer_on_host = true`", {"optimizer_on_host": True}, "both moments cross the bus twice in a step"),
+    Knob("`optimizer_on_host = true`", {"optimizer_on_host": True}, "both moments come to the GPU and go back in each step"),
     Knob('`param_dtype = "bfloat16"`', {"param_bytes": 2}, "small updates are lost: [config.md](config.md)"),
     Knob("`export_stays = false`", {"export_stays": False}, "rollout maps the copy at every sync"),
     Knob("`[trainer.lora]`, rank 32", {"lora_rank": 32}, "adapters alone are trained"),
@@ -50,12 +60,13 @@ def table() -> str:
 
 
 def _lines() -> Iterator[str]:
-    yield "| setting | TRAIN | SYNC | host | its cost |\n|---|--:|--:|--:|---|\n"
+    yield "| setting | TRAIN | SYNC | host | its cost | tokens/s |\n|---|--:|--:|--:|---|--:|\n"
     start = _gigabytes(BASE)
-    yield "| as above | {:.1f} | {:.1f} | {:.1f} | |\n".format(*start)
+    yield "| as above | {:.1f} | {:.1f} | {:.1f} | | 10,040 * |\n".format(*start)
     for knob in KNOBS:
         changes = (now - then for now, then in zip(_gigabytes(replace(BASE, **knob.changes)), start, strict=True))
-        yield "| {} | {} | {} |\n".format(knob.setting, " | ".join(f"{_signed(change)}" for change in changes), knob.cost)
+        sizes = " | ".join(f"{_signed(change)}" for change in changes)
+        yield f"| {knob.setting} | {sizes} | {knob.cost} | {knob.tokens_per_s} |\n"
 
 
 def _gigabytes(layout: Layout) -> tuple[float, float, float]:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from tasuki.config.schema import LoraConfig
+from tasuki.trainer.backends.fsdp.lora import add_adapters, trained_parameters
 from tasuki.trainer.backends.fsdp.rotary import RotaryAttention, fuse_rotation
 from tests.models import CONFIGS, make_model
 from tests.unit.test_packed_attention import LENGTHS, pack, policy_of
@@ -30,3 +32,16 @@ def test_a_fused_model_computes_what_transformers_computes(kind: str) -> None:
     for name, param in fused.named_parameters():
         assert param.grad is not None
         assert (param.grad - exact[name].grad).norm() <= 1e-5 * max(1.0, exact[name].grad.norm()), name
+
+
+def test_adapters_take_their_places_beside_fused_attention() -> None:
+    plain, fused = make_model("qwen3", seed=5), make_model("qwen3", seed=5)
+    fuse_rotation(fused)
+    for causal_lm in (plain, fused):
+        add_adapters(causal_lm, LoraConfig(rank=4))
+    assert [name for name, _ in fused.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    names = [name for name, _ in trained_parameters(fused)]
+    assert len(names) == 2 * 2 * 7  # A and B of seven projections in two layers
+    policy = policy_of(fused)
+    policy(pack(LENGTHS))[0].sum().backward()
+    assert all(param.grad is not None and bool(param.grad.isfinite().all()) for _, param in trained_parameters(policy))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from itertools import chain
 
 from tasuki.algorithms.vocabulary_tiles import most_logits
 from tasuki.memory.granularity import CPU_MIN_TENSOR, arena_bytes, export_bytes
-from tasuki.models.shape import ROUTER, ModelShape, Shapes
+from tasuki.models.shape import ModelShape, Shapes
 from tasuki.planner.kept_bytes import kept_per_token, kept_with_attention
 from tasuki.planner.layout import Checkpointing, Layout, Part
+from tasuki.planner.shards import shards, trained_shards
 
 Bytes = dict[Part, int]
 # Of what is computed in float32 whatever the parameters' dtype.
@@ -48,7 +47,7 @@ def _twice(sizes: list[int]) -> list[int]:
 
 def _kept_tensors(layout: Layout) -> tuple[list[int], list[int]]:
     """Bytes of every shard of a network, and of those that are trained."""
-    trained = [math.prod(shape) * layout.param_bytes for shape in _trained_shards(layout)]
+    trained = [math.prod(shape) * layout.param_bytes for shape in trained_shards(layout)]
     if layout.lora_rank is not None:
         return _frozen_shards(layout) + trained, trained
     weights = list(trained)
@@ -71,7 +70,7 @@ def export_arena(layout: Layout) -> int:
         small = [size for size in (math.prod(shape) * layout.engine_bytes for shape in shards(layout)) if size < CPU_MIN_TENSOR]
         num_bytes = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in small)
         return export_bytes(num_bytes, device=layout.device) if layout.device == "cpu" and num_bytes else 0
-    published = shards(layout) if layout.merges_adapters else _trained_shards(layout)
+    published = shards(layout) if layout.merges_adapters else trained_shards(layout)
     tensors = (math.prod(shape) * layout.engine_bytes for shape in published)
     num_bytes = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in tensors)
     return export_bytes(num_bytes, device=layout.device)
@@ -277,35 +276,6 @@ def _tile_logits(layout: Layout) -> int:
     """Logits that are there at a time."""
     model, places = layout.model, _logit_places(layout)
     return most_logits(places, hidden_size=model.hidden_size, vocab_size=model.num_outputs, device=layout.device)
-
-
-def shards(layout: Layout) -> Iterator[tuple[int, ...]]:
-    """Rank 0's part of every parameter, in the order in which they are made. FSDP2 cuts dim 0 and pads every rank's part alike."""
-    root, *layers = layout.model.units()
-    embedding, *others = root.values()
-    for shape in chain([embedding], *(layer.values() for layer in layers), others):
-        yield (-(-shape[0] // layout.num_ranks), *shape[1:])
-
-
-def _trained_shards(layout: Layout) -> Iterator[tuple[int, ...]]:
-    if layout.lora_rank is None:
-        yield from shards(layout)
-        return
-    for layer in map(layout.model.layer, range(layout.model.num_layers)):
-        for rows, columns in _linear_layers(layer, layout.lora_targets):
-            yield (-(-layout.lora_rank // layout.num_ranks), columns)
-            yield (-(-rows // layout.num_ranks), layout.lora_rank)
-
-
-def _linear_layers(layer: Shapes, targets: tuple[str, ...] | None) -> Iterator[tuple[int, int]]:
-    """Rows and columns of what gets an adapter."""
-    for name, shape in layer.items():
-        if targets is not None and not name.endswith(tuple(f".{target}.weight" for target in targets)):
-            continue
-        if len(shape) == 3:
-            yield from [(shape[1], shape[2])] * shape[0]
-        elif len(shape) == 2 and name != ROUTER:
-            yield (shape[0], shape[1])
 
 
 def _tag_bytes(tensors: list[int], layout: Layout) -> int:
