@@ -9,8 +9,10 @@ import sys
 import textwrap
 import time
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -85,6 +87,7 @@ def test_tensorboards_process_does_without_torch(tmp_path: Path):
     program = f"""
 import sys
 from pathlib import Path
+from typing import Any
 from tasuki.cli.trackers import TrackedRun, open_tracker
 tracker = open_tracker("tensorboard", TrackedRun(id="a", folder=Path({str(tmp_path)!r}), project="p", name="n"))
 tracker.log(0, {{"reward": 1.0}})
@@ -125,13 +128,13 @@ def test_wandb_writes_an_offline_run_without_a_network(tmp_path: Path):
 
 @needs("mlflow")
 def test_mlflow_gets_settings_and_steps_into_one_run_over_two_calls(tmp_path: Path):
-    from mlflow.tracking import MlflowClient
+    tracking: Any = import_module("mlflow.tracking")
 
     for numbers in ([0, 1], [0, 1, 2]):
         done = track(run_of(tmp_path, numbers), "mlflow", "--project", "sums")
         assert done.returncode == 0, done.stderr
     os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
-    client = MlflowClient((tmp_path / "track/mlflow").as_uri())
+    client = tracking.MlflowClient((tmp_path / "track/mlflow").as_uri())
     experiment = client.get_experiment_by_name("sums")
     assert experiment is not None
     (run,) = client.search_runs([experiment.experiment_id])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 _Answer = TypeVar("_Answer")
 
@@ -62,8 +62,8 @@ class Aside:
             call()
 
 
-def _raiser(error: BaseException) -> Callable[[], _Answer]:
-    def fail() -> _Answer:
+def _raiser(error: BaseException) -> Callable[[], NoReturn]:
+    def fail() -> NoReturn:
         raise error
 
     return fail

@@ -107,7 +107,7 @@ class WeightsAndBiases:
     """Offline unless the run says otherwise; `wandb sync` uploads the folder later."""
 
     def __init__(self, run: TrackedRun) -> None:
-        import wandb
+        wandb: Any = import_module("wandb")
 
         self._run = wandb.init(
             project=run.project,
@@ -131,11 +131,11 @@ class MlFlow:
     """Where MLFLOW_TRACKING_URI says."""
 
     def __init__(self, run: TrackedRun) -> None:
-        from mlflow.entities import Metric, Param
-        from mlflow.tracking import MlflowClient
+        entities: Any = import_module("mlflow.entities")
+        tracking: Any = import_module("mlflow.tracking")
 
-        self._metric = Metric
-        self._client = MlflowClient()
+        self._metric = entities.Metric
+        self._client = tracking.MlflowClient()
         experiment = self._client.get_experiment_by_name(run.project)
         experiment_id = self._client.create_experiment(run.project) if experiment is None else experiment.experiment_id
         known = self._client.search_runs([experiment_id], f"tags.`tasuki.run` = '{run.id}'")
@@ -144,7 +144,7 @@ class MlFlow:
             return
         created = self._client.create_run(experiment_id, run_name=run.name, tags={"tasuki.run": run.id})
         self._run_id = created.info.run_id
-        params = [Param(key, str(value)[:500]) for key, value in sorted(run.settings.items())]
+        params = [entities.Param(key, str(value)[:500]) for key, value in sorted(run.settings.items())]
         for first in range(0, len(params), 100):
             self._client.log_batch(self._run_id, params=params[first : first + 100])
 
@@ -162,7 +162,7 @@ class TrackIo:
     """A SQLite file where TRACKIO_DIR says; `trackio show` shows it."""
 
     def __init__(self, run: TrackedRun) -> None:
-        import trackio
+        trackio: Any = import_module("trackio")
 
         self._library = trackio
         self._run = trackio.init(
