@@ -43,9 +43,11 @@ setup: $(ENV) native  ## install everything into .venv (the other targets do it 
 demo: setup  ## train a small model with GRPO through all three services; leaves runs/demo; KILL=rollout@SYNC kills one on the way
 	$(BIN)/python client/examples/demo/run.py --seed 0 --output runs/demo $(if $(KILL),--kill $(KILL))
 
+# Tests of processes have time limits that they miss beside others. Exit code 5: PYTEST_ARGS selects none there.
 test: setup grpcurl  ## all tests; none needs the network
 	$(MAKE) -s -j2 -C csrc test
-	$(BIN)/python -m pytest -n 2 tests/unit tests/contract tests/integration tests/e2e tests/gpu $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 tests/unit tests/contract $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest tests/integration tests/e2e tests/gpu $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 oracles: $(ORACLES)  ## every advantage and loss against verl's and TRL's own functions
 	.oracles-venv/bin/python -m pytest -c tests/oracles/pytest.ini tests/oracles $(PYTEST_ARGS)

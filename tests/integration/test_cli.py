@@ -129,12 +129,18 @@ def test_down_without_a_node_is_fine(folder: Path) -> None:
 
 
 def test_service_that_ends_while_it_starts_is_shown_with_its_words_and_the_others_are_stopped(folder: Path) -> None:
-    unknown = {"architectures": ["NoSuchForCausalLM"], "model_type": "no_such", "max_position_embeddings": 64}
-    (folder / "model" / "config.json").write_text(json.dumps(unknown))
+    (folder / "model" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     result = tasuki("up", "node.toml", cwd=folder)
     assert result.returncode != 0
     assert "tasuki: error" in result.stderr
-    assert "UNSUPPORTED_MODEL" in result.stderr or "NoSuch" in result.stderr or "no_such" in result.stderr
+    assert "model_type" in result.stderr
     ended = json.loads((folder / "state" / "exit.json").read_text())
     assert ended["first"] in ("trainer", "rollout")
     StateLock.take(folder / "state", name=NODE_LOCK).close()
+
+
+def test_a_model_that_nobody_knows_is_refused_before_anything_starts(folder: Path) -> None:
+    unknown = {"architectures": ["NoSuchForCausalLM"], "model_type": "no_such", "max_position_embeddings": 64}
+    (folder / "model" / "config.json").write_text(json.dumps(unknown))
+    assert "NoSuchForCausalLM" in refusal(tasuki("up", "node.toml", cwd=folder))
+    assert not (folder / "state" / "exit.json").exists()

@@ -38,7 +38,7 @@ def with_fastest_checkpointing(layout: Layout) -> Layout:
     chosen = replace(layout, checkpointing=fastest_checkpointing(layout))
     if chosen.checkpointing in (Checkpointing.NONE, Checkpointing.OFFLOADED) or layout.device == "cpu":
         return chosen
-    wary = replace(chosen, gpu_bytes=int(_SURE * layout.gpu_bytes))
+    wary = replace(chosen, gpu_bytes=max(1, int(_SURE * layout.gpu_bytes)))
     least = _lacking_bytes(plan(wary))
     numbers = range(1, layout.model.num_layers)
     kept = bisect_left(numbers, True, key=lambda kept: _lacking_bytes(plan(replace(wary, kept_layers=kept))) > least)
