@@ -14,7 +14,7 @@ from tasuki.cli.finding import Finding, fail, ok, warn
 
 _GIB = 1 << 30
 _P2P_READ = 0
-"""NVML_P2P_CAPS_INDEX_READ, which nvidia-ml-py has as a tuple: a comma stands behind it. Delete this when it has not."""
+"""NVML_P2P_CAPS_INDEX_READ, which nvidia-ml-py 13 defines as a tuple by a trailing comma."""
 _STRANGER_BYTES = _GIB // 2
 """From here on memory that others hold is worth a word."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 _TABLES = {"metrics": "", "seconds": "seconds/", "stage_seconds": "stage_seconds/"}
-"""Of a step, with what stands before their names."""
+"""Of a step, with the prefix of their names."""
 _NOT_FIGURES = {"step", "position", "estimator"}
 
 
