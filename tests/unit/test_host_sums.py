@@ -24,7 +24,10 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, *, seed: int) -> t
 
 
 def bits(view: torch.Tensor) -> bytes:
-    return view.flatten().clone().view(torch.uint8).numpy().tobytes()
+    # A copy of one element may keep the stride that it had.
+    flat = torch.empty(view.numel(), dtype=view.dtype)
+    flat.view(view.shape).copy_(view)
+    return flat.view(torch.uint8).numpy().tobytes()
 
 
 def place(view: torch.Tensor) -> Slice:
