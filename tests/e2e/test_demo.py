@@ -126,7 +126,9 @@ def run(tmp_path_factory: pytest.TempPathFactory, unused_tcp_port_factory: Calla
     running = [
         float(line.split()[1]) for text in answers for line in text.splitlines() if line.startswith(RUNNING_REQUESTS.name)
     ]
-    return Run(output=output, interrupted=interrupted, resumed=resumed, scraped=answers[-1], most_running=max(running))
+    # The last one before services began to stop: without them their figures are missing.
+    scraped = max(reversed(answers), key=lambda text: text.count("# TYPE "))
+    return Run(output=output, interrupted=interrupted, resumed=resumed, scraped=scraped, most_running=max(running))
 
 
 def _scrape(port: int, answers: list[str], ended: threading.Event) -> None:
