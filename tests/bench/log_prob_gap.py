@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from transformers import AutoTokenizer
 from tasuki.client import Client, SamplingParams
 from tasuki.client.types import TrainingSample
 from tests.bench.gpus import at_least_one, require_gpus
+from tests.bench.plan_node_gpu import tasuki
 
 NUM_SAMPLES = 4
 CONFIG = """
@@ -37,12 +36,6 @@ float32_logits = {is_float32}
 attention_backend = "triton"
 sampling_backend = "pytorch"
 """
-
-
-def tasuki(*arguments: str | Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "tasuki.cli", *arguments], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise SystemExit(f"tasuki {arguments[0]}: {done.stderr}")
 
 
 def gaps_of(model: Path, prompts: list[list[int]], *, is_float32: bool, gpus: int, num_tokens: int) -> dict[str, float]:
