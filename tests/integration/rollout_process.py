@@ -23,7 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tasuki.config import places
 from tasuki.transport.export import WeightExport
-from tasuki.v1 import memory_pb2, memory_pb2_grpc, rollout_pb2, rollout_pb2_grpc, types_pb2, weights_pb2
+from tasuki.v1 import memory_pb2, memory_pb2_grpc, metrics_pb2, metrics_pb2_grpc, rollout_pb2, rollout_pb2_grpc, types_pb2, weights_pb2
 from tasuki.wire.address import unix_target
 from tasuki.wire.channel import open_channel
 from tests.conftest import ENVIRONMENT
@@ -109,6 +109,7 @@ class RolloutClient:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.rollout = rollout_pb2_grpc.RolloutServiceStub(channel)
         self.memory = memory_pb2_grpc.MemoryServiceStub(channel)
+        self.metrics = metrics_pb2_grpc.MetricsServiceStub(channel)
 
     def command(self) -> types_pb2.CommandId:
         RolloutClient._sequence += 1
@@ -121,6 +122,12 @@ class RolloutClient:
 
     async def state(self) -> rollout_pb2.GetRolloutStateResponse:
         return await self.rollout.GetRolloutState(rollout_pb2.GetRolloutStateRequest(), timeout=CALL_TIMEOUT_S)
+
+    async def metric(self, name: str) -> float:
+        """Value of a metric without labels."""
+        told = await self.metrics.GetMetrics(metrics_pb2.GetMetricsRequest(), timeout=CALL_TIMEOUT_S)
+        values = {line.split()[0]: float(line.split()[1]) for line in told.text.decode().splitlines() if line.count(" ") == 1}
+        return values[name]
 
     async def resume(self, stage: types_pb2.Stage, *tags: types_pb2.MemoryTag) -> memory_pb2.ResumeResponse:
         request = memory_pb2.ResumeRequest(command=self.command(), stage=stage, tags=tags)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2
 
+from tasuki.rpc.metric_names import KV_TOKENS, RUNNING_REQUESTS
 from tasuki.v1 import types_pb2
 from tasuki.wire.errors import (
     Busy,
@@ -253,6 +254,22 @@ async def test_drain_cuts_and_returns_what_there_is(rollout: RolloutClient, trai
     for sample in samples:
         theirs = log_probs_of(trainer.model, [5, 6], list(sample.token_ids)) if sample.token_ids else torch.empty(0)
         assert torch.allclose(torch.tensor(sample.rollout_log_probs), theirs, atol=0.15)
+
+
+async def test_metrics_count_the_samples_that_are_running_and_their_kv_cache(
+    rollout: RolloutClient, trainer: TestTrainer
+) -> None:
+    await rollout.wake(trainer.publish(6))
+    async with long_call(rollout, num_samples=8) as running:
+        # The state counts what was taken in; the schedulers get it a moment later.
+        async with asyncio.timeout(10):
+            while (counted := await rollout.metric(RUNNING_REQUESTS.name)) < 8:
+                await asyncio.sleep(0.01)
+        assert counted == 8
+        assert 0 < await rollout.metric(KV_TOKENS.name) <= 8 * CONTEXT_LENGTH
+        await rollout.drain()
+        await running
+    assert await rollout.metric(RUNNING_REQUESTS.name) == 0
 
 
 async def test_drain_lets_short_samples_finish_and_takes_no_new_ones(
