@@ -23,7 +23,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tasuki.config import places
 from tasuki.transport.export import WeightExport
-from tasuki.v1 import memory_pb2, memory_pb2_grpc, metrics_pb2, metrics_pb2_grpc, rollout_pb2, rollout_pb2_grpc, types_pb2, weights_pb2
+from tasuki.v1 import (
+    memory_pb2,
+    memory_pb2_grpc,
+    metrics_pb2,
+    metrics_pb2_grpc,
+    rollout_pb2,
+    rollout_pb2_grpc,
+    types_pb2,
+    weights_pb2,
+)
 from tasuki.wire.address import unix_target
 from tasuki.wire.channel import open_channel
 from tests.conftest import ENVIRONMENT
