@@ -26,7 +26,6 @@ from typing import Any
 import grpc
 import numpy as np
 
-from tasuki.cli.node import start_node
 from tasuki.client import Client, Phase, SamplingParams, TrainingSample
 from tasuki.client.types import StageEvent
 from tasuki.config.load import load_config
@@ -37,6 +36,7 @@ from tasuki.planner.layout import GB
 from tasuki.planner.node_plan import plan_node
 from tasuki.planner.seconds import expected_seconds
 from tasuki.rpc.stages import stage_to_proto
+from tasuki.supervisor.node import start_node
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tests.bench.gpus import at_least_one, require_gpus

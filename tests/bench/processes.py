@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tasuki.cli.processes import adopt_orphans, die_with_parent, end_descendants
+from tasuki.supervisor.processes import adopt_orphans, die_with_parent, end_descendants
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # An engine's ranks end by themselves when its front has; the GPUs are free after that.

@@ -12,9 +12,6 @@ import json
 import time
 from pathlib import Path
 
-from tasuki.cli.loop_settings import loop_settings, named_rewards
-from tasuki.cli.node import running_node
-from tasuki.cli.tokenizer import ModelTokenizer
 from tasuki.client.dataset import Dataset, read_jsonl
 from tasuki.client.estimation import EstimatorState
 from tasuki.client.rewards import RewardPool
@@ -23,6 +20,9 @@ from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.config.load import load_config
 from tasuki.config.places import node_targets
+from tasuki.runs.loop_settings import loop_settings, named_rewards
+from tasuki.runs.tokenizer import ModelTokenizer
+from tasuki.supervisor.node import running_node
 
 
 def main() -> None:

@@ -16,11 +16,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tasuki.cli.tokenizer import ModelTokenizer
 from tasuki.client.dataset import Dataset
 from tasuki.client.sft_data import read_sft_jsonl
 from tasuki.client.types import TrainingSample
 from tasuki.config.lock import NODE_LOCK, holder
+from tasuki.runs.tokenizer import ModelTokenizer
 from tests.conftest import ENVIRONMENT, tasuki
 from tests.models import make_model, save_checkpoint
 

@@ -55,12 +55,12 @@ def service(name: str, kind: str, *, state_dir: Path, run_folder: Path) -> None:
 def main() -> int:
     if sys.argv[1] == "service":
         service(sys.argv[2], sys.argv[3], state_dir=Path(sys.argv[4]), run_folder=Path(sys.argv[5]))
-    from tasuki.cli.services import ServiceCommand
-    from tasuki.cli.supervisor import supervise
     from tasuki.config.lock import StateLock
     from tasuki.config.places import socket_dir
     from tasuki.config.schema import RestartConfig
     from tasuki.rpc.logs import configure_logging
+    from tasuki.supervisor.services import ServiceCommand
+    from tasuki.supervisor.supervise import supervise
 
     configure_logging("supervisor")
     state_dir = Path(sys.argv[1])

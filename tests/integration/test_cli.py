@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.exit_report import write_exit_report
 from tasuki.config.lock import NODE_LOCK, StateLock
+from tasuki.supervisor.exit_report import write_exit_report
 
 
 def tasuki(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from tasuki.cli.__main__ import USER_ERROR, main
-from tasuki.cli.earlier_run import RunHead, write_head
-from tasuki.cli.recipe import recipe
-from tasuki.cli.run_folder import MetricsFile
-from tasuki.cli.sft_training import read_sft
 from tasuki.client.loop_state import LoopState, write_loop_state
 from tasuki.client.step import Step
 from tasuki.config.load import load_config
 from tasuki.config.save import save_config
+from tasuki.runs.earlier_run import RunHead, write_head
+from tasuki.runs.folder import MetricsFile
+from tasuki.runs.recipe import recipe
+from tasuki.runs.sft_training import read_sft
 from tests.models import make_model, save_checkpoint
 
 TRAIN = '[train]\ndataset = "train.jsonl"\noutput_dir = "run"\nmax_new_tokens = 32\n[train.reward]\nfunction = "rewards:one"\n'

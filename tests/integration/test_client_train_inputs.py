@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from tasuki.cli.__main__ import USER_ERROR, main
-from tasuki.cli.earlier_run import RunHead, write_head
-from tasuki.cli.recipe import recipe
-from tasuki.cli.run_folder import MetricsFile, read_steps
-from tasuki.cli.train_inputs import read_inputs
 from tasuki.client.loop_state import LoopState, write_loop_state
 from tasuki.client.step import Step
 from tasuki.config.load import load_config
 from tasuki.config.lock import TRAINING_LOCK, StateLock
 from tasuki.config.places import journal_path, training_log_path
+from tasuki.runs.earlier_run import RunHead, write_head
+from tasuki.runs.folder import MetricsFile, read_steps
+from tasuki.runs.inputs import read_inputs
+from tasuki.runs.recipe import recipe
 from tests.models import make_model, save_checkpoint
 
 REWARD = "def reward(prompt, completion, **fields):\n    return 0.0\n"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.node import stop_node
 from tasuki.config.places import log_path, restart_request_path, stall_dir
+from tasuki.supervisor.node import stop_node
 from tests.integration.node_process import LIMIT_S, Start, is_alive, nodes_in, pids_of, wait_for
 
 

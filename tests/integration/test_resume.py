@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.continuation import Continuation
-from tasuki.cli.earlier_run import read_earlier_run
-from tasuki.cli.node import _begin_at_the_model
-from tasuki.cli.resume import begin, go_on, resumable_run
-from tasuki.cli.rl_training import rl_run_settings
-from tasuki.cli.run_folder import MetricsFile
 from tasuki.client import Client
 from tasuki.client.dataset import Dataset
 from tasuki.client.loop_state import LoopState, write_loop_state, write_pending
 from tasuki.client.step import Step
 from tasuki.config.load import load_config
+from tasuki.runs.continuation import Continuation
+from tasuki.runs.earlier_run import read_earlier_run
+from tasuki.runs.folder import MetricsFile
+from tasuki.runs.resume import begin, go_on, resumable_run
+from tasuki.runs.rl_training import rl_run_settings
+from tasuki.supervisor.node import _begin_at_the_model
 from tasuki.v1 import types_pb2
 from tasuki.wire.errors import InvalidArgument, PathNotFound, TasukiError, VersionOrder
 from tests.integration.scripted_node import ScriptedNode, scripted_node

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tasuki.cli.processes import descendants, shared_memory_of
 from tasuki.client.rewards import Completion, NamedReward, RewardPool
 from tasuki.client.types import FinishReason, Sample
+from tasuki.supervisor.processes import descendants, shared_memory_of
 from tasuki.wire.errors import InvalidArgument, RewardFailed
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.exit_report import write_exit_report
 from tasuki.cli.node_snapshot import NodeReader
 from tasuki.cli.state import show_state
 from tasuki.cli.watch import watch
@@ -19,6 +18,7 @@ from tasuki.config.lock import NODE_LOCK, StateLock
 from tasuki.config.places import node_targets, socket_dir
 from tasuki.config.save import save_config
 from tasuki.config.schema import ModelConfig, NodeConfig
+from tasuki.supervisor.exit_report import write_exit_report
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.types_pb2 import PHASE_TRAIN
 from tasuki.wire.channel import open_channel

@@ -8,11 +8,11 @@ from typing import cast
 
 import pytest
 
-from tasuki.cli.continuation import Continuation
 from tasuki.cli.train import read_training
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.config.load import load_config
+from tasuki.runs.continuation import Continuation
 from tests.models import make_model, save_checkpoint
 from tests.unit.loop_node import LoopClient
 from tests.unit.test_sft_loop import SftClient

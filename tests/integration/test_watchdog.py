@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.processes import parent_and_state
-from tasuki.cli.watchdog import Stall, Watchdog
 from tasuki.config.places import pulse_dir
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.rollout.ranks import RankProcesses
+from tasuki.supervisor.processes import parent_and_state
+from tasuki.supervisor.watchdog import Stall, Watchdog
 from tests.integration.node_process import wait_for
 
 STALL_S = 8.0

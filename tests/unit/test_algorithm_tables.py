@@ -23,7 +23,6 @@ from tasuki.algorithms.loss_types import (
     ValueLoss,
 )
 from tasuki.algorithms.reward_kl import AdaptiveKlCoef
-from tasuki.cli.loop_settings import loop_settings
 from tasuki.client.estimation import Estimator
 from tasuki.client.rl_loop import Settings
 from tasuki.config.algorithms import PRESETS, expanded
@@ -31,6 +30,7 @@ from tasuki.config.load import load_config
 from tasuki.config.loss_table import read_loss, write_loss
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
+from tasuki.runs.loop_settings import loop_settings
 from tasuki.wire.errors import InvalidArgument
 from tests.unit.every_loss import ANY_LOSS
 

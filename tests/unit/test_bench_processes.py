@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.processes import has_ended
+from tasuki.supervisor.processes import has_ended
 from tests.bench import sync_ranks
 from tests.bench.processes import REPOSITORY
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.continuation import Continuation, check_num_steps, continuation
-from tasuki.cli.earlier_run import EarlierRun, RunHead
-from tasuki.cli.run_settings import RunSettings
 from tasuki.client.dataset import Dataset
 from tasuki.client.loop_state import LoopState
 from tasuki.client.step import Step
+from tasuki.runs.continuation import Continuation, check_num_steps, continuation
+from tasuki.runs.earlier_run import EarlierRun, RunHead
+from tasuki.runs.settings import RunSettings
 from tasuki.wire.errors import InvalidArgument, VersionOrder
 
 CHECKPOINT = Path("/run/checkpoints/version-000004")

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from tasuki.cli import doctor_host as host
 from tasuki.cli.__main__ import main
-from tasuki.cli.doctor_gpus import Gpu, GpuFacts, check_compilers, check_driver, check_peers, check_strangers, gpu_findings
-from tasuki.cli.doctor_node import check_plan
-from tasuki.cli.finding import Finding, Verdict
+from tasuki.cli.doctor import host
+from tasuki.cli.doctor.finding import Finding, Verdict
+from tasuki.cli.doctor.gpus import Gpu, GpuFacts, check_compilers, check_driver, check_peers, check_strangers, gpu_findings
+from tasuki.cli.doctor.node import check_plan
 from tasuki.config.load import load_config
 from tests.conftest import ENVIRONMENT
 from tests.tiny_disk import tmpfs
@@ -165,7 +165,7 @@ def test_a_fault_of_the_configuration_is_found(
 def test_a_tracker_that_is_not_installed_is_found(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("tasuki.cli.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("tasuki.runs.trackers.find_spec", lambda name: None)
     assert main(["doctor", str(config), "--set", 'track.to=["wandb"]', "--json"]) == 1
     findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
     assert "pip install 'tasuki[wandb]'" in findings["trackers"]["found"]

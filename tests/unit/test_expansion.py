@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tasuki.cli.expansion import expansion
 from tasuki.config.algorithms import PRESETS
 from tasuki.config.train_schema import TrainConfig
+from tasuki.runs.expansion import expansion
 
 REQUIRED: dict[str, Any] = {"dataset": "rows.jsonl", "output_dir": "run", "reward": {"function": "a:b"}}
 OTHERWISE: dict[str, Any] = {

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.exit_report import write_exit_report
-from tasuki.cli.post_mortem import explained, why_it_ended
 from tasuki.config.places import log_path
 from tasuki.config.schema import ModelConfig, NodeConfig
+from tasuki.supervisor.exit_report import write_exit_report
+from tasuki.supervisor.post_mortem import explained, why_it_ended
 from tasuki.wire.errors import Draining, NodeDown, PeerUnavailable, ServiceFailed, TasukiError, UnsupportedModel
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tasuki.cli.progress import INEXACT, TrainProgress, step_line
 from tasuki.client.step import Step
+from tasuki.runs.progress import INEXACT, TrainProgress, step_line
 
 
 def test_a_line_leaves_out_what_did_not_take_place() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.recipe import check_recipe, recipe
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
+from tasuki.runs.recipe import check_recipe, recipe
 from tasuki.wire.errors import InvalidArgument
 
 

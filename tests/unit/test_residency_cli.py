@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from tasuki.cli import residency as cli
 from tasuki.cli.__main__ import main
-from tasuki.cli.residency import with_residency
 from tasuki.config.residency_schema import ResidencyConfig
 from tasuki.config.schema import NodeConfig
 from tasuki.planner.layout import GB
+from tasuki.supervisor import residency as cli
+from tasuki.supervisor.residency import with_residency
 from tasuki.wire.errors import InvalidArgument
 
 MODEL = {

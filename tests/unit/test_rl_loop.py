@@ -11,13 +11,13 @@ import pytest
 
 from tasuki.algorithms import advantages
 from tasuki.algorithms.loss_types import Correction, LossConfig, OldPolicy, PolicyGradientLoss, PpoLoss, ValueLoss
-from tasuki.cli.continuation import continuation
-from tasuki.cli.earlier_run import EarlierRun, RunHead
 from tasuki.client.dataset import Dataset
 from tasuki.client.estimation import AdvantageSettings, Estimator
 from tasuki.client.loop_state import complete_checkpoints, newest_checkpoint, read_loop_state, read_pending
 from tasuki.client.rl_loop import Settings
 from tasuki.client.types import Role, SamplingParams
+from tasuki.runs.continuation import continuation
+from tasuki.runs.earlier_run import EarlierRun, RunHead
 from tests.unit.loop_node import ROWS, LoopClient, equal, keys, loop_of, steps_of
 
 NAN = float("nan")

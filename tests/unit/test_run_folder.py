@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.run_folder import MetricsFile, changeovers_of, read_steps, summarize, write_summary
 from tasuki.client.step import Step
+from tasuki.runs.folder import MetricsFile, changeovers_of, read_steps, summarize, write_summary
 from tasuki.wire.errors import DiskFull, InvalidArgument
 from tests.tiny_disk import limited_files
 

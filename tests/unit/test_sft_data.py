@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tasuki.cli.tokenizer import ModelTokenizer
 from tasuki.client.sft_data import read_sft_jsonl, sft_sample
 from tasuki.client.types import TrainingSample
+from tasuki.runs.tokenizer import ModelTokenizer
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tests.models import BOS, EOS, char_tokenizer
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tasuki.cli.progress import step_line
-from tasuki.cli.sft_report import draw_sft_curve, summarize_sft
 from tasuki.client.step import Step
+from tasuki.runs.progress import step_line
+from tasuki.runs.sft_report import draw_sft_curve, summarize_sft
 
 STEPS = [
     Step(0, policy_version=0, num_policy_steps=1, metrics={"loss": 3.0, "num_tokens": 10, "eval/loss": 3.5}),

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from tasuki.cli.__main__ import main
-from tasuki.cli.earlier_run import RunHead, write_head
-from tasuki.cli.metrics_tail import MetricsTail
-from tasuki.cli.run_folder import MetricsFile
-from tasuki.cli.tracking import tracked
 from tasuki.client.step import Step
 from tasuki.config.track_schema import TRACKERS, TrackConfig
+from tasuki.runs.earlier_run import RunHead, write_head
+from tasuki.runs.folder import MetricsFile
+from tasuki.runs.metrics_tail import MetricsTail
+from tasuki.runs.tracking import tracked
 from tests.conftest import ENVIRONMENT
 
 NAN = float("nan")
@@ -88,7 +88,7 @@ def test_tensorboards_process_does_without_torch(tmp_path: Path):
 import sys
 from pathlib import Path
 from typing import Any
-from tasuki.cli.trackers import TrackedRun, open_tracker
+from tasuki.runs.trackers import TrackedRun, open_tracker
 tracker = open_tracker("tensorboard", TrackedRun(id="a", folder=Path({str(tmp_path)!r}), project="p", name="n"))
 tracker.log(0, {{"reward": 1.0}})
 tracker.close()
@@ -159,7 +159,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.Captur
 def test_a_tracker_that_is_not_installed_is_refused_before_anything_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("tasuki.cli.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("tasuki.runs.trackers.find_spec", lambda name: None)
     assert main(["track", str(run_of(tmp_path, [0])), "--to", "wandb"]) == 2
     assert "pip install 'tasuki[wandb]'" in capsys.readouterr().err
 
@@ -168,7 +168,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_else(
 def test_a_run_without_its_trackers_library_is_refused_before_a_node_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, resumes: list[str]
 ):
-    monkeypatch.setattr("tasuki.cli.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("tasuki.runs.trackers.find_spec", lambda name: None)
     (tmp_path / "node.toml").write_text('state_dir = "node"\n[model]\npath = "model"\n[track]\nto = ["mlflow"]\n')
     assert main(["train", str(tmp_path / "node.toml"), *resumes]) == 2
     told = capsys.readouterr().err
@@ -238,7 +238,7 @@ def test_a_tracker_that_throws_changes_nothing(tmp_path: Path, library, capfd):
 def test_a_tracker_that_hangs_changes_nothing_and_is_gone_afterwards(
     tmp_path: Path, library, capfd, monkeypatch: pytest.MonkeyPatch, where: str
 ):
-    monkeypatch.setattr("tasuki.cli.tracking._WAIT_S", 3.0)
+    monkeypatch.setattr("tasuki.runs.tracking._WAIT_S", 3.0)
     library("time.sleep(600)" if where == "log" else "pass", close="time.sleep(600)")
     assert run_beside(tmp_path / "run") < 1.0
     assert "tracker tensorboard did not end within 3 s" in capfd.readouterr().err
@@ -251,8 +251,8 @@ def test_a_tracker_ends_when_the_run_was_killed(tmp_path: Path, library):
     import os, time
     from pathlib import Path
     from tasuki.cli import track
-    from tasuki.cli.earlier_run import RunHead, write_head
-    from tasuki.cli.tracking import tracked
+    from tasuki.runs.earlier_run import RunHead, write_head
+    from tasuki.runs.tracking import tracked
     from tasuki.config.track_schema import TrackConfig
     folder = Path({str(tmp_path / "run")!r})
     folder.mkdir()

@@ -141,8 +141,8 @@ def _add_node(parser: argparse.ArgumentParser) -> None:
 
 
 def _up(arguments: argparse.Namespace) -> int:
-    from tasuki.cli.node import start_node
-    from tasuki.cli.post_mortem import why_it_ended
+    from tasuki.supervisor.node import start_node
+    from tasuki.supervisor.post_mortem import why_it_ended
 
     config = load_config(arguments.config, overrides=arguments.overrides)
     node = start_node(config, resumes=arguments.resume)
@@ -158,7 +158,7 @@ def _up(arguments: argparse.Namespace) -> int:
 
 
 def _down(arguments: argparse.Namespace) -> int:
-    from tasuki.cli.node import stop_node
+    from tasuki.supervisor.node import stop_node
 
     state_dir = arguments.state_dir or load_config(arguments.config).state_dir
     sys.stderr.write("the node is down\n" if stop_node(state_dir) else f"no node runs on {state_dir}\n")
@@ -205,14 +205,14 @@ def _certs(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from tasuki.cli.doctor import run
+    from tasuki.cli.doctor.command import run
 
     return run(arguments.config, overrides=arguments.overrides, as_json=arguments.json)
 
 
 def _track(arguments: argparse.Namespace) -> int:
     from tasuki.cli.track import TRACK, run
-    from tasuki.cli.trackers import tracker_environment
+    from tasuki.runs.trackers import tracker_environment
 
     os.environ.update({**tracker_environment(arguments.output_dir / TRACK), **os.environ})
     track = TrackConfig(project=arguments.project, name=arguments.name, online=arguments.online)
@@ -220,8 +220,8 @@ def _track(arguments: argparse.Namespace) -> int:
 
 
 def _supervise(arguments: argparse.Namespace) -> int:
-    from tasuki.cli.services import node_services
-    from tasuki.cli.supervisor import supervise
+    from tasuki.supervisor.services import node_services
+    from tasuki.supervisor.supervise import supervise
 
     configure_logging("supervisor")
     config = load_config(config_path(arguments.state_dir))

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tasuki.cli.evidence import evidence_folder
 from tasuki.config.load import load_config
 from tasuki.config.places import journal_path, log_path, training_log_path
 from tasuki.coordinator.audit.commands import audit_commands
@@ -18,6 +17,7 @@ from tasuki.coordinator.audit.invariants import Invariant, Violation
 from tasuki.coordinator.audit.replay import Audit, audit
 from tasuki.memory.stages import Service
 from tasuki.rpc.command_log import LoggedLife, read_command_log
+from tasuki.runs.archive import archive_folder
 from tasuki.trainer.durable.training_audit import first_repetition
 from tasuki.trainer.durable.training_log import read_training_log
 from tasuki.v1.ranks_pb2 import TrainingRecord
@@ -52,7 +52,7 @@ def run(path: Path, *, as_json: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RunPlace:
-    """Where the evidence of a run is. is_of_node: in the node's folder, since the run's own has no copy yet."""
+    """Where the archive of a run is. is_of_node: in the node's folder, since the run has no copy yet."""
 
     folder: Path
     journal: Path
@@ -99,7 +99,7 @@ def _place(path: Path) -> RunPlace:
     if path.suffix == ".toml":
         path = load_config(path).state_dir
     if path.is_dir():
-        folder = evidence_folder(path)
+        folder = archive_folder(path)
         return RunPlace(folder, journal_path(folder), is_of_node=folder != path)
     if not path.exists():
         raise PathNotFound(f"there is nothing at {path}; give a state folder, an output folder or a journal", path=path)

@@ -11,10 +11,10 @@ import grpc
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from tasuki.cli.exit_report import node_down
 from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.places import node_targets
 from tasuki.config.schema import NodeConfig
+from tasuki.supervisor.exit_report import node_down
 from tasuki.v1 import coordinator_pb2, memory_pb2, rollout_pb2, trainer_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.memory_pb2_grpc import MemoryServiceStub

@@ -11,11 +11,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasuki.cli.earlier_run import read_head
-from tasuki.cli.metrics_tail import MetricsTail
-from tasuki.cli.trackers import TrackedRun, Tracker, check_installed, import_library, open_tracker
 from tasuki.client.durable import write_durably
 from tasuki.config.track_schema import TrackConfig, TrackerName
+from tasuki.runs.earlier_run import read_head
+from tasuki.runs.metrics_tail import MetricsTail
+from tasuki.runs.trackers import TrackedRun, Tracker, check_installed, import_library, open_tracker
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
 TRACK = "track"

@@ -8,26 +8,26 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from tasuki.cli.earlier_run import EarlierRun, run_has_ended
-from tasuki.cli.evidence import kept_evidence
-from tasuki.cli.expansion import expansion
-from tasuki.cli.node import running_node
-from tasuki.cli.node_settings import adopt_node
-from tasuki.cli.post_mortem import explained
-from tasuki.cli.progress import TrainProgress
-from tasuki.cli.resume import begin, go_on, resumable_run
-from tasuki.cli.rl_training import RlTraining
-from tasuki.cli.run_folder import MetricsFile, changeovers_of, name_run, write_summary
-from tasuki.cli.sft_training import read_sft
-from tasuki.cli.trackers import check_installed
-from tasuki.cli.tracking import tracked
-from tasuki.cli.train_inputs import check_output, read_inputs
-from tasuki.cli.training import Loop, Training
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.config.lock import TRAINING_LOCK, StateLock
 from tasuki.config.places import node_targets
 from tasuki.config.schema import NodeConfig
+from tasuki.runs.archive import archived
+from tasuki.runs.earlier_run import EarlierRun, run_has_ended
+from tasuki.runs.expansion import expansion
+from tasuki.runs.folder import MetricsFile, changeovers_of, name_run, write_summary
+from tasuki.runs.inputs import check_output, read_inputs
+from tasuki.runs.progress import TrainProgress
+from tasuki.runs.resume import begin, go_on, resumable_run
+from tasuki.runs.rl_training import RlTraining
+from tasuki.runs.sft_training import read_sft
+from tasuki.runs.trackers import check_installed
+from tasuki.runs.tracking import tracked
+from tasuki.runs.training import Loop, Training
+from tasuki.supervisor.node import running_node
+from tasuki.supervisor.node_settings import adopt_node
+from tasuki.supervisor.post_mortem import explained
 from tasuki.wire.errors import InvalidArgument
 
 
@@ -138,7 +138,7 @@ def _train(config: NodeConfig, training: Training, loop: Loop, earlier: EarlierR
         start = begin(client, config, settings) if earlier is None else go_on(client, config, settings, earlier)
         name_run(config.state_dir, settings.output_dir)
         # Only from here on what the node has done is of this run.
-        with kept_evidence(config.state_dir, settings.output_dir):
+        with archived(config.state_dir, settings.output_dir):
             metrics = MetricsFile(settings.output_dir, start.steps)
 
             def report(step: Step) -> None:

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tasuki.cli.finding import Finding, fail, ok, warn
+from tasuki.cli.doctor.finding import Finding, fail, ok, warn
 
 _GIB = 1 << 30
 _P2P_READ = 0

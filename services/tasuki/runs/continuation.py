@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tasuki.cli.earlier_run import EarlierRun
-from tasuki.cli.run_settings import RunSettings
 from tasuki.client.dataset import Dataset
 from tasuki.client.step import Step
+from tasuki.runs.earlier_run import EarlierRun
+from tasuki.runs.settings import RunSettings
 from tasuki.wire.errors import InvalidArgument, VersionOrder
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tasuki.cli.run_folder import draw_points
 from tasuki.client.step import Step
+from tasuki.runs.folder import draw_points
 
 
 def summarize_sft(

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tasuki.cli.doctor_gpus import gpu_findings, read_gpu_facts, torch_cuda_version
-from tasuki.cli.doctor_host import check_shared_memory, host_findings
-from tasuki.cli.doctor_node import check_passing, node_findings
-from tasuki.cli.finding import Finding, Verdict, fail, ok
+from tasuki.cli.doctor.finding import Finding, Verdict, fail, ok
+from tasuki.cli.doctor.gpus import gpu_findings, read_gpu_facts, torch_cuda_version
+from tasuki.cli.doctor.host import check_shared_memory, host_findings
+from tasuki.cli.doctor.node import check_passing, node_findings
 from tasuki.config.load import load_config
 from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.schema import NodeConfig

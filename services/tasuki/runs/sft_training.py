@@ -9,12 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tasuki.algorithms.loss_types import Aggregation
-from tasuki.cli.continuation import Continuation
-from tasuki.cli.model_folder import check_model_folder
-from tasuki.cli.run_settings import RunSettings
-from tasuki.cli.sft_report import draw_sft_curve, summarize_sft
-from tasuki.cli.tokenizer import ModelTokenizer
-from tasuki.cli.training import Loop
 from tasuki.client.dataset import Dataset
 from tasuki.client.sft_data import read_sft_jsonl
 from tasuki.client.sft_loop import Settings, SftLoop
@@ -24,6 +18,12 @@ from tasuki.client.types import TrainingSample
 from tasuki.config.schema import NodeConfig
 from tasuki.config.sft_schema import SftConfig
 from tasuki.planner.model_shape import read_model_shape
+from tasuki.runs.continuation import Continuation
+from tasuki.runs.settings import RunSettings
+from tasuki.runs.sft_report import draw_sft_curve, summarize_sft
+from tasuki.runs.tokenizer import ModelTokenizer
+from tasuki.runs.training import Loop
+from tasuki.supervisor.model_folder import check_model_folder
 from tasuki.wire.errors import InvalidArgument
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from tasuki.cli.run_folder import CHECKPOINTS, RUN_FILES, read_steps
-from tasuki.cli.run_settings import RunSettings
 from tasuki.client.durable import write_durably
 from tasuki.client.loop_state import LoopState, newest_checkpoint, read_pending
 from tasuki.client.step import Step
+from tasuki.runs.folder import CHECKPOINTS, RUN_FILES, read_steps
+from tasuki.runs.settings import RunSettings
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
 _HEAD_FILE = "run.json"

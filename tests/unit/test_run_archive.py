@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 
 from tasuki.cli.__main__ import main
-from tasuki.cli.evidence import kept_evidence
 from tasuki.config.places import journal_path, log_path, training_log_path
 from tasuki.coordinator.journal import Journal
 from tasuki.memory.stages import HOLDS, Phase
+from tasuki.runs.archive import archived
 from tasuki.wire.errors import PeerUnavailable
 
 _KILLED_CLIENT = """
 import os, signal, sys
 from pathlib import Path
-from tasuki.cli.evidence import kept_evidence
-with kept_evidence(Path(sys.argv[1]), Path(sys.argv[2])):
+from tasuki.runs.archive import archived
+with archived(Path(sys.argv[1]), Path(sys.argv[2])):
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -45,7 +45,7 @@ def test_a_failed_run_leaves_journal_and_logs_that_can_be_audited(
         journal.end_changeover(changeover, seconds=0.1, error=PeerUnavailable("the trainer was lost"))
         if not is_running:
             journal.close()
-        with pytest.raises(RuntimeError, match="as it was"), kept_evidence(state, output):
+        with pytest.raises(RuntimeError, match="as it was"), archived(state, output):
             raise RuntimeError("as it was")
     assert sorted(path.name for path in log_path(output, "trainer").parent.iterdir()) == [
         "supervisor.log",
@@ -82,6 +82,6 @@ def test_run_whose_client_was_killed_is_audited_by_the_nodes_journal(
 
 
 def test_what_cannot_be_copied_is_said_and_hides_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RuntimeError, match="as it was"), kept_evidence(tmp_path / "nowhere", tmp_path / "output"):
+    with pytest.raises(RuntimeError, match="as it was"), archived(tmp_path / "nowhere", tmp_path / "output"):
         raise RuntimeError("as it was")
     assert "could be copied to" in capsys.readouterr().err

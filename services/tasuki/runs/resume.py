@@ -8,17 +8,17 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from tasuki.cli.continuation import Continuation, check_num_steps, continuation
-from tasuki.cli.earlier_run import EarlierRun, RunHead, read_earlier_run, run_has_ended, write_head
-from tasuki.cli.recipe import check_recipe, recipe
-from tasuki.cli.run_folder import CHECKPOINTS
-from tasuki.cli.run_settings import RunSettings
 from tasuki.client.dataset import Dataset
 from tasuki.client.durable import write_durably
 from tasuki.client.loop_state import LOOP_FILE, checkpoint_order, damaged_checkpoint
 from tasuki.client.sync_client import Client
 from tasuki.config.places import training_run_path
 from tasuki.config.schema import NodeConfig
+from tasuki.runs.continuation import Continuation, check_num_steps, continuation
+from tasuki.runs.earlier_run import EarlierRun, RunHead, read_earlier_run, run_has_ended, write_head
+from tasuki.runs.folder import CHECKPOINTS
+from tasuki.runs.recipe import check_recipe, recipe
+from tasuki.runs.settings import RunSettings
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
 

@@ -15,14 +15,6 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tasuki.cli.exit_report import node_down
-from tasuki.cli.model_folder import check_model_folders
-from tasuki.cli.node_settings import check_node_runs_with
-from tasuki.cli.post_mortem import why_it_ended
-from tasuki.cli.processes import descendants, has_ended, parent_and_state
-from tasuki.cli.residency import with_residency
-from tasuki.cli.rotation import KEPT_LOGS, rotate
-from tasuki.cli.services import ServiceCommand, node_services
 from tasuki.config.engine_arguments import check_argument_names
 from tasuki.config.gpus import check_gpu_is_shown
 from tasuki.config.instance import begin_instance
@@ -40,6 +32,14 @@ from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
 from tasuki.planner.budget import check_host_budget
 from tasuki.rpc.port import check_ports
+from tasuki.supervisor.exit_report import node_down
+from tasuki.supervisor.model_folder import check_model_folders
+from tasuki.supervisor.node_settings import check_node_runs_with
+from tasuki.supervisor.post_mortem import why_it_ended
+from tasuki.supervisor.processes import descendants, has_ended, parent_and_state
+from tasuki.supervisor.residency import with_residency
+from tasuki.supervisor.rotation import KEPT_LOGS, rotate
+from tasuki.supervisor.services import ServiceCommand, node_services
 from tasuki.v1 import coordinator_pb2, types_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.wire.channel import open_blocking_channel

@@ -16,16 +16,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from tasuki.cli.exit_report import REQUESTED_BY, write_exit_report
-from tasuki.cli.processes import SERVICE_VARIABLE, adopt_orphans, die_with_parent, end_descendants, kill_service, reap
-from tasuki.cli.resource_tracker import ResourceTracker
-from tasuki.cli.restart_policy import RestartPolicy
-from tasuki.cli.rotation import KEPT_LOGS, rotate
-from tasuki.cli.services import ServiceCommand, listens
-from tasuki.cli.watchdog import Watchdog, dump_stacks
 from tasuki.config.lock import StateLock
 from tasuki.config.places import exit_path, log_path, restart_request_path
 from tasuki.config.schema import RestartConfig
+from tasuki.supervisor.exit_report import REQUESTED_BY, write_exit_report
+from tasuki.supervisor.processes import SERVICE_VARIABLE, adopt_orphans, die_with_parent, end_descendants, kill_service, reap
+from tasuki.supervisor.resource_tracker import ResourceTracker
+from tasuki.supervisor.restart_policy import RestartPolicy
+from tasuki.supervisor.rotation import KEPT_LOGS, rotate
+from tasuki.supervisor.services import ServiceCommand, listens
+from tasuki.supervisor.watchdog import Watchdog, dump_stacks
 
 _log = logging.getLogger("tasuki.supervisor")
 _GRACE_S = 5.0

@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from tasuki.cli.continuation import Continuation
-from tasuki.cli.run_settings import RunSettings
 from tasuki.client.dataset import Dataset
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
+from tasuki.runs.continuation import Continuation
+from tasuki.runs.settings import RunSettings
 
 Loop = Callable[[Client, Dataset[Any], Continuation, Callable[[Step], None]], None]
 """Trains from where the continuation says, on a dataset that is there already; gives each step to the last argument as it ends."""

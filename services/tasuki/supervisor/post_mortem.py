@@ -9,11 +9,11 @@ from pathlib import Path
 
 import grpc
 
-from tasuki.cli.exit_report import describe_exit, read_exit_report
-from tasuki.cli.logged_error import find_error
 from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.places import log_path
 from tasuki.config.schema import NodeConfig
+from tasuki.supervisor.exit_report import describe_exit, read_exit_report
+from tasuki.supervisor.logged_error import find_error
 from tasuki.wire.errors import NodeDown, ServiceFailed, TasukiError, from_reason
 
 _STOP_TIMEOUT_S = 10.0

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasuki.cli.model_folder import check_model_folder
-from tasuki.cli.run_folder import CHECKPOINTS, RUN_FILES
-from tasuki.cli.run_settings import RunSettings
-from tasuki.cli.tokenizer import ModelTokenizer
 from tasuki.client.dataset import Row, read_jsonl
 from tasuki.config.schema import NodeConfig, TrainConfig
 from tasuki.models.config_json import read_json_object, size
+from tasuki.runs.folder import CHECKPOINTS, RUN_FILES
+from tasuki.runs.settings import RunSettings
+from tasuki.runs.tokenizer import ModelTokenizer
+from tasuki.supervisor.model_folder import check_model_folder
 from tasuki.wire.errors import InvalidArgument, PathExists
 
 

@@ -7,12 +7,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasuki.cli.continuation import Continuation
-from tasuki.cli.loop_settings import loop_settings, named_rewards
-from tasuki.cli.run_folder import SAMPLES, draw_curve, summarize
-from tasuki.cli.run_settings import RunSettings
-from tasuki.cli.train_inputs import TrainInputs
-from tasuki.cli.training import Loop
 from tasuki.client.dataset import Dataset, Row
 from tasuki.client.estimation import EstimatorState
 from tasuki.client.rewards import RewardPool
@@ -21,6 +15,12 @@ from tasuki.client.sample_dump import SampleDump
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.config.train_schema import TrainConfig
+from tasuki.runs.continuation import Continuation
+from tasuki.runs.folder import SAMPLES, draw_curve, summarize
+from tasuki.runs.inputs import TrainInputs
+from tasuki.runs.loop_settings import loop_settings, named_rewards
+from tasuki.runs.settings import RunSettings
+from tasuki.runs.training import Loop
 
 
 @dataclass(frozen=True, slots=True)

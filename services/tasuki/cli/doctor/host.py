@@ -14,7 +14,7 @@ from contextlib import closing
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from tasuki.cli.finding import Finding, fail, ok, warn
+from tasuki.cli.doctor.finding import Finding, fail, ok, warn
 from tasuki.memory.arena import totals
 from tasuki.memory.library import LIBRARY_PATH
 from tasuki.wire.errors import TasukiError

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tasuki.cli.processes import parent_and_state
 from tasuki.config.places import pulse_dir, stall_dir
 from tasuki.rpc.heartbeat import Pulse, read_pulse
+from tasuki.supervisor.processes import parent_and_state
 
 _log = logging.getLogger("tasuki.supervisor")
 _CHECK_EVERY_S = 0.5

@@ -7,11 +7,9 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from tasuki.cli.doctor_gpus import Gpu
-from tasuki.cli.doctor_host import check_disk, check_port, check_shared_memory
-from tasuki.cli.finding import Finding, Verdict, fail, ok, warn
-from tasuki.cli.model_folder import check_model_folders
-from tasuki.cli.trackers import check_installed
+from tasuki.cli.doctor.finding import Finding, Verdict, fail, ok, warn
+from tasuki.cli.doctor.gpus import Gpu
+from tasuki.cli.doctor.host import check_disk, check_port, check_shared_memory
 from tasuki.config.engine_arguments import check_argument_names
 from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.ports import port_targets
@@ -22,6 +20,8 @@ from tasuki.planner.advice import problems
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node_plan import plan_node
 from tasuki.rpc.port import check_ports
+from tasuki.runs.trackers import check_installed
+from tasuki.supervisor.model_folder import check_model_folders
 from tasuki.wire.address import split_host_port
 from tasuki.wire.errors import TasukiError
 

@@ -1,4 +1,4 @@
-"""What an audit of a training run reads, beside its metrics: the node's folder may serve another run next."""
+"""The run archive: copies of the node's logs and journal, since the node's folder may serve another run next. An audit reads it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from tasuki.cli.rotation import KEPT_LOGS, rotated_paths
 from tasuki.client.durable import write_durably
 from tasuki.config.places import journal_path, log_path, training_log_path
+from tasuki.supervisor.rotation import KEPT_LOGS, rotated_paths
 
 _PROCESSES = ("coordinator", "trainer", "rollout", "supervisor")
 _NODE_FILE = "state_dir"
 
 
 @contextmanager
-def kept_evidence(state_dir: Path, output_dir: Path) -> Iterator[None]:
+def archived(state_dir: Path, output_dir: Path) -> Iterator[None]:
     """Copies the node's logs and journal when the block ends, however it ends. What cannot be copied is said, and not raised.
 
-    Until then, and for good when this process is killed, `evidence_folder` of the output folder is the node's.
+    Until then, and for good when this process is killed, `archive_folder` of the output folder is the node's.
     """
     node_file = output_dir / _NODE_FILE
     if output_dir.resolve() != state_dir.resolve():
@@ -31,14 +31,14 @@ def kept_evidence(state_dir: Path, output_dir: Path) -> Iterator[None]:
         yield
     finally:
         try:
-            copy_evidence(state_dir, output_dir)
+            copy_archive(state_dir, output_dir)
             node_file.unlink(missing_ok=True)
         except (OSError, sqlite3.Error) as error:
             sys.stderr.write(f"tasuki: not all that an audit reads could be copied to {output_dir}: {error}\n")
 
 
-def evidence_folder(folder: Path) -> Path:
-    """The folder with the evidence of the run in `folder`: the node's while the run's own copy is missing, else `folder` itself."""
+def archive_folder(folder: Path) -> Path:
+    """Folder with the archive of the run in `folder`: the node's while the run has no copy, else `folder` itself."""
     try:
         state_dir = Path((folder / _NODE_FILE).read_text().strip())
     except FileNotFoundError:
@@ -46,7 +46,7 @@ def evidence_folder(folder: Path) -> Path:
     return state_dir if journal_path(state_dir).is_file() else folder
 
 
-def copy_evidence(state_dir: Path, output_dir: Path) -> None:
+def copy_archive(state_dir: Path, output_dir: Path) -> None:
     """The journal comes last: whatever a service has logged, the journal had before."""
     if output_dir.resolve() == state_dir.resolve():
         return

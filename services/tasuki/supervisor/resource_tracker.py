@@ -7,8 +7,8 @@ import shutil
 import time
 from pathlib import Path
 
-from tasuki.cli.processes import descendants, shared_memory, shared_memory_of
 from tasuki.config.places import socket_dir
+from tasuki.supervisor.processes import descendants, shared_memory, shared_memory_of
 
 _SCAN_EVERY_S = 10.0
 

@@ -1,0 +1,1 @@
+"""`tasuki doctor`: judges a machine and a configuration."""
