@@ -22,6 +22,7 @@ from tasuki.algorithms.loss_types import SettingError
 from tasuki.config.constraints import FUSED_LINEAR, check_constraints
 from tasuki.config.devices import Devices
 from tasuki.config.engine_arguments import Argument, check_engine_arguments
+from tasuki.config.fleet_schema import FleetConfig
 from tasuki.config.metrics_schema import MetricsConfig
 from tasuki.config.ports import check_listen
 from tasuki.config.residency_schema import ResidencyConfig
@@ -271,6 +272,7 @@ class NodeConfig(Schema):
     train: TrainConfig | None = None
     sft: SftConfig | None = None
     track: TrackConfig = TrackConfig()
+    fleet: FleetConfig | None = None
     unsafe: bool = False
     """Whether `failpoints` may be set."""
     failpoints: tuple[str, ...] = ()
