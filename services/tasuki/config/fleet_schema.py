@@ -16,7 +16,7 @@ def _check_address(address: str) -> str:
 
 
 class FleetConfig(Schema):
-    """The fleet that this node belongs to; see docs/fleet.md. `tasuki fleet up` sets it from the variables of Slurm, Kubernetes or torchrun."""
+    """The fleet of this node; see docs/fleet.md. `tasuki fleet up` fills it from the variables of Slurm, Kubernetes or torchrun."""
 
     name: str = Field(min_length=1)
     """Name of the fleet, the same on all its nodes."""
@@ -27,7 +27,7 @@ class FleetConfig(Schema):
     leader: Annotated[str, AfterValidator(_check_address)]
     """HOST:PORT of the fleet's port on node 0: clients, nodes and the trainers' ranks meet there."""
     attempt: int = Field(default=0, ge=0)
-    """How often the job engine has restarted the job: Slurm's restart count, JobSet's restart-attempt label. A node refuses a smaller one."""
+    """Restarts of the job: Slurm's restart count, JobSet's restart-attempt label. A node refuses a smaller one."""
     interface: str | None = None
     """Network interface of gradients between nodes, such as "eth0"; by default NCCL and gloo choose."""
     node_timeout_s: PositiveFloat = 30.0
