@@ -122,7 +122,7 @@ def attend_plainly(
 def test_attention_equals_its_formula(
     window: int | None, softcap: float | None, products_up_to: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(attention_padded._PRODUCTS_UP_TO, "cpu", products_up_to)
+    monkeypatch.setitem(attention_padded.PRODUCTS_UP_TO, "cpu", products_up_to)
     lengths, generator = (3, 300, 1, 70, 66, 3), torch.Generator().manual_seed(0)
     heads = (6, 2, 2, 6)
     q, k, v, grad = (torch.randn(sum(lengths), num, 8, generator=generator).requires_grad_() for num in heads)

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 COLUMNS = ("loss_mask", "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "values", "returns")
 """What a sample may have for each completion token."""
+NO_PREFIX = -1
+"""In `prefix_S`, of a sample that shares its prompt with none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,6 +31,8 @@ class Samples:
     """Prompt and completion of each sample in turn."""
     columns: Mapping[str, NDArray[np.float32]]
     """[N] each, by names of COLUMNS; `loss_mask` is always there."""
+    prefix_S: NDArray[np.int32] | None = None
+    """Samples of one number have the same prompt, which is computed once where they share a micro-batch; NO_PREFIX: with none."""
 
     def __len__(self) -> int:
         return len(self.num_prompt_S)
@@ -54,6 +58,7 @@ class Samples:
             temperature_S=self.temperature_S[chosen],
             token_ids_T=self.token_ids_T[ranges(starts(self.num_tokens_S)[chosen], self.num_tokens_S[chosen])],
             columns={name: column[rows_N] for name, column in self.columns.items()},
+            prefix_S=None if self.prefix_S is None else self.prefix_S[chosen],
         )
 
 

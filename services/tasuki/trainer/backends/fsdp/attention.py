@@ -19,10 +19,12 @@ from transformers import AttentionInterface
 
 from tasuki.models.family import Attention
 from tasuki.models.shape import ModelShape
+from tasuki.trainer.backends.fsdp.attention_blocks import OwnBlocks, PromptBlocks
 from tasuki.trainer.backends.fsdp.attention_flash import HEAD_DIM_STEP, MAX_HEAD_DIM, Fa4Sequences, VarlenSequences
 from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
+from tasuki.trainer.backends.fsdp.attention_shared import Blocks, SharedSequences
 from tasuki.trainer.backends.fsdp.sequence_parallel import SequenceGroup
-from tasuki.trainer.data.micro_batch import TokenBatch
+from tasuki.trainer.data.micro_batch import SharedPrompts, TokenBatch
 from tasuki.wire.errors import InvalidArgument
 
 _log = logging.getLogger("tasuki.trainer")
@@ -44,6 +46,9 @@ Kernel = Callable[[Tensor, int], Sequences]
 """cu_seqlens [S + 1] int32 and the longest length, both of a TokenBatch -> its sequences."""
 AttentionBackend = Literal["fa4", "varlen", "sdpa"]
 _KERNELS: dict[AttentionBackend, Kernel] = {"fa4": Fa4Sequences, "varlen": VarlenSequences, "sdpa": PaddedSequences.of}
+_BLOCKS: dict[Kernel, Callable[[TokenBatch, SharedPrompts], tuple[Blocks, Blocks]]] = {
+    PaddedSequences.of: lambda batch, prompts: (OwnBlocks.of(batch), PromptBlocks(prompts)),
+}
 # A kernel's output and gradients in bfloat16 differ from float32's by less than 0.01 in norm.
 _TOLERANCE = 0.02
 # Of the sequences that a kernel is tried on: tiles of 64 and 128, one token more, one less, and a single one.
@@ -91,11 +96,20 @@ class PackedAttention:
     """Ranks that have the other parts of each micro-batch."""
 
     def over(self, batch: TokenBatch) -> LayerAttention:
-        return LayerAttention(self.kernel(batch.cu_seqlens_S, batch.max_seqlen), self.attention, self.sharing)
+        return LayerAttention(_sequences(self.kernel, batch), self.attention, self.sharing)
 
     def gather(self, *scores_N: Tensor, batch: TokenBatch) -> list[Tensor]:
-        """Scores of the completion tokens of all parts, from those of this rank's."""
-        return list(scores_N) if self.sharing is None else self.sharing.gather(scores_N, counts=batch.num_places)
+        """Scores of the completion tokens of all parts, in the order of the samples, from those of this rank's."""
+        scores = list(scores_N) if self.sharing is None else self.sharing.gather(scores_N, counts=batch.num_places)
+        return scores if batch.order_N is None else [score_N.index_select(0, batch.order_N) for score_N in scores]
+
+
+def _sequences(kernel: Kernel, batch: TokenBatch) -> Sequences:
+    if batch.prompts is None:
+        return kernel(batch.cu_seqlens_S, batch.max_seqlen)
+    own, prompts = _BLOCKS[kernel](batch, batch.prompts)
+    num_prefix, num_suffix = sum(batch.prompts.num_prefix), sum(batch.prompts.num_suffix)
+    return SharedSequences(own, prompts, batch.prompts.first, num_prefix, num_suffix)
 
 
 def _attend(

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 # Sequences up to this length are one group: a call costs more than their padding.
 _SHORT = 64
 # Up to this length matrix products train faster on a CPU than torch's fused attention: in bfloat16 three to ten times at tens of tokens.
-_PRODUCTS_UP_TO = {"cpu": 256, "cuda": 0}
+PRODUCTS_UP_TO = {"cpu": 256, "cuda": 0}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +84,7 @@ def _attend(
     num, length, num_heads, head_dim = q_BLHD.shape
     q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BLKD, v_BLKD))
     window = None if window is None or window >= length else window
-    if softcap is not None or length <= _PRODUCTS_UP_TO[q.device.type]:
+    if softcap is not None or length <= PRODUCTS_UP_TO[q.device.type]:
         out_BHLD = _products(q, k, v, scale=scale, window=window, softcap=softcap)
     else:
         is_shared = num_heads != k.shape[1]

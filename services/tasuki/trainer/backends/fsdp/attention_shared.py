@@ -1,0 +1,117 @@
+"""Attention where samples share a prompt: over the prompt and over what continues it, merged by the logarithms of their sums.
+
+Two calls give a token of a continuation its whole attention: causal within its own sequence, and over the prompt, which no mask restricts.
+Backward calls both again with the merged output and log-sum, as ring attention does: the gradients are then those of the whole softmax, and
+the kernels add those of a prompt's keys up over everything that continues it. No kernel needs a gradient for its log-sum.
+
+Shape suffixes: T tokens, X of continuations, H query heads, K key heads, D head size.
+Source: the merge is that of blockwise attention, arXiv:2310.01889.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""Of q, k and v."""
+
+
+class Settings(NamedTuple):
+    """See tasuki.models.family.Attention."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+class Blocks(Protocol):
+    """Pairs of a run of queries and a run of keys, as a kernel takes them."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+        """The output, as q, and log(sum(exp)) of the logits, [H, queries] float32."""
+        ...
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, settings: Settings
+    ) -> Gradients:
+        """out, lse: of all keys that the queries see, in these blocks or in others."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedSequences:
+    """Sequences of a micro-batch of which some continue a prompt. See attention.Sequences."""
+
+    own: Blocks
+    """Every sequence over itself, causal."""
+    prompts: Blocks
+    """What continues a prompt over the prompt, whole."""
+    first: int
+    """Tokens before the first prompt."""
+    num_prefix: int
+    num_suffix: int
+    """Tokens of all prompts, and of all that continues them, which follows."""
+
+    def attend(
+        self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """[T, H, D]: each token over those before it in its sample, itself among them."""
+        return _Merged.apply(q_THD, k_TKD, v_TKD, self, Settings(scale, window, softcap))
+
+    def continuing(self, x_T: Tensor) -> Tensor:
+        first = self.first + self.num_prefix
+        return x_T[first : first + self.num_suffix]
+
+    def shared(self, x_T: Tensor) -> Tensor:
+        return x_T[self.first : self.first + self.num_prefix]
+
+
+class _Merged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: SharedSequences, settings: Settings) -> Tensor:
+        q, k, v = (x.contiguous() for x in (q, k, v))
+        own_out, own_lse_HT = sequences.own.forward(q, k, v, settings)
+        prompt_out, prompt_lse_HX = sequences.prompts.forward(
+            sequences.continuing(q), sequences.shared(k), sequences.shared(v), settings
+        )
+        own_lse_HX = sequences.continuing(own_lse_HT.T).T
+        lse_HX = torch.logaddexp(own_lse_HX, prompt_lse_HX)
+        merged_X = sequences.continuing(own_out) * _weights(own_lse_HX - lse_HX) + prompt_out * _weights(
+            prompt_lse_HX - lse_HX
+        )
+        # Copies: checkpointing may keep what the kernels gave.
+        out, lse_TH = own_out.clone(), own_lse_HT.T.clone()
+        sequences.continuing(out).copy_(merged_X)
+        sequences.continuing(lse_TH).copy_(lse_HX.T)
+        lse_HT = lse_TH.T.contiguous()
+        ctx.save_for_backward(q, k, v, out, lse_HT)
+        ctx.sequences, ctx.settings = sequences, settings
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, v, out, lse_HT = ctx.saved_tensors
+        sequences, settings, grad = ctx.sequences, ctx.settings, grad.contiguous()
+        dq, dk, dv = sequences.own.backward(grad, q, k, v, out, lse_HT, settings)
+        prompt_dq, prompt_dk, prompt_dv = sequences.prompts.backward(
+            sequences.continuing(grad),
+            sequences.continuing(q),
+            sequences.shared(k),
+            sequences.shared(v),
+            sequences.continuing(out),
+            sequences.continuing(lse_HT.T).T.contiguous(),
+            settings,
+        )
+        sequences.continuing(dq).add_(prompt_dq)
+        sequences.shared(dk).add_(prompt_dk)
+        sequences.shared(dv).add_(prompt_dv)
+        return dq, dk, dv, None, None
+
+
+def _weights(logs_HX: Tensor) -> Tensor:
+    """[X, H, 1] float32."""
+    return logs_HX.exp().T.unsqueeze(-1)

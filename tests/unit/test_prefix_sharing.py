@@ -1,0 +1,142 @@
+"""Samples that share a prompt against the same samples by themselves: attention by its formula, and every family with its gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tasuki.planner.layout import Checkpointing
+from tasuki.trainer.backends.fsdp import attention_blocks, attention_padded
+from tasuki.trainer.backends.fsdp.attention import _sequences
+from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
+from tasuki.trainer.data.micro_batch import SequencePart, token_batch
+from tasuki.trainer.data.samples import NO_PREFIX, Samples
+from tests.models import CONFIGS, VOCAB_SIZE, make_model
+from tests.unit.test_packed_attention import policy_of
+
+CPU = torch.device("cpu")
+GROUPS = ((9, (4, 1, 30, 4)), (2, (70, 3)), (5, (8,)), (12, (1, 1)))
+"""Prompts longer and shorter than the windows of tests.models; one sample alone, and a prompt that nothing continues."""
+
+
+def make_samples(groups: tuple[tuple[int, tuple[int, ...]], ...], *, seed: int = 0) -> Samples:
+    """Prompt tokens, and completion tokens of each sample, of every group; samples of the groups take turns."""
+    generator = np.random.default_rng(seed)
+    prompts = [generator.integers(VOCAB_SIZE, size=length) for length, _ in groups]
+    rows = [(turn, group, num) for group, (_, lengths) in enumerate(groups) for turn, num in enumerate(lengths)]
+    rows.sort()
+    completions = [generator.integers(VOCAB_SIZE, size=num) for _, _, num in rows]
+    tokens = [part for (_, group, _), own in zip(rows, completions, strict=True) for part in (prompts[group], own)]
+    num_tokens = sum(map(len, completions))
+    return Samples(
+        num_prompt_S=np.array([len(prompts[group]) for _, group, _ in rows]),
+        num_completion_S=np.array([num for _, _, num in rows]),
+        policy_version_S=np.zeros(len(rows), dtype=np.uint64),
+        temperature_S=generator.uniform(0.5, 2.0, len(rows)).astype(np.float32),
+        token_ids_T=np.concatenate(tokens).astype(np.int32),
+        columns={"loss_mask": np.ones(num_tokens, dtype=np.float32)},
+        prefix_S=np.array([group if len(groups[group][1]) > 1 else NO_PREFIX for _, group, _ in rows], dtype=np.int32),
+    )
+
+
+def unshared(samples: Samples) -> Samples:
+    return replace(samples, prefix_S=None)
+
+
+def test_a_prompt_is_there_once_and_its_continuations_count_on() -> None:
+    samples = make_samples(((3, (2, 3)), (2, (2,))))
+    batch, plain = token_batch(samples, device=CPU), token_batch(unshared(samples), device=CPU)
+    # The sample alone, the prompt, and what continues it.
+    assert batch.cu_seqlens_S.tolist() == [0, 3, 6, 7, 9]
+    assert batch.position_ids_T.tolist() == [0, 1, 2, 0, 1, 2, 3, 3, 4]
+    assert batch.prompts is not None
+    assert (batch.prompts.first, batch.prompts.num_prefix, batch.prompts.num_suffix) == (3, (3,), (3,))
+    assert len(plain.input_ids_T) == 12
+    # Both samples' first tokens are predicted at the end of the prompt.
+    assert batch.order_N is not None
+    assert batch.places_N[batch.order_N].tolist() == [5, 6, 1, 2, 5, 7, 8]
+    assert torch.equal(batch.token_ids_N[batch.order_N], plain.token_ids_N)
+    assert torch.equal(batch.temperature_N[batch.order_N], plain.temperature_N)
+
+
+def test_samples_that_are_alone_in_a_micro_batch_are_packed_as_ever() -> None:
+    samples = make_samples(((3, (2, 3)), (2, (2, 4))))
+    batch = token_batch(samples.select([0, 1]), device=CPU)
+    assert batch.prompts is None
+    assert batch.order_N is None
+
+
+@pytest.mark.parametrize("num_parts", [2, 3])
+def test_parts_of_the_tokens_make_up_the_whole(num_parts: int) -> None:
+    samples = make_samples(GROUPS)
+    whole = token_batch(samples, device=CPU)
+    parts = [token_batch(samples, device=CPU, part=SequencePart(index, num_parts)) for index in range(num_parts)]
+    tokens = torch.cat([part.input_ids_T for part in parts])
+    assert torch.equal(tokens[: len(whole.input_ids_T)], whole.input_ids_T)
+    width = len(parts[0].input_ids_T)
+    places = torch.cat([part.places_N + index * width for index, part in enumerate(parts)])
+    assert torch.equal(places, whole.places_N)
+    assert torch.equal(torch.cat([part.token_ids_N for part in parts]), whole.token_ids_N)
+    assert all(torch.equal(part.order_N, whole.order_N) for part in parts)
+
+
+def attended(samples: Samples, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, softcap: float | None) -> Tensor:
+    """[N, H, D] at the places that predict, of queries, keys and values that depend on a token and its position alone."""
+    batch = token_batch(samples, device=CPU)
+    rows = batch.input_ids_T * 512 + batch.position_ids_T
+    sequences = _sequences(PaddedSequences.of, batch)
+    out = sequences.attend(*(x[rows % len(x)] for x in (q, k, v)), scale=0.3, window=window, softcap=softcap)
+    places = batch.places_N if batch.order_N is None else batch.places_N[batch.order_N]
+    return out[places]
+
+
+@pytest.mark.parametrize("products_up_to", [256, 0], ids=["products", "fused"])
+@pytest.mark.parametrize("softcap", [None, 0.8])
+@pytest.mark.parametrize("window", [None, 1, 5, 300])
+@settings(max_examples=25, deadline=None)
+@given(
+    groups=st.lists(
+        st.tuples(st.integers(1, 40), st.lists(st.integers(1, 40), min_size=1, max_size=4).map(tuple)), min_size=1, max_size=4
+    ).map(tuple),
+    max_logits=st.sampled_from([1, 1 << 26]),
+)
+def test_attention_over_shared_prompts_equals_that_of_each_sample(
+    window: int | None, softcap: float | None, products_up_to: int, groups: tuple, max_logits: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    samples = make_samples(groups)
+    q, k, v = (torch.randn(997, num, 8, generator=generator).requires_grad_() for num in (6, 2, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(attention_padded.PRODUCTS_UP_TO, "cpu", products_up_to)
+        patch.setattr(attention_blocks, "_MAX_LOGITS", max_logits)
+        found, exact = (
+            attended(each, q, k, v, window=window, softcap=softcap) for each in (samples, unshared(samples))
+        )
+        torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+        grad = torch.randn(found.shape, generator=generator)
+        for one, other in zip(*(torch.autograd.grad(out, (q, k, v), grad) for out in (found, exact)), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("checkpointing", [Checkpointing.NONE, Checkpointing.ATTENTION, Checkpointing.FULL])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_every_family_computes_the_same(kind: str, checkpointing: Checkpointing) -> None:
+    policy, samples = policy_of(make_model(kind, seed=5), checkpointing=checkpointing), make_samples(GROUPS)
+    weights_N = torch.randn(int(samples.num_completion_S.sum()), generator=torch.Generator().manual_seed(1))
+    scores, gradients = [], []
+    for each in (samples, unshared(samples)):
+        log_probs_N, entropy_N = policy(token_batch(each, device=CPU))
+        (log_probs_N * weights_N).sum().backward()
+        scores.append((log_probs_N, entropy_N))
+        gradients.append({name: param.grad.clone() for name, param in policy.causal_lm.named_parameters()})
+        policy.zero_grad()
+    for found, exact in zip(*scores, strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+    for name, exact in gradients[1].items():
+        assert (gradients[0][name] - exact).norm() <= 2e-6 * max(1.0, exact.norm()), name
