@@ -354,6 +354,7 @@ class SampleColumns(_message.Message):
     TEMPERATURES_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
+    PREFIXES_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.bytes
     """int64, one for each sample."""
     num_completion_tokens: _builtins.bytes
@@ -362,6 +363,8 @@ class SampleColumns(_message.Message):
     temperatures: _builtins.bytes
     token_ids: _builtins.bytes
     """int32, prompt and completion of each sample in turn."""
+    prefixes: _builtins.bytes
+    """int32, one for each sample: those of one number share their prompt, which is computed once; -1 shares none. Empty: none does."""
     @_builtins.property
     def columns(self) -> _containers.ScalarMap[_builtins.str, _builtins.bytes]:
         """float32, one for each completion token, by name."""
@@ -375,10 +378,11 @@ class SampleColumns(_message.Message):
         temperatures: _builtins.bytes = ...,
         token_ids: _builtins.bytes = ...,
         columns: _abc.Mapping[_builtins.str, _builtins.bytes] | None = ...,
+        prefixes: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "num_completion_tokens", b"num_completion_tokens", "num_prompt_tokens", b"num_prompt_tokens", "policy_versions", b"policy_versions", "temperatures", b"temperatures", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "num_completion_tokens", b"num_completion_tokens", "num_prompt_tokens", b"num_prompt_tokens", "policy_versions", b"policy_versions", "prefixes", b"prefixes", "temperatures", b"temperatures", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -166,6 +166,10 @@ class TrainerConfig(OptimizerConfig):
     """What is kept of each layer from forward to backward: everything ("none" is recomputed), its input and attention's output, its input
     alone, or that in host memory. A later one takes less memory and more time, and computes the same gradients. "auto" is the first
     that the planner has room for; on a GPU as many layers as then fit keep everything."""
+    prefix_sharing: Literal["auto"] | bool = "auto"
+    """Whether samples of one prompt in a micro-batch compute the prompt once. Results are equal up to rounding, and `micro_batch_tokens`
+    counts it once. "auto": on a CPU where that takes fewer operations, on a GPU never. On a GPU true is refused where attention has
+    windows, or where its kernel fails a trial at start."""
     lora: LoraConfig | None = None
     """Trains adapters beside a frozen model, which is then also the reference policy."""
     optimizer_on_host: bool = False

@@ -34,7 +34,7 @@ from tasuki.trainer.ranks.front import TrainerRanks
 from tasuki.trainer.ranks.loop import run_rank as run_commands
 from tasuki.trainer.service.memory_servicer import MemoryServicer
 from tasuki.trainer.service.metrics import TrainerMetrics
-from tasuki.trainer.service.micro_batches import micro_batch_tokens, sample_costs
+from tasuki.trainer.service.micro_batches import micro_batch_tokens, sample_costs, sharing_of
 from tasuki.trainer.service.servicer import TrainerServicer
 from tasuki.trainer.service.state import TrainerState, roles_by_name
 from tasuki.trainer.service.training import Training
@@ -124,6 +124,7 @@ async def serve(config: NodeConfig, *, launch: Launch) -> int:
             limits=limits,
             costs=sample_costs(config),
             sequence_parallel=config.trainer.sequence_parallel,
+            sharing=sharing_of(config),
         )
         log = TrainingLog(training_log_path(config.state_dir), failpoints=failpoints)
         cleanup.callback(log.close)

@@ -37,11 +37,16 @@ def plan_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tokens: in
     lengths: tokens of each sample, at least one sample, none above `max_tokens`.
     """
     costs = cost.flops(np.asarray(lengths, dtype=np.int64)).tolist()
+    return plan_units(lengths, costs, num_ranks=num_ranks, max_tokens=max_tokens)
+
+
+def plan_units(lengths: Sequence[int], costs: Sequence[float], *, num_ranks: int, max_tokens: int) -> MicroBatchPlan:
+    """As plan_micro_batches, of samples, or of what else stays together, that cost `costs`."""
     descending = sorted(map(_Sample, lengths, costs, range(len(lengths))), key=lambda sample: (-sample.length, sample.position))
     assert descending[0].length <= max_tokens, "check_sequences refuses such a sample"
     fewest = _best_fit(descending, max_tokens=max_tokens)
     num_rounds = -(-len(fewest) // num_ranks)
-    targets = _targets([sample.cost for sample in descending], num_ranks=num_ranks, num_rounds=num_rounds)
+    targets = _targets(sorted(costs, reverse=True), num_ranks=num_ranks, num_rounds=num_rounds)
     bins = _level(descending, targets=[each for each in targets for _ in range(num_ranks)], max_tokens=max_tokens) or fewest
     bins += [[] for _ in range(num_rounds * num_ranks - len(bins))]
     _fill_empty(bins)

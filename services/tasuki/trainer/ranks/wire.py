@@ -40,6 +40,7 @@ def encode_samples(samples: Samples) -> SampleColumns:
         temperatures=samples.temperature_S.tobytes(),
         token_ids=samples.token_ids_T.tobytes(),
         columns={name: column_N.tobytes() for name, column_N in samples.columns.items()},
+        prefixes=b"" if samples.prefix_S is None else samples.prefix_S.tobytes(),
     )
 
 
@@ -52,6 +53,7 @@ def decode_columns(message: SampleColumns) -> Samples:
         temperature_S=np.frombuffer(message.temperatures, dtype=np.float32),
         token_ids_T=np.frombuffer(message.token_ids, dtype=np.int32),
         columns={name: np.frombuffer(content, dtype=np.float32) for name, content in message.columns.items()},
+        prefix_S=np.frombuffer(message.prefixes, dtype=np.int32) if message.prefixes else None,
     )
 
 

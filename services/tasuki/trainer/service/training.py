@@ -12,8 +12,9 @@ from tasuki.algorithms.aggregation import denominator
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.trainer.data import checks
 from tasuki.trainer.data.cost import SampleCost
-from tasuki.trainer.data.plan import MicroBatchPlan, plan_micro_batches
+from tasuki.trainer.data.plan import MicroBatchPlan
 from tasuki.trainer.data.samples import Samples
+from tasuki.trainer.data.shared_plan import Sharing, plan_shared
 from tasuki.trainer.ranks.front import TrainerRanks
 from tasuki.trainer.ranks.loss import decode_loss
 from tasuki.trainer.ranks.wire import ROLE_MESSAGES, decode_scores, encode_samples
@@ -37,10 +38,13 @@ class Training:
         limits: checks.BatchLimits,
         costs: Mapping[Role, SampleCost],
         sequence_parallel: int = 1,
+        sharing: Sharing = Sharing.NEVER,
     ) -> None:
-        """costs: of a sample under every role that is trained or scored. sequence_parallel: ranks that share each micro-batch."""
+        """costs: of a sample under every role that is trained or scored. sequence_parallel: ranks that share each micro-batch. sharing: of
+        the prompt of several samples.
+        """
         self.ranks, self.state = ranks, state
-        self._limits, self._costs, self._num_sharing = limits, costs, sequence_parallel
+        self._limits, self._costs, self._num_sharing, self._sharing = limits, costs, sequence_parallel, sharing
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -90,7 +94,7 @@ class Training:
         named = loss_pb2.LossConfig()
         named.CopyFrom(loss)
         named.denominator = divisor
-        plan = self._plan(role, samples)
+        samples, plan = self._plan(role, samples)
         answers = await self.ranks.call_each(
             [
                 ranks_pb2.TrainerRankCommand(
@@ -149,7 +153,7 @@ class Training:
 
     async def score(self, role: Role, samples: Samples) -> list[NDArray[np.float32]]:
         """Log-probs or values, [its completion's tokens] for each sample, in their order."""
-        plan = self._plan(role, samples)
+        samples, plan = self._plan(role, samples)
         commands = [
             ranks_pb2.RankScore(
                 role=ROLE_MESSAGES[role], micro_batches=[encode_samples(samples.select(part)) for part in parts]
@@ -166,12 +170,13 @@ class Training:
             raise InvalidArgument(field, "this node has no critic; add a table [trainer.critic]")
         return decode_role(role, allowed=list(self.state.roles), field=field)
 
-    def _plan(self, role: Role, samples: Samples) -> MicroBatchPlan:
-        return plan_micro_batches(
-            samples.num_tokens_S.tolist(),
+    def _plan(self, role: Role, samples: Samples) -> tuple[Samples, MicroBatchPlan]:
+        return plan_shared(
+            samples,
             num_ranks=self.ranks.num_ranks // self._num_sharing,
             max_tokens=self._limits.micro_batch_tokens,
             cost=self._costs[role],
+            sharing=self._sharing,
         )
 
     def _for_each_rank(self, plan: MicroBatchPlan) -> MicroBatchPlan:
