@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tasuki.models.families import read_model
+from tasuki.models.family import full_attention
 from tasuki.planner.layout import Checkpointing
-from tasuki.trainer.backends.fsdp import attention_blocks, attention_padded
-from tasuki.trainer.backends.fsdp.attention import _sequences
+from tasuki.planner.presets import MODELS
+from tasuki.trainer.backends.fsdp import attention, attention_blocks, attention_padded
+from tasuki.trainer.backends.fsdp.attention import Kernel, sequences_of
+from tasuki.trainer.backends.fsdp.attention_blocks import OwnBlocks, PromptBlocks
+from tasuki.trainer.backends.fsdp.attention_flash import Fa4Sequences, VarlenSequences
+from tasuki.trainer.backends.fsdp.attention_flash_blocks import block_attention, flash_runs
 from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
+from tasuki.trainer.backends.fsdp.attention_trial import check_shared_prompts
 from tasuki.trainer.data.micro_batch import SequencePart, token_batch
 from tasuki.trainer.data.samples import NO_PREFIX, Samples
+from tasuki.wire.errors import InvalidArgument
 from tests.models import CONFIGS, VOCAB_SIZE, make_model
 from tests.unit.test_packed_attention import policy_of
 
@@ -90,7 +99,7 @@ def attended(samples: Samples, q: Tensor, k: Tensor, v: Tensor, *, window: int |
     """[N, H, D] at the places that predict, of queries, keys and values that depend on a token and its position alone."""
     batch = token_batch(samples, device=CPU)
     rows = batch.input_ids_T * 512 + batch.position_ids_T
-    sequences = _sequences(PaddedSequences.of, batch)
+    sequences = sequences_of(PaddedSequences.of, batch)
     out = sequences.attend(*(x[rows % len(x)] for x in (q, k, v)), scale=0.3, window=window, softcap=softcap)
     places = batch.places_N if batch.order_N is None else batch.places_N[batch.order_N]
     return out[places]
@@ -140,3 +149,61 @@ def test_every_family_computes_the_same(kind: str, checkpointing: Checkpointing)
         torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
     for name, exact in gradients[1].items():
         assert (gradients[0][name] - exact).norm() <= 2e-6 * max(1.0, exact.norm()), name
+
+
+GEMMA = make_model("gemma3", seed=0).config
+QWEN = MODELS["qwen2.5-0.5b"]
+SETTINGS: dict[str, Any] = {"shape": QWEN, "attention": full_attention(QWEN), "dtype": torch.bfloat16, "device": CPU}
+
+
+def test_a_kernel_without_windows_over_prompts_is_refused_by_name() -> None:
+    model = read_model({**GEMMA.to_dict(), "architectures": ["Gemma3ForCausalLM"]})
+    with pytest.raises(InvalidArgument, match="Gemma3ForCausalLM has windows") as refused:
+        check_shared_prompts(Fa4Sequences, **{**SETTINGS, "shape": model.shape, "attention": model.attention})
+    assert refused.value.metadata["field"] == "trainer.prefix_sharing"
+    check_shared_prompts(PaddedSequences.of, **{**SETTINGS, "shape": model.shape, "attention": model.attention})
+
+
+@pytest.mark.parametrize("kernel", [Fa4Sequences, VarlenSequences])
+def test_a_kernel_that_cannot_run_here_is_refused(kernel: Kernel) -> None:
+    with pytest.raises(InvalidArgument, match="trainer.prefix_sharing: = true is not possible here"):
+        check_shared_prompts(kernel, **SETTINGS)
+
+
+class Forgetful(PromptBlocks):
+    """Computes backward with the log-sum of the prompt alone, as one that ignores the merge would."""
+
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, settings: Any) -> Any:
+        own_out, own_lse = self.forward(q, k, v, settings)
+        return super().backward(grad, q, k, v, own_out, own_lse.contiguous(), settings)
+
+
+@pytest.mark.parametrize(("blocks", "fault"), [(PromptBlocks, None), (Forgetful, "its dq is off by")])
+def test_a_trial_tells_right_gradients_from_wrong_ones(
+    blocks: type[PromptBlocks], fault: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing of FlashAttention is left of it but the name.
+    monkeypatch.setitem(attention._BLOCKS, Fa4Sequences, lambda batch, prompts: (OwnBlocks.of(batch), blocks(prompts)))
+    if fault is None:
+        check_shared_prompts(Fa4Sequences, **SETTINGS)
+        return
+    with pytest.raises(InvalidArgument, match=fault):
+        check_shared_prompts(Fa4Sequences, **SETTINGS)
+
+
+def test_runs_of_a_flash_kernel_are_those_of_the_packed_tokens() -> None:
+    batch = token_batch(make_samples(((3, (2, 3)), (2, (2,)), (4, (5, 9)))), device=CPU)
+    assert batch.prompts is not None
+    own, prompts = flash_runs(batch, batch.prompts)
+    assert own.cu_queries_S.tolist() == own.cu_keys_S.tolist() == [0, 3, 6, 10, 11, 13, 17, 25]
+    assert (own.max_queries, own.is_causal) == (8, True)
+    assert (prompts.cu_queries_S.tolist(), prompts.cu_keys_S.tolist()) == ([0, 3, 15], [0, 3, 7])
+    assert (prompts.max_queries, prompts.max_keys, prompts.is_causal) == (12, 4, False)
+
+
+def test_the_operator_says_its_shapes_without_a_gpu() -> None:
+    q, k = (torch.empty(9, heads, 16, device="meta", dtype=torch.bfloat16) for heads in (4, 2))
+    starts = torch.empty(3, device="meta", dtype=torch.int32)
+    out, lse = block_attention(q, k, k, starts, starts, 5, 7, 0.25, False)
+    assert (out.shape, out.dtype) == ((9, 4, 16), torch.bfloat16)
+    assert (lse.shape, lse.dtype) == ((4, 9), torch.float32)

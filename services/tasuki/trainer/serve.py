@@ -25,6 +25,7 @@ from tasuki.rpc.staying import staying_tags
 from tasuki.trainer.backends.fsdp.backend import FsdpBackend
 from tasuki.trainer.backends.fsdp.mesh import start_mesh
 from tasuki.trainer.data.checks import BatchLimits
+from tasuki.trainer.data.shared_plan import Sharing
 from tasuki.trainer.durable.restore import restore
 from tasuki.trainer.durable.training_log import TrainingLog
 from tasuki.trainer.launch import Launch
@@ -34,7 +35,7 @@ from tasuki.trainer.ranks.front import TrainerRanks
 from tasuki.trainer.ranks.loop import run_rank as run_commands
 from tasuki.trainer.service.memory_servicer import MemoryServicer
 from tasuki.trainer.service.metrics import TrainerMetrics
-from tasuki.trainer.service.micro_batches import micro_batch_tokens, sample_costs, sharing_of
+from tasuki.trainer.service.micro_batches import micro_batch_tokens, sample_costs
 from tasuki.trainer.service.servicer import TrainerServicer
 from tasuki.trainer.service.state import TrainerState, roles_by_name
 from tasuki.trainer.service.training import Training
@@ -124,7 +125,7 @@ async def serve(config: NodeConfig, *, launch: Launch) -> int:
             limits=limits,
             costs=sample_costs(config),
             sequence_parallel=config.trainer.sequence_parallel,
-            sharing=sharing_of(config),
+            sharing=Sharing.of(config.trainer.prefix_sharing, device=config.device),
         )
         log = TrainingLog(training_log_path(config.state_dir), failpoints=failpoints)
         cleanup.callback(log.close)

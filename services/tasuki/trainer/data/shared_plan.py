@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from typing import Literal
 
 import numpy as np
 
@@ -19,6 +20,14 @@ class Sharing(Enum):
     WHERE_CHEAPER = auto()
     """Where the plan with it takes fewer operations."""
     ALWAYS = auto()
+
+    @classmethod
+    def of(cls, setting: Literal["auto"] | bool, *, device: str) -> Sharing:
+        """What `trainer.prefix_sharing` says."""
+        if setting == "auto":
+            # On a GPU nobody has measured it yet.
+            return cls.WHERE_CHEAPER if device == "cpu" else cls.NEVER
+        return cls.ALWAYS if setting else cls.NEVER
 
 
 def plan_shared(

@@ -9,7 +9,6 @@ from tasuki.memory.host import host_memory
 from tasuki.planner.model_shape import read_model_file
 from tasuki.planner.node_plan import node_layout
 from tasuki.trainer.data.cost import SampleCost, sample_cost
-from tasuki.trainer.data.shared_plan import Sharing
 from tasuki.trainer.ranks.front import TrainerRanks
 from tasuki.trainer.roles import Role
 from tasuki.v1.memory_pb2 import GetUsageRequest
@@ -24,15 +23,6 @@ async def micro_batch_tokens(config: NodeConfig, ranks: TrainerRanks) -> int:
     gpu_bytes = min(device.total_bytes for answer in answers for device in answer.get_usage.devices)
     shape = read_model_file(config.model.path).shape
     return node_layout(config, shape, gpu_bytes=gpu_bytes, host_bytes=host_memory().total_bytes).micro_batch_tokens
-
-
-def sharing_of(config: NodeConfig) -> Sharing:
-    """Which samples share the computation of their prompt."""
-    given = config.trainer.prefix_sharing
-    if given == "auto":
-        # On a GPU nobody has measured it yet.
-        return Sharing.WHERE_CHEAPER if config.device == "cpu" else Sharing.NEVER
-    return Sharing.ALWAYS if given else Sharing.NEVER
 
 
 def sample_costs(config: NodeConfig) -> dict[Role, SampleCost]:

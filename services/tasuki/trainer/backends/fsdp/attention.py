@@ -21,6 +21,7 @@ from tasuki.models.family import Attention
 from tasuki.models.shape import ModelShape
 from tasuki.trainer.backends.fsdp.attention_blocks import OwnBlocks, PromptBlocks
 from tasuki.trainer.backends.fsdp.attention_flash import HEAD_DIM_STEP, MAX_HEAD_DIM, Fa4Sequences, VarlenSequences
+from tasuki.trainer.backends.fsdp.attention_flash_blocks import Fa4Blocks, Runs, VarlenBlocks, flash_runs
 from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
 from tasuki.trainer.backends.fsdp.attention_shared import Blocks, SharedSequences
 from tasuki.trainer.backends.fsdp.sequence_parallel import SequenceGroup
@@ -46,11 +47,20 @@ Kernel = Callable[[Tensor, int], Sequences]
 """cu_seqlens [S + 1] int32 and the longest length, both of a TokenBatch -> its sequences."""
 AttentionBackend = Literal["fa4", "varlen", "sdpa"]
 _KERNELS: dict[AttentionBackend, Kernel] = {"fa4": Fa4Sequences, "varlen": VarlenSequences, "sdpa": PaddedSequences.of}
+
+
+def _flash_blocks(kind: Callable[[Runs], Blocks], batch: TokenBatch, prompts: SharedPrompts) -> tuple[Blocks, Blocks]:
+    own, shared = flash_runs(batch, prompts)
+    return kind(own), kind(shared)
+
+
 _BLOCKS: dict[Kernel, Callable[[TokenBatch, SharedPrompts], tuple[Blocks, Blocks]]] = {
+    Fa4Sequences: functools.partial(_flash_blocks, Fa4Blocks),
+    VarlenSequences: functools.partial(_flash_blocks, VarlenBlocks),
     PaddedSequences.of: lambda batch, prompts: (OwnBlocks.of(batch), PromptBlocks(prompts)),
 }
 # A kernel's output and gradients in bfloat16 differ from float32's by less than 0.01 in norm.
-_TOLERANCE = 0.02
+TOLERANCE = 0.02
 # Of the sequences that a kernel is tried on: tiles of 64 and 128, one token more, one less, and a single one.
 _LENGTHS = (1, 127, 129, 64, 300)
 _SHORT_WINDOW = 100
@@ -61,6 +71,7 @@ def attention_operators() -> list[OpOverload]:
     aten = torch.ops.aten
     return [
         torch.ops.tasuki.packed_attention.default,
+        torch.ops.tasuki.block_attention.default,
         torch.ops.torch_attn._varlen_attn.default,
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,
@@ -96,7 +107,7 @@ class PackedAttention:
     """Ranks that have the other parts of each micro-batch."""
 
     def over(self, batch: TokenBatch) -> LayerAttention:
-        return LayerAttention(_sequences(self.kernel, batch), self.attention, self.sharing)
+        return LayerAttention(sequences_of(self.kernel, batch), self.attention, self.sharing)
 
     def gather(self, *scores_N: Tensor, batch: TokenBatch) -> list[Tensor]:
         """Scores of the completion tokens of all parts, in the order of the samples, from those of this rank's."""
@@ -104,7 +115,8 @@ class PackedAttention:
         return scores if batch.order_N is None else [score_N.index_select(0, batch.order_N) for score_N in scores]
 
 
-def _sequences(kernel: Kernel, batch: TokenBatch) -> Sequences:
+def sequences_of(kernel: Kernel, batch: TokenBatch) -> Sequences:
+    """Those of a micro-batch, some of which may continue a prompt."""
     if batch.prompts is None:
         return kernel(batch.cu_seqlens_S, batch.max_seqlen)
     own, prompts = _BLOCKS[kernel](batch, batch.prompts)
@@ -179,18 +191,18 @@ def _fault(kernel: Kernel, shape: ModelShape, attention: Attention, *, dtype: to
     for window in sorted({0 if window is None else min(window, _SHORT_WINDOW) for window in attention.windows}):
         settings = {"scale": attention.query_scale, "window": window or None, "softcap": None}
         try:
-            found = _with_gradients(kernel(*trial), qkv, grad, **settings)
+            found = with_gradients(kernel(*trial), qkv, grad, **settings)
         except Exception as error:  # noqa: BLE001  a compiler's, a driver's or an import's, whatever it is: the kernel is not usable
             return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        expected = _with_gradients(PaddedSequences.of(*trial), [x.float() for x in qkv], grad.float(), **settings)
+        expected = with_gradients(PaddedSequences.of(*trial), [x.float() for x in qkv], grad.float(), **settings)
         for name, one, other in zip(("output", "dq", "dk", "dv"), found, expected, strict=True):
             difference = float((one.float() - other).norm() / other.norm())
-            if not difference < _TOLERANCE:
+            if not difference < TOLERANCE:
                 return f"its {name} is off by {difference:.3f} in norm, with window {window or None}"
     return None
 
 
-def _with_gradients(sequences: Sequences, qkv: list[Tensor], grad_THD: Tensor, **settings: Any) -> list[Tensor]:
+def with_gradients(sequences: Sequences, qkv: list[Tensor], grad_THD: Tensor, **settings: Any) -> list[Tensor]:
     """The output, and the gradients of q, k and v."""
     leaves = [x.detach().requires_grad_() for x in qkv]
     out_THD = sequences.attend(*leaves, **settings)

@@ -48,6 +48,7 @@ from tasuki.trainer.backends.fsdp.sequence_parallel import SequenceGroup
 from tasuki.trainer.backends.fsdp.shards import adapter_shards, local_shards
 from tasuki.trainer.backends.fsdp.streamed_adamw import StreamedAdamW
 from tasuki.trainer.data.micro_batch import WHOLE, SequencePart, TokenBatch
+from tasuki.trainer.data.shared_plan import Sharing
 from tasuki.trainer.roles import Role
 from tasuki.transport.export import ExportMemory, WeightExport
 from tasuki.wire.errors import OutOfGpuMemory
@@ -246,6 +247,7 @@ class FsdpBackend:
             lora=lora,
             seed=config.seed,
             sharing=self._sharing,
+            shares_prompts=Sharing.of(config.prefix_sharing, device=self._node.device) is not Sharing.NEVER,
         )
 
     def _weights(self) -> AbstractContextManager[None]:

@@ -22,6 +22,7 @@ from tasuki.models.families import FAMILIES, read_model
 from tasuki.models.family import Model
 from tasuki.models.shape import check_lora_targets
 from tasuki.trainer.backends.fsdp.attention import IMPLEMENTATION, AttentionBackend, PackedAttention, choose_kernel
+from tasuki.trainer.backends.fsdp.attention_trial import check_shared_prompts
 from tasuki.trainer.backends.fsdp.lm_head import LmHead
 from tasuki.trainer.backends.fsdp.lora import add_adapters, initialize_adapters
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
@@ -127,6 +128,8 @@ class NetworkSource:
     """Of adapters that have just been added."""
     sharing: SequenceGroup | None = None
     """Ranks that have the other parts of each micro-batch."""
+    shares_prompts: bool = False
+    """Whether micro-batches may have prompts that samples share."""
 
     @property
     def model(self) -> Model:
@@ -165,19 +168,16 @@ def load_critic(source: NetworkSource, *, region: AbstractContextManager[None]) 
 
 
 def _attention(source: NetworkSource) -> PackedAttention:
-    """Raises InvalidArgument when source.attention_backend cannot compute the model."""
+    """Raises InvalidArgument when source.attention_backend cannot compute the model, or not with prompts that samples share."""
     model, shape = source.model, source.model.shape
     if source.sharing is not None:
         num_parts = source.sharing.part.num_parts
         heads, kv_heads = shape.num_heads // num_parts, max(1, shape.num_kv_heads // num_parts)
         shape = replace(shape, num_heads=heads, num_kv_heads=kv_heads)
-    kernel = choose_kernel(
-        source.attention_backend,
-        shape=shape,
-        attention=model.attention,
-        dtype=source.compute_dtype,
-        device=mesh_device(source.mesh),
-    )
+    settings = {"shape": shape, "attention": model.attention, "dtype": source.compute_dtype, "device": mesh_device(source.mesh)}
+    kernel = choose_kernel(source.attention_backend, **settings)
+    if source.shares_prompts:
+        check_shared_prompts(kernel, **settings)
     return PackedAttention(kernel, model.attention, source.sharing)
 
 

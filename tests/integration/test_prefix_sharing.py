@@ -1,0 +1,128 @@
+"""Steps in which samples share the computation of their prompt, against steps without: every role, adapters, and over gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tasuki.algorithms.loss_types import LossConfig, ValueLoss
+from tasuki.trainer.data.micro_batch import token_batch
+from tasuki.trainer.data.samples import Samples
+from tasuki.trainer.data.shared_plan import Sharing, plan_shared
+from tasuki.trainer.roles import Role
+from tasuki.trainer.service.requests import decode_samples
+from tasuki.v1 import loss_pb2
+from tasuki.v1.types_pb2 import TrainingSample
+from tests.integration.learning import COST, learn, start_learner, whole_gradients, whole_parameters
+from tests.integration.trainer_process import TrainerClient, TrainerProcess, connect, start_trainer
+from tests.integration.trainer_samples import make_samples
+from tests.models import VOCAB_SIZE, make_model, save_checkpoint
+
+SETTINGS = 'compute_dtype = "float32"\nlearning_rate = 1e-3\nmicro_batch_tokens = 64\n'
+NUM_GROUPS, GROUP_SIZE = 5, 4
+# It needs the log-probs of whole sequences.
+GSPO = loss_pb2.LossConfig(gspo=loss_pb2.GspoLoss(), entropy_coef=0.01)
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(make_model("qwen2", seed=0), tmp_path_factory.mktemp("model") / "qwen2")
+
+
+def grouped_samples() -> list[TrainingSample]:
+    """Groups of one prompt each."""
+    samples = make_samples(NUM_GROUPS * GROUP_SIZE, vocab_size=VOCAB_SIZE, temperature=0.8)
+    for index, sample in enumerate(samples):
+        prompt = np.random.default_rng(index % NUM_GROUPS).integers(3, VOCAB_SIZE, size=12 + index % NUM_GROUPS)
+        sample.prompt_token_ids[:] = prompt.tolist()
+        sample.values[:] = [0.1] * len(sample.completion_token_ids)
+        sample.returns[:] = [0.3 * (index % 3)] * len(sample.completion_token_ids)
+    return samples
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    dist.destroy_process_group()
+
+
+def shared(samples: Samples) -> Samples:
+    return plan_shared(samples, num_ranks=1, max_tokens=4096, cost=COST, sharing=Sharing.ALWAYS)[0]
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "attention", "full", "offloaded"])
+@pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["full", "adapters"])
+def test_a_step_of_every_role_is_equal_to_rounding(
+    model: Path, mesh: DeviceMesh, lora: dict[str, Any] | None, checkpointing: str
+) -> None:
+    alone = decode_samples(grouped_samples())
+    together = shared(alone)
+    assert len(token_batch(together, device=torch.device("cpu")).input_ids_T) < 0.7 * int(alone.num_tokens_S.sum())
+    settings = {"learning_rate": 1e-3, "eps": 1e-3, "lora": lora, "critic": {}, "checkpointing": checkpointing}
+    results: list[tuple[Any, ...]] = []
+    for samples in (alone, together):
+        learner = start_learner(model, mesh=mesh, **settings)
+        batch = token_batch(samples, device=torch.device("cpu"))
+        scores = [learner.score(role, [batch])[0] for role in Role]
+        reports, tensors = [], {}
+        for role, config in ((Role.POLICY, LossConfig(kl_coef=0.1)), (Role.CRITIC, LossConfig(loss=ValueLoss()))):
+            reports.append(learn(learner, role, samples, config=config).loss)
+            tensors |= {f"{role}.grad.{name}": tensor for name, tensor in whole_gradients(learner, role).items()}
+            learner.optim_step(role)
+            tensors |= {f"{role}.{name}": tensor for name, tensor in whole_parameters(learner, role).items()}
+        results.append((scores, reports, tensors))
+        learner.backend.close()
+    (scores, losses, tensors), (shared_scores, shared_losses, shared_tensors) = results
+    for one, other in zip(scores, shared_scores, strict=True):
+        torch.testing.assert_close(other, one, **CLOSE)
+    assert shared_losses == pytest.approx(losses, abs=1e-5)
+    assert tensors.keys() == shared_tensors.keys()
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(shared_tensors[name], tensor, **CLOSE, msg=name)
+
+
+@pytest.fixture(scope="module")
+def trainers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[TrainerProcess]]:
+    """Without sharing, with it, and with it where two ranks share each micro-batch as well."""
+    kinds = (
+        (1, "prefix_sharing = false\n"),
+        (1, "prefix_sharing = true\n"),
+        (2, "prefix_sharing = true\nsequence_parallel = 2\n"),
+    )
+    trainers = [
+        start_trainer(tmp_path_factory.mktemp("node"), model, num_ranks=num_ranks, settings=SETTINGS + settings)
+        for num_ranks, settings in kinds
+    ]
+    for trainer in trainers:
+        trainer.wait_until_serving()
+    yield trainers
+    for trainer in trainers:
+        trainer.stop()
+
+
+async def test_a_step_over_grpc_is_equal_and_takes_fewer_micro_batches(trainers: list[TrainerProcess]) -> None:
+    answers, steps, scores = [], [], []
+    for trainer in trainers:
+        async with connect(trainer) as channel:
+            client = TrainerClient(channel)
+            answers.append(await client.forward_backward(grouped_samples(), loss=GSPO))
+            steps.append(await client.optim_step())
+            scores.append(await client.log_probs(grouped_samples()))
+    alone, *others = answers
+    for answer, step, rows in zip(others, steps[1:], scores[1:], strict=True):
+        assert answer.num_micro_batches < alone.num_micro_batches
+        assert answer.num_tokens == alone.num_tokens
+        assert answer.loss == pytest.approx(alone.loss, rel=1e-5, abs=1e-6)
+        assert answer.metrics == pytest.approx(alone.metrics, rel=1e-4, abs=1e-6)
+        assert step.grad_norm == pytest.approx(steps[0].grad_norm, rel=1e-5)
+        for mine, theirs in zip(rows, scores[0], strict=True):
+            assert list(mine) == pytest.approx(list(theirs), abs=1e-5)
