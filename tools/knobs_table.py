@@ -46,6 +46,12 @@ KNOBS = (
         "two exchanges in each layer's attention",
         "5,094",
     ),
+    Knob(
+        "`micro_batch_tokens = 65536`, `mlp_tile_tokens = 8192`",
+        {"micro_batch_tokens": 65_536, "mlp_tile_tokens": 8192},
+        "the MLP is computed again once more; not run on a GPU",
+    ),
+    Knob("`prefix_sharing = true`", {}, "two calls in each layer's attention, for fewer tokens; not run on a GPU"),
     Knob("`optimizer_on_host = true`", {"optimizer_on_host": True}, "both moments come to the GPU and go back in each step"),
     Knob('`param_dtype = "bfloat16"`', {"param_bytes": 2}, "small updates are lost: [config.md](config.md)"),
     Knob("`export_stays = false`", {"export_stays": False}, "rollout maps the copy at every sync"),

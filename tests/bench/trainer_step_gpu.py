@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from itertools import groupby, product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -36,8 +36,12 @@ from tests.bench.gpus import require_gpus
 from tests.bench.kernel_times import kernel_times, profiled
 from tests.bench.plan_gpu import SOURCES, layout_of, make_model, predict, step_bytes, used_bytes
 
+if TYPE_CHECKING:
+    from tasuki.v1.types_pb2 import TrainingSample
+
 MEDIAN, SIGMA, LONGEST, SEED = 1500, 0.8, 8192, 0
 MICRO_BATCH_TOKENS, NUM_STEPS, LONG = 16_384, 3, 65_536
+GROUP, GROUP_PROMPT, GROUP_COMPLETION = 8, 8192, 2048
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "0.5b": ("qwen2.5-0.5b", {"checkpointing": "none"}),
     "1.5b": ("qwen2.5-1.5b", {"checkpointing": "none"}),
@@ -53,10 +57,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "7b-auto": ("qwen2.5-7b", {}),
     "7b-host": ("qwen2.5-7b", {"checkpointing": "full", "optimizer_on_host": True}),
     "7b-long": ("qwen2.5-7b", {"checkpointing": "full", "sequence_parallel": 2, "micro_batch_tokens": LONG + 1}),
+    "7b-group": ("qwen2.5-7b", {"checkpointing": "full", "prefix_sharing": False, "micro_batch_tokens": 32_768}),
+    "7b-group-shared": ("qwen2.5-7b", {"checkpointing": "full", "prefix_sharing": True, "micro_batch_tokens": 32_768}),
     "7b-lora": ("qwen2.5-7b", {"checkpointing": "none", "lora": {"rank": 32}}),
     "7b-lora-recomputed": ("qwen2.5-7b", {"checkpointing": "full", "lora": {"rank": 32}}),
 }
-"""Preset, and settings of [trainer]. "7b-long" has two samples of LONG tokens, on two ranks that share each."""
+"""Preset, and settings of [trainer]. "7b-long" has two samples of LONG tokens, on two ranks that share each. "7b-group" has groups of
+GROUP samples of one prompt, a group a rank, and "7b-group-shared" computes each prompt once."""
 PEAK_FLOPS = 989e12
 
 
@@ -97,12 +104,30 @@ def samples_of(lengths: list[int], vocab_size: int) -> Any:
     return decode_samples(samples)
 
 
+def group_of(seed: int, vocab_size: int, *, shrink: int) -> list[TrainingSample]:
+    """Samples of one prompt. shrink: divides both lengths."""
+    from tasuki.v1.types_pb2 import TrainingSample
+
+    generator, num_completion = np.random.default_rng(seed), GROUP_COMPLETION // shrink
+    prompt = generator.integers(vocab_size, size=GROUP_PROMPT // shrink).tolist()
+    return [
+        TrainingSample(
+            prompt_token_ids=prompt,
+            completion_token_ids=generator.integers(vocab_size, size=num_completion).tolist(),
+            rollout_log_probs=[-12.0] * num_completion,
+            advantages=generator.normal(size=num_completion).tolist(),
+        )
+        for _ in range(GROUP)
+    ]
+
+
 def measure(case: str, folder: Path, backend: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Of one rank."""
     from tasuki.algorithms.loss_types import LossConfig
     from tasuki.trainer.backends.fsdp.mesh import start_mesh
     from tasuki.trainer.launch import read_launch
     from tasuki.trainer.roles import Role
+    from tasuki.trainer.service.requests import decode_samples
     from tests.integration.learning import fsdp, micro_batches, start_learner, with_denominator
 
     device = "cpu" if arguments.tiny else "cuda"
@@ -118,6 +143,11 @@ def measure(case: str, folder: Path, backend: str, arguments: argparse.Namespace
     learner = start_learner(folder, mesh=mesh, compute_dtype="bfloat16", export_stays=True, **settings)
     start_s = time.perf_counter() - started
     samples = samples_of(lengths, shape.vocab_size)
+    if "group" in case:
+        shrink = 64 if arguments.tiny else 1
+        groups = (group_of(rank, shape.vocab_size, shrink=shrink) for rank in range(mesh.size()))
+        samples = decode_samples([sample for group in groups for sample in group])
+        lengths = (samples.num_tokens_S - 1).tolist()
     config = with_denominator(LossConfig(), samples)
     batches = micro_batches(learner, samples, config=config, max_tokens=settings["micro_batch_tokens"])
     seconds: list[float] = []

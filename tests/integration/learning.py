@@ -18,8 +18,8 @@ from tasuki.config.schema import NodeConfig
 from tasuki.trainer.backends.fsdp.backend import FsdpBackend, Trained
 from tasuki.trainer.data.cost import SampleCost
 from tasuki.trainer.data.micro_batch import MicroBatch, micro_batch
-from tasuki.trainer.data.plan import plan_micro_batches
 from tasuki.trainer.data.samples import Samples
+from tasuki.trainer.data.shared_plan import Sharing, plan_shared
 from tasuki.trainer.learner import Learner, LossReport, MetricPart, trained_roles
 from tasuki.trainer.roles import Role
 
@@ -53,8 +53,9 @@ def trained(learner: Learner, role: Role) -> Trained:
 def micro_batches(learner: Learner, samples: Samples, *, config: LossConfig, max_tokens: int) -> list[MicroBatch]:
     """This rank's. config: with its denominator."""
     part = learner.backend.sequence_part
-    lengths, num_groups = samples.num_tokens_S.tolist(), learner.backend.num_ranks // part.num_parts
-    plan = plan_micro_batches(lengths, num_ranks=num_groups, max_tokens=max_tokens, cost=COST)
+    num_groups = learner.backend.num_ranks // part.num_parts
+    sharing = Sharing.ALWAYS if fsdp(learner)._node.trainer.prefix_sharing is True else Sharing.NEVER
+    samples, plan = plan_shared(samples, num_ranks=num_groups, max_tokens=max_tokens, cost=COST, sharing=sharing)
     version, device = learner.policy_version, learner.backend.device
     return [
         micro_batch(samples.select(indices), config=config, policy_version=version, device=device, part=part)

@@ -30,14 +30,18 @@ def kept_per_token(
     pre_norm = post_norm + hidden * compute_bytes
     norms = len(model.norms) * pre_norm + len(model.post_norms) * post_norm + own_inputs
     attention = _kept_of_attention(model, compute_bytes, num_keys=num_keys, norm=norm)
-    if model.is_sparse(layer):
-        # For each chosen expert: the token, gate and up, what they make, the result and its weight; four indices and a mask to sort them.
-        width = 2 * hidden + 4 * model.expert_size + 1
-        mlp = model.experts_per_token * (width * compute_bytes + 4 * 8 + 1) + 4 * model.num_experts
-    else:
-        mlp = (3 if is_fused else 4) * model.intermediate_size * compute_bytes
+    mlp = kept_in_mlp(model, layer, compute_bytes=compute_bytes, is_fused=is_fused)
     adapters = 0 if lora_rank is None else 7 * lora_rank * compute_bytes
     return norms + attention + mlp + adapters
+
+
+def kept_in_mlp(model: ModelShape, layer: int, *, compute_bytes: int = 2, is_fused: bool = False) -> int:
+    """Of that, what is inside the MLP."""
+    if model.is_sparse(layer):
+        # For each chosen expert: the token, gate and up, what they make, the result and its weight; four indices and a mask to sort them.
+        width = 2 * model.hidden_size + 4 * model.expert_size + 1
+        return model.experts_per_token * (width * compute_bytes + 4 * 8 + 1) + 4 * model.num_experts
+    return (3 if is_fused else 4) * model.intermediate_size * compute_bytes
 
 
 def kept_with_attention(model: ModelShape, *, compute_bytes: int = 2) -> int:

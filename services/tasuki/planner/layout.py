@@ -125,6 +125,8 @@ class Layout:
     checkpointing: Checkpointing = Checkpointing.NONE
     kept_layers: int = 0
     """Layers, the last ones, of which everything is kept whatever `checkpointing` says; not where it holds inputs on the host."""
+    mlp_tile_tokens: int | None = None
+    """Tokens of which a rank computes an MLP at a time, with what is inside it computed again in backward; by default all."""
     optimizer_on_host: bool = False
     """Whether the moments stay in host memory all the time."""
     reshards_after_forward: bool = True
@@ -233,6 +235,16 @@ class Layout:
         return -(-self.micro_batch_tokens // self.sequence_parallel)
 
     @property
+    def has_mlp_tiles(self) -> bool:
+        """Whether a full micro-batch has more than one."""
+        return self.mlp_tile_tokens is not None and self.mlp_tile_tokens < self.rank_tokens
+
+    @property
+    def mlp_tokens(self) -> int:
+        """Most tokens of one rank that are inside an MLP at a time."""
+        return self.rank_tokens if self.mlp_tile_tokens is None else min(self.mlp_tile_tokens, self.rank_tokens)
+
+    @property
     def longest_sequence(self) -> int:
         return self.context_length or self.model.context_length
 
@@ -266,7 +278,7 @@ def unshared_heads(model: ModelShape, num_ranks: int) -> str | None:
 
 _POSITIVE = (
     "num_gpus", "gpu_bytes", "host_bytes", "num_ranks", "sequence_parallel", "tp_size", "num_engines", "compute_bytes", "engine_bytes",
-    "param_bytes", "micro_batch_tokens", "logit_tokens", "lora_rank",
+    "param_bytes", "micro_batch_tokens", "mlp_tile_tokens", "logit_tokens", "lora_rank",
     "critic_lora_rank", "sync_bucket_bytes", "kv_tokens", "context_length",
     "max_running_requests",
 )  # fmt: skip

@@ -82,6 +82,7 @@ def node_layout(
         micro_batch_tokens=config.most_micro_batch_tokens,
         # Where it is open, tokens are chosen before it: none of it costs as much as a step of more and smaller micro-batches.
         checkpointing=Checkpointing.OFFLOADED if trainer.checkpointing == "auto" else Checkpointing(trainer.checkpointing),
+        mlp_tile_tokens=trainer.mlp_tile_tokens,
         optimizer_on_host=trainer.optimizer_on_host,
         has_reference=config.train is not None and (config.train.loss.kl_coef > 0 or config.train.advantages.kl_coef > 0),
         lora_rank=None if trainer.lora is None else trainer.lora.rank,

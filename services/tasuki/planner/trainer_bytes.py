@@ -7,7 +7,7 @@ import math
 from tasuki.algorithms.vocabulary_tiles import most_logits
 from tasuki.memory.granularity import CPU_MIN_TENSOR, arena_bytes, export_bytes
 from tasuki.models.shape import ModelShape, Shapes
-from tasuki.planner.kept_bytes import kept_per_token, kept_with_attention
+from tasuki.planner.kept_bytes import kept_in_mlp, kept_per_token, kept_with_attention
 from tasuki.planner.layout import Checkpointing, Layout, Part
 from tasuki.planner.shards import shards, trained_shards
 
@@ -164,7 +164,10 @@ def _at_layer(layout: Layout) -> Bytes:
         recomputed -= _attention_output(layout)
     # In backward of the MLP's product, which has gone itself: its gradient and those of both factors, and that of the hidden states.
     width = 2 * (model.experts_per_token * model.expert_size if model.is_sparse(widest) else model.intermediate_size)
-    flowing = layout.rank_tokens * (width + model.hidden_size) * compute
+    flowing = (layout.mlp_tokens * width + layout.rank_tokens * model.hidden_size) * compute
+    if layout.has_mlp_tiles:
+        # A tile, computed again.
+        flowing += layout.mlp_tokens * _kept_in_mlp(layout, widest)
     return {
         # This one, and for several ranks the next one's as it arrives and as it is copied out.
         Part.LAYERS: _gathered(layout, layers=1 if layout.num_ranks == 1 else 3),
@@ -247,7 +250,14 @@ def _layer_activations(layout: Layout, index: int) -> int:
         lora_rank=layout.lora_rank,
         is_fused=layout.device == "cuda",
     )
+    if layout.has_mlp_tiles:
+        each -= _kept_in_mlp(layout, index)
     return layout.rank_tokens * (each + _kept_to_share(layout))
+
+
+def _kept_in_mlp(layout: Layout, index: int) -> int:
+    """Of one token."""
+    return kept_in_mlp(layout.model, index, compute_bytes=layout.compute_bytes, is_fused=layout.device == "cuda")
 
 
 def _kept_to_share(layout: Layout) -> int:

@@ -33,6 +33,7 @@ from tasuki.trainer.backends.fsdp.checkpoint import (
 from tasuki.trainer.backends.fsdp.lora import adapters_off, merged_rows, trained_parameters
 from tasuki.trainer.backends.fsdp.memory import ExportChoice, Staying, TrainerMemory
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
+from tasuki.trainer.backends.fsdp.mlp_tiles import tile_mlps
 from tasuki.trainer.backends.fsdp.model import (
     Critic,
     NetworkSource,
@@ -214,6 +215,8 @@ class FsdpBackend:
             kept_layers=self._layout.kept_layers,
             boundaries=self._boundaries(network.causal_lm),
         )
+        if self._node.trainer.mlp_tile_tokens is not None:
+            tile_mlps(network.causal_lm, num_tokens=self._node.trainer.mlp_tile_tokens)
         network.train()
         self.memory.freeze(param for param in network.parameters() if not param.requires_grad)
         parameters = [param for _, param in trained_parameters(network)]

@@ -1,0 +1,62 @@
+"""MLPs in tiles: every family's results and gradients, and what is kept of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tasuki.planner.kept_bytes import kept_in_mlp
+from tasuki.planner.layout import GB, Checkpointing, Layout
+from tasuki.planner.presets import MODELS
+from tasuki.planner.trainer_bytes import step_moments
+from tasuki.trainer.backends.fsdp.mlp_tiles import tile_mlps
+from tests.models import CONFIGS, make_model
+from tests.saved_tensors import kept_bytes
+from tests.unit.test_packed_attention import LENGTHS, pack, policy_of
+
+
+@pytest.mark.parametrize("checkpointing", [Checkpointing.NONE, Checkpointing.ATTENTION, Checkpointing.FULL])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_tiles_compute_what_whole_mlps_do(kind: str, checkpointing: Checkpointing) -> None:
+    causal_lm, batch = make_model(kind, seed=5), pack(LENGTHS)
+    whole, tiled = (policy_of(causal_lm, checkpointing=checkpointing) for _ in range(2))
+    # The last tile is shorter than the others.
+    tile_mlps(tiled.causal_lm, num_tokens=25)
+    weights_N = torch.randn(len(batch.token_ids_N), generator=torch.Generator().manual_seed(1))
+    scores = [policy(batch)[0] for policy in (whole, tiled)]
+    torch.testing.assert_close(scores[1], scores[0], rtol=1e-5, atol=1e-5)
+    for score_N in scores:
+        (score_N * weights_N).sum().backward()
+    exact = {name: param.grad for name, param in whole.causal_lm.named_parameters()}
+    for name, param in tiled.causal_lm.named_parameters():
+        assert (param.grad - exact[name]).norm() <= 2e-6 * max(1.0, exact[name].norm()), name
+
+
+def test_nothing_inside_an_mlp_is_kept() -> None:
+    causal_lm, batch = make_model("llama", seed=5), pack(LENGTHS)
+    sizes: list[int] = []
+    for num_tokens in (sum(LENGTHS), 25):
+        policy = policy_of(causal_lm)
+        tile_mlps(policy.causal_lm, num_tokens=num_tokens)
+        with kept_bytes(policy.parameters()) as kept:
+            policy(batch)
+        sizes.append(sum(kept.values()))
+    # In two layers, and each tile's input beside them.
+    inside, hidden = 4 * 96 * 4, 64 * 4
+    assert sizes[0] - sizes[1] >= 2 * sum(LENGTHS) * (inside - hidden)
+
+
+def test_the_planner_counts_one_tile() -> None:
+    layout = Layout(
+        model=MODELS["qwen2.5-7b"], num_gpus=2, gpu_bytes=141 * GB, host_bytes=2000 * GB, num_ranks=2, micro_batch_tokens=65_536
+    )  # fmt: skip
+    for checkpointing, num_kept in ((Checkpointing.FULL, 1), (Checkpointing.NONE, 28)):
+        whole = replace(layout, checkpointing=checkpointing)
+        tiled = replace(whole, mlp_tile_tokens=8192)
+        inside = kept_in_mlp(layout.model, 0, is_fused=True)
+        saved = num_kept * 65_536 * inside - 8192 * inside + (65_536 - 8192) * 2 * layout.model.intermediate_size * 2
+        assert sum(step_moments(whole)["layer"].values()) - sum(step_moments(tiled)["layer"].values()) == saved
+        same = replace(whole, mlp_tile_tokens=65_536)
+        assert step_moments(same) == step_moments(whole)
