@@ -124,9 +124,7 @@ def test_attention_over_shared_prompts_equals_that_of_each_sample(
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(attention_padded.PRODUCTS_UP_TO, "cpu", products_up_to)
         patch.setattr(attention_blocks, "_MAX_LOGITS", max_logits)
-        found, exact = (
-            attended(each, q, k, v, window=window, softcap=softcap) for each in (samples, unshared(samples))
-        )
+        found, exact = (attended(each, q, k, v, window=window, softcap=softcap) for each in (samples, unshared(samples)))
         torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
         grad = torch.randn(found.shape, generator=generator)
         for one, other in zip(*(torch.autograd.grad(out, (q, k, v), grad) for out in (found, exact)), strict=True):

@@ -118,10 +118,8 @@ def _groups_of_prompts(samples: Samples) -> list[list[int]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
-def _units(
-    samples: Samples, groups: Sequence[Sequence[int]], *, num_parts: int, max_tokens: int
-) -> Iterator[list[int]]:
-    """Samples that stay together: `num_parts` parts of each group or a few more, where they have no room otherwise, and all others alone."""
+def _units(samples: Samples, groups: Sequence[Sequence[int]], *, num_parts: int, max_tokens: int) -> Iterator[list[int]]:
+    """Samples that stay together: `num_parts` parts of each group, or more where they have no room otherwise, and all others alone."""
     num_completion = samples.num_completion_S.tolist()
     grouped: set[int] = set()
     for group in groups:

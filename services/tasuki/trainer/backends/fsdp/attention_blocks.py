@@ -145,9 +145,7 @@ def _backward(
     """Gradients as _forward's arguments, from out and lse of all keys that q sees."""
     if _has_kernel(q, seen, settings):
         operands = (x.contiguous() for x in (grad, q, k, v, out, lse))
-        return _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
-            *operands, 0.0, seen.is_causal, scale=settings.scale
-        )
+        return _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(*operands, 0.0, seen.is_causal, scale=settings.scale)
     delta = (grad.float() * out.float()).sum(-1, keepdim=True)
     dq, dk, dv = [], torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
     for rows in _row_chunks(q, k):

@@ -115,7 +115,10 @@ def block_attention(
     scale: float,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """FlashAttention-4 as an operator of torch, without gradients: the output, as q, and log(sum(exp)) of the logits, [H, queries] float32."""
+    """FlashAttention-4 as an operator of torch, without gradients.
+
+    Returns the output, as q, and log(sum(exp)) of the logits, [H, queries] float32.
+    """
     from flash_attn.cute.interface import _flash_attn_fwd
 
     out, lse = _flash_attn_fwd(

@@ -80,9 +80,7 @@ class _Merged(torch.autograd.Function):
         )
         own_lse_HX = sequences.continuing(own_lse_HT.T).T
         lse_HX = torch.logaddexp(own_lse_HX, prompt_lse_HX)
-        merged_X = sequences.continuing(own_out) * _weights(own_lse_HX - lse_HX) + prompt_out * _weights(
-            prompt_lse_HX - lse_HX
-        )
+        merged_X = sequences.continuing(own_out) * _weights(own_lse_HX - lse_HX) + prompt_out * _weights(prompt_lse_HX - lse_HX)
         # Copies: checkpointing may keep what the kernels gave.
         out, lse_TH = own_out.clone(), own_lse_HT.T.clone()
         sequences.continuing(out).copy_(merged_X)

@@ -34,9 +34,7 @@ def check_shared_prompts(
         raise InvalidArgument(_FIELD, f"= true is not possible here: {problem}")
 
 
-def _fault(
-    kernel: Kernel, shape: ModelShape, attention: Attention, *, dtype: torch.dtype, device: torch.device
-) -> str | None:
+def _fault(kernel: Kernel, shape: ModelShape, attention: Attention, *, dtype: torch.dtype, device: torch.device) -> str | None:
     """What is wrong with its output and gradients, beside those of plain torch in float32."""
     batch = _batch(device)
     generator = torch.Generator(device).manual_seed(0)
@@ -49,9 +47,7 @@ def _fault(
         found = with_gradients(sequences_of(kernel, batch), qkv, grad, **settings)
     except Exception as error:  # noqa: BLE001  a compiler's, a driver's or an import's, whatever it is: the kernel is not usable
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    expected = with_gradients(
-        sequences_of(PaddedSequences.of, batch), [x.float() for x in qkv], grad.float(), **settings
-    )
+    expected = with_gradients(sequences_of(PaddedSequences.of, batch), [x.float() for x in qkv], grad.float(), **settings)
     for name, one, other in zip(("output", "dq", "dk", "dv"), found, expected, strict=True):
         difference = float((one.float() - other).norm() / other.norm())
         if not difference < TOLERANCE:
