@@ -1,4 +1,4 @@
-"""Whose turn it is to touch a rank's model."""
+"""The lock on a rank's model, which its scheduler and the front's commands take in turn."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from contextlib import contextmanager
 from threading import Lock
 
 
-class Turn:
-    """The scheduler's from its start on, but while it waits for requests; then a command's that came straight from the front.
+class EngineLock:
+    """Held by the scheduler, except while it waits for requests; then by a command from the front.
 
-    Whoever waits comes next: a scheduler that is busy lets go for microseconds at a time.
+    Fair: a waiting thread comes next, although a busy scheduler releases the lock for microseconds at a time.
     """
 
     def __init__(self) -> None:
         self._held, self._next = Lock(), Lock()
 
-    def take(self) -> None:
+    def acquire(self) -> None:
         with self._next:
             self._held.acquire()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._held.release()
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
-        self.take()
+    def held(self) -> Iterator[None]:
+        self.acquire()
         try:
             yield
         finally:
-            self.let_go()
+            self.release()
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
-        """By who has it; takes it back at the end."""
-        self.let_go()
+    def released(self) -> Iterator[None]:
+        """For the holder; acquires the lock again at the end."""
+        self.release()
         try:
             yield
         finally:
-            self.take()
+            self.acquire()
