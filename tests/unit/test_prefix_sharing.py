@@ -25,6 +25,8 @@ from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
 from tasuki.trainer.backends.fsdp.attention_trial import check_shared_prompts
 from tasuki.trainer.data.micro_batch import SequencePart, token_batch
 from tasuki.trainer.data.samples import NO_PREFIX, Samples
+from tasuki.trainer.ranks.wire import decode_columns, encode_samples
+from tasuki.v1.ranks_pb2 import SampleColumns
 from tasuki.wire.errors import InvalidArgument
 from tests.models import CONFIGS, VOCAB_SIZE, make_model
 from tests.unit.test_packed_attention import policy_of
@@ -205,3 +207,12 @@ def test_the_operator_says_its_shapes_without_a_gpu() -> None:
     out, lse = block_attention(q, k, k, starts, starts, 5, 7, 0.25, False)
     assert (out.shape, out.dtype) == ((9, 4, 16), torch.bfloat16)
     assert (lse.shape, lse.dtype) == ((4, 9), torch.float32)
+
+
+def test_ranks_hear_which_samples_share_their_prompt() -> None:
+    samples = make_samples(GROUPS)
+    for each in (samples, unshared(samples)):
+        heard = decode_columns(SampleColumns.FromString(encode_samples(each).SerializeToString()))
+        sent, received = token_batch(each, device=CPU), token_batch(heard, device=CPU)
+        assert torch.equal(sent.input_ids_T, received.input_ids_T)
+        assert (sent.prompts is None) is (received.prompts is None) is (each is not samples)
