@@ -51,7 +51,6 @@ KNOBS = (
         {"micro_batch_tokens": 65_536, "mlp_tile_tokens": 8192},
         "the MLP is computed again once more; not run on a GPU",
     ),
-    Knob("`compile_layers = true`", {}, "layers are compiled at the first step; not run on a GPU"),
     Knob("`prefix_sharing = true`", {}, "two calls in each layer's attention, for fewer tokens; not run on a GPU"),
     Knob("`optimizer_on_host = true`", {"optimizer_on_host": True}, "both moments come to the GPU and go back in each step"),
     Knob('`param_dtype = "bfloat16"`', {"param_bytes": 2}, "small updates are lost: [config.md](config.md)"),

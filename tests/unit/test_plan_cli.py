@@ -190,10 +190,6 @@ def test_what_no_node_has_and_what_cannot_be_drawn_is_refused(
             ["{node}", "--set", "trainer.num_ranks=8", "--set", "trainer.sequence_parallel=8"],
             "trainer.sequence_parallel: 8 ranks cannot share 4 attention heads evenly",
         ),
-        (
-            ["{node}", "--set", "trainer.compile_layers=true", "--set", "trainer.mlp_tile_tokens=64"],
-            "trainer.compile_layers is not for MLPs in tiles",
-        ),
         (["{node}", "--gpus", "2000"], "gpus: must be at most 1024 on one node, not 2000"),
         (["{model}", "--gpus", "4", "--tp", "3"], "tp: 4 attention heads cannot be split over 3 ranks"),
         (["{model}", "--gpus", "2", "--tp", "4"], "tp: 1 engines of TP 4 need 4 GPUs, not 2"),

@@ -39,7 +39,6 @@ def check_constraints(config: NodeConfig) -> None:
     """Raises SettingsConflict naming both settings."""
     _check_export(config)
     _check_num_ranks(config)
-    _check_compiled_layers(config)
     _check_devices(config)
     _check_kind_of_device(config)
     if config.rollout.lora == "adapter" and config.trainer.lora is None:
@@ -119,11 +118,6 @@ def _check_num_ranks(config: NodeConfig) -> None:
     if trainer.num_ranks % trainer.sequence_parallel:
         problem = f"= {trainer.sequence_parallel} does not divide trainer.num_ranks = {trainer.num_ranks}"
         raise SettingsConflict("trainer.sequence_parallel", problem)
-
-
-def _check_compiled_layers(config: NodeConfig) -> None:
-    if config.trainer.compile_layers and config.trainer.mlp_tile_tokens is not None:
-        raise SettingsConflict("trainer.compile_layers", "is not for MLPs in tiles: leave out trainer.mlp_tile_tokens")
 
 
 def _check_devices(config: NodeConfig) -> None:

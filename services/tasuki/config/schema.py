@@ -166,9 +166,6 @@ class TrainerConfig(OptimizerConfig):
     """What is kept of each layer from forward to backward: everything ("none" is recomputed), its input and attention's output, its input
     alone, or that in host memory. A later one takes less memory and more time, and computes the same gradients. "auto" is the first
     that the planner has room for; on a GPU as many layers as then fit keep everything."""
-    compile_layers: bool = False
-    """Whether torch compiles each layer at its first use, for any number of tokens; attention stays as it is. The first step then takes
-    longer. Not with `mlp_tile_tokens`."""
     mlp_tile_tokens: PositiveInt | None = None
     """Tokens of which a rank computes an MLP at a time; in backward each tile is computed again. It makes room for long samples. By
     default all tokens at once."""

@@ -88,8 +88,6 @@ class LayerAttention:
     attention: Attention
     sharing: SequenceGroup | None = None
 
-    # Sequences differ in every micro-batch: compiled layers call it as it is.
-    @torch.compiler.disable
     def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, layer: int) -> Tensor:
         """[T, H, D] of this rank's tokens."""
         own, sharing = self.attention, self.sharing

@@ -250,7 +250,6 @@ class FsdpBackend:
             lora=lora,
             seed=config.seed,
             sharing=self._sharing,
-            compiles_layers=config.compile_layers,
             shares_prompts=Sharing.of(config.prefix_sharing, device=self._node.device) is not Sharing.NEVER,
         )
 

@@ -23,7 +23,6 @@ from tasuki.models.family import Model
 from tasuki.models.shape import check_lora_targets
 from tasuki.trainer.backends.fsdp.attention import IMPLEMENTATION, AttentionBackend, PackedAttention, choose_kernel
 from tasuki.trainer.backends.fsdp.attention_trial import check_shared_prompts
-from tasuki.trainer.backends.fsdp.compiled_layers import compile_layers
 from tasuki.trainer.backends.fsdp.lm_head import LmHead
 from tasuki.trainer.backends.fsdp.lora import add_adapters, initialize_adapters
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
@@ -129,7 +128,6 @@ class NetworkSource:
     """Of adapters that have just been added."""
     sharing: SequenceGroup | None = None
     """Ranks that have the other parts of each micro-batch."""
-    compiles_layers: bool = False
     shares_prompts: bool = False
     """Whether micro-batches may have prompts that samples share."""
 
@@ -197,8 +195,6 @@ def _on_meta(source: NetworkSource) -> PreTrainedModel:
         if source.lora is not None:
             check_lora_targets(model.shape, source.lora.target_modules)
             add_adapters(causal_lm, source.lora)
-    if source.compiles_layers:
-        compile_layers(causal_lm)
     return causal_lm
 
 
