@@ -68,7 +68,7 @@ function headline(page, restarted) {
 function draw(host, drawn) {
   drawChart(host, {
     title: "Seconds of a changeover by stage", unit: drawn.bucket > 1 ? `seconds, means of ${drawn.bucket} changeovers` : "seconds", x: drawn.numbers, xName: "changeover",
-    series: STAGES.map((stage, place) => ({ name: stage, mean: drawn.series[stage], color: color(place) })), isStacked: true, isStepped: true, format: seconds, isWide: true,
+    series: STAGES.map((stage, place) => ({ name: stage, mean: drawn.series[stage].map((one) => one || null), color: color(place) })), isStacked: true, isBars: true, format: seconds, isWide: true,
   });
 }
 

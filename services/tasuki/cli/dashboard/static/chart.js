@@ -8,13 +8,15 @@ const BOTTOM = 22;
 const MARKERS = 45;
 const CHAR = 6.4;
 const LEAST_ZOOM = 6;
+const FAR = 4;
 const observers = new WeakMap();
 
 /**
  * Draws into `host`, again whenever its width changes.
  *
  * spec: title, unit, x (numbers, ascending), xName, series: [{name, mean, low?, high?, color, dashed?}], limits: dashed lines as series;
- * isStacked, isLog, isStepped, format(value), formatX(x), height, onZoom(first, last).
+ * isStacked, isLog, isStepped, isBars (of one width each), isBinary (ticks in powers of two), format(value), formatX(x), height,
+ * onZoom(first, last). A few values far above all others leave the chart at its top.
  */
 export function drawChart(host, spec) {
   observers.get(host)?.disconnect();
@@ -56,8 +58,8 @@ function paint(parts, spec) {
     return;
   }
   const layers = spec.isStacked ? stacked(spec) : spec.series;
-  const [low, high] = range(layers, spec);
-  const ticks = spec.isLog ? logTicks(low, high) : niceTicks(low, high);
+  const { low, high, isCut } = range(layers, spec);
+  const ticks = spec.isLog ? logTicks(low, high) : niceTicks(low, high, spec.isBinary);
   const labels = ticks.map((tick) => spec.format(tick));
   const left = 10 + CHAR * Math.max(...labels.map((label) => label.length));
   const right = width - 10;
@@ -66,7 +68,7 @@ function paint(parts, spec) {
     x: (index) => position(spec, index, left, right),
     y: (value) => {
       const share = spec.isLog ? (Math.log10(Math.max(value, low)) - Math.log10(low)) / (Math.log10(high) - Math.log10(low)) : (value - low) / (high - low);
-      return height - BOTTOM - share * (height - BOTTOM - TOP);
+      return height - BOTTOM - Math.min(share, 1.03) * (height - BOTTOM - TOP);
     },
   };
   parts.drawing = drawing;
@@ -75,6 +77,7 @@ function paint(parts, spec) {
     ...layers.flatMap((layer) => (spec.isStacked ? [area(layer, spec, drawing)] : curve(layer, spec, drawing))),
     ...(spec.limits ?? []).map((limit) => s("path", { class: "limit", d: path(limit.mean, spec, drawing) })),
   );
+  if (isCut) parts.svg.append(...summits(layers.at(-1), spec, drawing, high));
   parts.cursor = s("line", { class: "cursor", y1: TOP, y2: height - BOTTOM, visibility: "hidden" });
   parts.zoom = s("rect", { class: "zoom", y: TOP, height: height - BOTTOM - TOP, visibility: "hidden" });
   parts.svg.append(parts.cursor, parts.zoom);
@@ -91,24 +94,39 @@ function stacked(spec) {
   });
 }
 
+/** Low and high end of the axis; isCut: whether values are above it. */
 function range(layers, spec) {
   const values = layers.flatMap((one) => (one.top ? one.top : [...one.mean, ...(one.low ?? []), ...(one.high ?? [])]));
   for (const limit of spec.limits ?? []) values.push(...limit.mean);
-  const known = values.filter((value) => value !== null && Number.isFinite(value) && (!spec.isLog || value > 0));
-  if (!known.length) return spec.isLog ? [0.1, 1] : [0, 1];
-  let low = known.reduce((one, other) => Math.min(one, other));
-  let high = known.reduce((one, other) => Math.max(one, other));
-  if (spec.isLog) return [10 ** Math.floor(Math.log10(low)), 10 ** Math.max(Math.ceil(Math.log10(high)), Math.floor(Math.log10(low)) + 1)];
+  const known = values.filter((value) => value !== null && Number.isFinite(value) && (!spec.isLog || value > 0)).sort((one, other) => one - other);
+  if (!known.length) return spec.isLog ? { low: 0.1, high: 1 } : { low: 0, high: 1 };
+  let [low, high] = [known[0], known.at(-1)];
+  if (spec.isLog) return { low: 10 ** Math.floor(Math.log10(low)), high: 10 ** Math.max(Math.ceil(Math.log10(high)), Math.floor(Math.log10(low)) + 1) };
+  const usual = [...(layers.at(-1).top ?? [])].sort((one, other) => one - other)[Math.floor(0.94 * (spec.x.length - 1))] ?? 0;
+  const isCut = Boolean(spec.isStacked && !spec.limits?.length && usual > 0 && high > FAR * usual);
+  if (isCut) high = 1.5 * usual;
   if (spec.isStacked || (low >= 0 && low < 0.6 * high)) low = 0;
   if (low === high) [low, high] = [low - Math.abs(low || 1) * 0.1, high + Math.abs(high || 1) * 0.1];
   const room = (high - low) * 0.05;
-  return [low === 0 ? 0 : low - room, high + room];
+  return { low: low === 0 ? 0 : low - room, high: high + room, isCut };
 }
 
-function niceTicks(low, high) {
+/** What is above the axis, told where it leaves. */
+function summits(layer, spec, drawing, high) {
+  const above = layer.top.map((value, index) => [index, value]).filter(([, value]) => value > high);
+  let before = -Infinity;
+  return above.map(([index, value]) => {
+    const x = Math.max(drawing.left + 18, Math.min(drawing.right - 18, drawing.x(index)));
+    if (x - before < 60) return s("g");
+    before = x;
+    return s("g", {}, s("rect", { class: "summit", x: x - 26, y: drawing.top + 2, width: 52, height: 16, rx: 4 }), s("text", { x, y: drawing.top + 14, "text-anchor": "middle" }, `▲ ${spec.format(value)}`));
+  });
+}
+
+function niceTicks(low, high, isBinary) {
   const rough = (high - low) / 4;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 2.5, 5, 10].map((one) => one * power).find((one) => one >= rough);
+  const power = isBinary ? 2 ** Math.floor(Math.log2(rough)) : 10 ** Math.floor(Math.log10(rough));
+  const step = (isBinary ? [1, 2] : [1, 2, 2.5, 5, 10]).map((one) => one * power).find((one) => one >= rough);
   const first = Math.ceil(low / step);
   return Array.from({ length: Math.max(0, Math.floor(high / step) - first + 1) }, (_, index) => Number(((first + index) * step).toPrecision(12)));
 }
@@ -120,6 +138,7 @@ function logTicks(low, high) {
 }
 
 function position(spec, index, left, right) {
+  if (spec.isBars) return left + ((index + 0.5) / spec.x.length) * (right - left);
   const [first, last] = [spec.x[0], spec.x.at(-1)];
   return last === first ? (left + right) / 2 : left + ((spec.x[index] - first) / (last - first)) * (right - left);
 }
@@ -171,7 +190,18 @@ function band(low, high, drawing) {
   return `M${known.map((index) => at(index, high)).join("L")}L${known.reverse().map((index) => at(index, low)).join("L")}Z`;
 }
 
+function bars(layer, spec, drawing) {
+  const width = (drawing.right - drawing.left) / spec.x.length;
+  const [gap, shown] = [width > 6 ? 1 : 0, spec.x.map((_, index) => index).filter((index) => layer.top[index] > layer.base[index])];
+  const d = shown.map((index) => {
+    const [x, y] = [drawing.x(index) - width / 2 + gap, drawing.y(layer.top[index])];
+    return `M${x.toFixed(1)},${y.toFixed(1)}h${(width - 2 * gap).toFixed(1)}V${drawing.y(layer.base[index]).toFixed(1)}H${x.toFixed(1)}Z`;
+  });
+  return s("path", { class: "area", style: { fill: layer.color }, d: d.join("") });
+}
+
 function area(layer, spec, drawing) {
+  if (spec.isBars) return bars(layer, spec, drawing);
   const edge = (values, index) => `${drawing.x(index).toFixed(1)},${drawing.y(values[index]).toFixed(1)}`;
   const indices = spec.x.map((_, index) => index);
   let forth = "";
@@ -214,6 +244,7 @@ function listen(parts, spec) {
     const box = parts.svg.getBoundingClientRect();
     const x = ((event.clientX - box.left) / box.width) * parts.svg.viewBox.baseVal.width;
     const { left, right } = parts.drawing;
+    if (spec.isBars) return Math.max(0, Math.min(spec.x.length - 1, Math.floor(((x - left) / (right - left)) * spec.x.length)));
     const wanted = spec.x[0] + ((x - left) / (right - left)) * (spec.x.at(-1) - spec.x[0]);
     let [low, high] = [0, spec.x.length - 1];
     while (low < high) {

@@ -34,7 +34,7 @@ export function number(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (value === 0) return "0";
   const size = Math.abs(value);
-  if (size < 1e-3 || size >= 1e7) return value.toExponential(Math.min(2, digits - 1)).replace("e+", "e");
+  if (size < 1e-3 || size >= 1e7) return value.toExponential(Math.min(2, digits - 1)).replace(/\.?0*e\+?/, "e");
   if (Number.isInteger(value)) return value.toLocaleString("en");
   return Number(value.toPrecision(digits)).toLocaleString("en", { maximumFractionDigits: 6 });
 }

@@ -54,7 +54,7 @@ function chartOf(device, memory) {
   return {
     title: `Memory of ${device.device}`, unit: "mapped bytes by tag", x: memory.times, xName: "", formatX: (time) => clock(time), height: 300,
     series: series.map((one) => ({ name: `${one.service} ${one.tag}`, mean: one.bytes, color: `var(--${one.service}-${one.tag}, var(--c7))` })),
-    limits, isStacked: true, isStepped: true, isWide: memory.devices.length === 1, format: bytes, note: (index) => `after ${memory.stages[index]}`,
+    limits, isStacked: true, isStepped: true, isWide: memory.devices.length === 1, isBinary: true, format: bytes, note: (index) => `after ${memory.stages[index]}`,
   };
 }
 

@@ -53,7 +53,7 @@ function ring(node) {
     ...TO_TRAIN.map((stage, place) => card(stage, { row: 2, column: 17 - 5 * place, span: 5, order: 7 + place }, now)),
   ];
   return h("div", { class: "card" }, h("h2", {}, "Ring"), h("ol", { class: "ring", "aria-label": "Phases and stages, in their order" }, items),
-    h("p", { class: "arrows" }, h("span", {}, `top row, left to right: TRAIN to ROLLOUT, last ${seconds(total(TO_ROLLOUT))}`), h("span", {}, `bottom row, right to left: ROLLOUT to TRAIN, last ${seconds(total(TO_TRAIN))}`)));
+    h("p", { class: "arrows" }, h("span", {}, `→ top row, TRAIN to ROLLOUT: last ${seconds(total(TO_ROLLOUT))}`), h("span", {}, `← bottom row, ROLLOUT to TRAIN: last ${seconds(total(TO_TRAIN))}`)));
 }
 
 function phase(name, text, kind, now, order) {
@@ -92,11 +92,15 @@ function offline(node, run) {
   const settings = Object.entries(run.settings).map(([name, value]) => [name.replaceAll("_", " "), value]);
   const summary = Object.entries(run.summary ?? {}).map(([name, value]) => [name.replaceAll("_", " "), typeof value === "number" ? number(value) : String(value ?? "–")]);
   return h("div", { class: "columns" },
-    h("div", { class: "card" }, h("h2", {}, "Node"), h("p", { class: "note" }, `${node.note || "It does not run"}. The ring shows the last seconds of each stage, from the journal.`), run.journal_problem ? h("p", { class: "cause" }, run.journal_problem) : null, pairs(settings)),
+    h("div", { class: "card" }, h("h2", {}, "Node"), h("p", { class: "note" }, `${sentence(node.note)} The ring shows the last seconds of each stage, from the journal.`), run.journal_problem ? h("p", { class: "cause" }, run.journal_problem) : null, pairs(settings)),
     summary.length ? h("div", { class: "card" }, h("h2", {}, "Summary of the run"), pairs(summary)) : null);
 }
 
+function sentence(text) {
+  return text ? `${text[0].toUpperCase()}${text.slice(1)}.` : "";
+}
+
 function pairs(list) {
-  return h("dl", { class: "pairs" }, list.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, String(value))]));
+  return h("dl", { class: "pairs spaced" }, list.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, String(value))]));
 }
 

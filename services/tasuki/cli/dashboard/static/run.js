@@ -57,7 +57,7 @@ function draw(host, charts, curves, zoom) {
     const isSeconds = chart.unit === "s";
     drawChart(host.children[place] ?? host.appendChild(h("figure")), {
       title: chart.title.replaceAll("_", " "), unit: isSeconds ? "seconds" : chart.unit, x: curves.steps, xName: "step", series,
-      isStacked: chart.is_stacked, isLog: chart.is_log, format: isSeconds ? seconds : number, onZoom: (low, high) => zoom([low, high]),
+      isStacked: chart.is_stacked, isBars: chart.is_stacked, isLog: chart.is_log, format: isSeconds ? seconds : number, onZoom: (low, high) => zoom([low, high]),
     });
   });
 }

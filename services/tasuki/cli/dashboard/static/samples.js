@@ -105,10 +105,10 @@ function show(host, sample) {
     ["finish", sample.finish_reason], ["version", number(sample.policy_version)], ["temperature", number(sample.temperature)], ["tokens", number(sample.num_tokens)],
     ...Object.entries(sample.fields).map(([name, value]) => [`row: ${name}`, value]),
   ];
-  const detail = h("dl", { class: "pairs", role: "status" });
+  const detail = h("dl", { class: "pairs", "aria-live": "polite" });
   const figure = h("figure", {});
   host.replaceChildren(h("h2", {}, `Group ${sample.group ?? "–"}, completion ${sample.sample ?? "–"}`),
-    h("dl", { class: "pairs" }, pairs.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, String(value))])),
+    h("dl", { class: "pairs two" }, pairs.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, String(value))])),
     block("Prompt", sample.prompt), block("Completion", sample.completion),
     h("div", {}, h("h3", { id: "tokens-title" }, "Tokens by log-prob gap, |trainer - rollout|"), scale()), tokensOf(sample, detail), detail, figure);
   if (sample.token_ids.length > 1 && sample.rollout_log_probs) drawChart(figure, probsChart(sample));
