@@ -46,7 +46,7 @@ def draw(thinned: dict[str, Any]) -> list[dict[str, Any]]:
     left = {name: series for name, series in thinned["series"].items() if name not in _SKIPPED and _has_any(series)}
     charts: list[dict[str, Any]] = []
     for chart in CHARTS:
-        taken = {name: left.pop(name) for name in sorted(left) if chart.takes(name)}
+        taken = {name: left.pop(name) for name in list(left) if chart.takes(name)}  # in the order of the file, which is that of a step
         if taken:
             charts.append(_drawn(chart.title, chart.unit, taken, is_stacked=chart.is_stacked, is_log=chart.is_log))
     charts += [{**_drawn(name, "", {name: left[name]}), "section": _REST} for name in sorted(left)]

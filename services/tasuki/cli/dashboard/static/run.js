@@ -53,7 +53,7 @@ function described(curves) {
 function draw(host, charts, curves, zoom) {
   while (host.children.length > charts.length) host.lastChild.remove();
   charts.forEach((chart, place) => {
-    const series = chart.series.map((one, index) => ({ ...one, name: one.name.replaceAll("_", " "), color: color(index) }));
+    const series = chart.series.map((one, index) => ({ ...one, name: one.name === one.name.toUpperCase() ? one.name : one.name.replaceAll("_", " "), color: color(index) }));
     const isSeconds = chart.unit === "s";
     drawChart(host.children[place] ?? host.appendChild(h("figure")), {
       title: chart.title.replaceAll("_", " "), unit: isSeconds ? "seconds" : chart.unit, x: curves.steps, xName: "step", series,
