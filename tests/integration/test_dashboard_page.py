@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.config.schema import ModelConfig, NodeConfig
+from tasuki.v1 import types_pb2
 from tests.browser import CHROMIUM, Browser, running_browser
 from tests.dashboard import RECORDED, served
 from tests.integration.coordinator_process import running_node
@@ -67,8 +68,6 @@ def test_the_token_does_not_stay_in_the_address(page: Browser, recorded) -> None
 
 
 def test_without_the_token_the_page_asks_for_it(browser: Browser, recorded) -> None:
-    browser.open("about:blank#")
-    browser.evaluate("1")
     url, _, token = recorded.url.partition("#token=")
     browser.open(f"{url}#run")
     browser.evaluate("sessionStorage.clear()")
@@ -171,6 +170,7 @@ def test_what_a_run_says_is_text_and_never_markup(page: Browser, tmp_path: Path)
         open_tab(page, server.url, "node", "onerror")
         assert page.evaluate("document.title") == "run · tasuki"
         assert page.evaluate("document.querySelectorAll('main img, main script').length") == 0
+        page.open("about:blank#left")
 
 
 def test_figures_come_as_the_run_makes_them(page: Browser, tmp_path: Path) -> None:
@@ -192,8 +192,10 @@ async def test_a_node_that_runs_is_followed_through_a_changeover(page: Browser, 
             await asyncio.to_thread(open_tab, page, server.url, "node", "Coordinator")
             page.until("document.querySelector('#live').innerText === 'live · TRAIN'")
             assert page.evaluate("document.querySelector('.phase.train').getAttribute('aria-current')") == "step"
-            await node.acquire("ROLLOUT")
+            await node.acquire(types_pb2.PHASE_ROLLOUT)
             await asyncio.to_thread(page.until, "document.querySelector('.phase.rollout').getAttribute('aria-current') === 'step'")
-            await asyncio.to_thread(page.until, "document.querySelector('.events')?.innerText.includes('RESUME_KV')")
             await asyncio.to_thread(page.until, "document.querySelector('#live').innerText === 'live · ROLLOUT'")
-            await asyncio.to_thread(open_tab, page, server.url, "changeovers", "c000001")
+            await node.acquire(types_pb2.PHASE_TRAIN)
+            await asyncio.to_thread(page.until, "document.querySelector('.events')?.innerText.includes('LOAD_TRAINER')")
+            await asyncio.to_thread(open_tab, page, server.url, "changeovers", "c000002")
+            await asyncio.to_thread(page.open, "about:blank#left")

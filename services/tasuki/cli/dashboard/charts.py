@@ -56,7 +56,7 @@ def draw(thinned: dict[str, Any]) -> list[dict[str, Any]]:
 def _drawn(
     title: str, unit: str, series: dict[str, Any], *, is_stacked: bool = False, is_log: bool = False
 ) -> dict[str, Any]:
-    named = [{"name": name.rpartition("/")[2] if "/" in name else name, **values} for name, values in series.items()]
+    named = [{"name": name.partition("/")[2] or name, **values} for name, values in series.items()]
     return {"title": title, "unit": unit, "is_stacked": is_stacked, "is_log": is_log, "series": named}
 
 

@@ -21,7 +21,7 @@ function headline(node, run) {
   const shown = [];
   if (node.is_live) {
     const state = node.node;
-    shown.push(["Phase", plain(state.phase, "PHASE_") || "changeover"], ["Stage", plain(state.changeover_id ? state.next_stage : state.stage, "STAGE_") || "–", state.changeover_id ? "running" : ""]);
+    shown.push(["Phase", plain(state.phase, "PHASE_") || "changing"], ["Stage", plain(state.changeover_id ? state.next_stage : state.stage, "STAGE_") || "–", state.changeover_id ? "running" : ""]);
     shown.push(["Version trained", version(node.trainer.policy_version)], ["Version served", version(state.policy_version)]);
     shown.push(["Changeovers", number(Number(state.num_changeovers))]);
   } else {
@@ -70,7 +70,12 @@ function card(stage, place, now) {
   return h("li", {
     class: `stage of-${owner} ${isAt ? "is-at" : ""} ${isRunning ? "is-running" : ""}`, "aria-current": isRunning ? "step" : null,
     style: { "grid-row": place.row, "grid-column": `${place.column} / span ${place.span}`, "--order": place.order },
-  }, h("span", { class: "name" }, stage.replace("_", "_\u200b")), h("span", { class: "figure" }, seconds(now.seconds[stage])), h("span", { class: "owner" }, owner), text ? h("span", { class: "mark" }, text) : null);
+  }, h("span", { class: "name" }, breakable(stage)), h("span", { class: "figure" }, seconds(now.seconds[stage])), h("span", { class: "owner" }, owner), h("span", { class: "mark" }, text || "\u00a0"));
+}
+
+/** A line may break behind an underscore. */
+function breakable(stage) {
+  return stage.split("_").flatMap((part, place) => (place ? ["_", h("wbr"), part] : [part]));
 }
 
 function services(node) {
