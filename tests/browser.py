@@ -70,13 +70,12 @@ class Browser:
         """What a person reads there; nothing where there is nothing."""
         return self.evaluate(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''")
 
-    def until(self, script: str, *, timeout_s: float = _TIMEOUT_S) -> Any:
-        """The value of an expression as soon as it is true. Raises AssertionError with what the page shows."""
+    def until(self, script: str, *, timeout_s: float = _TIMEOUT_S) -> None:
+        """Waits until an expression is true. Raises AssertionError with what the page shows."""
         deadline = time.monotonic() + timeout_s
-        while not (value := self.evaluate(script)):
+        while not self.evaluate(f"!!({script})"):
             assert time.monotonic() < deadline, f"not true: {script}\n{self.evaluate('document.body?.innerText')}\n{self.complaints}"
             time.sleep(0.05)
-        return value
 
     def press(self, *keys: str) -> None:
         for key in keys:
