@@ -16,7 +16,18 @@ from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 _TIMEOUT_S = 20.0
-_KEYS = {"ArrowRight": 39, "ArrowLeft": 37, "ArrowUp": 38, "ArrowDown": 40, "Home": 36, "End": 35, "Tab": 9, "Enter": 13, "[": 219, "]": 221}
+_KEYS = {
+    "ArrowRight": 39,
+    "ArrowLeft": 37,
+    "ArrowUp": 38,
+    "ArrowDown": 40,
+    "Home": 36,
+    "End": 35,
+    "Tab": 9,
+    "Enter": 13,
+    "[": 219,
+    "]": 221,
+}
 
 
 class Browser:
@@ -74,7 +85,9 @@ class Browser:
         """Waits until an expression is true. Raises AssertionError with what the page shows."""
         deadline = time.monotonic() + timeout_s
         while not self.evaluate(f"!!({script})"):
-            assert time.monotonic() < deadline, f"not true: {script}\n{self.evaluate('document.body?.innerText')}\n{self.complaints}"
+            assert time.monotonic() < deadline, (
+                f"not true: {script}\n{self.evaluate('document.body?.innerText')}\n{self.complaints}"
+            )
             time.sleep(0.05)
 
     def press(self, *keys: str) -> None:
@@ -117,7 +130,15 @@ def running_browser(folder: Path) -> Iterator[Browser]:
         os.dup2(kept[0], 3), os.dup2(kept[1], 4)
 
     process = subprocess.Popen(
-        [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-pipe", f"--user-data-dir={folder}"],
+        [
+            CHROMIUM,
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--remote-debugging-pipe",
+            f"--user-data-dir={folder}",
+        ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

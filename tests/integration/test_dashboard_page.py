@@ -84,7 +84,9 @@ def test_tabs_and_charts_are_for_the_keyboard(page: Browser, recorded) -> None:
     for tab in [*TABS[1:], TABS[0]]:
         page.press("ArrowRight")
         assert page.evaluate("document.activeElement.id") == f"tab-{tab}"
-        assert page.evaluate("[...document.querySelectorAll('[role=tabpanel]')].filter((one) => !one.hidden).map((one) => one.id)") == [f"view-{tab}"]
+        assert page.evaluate(
+            "[...document.querySelectorAll('[role=tabpanel]')].filter((one) => !one.hidden).map((one) => one.id)"
+        ) == [f"view-{tab}"]
     page.press("End", "ArrowLeft", "ArrowLeft")
     page.until("document.querySelector('#view-run svg')")
     page.evaluate("document.querySelector('#view-run svg').focus()")
@@ -144,7 +146,8 @@ def test_dark_and_light_have_enough_contrast_for_text(page: Browser, recorded) -
 
 CONTRAST = """(element) => {
   const parts = (text) => text.match(/[\\d.]+/g).map(Number);
-  const light = ([r, g, b]) => [r, g, b].map((one) => one / 255).map((one) => (one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4))
+  const light = ([r, g, b]) => [r, g, b].map((one) => one / 255)
+    .map((one) => (one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4))
     .reduce((sum, one, place) => sum + one * [0.2126, 0.7152, 0.0722][place], 0);
   let behind = element;
   while (behind && (parts(getComputedStyle(behind).backgroundColor)[3] ?? 1) === 0) behind = behind.parentElement;
@@ -156,7 +159,7 @@ CONTRAST = """(element) => {
 def test_what_a_run_says_is_text_and_never_markup(page: Browser, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(RECORDED, folder)
-    sample = {"group": MARKUP, "sample": 0, "prompt": MARKUP, "completion": MARKUP, "finish_reason": MARKUP, "rewards": {MARKUP: 1}, "fields": {MARKUP: MARKUP},
+    sample = {"group": MARKUP, "sample": 0, "prompt": MARKUP, "completion": MARKUP, "rewards": {MARKUP: 1}, "fields": {MARKUP: MARKUP},
               "token_ids": [0, 1], "rollout_log_probs": [-1, -2], "trainer_log_probs": [-1.5, -2]}  # fmt: skip
     (folder / "samples" / "step-000029.jsonl").write_text(json.dumps(sample) + "\n")
     (folder / "model" / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {MARKUP: 0, "x": 1}}}))
@@ -193,7 +196,9 @@ async def test_a_node_that_runs_is_followed_through_a_changeover(page: Browser, 
             page.until("document.querySelector('#live').innerText === 'live · TRAIN'")
             assert page.evaluate("document.querySelector('.phase.train').getAttribute('aria-current')") == "step"
             await node.acquire(types_pb2.PHASE_ROLLOUT)
-            await asyncio.to_thread(page.until, "document.querySelector('.phase.rollout').getAttribute('aria-current') === 'step'")
+            await asyncio.to_thread(
+                page.until, "document.querySelector('.phase.rollout').getAttribute('aria-current') === 'step'"
+            )
             await asyncio.to_thread(page.until, "document.querySelector('#live').innerText === 'live · ROLLOUT'")
             await node.acquire(types_pb2.PHASE_TRAIN)
             await asyncio.to_thread(page.until, "document.querySelector('.events')?.innerText.includes('LOAD_TRAINER')")

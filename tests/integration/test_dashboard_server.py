@@ -47,7 +47,15 @@ def test_every_answer_forbids_scripts_from_elsewhere_and_frames(server) -> None:
 
 def test_a_name_that_was_made_to_lead_here_is_refused(server) -> None:
     port = server.server_address[1]
-    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "[::2]", "", "localhost.", f"10.0.0.1:{port}"):
+    for host in (
+        "evil.example",
+        f"evil.example:{port}",
+        "127.0.0.1.evil.example",
+        "[::2]",
+        "",
+        "localhost.",
+        f"10.0.0.1:{port}",
+    ):
         assert get(server, "/", host=host)[0] == 421
         assert get(server, "/api/run", host=host, token=token_of(server))[0] == 421
     for host in ("localhost", f"localhost:{port}", "127.0.0.1:9", "[::1]:80"):

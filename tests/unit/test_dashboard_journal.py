@@ -22,7 +22,9 @@ RECORDED = Path(__file__).parents[1] / "recorded_run"
 
 def write_changeover(journal: Journal, request_id: str, *, rollout_boot_id: str = "r1") -> None:
     changeover = journal.begin_changeover(request_id, origin=HOLDS[Phase.TRAIN], target=Phase.ROLLOUT)
-    intent = journal.intend(Stage.LOAD_WEIGHTS, changeover, is_undo=False, trainer_boot_id="t1", rollout_boot_id=rollout_boot_id)
+    intent = journal.intend(
+        Stage.LOAD_WEIGHTS, changeover, is_undo=False, trainer_boot_id="t1", rollout_boot_id=rollout_boot_id
+    )
     journal.done(intent, Outcome(), seconds=0.25)
     journal.end_changeover(changeover, seconds=0.5)
 
@@ -123,7 +125,9 @@ def test_ten_thousand_changeovers_stay_quick(tmp_path: Path) -> None:
             for place, stage in enumerate(STAGES, start=1)
         ]
         db.executemany("INSERT INTO stages VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", stages)
-        db.executemany("INSERT INTO results VALUES (?, 'DONE', ?, 0.1, 0, '', NULL, '', '')", ((row[0], row[9]) for row in stages))
+        db.executemany(
+            "INSERT INTO results VALUES (?, 'DONE', ?, 0.1, 0, '', NULL, '', '')", ((row[0], row[9]) for row in stages)
+        )
         db.commit()
     tail = read_all(JournalTail(path))
     assert len(tail.columns.times) == 90_000

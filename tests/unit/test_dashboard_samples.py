@@ -37,7 +37,13 @@ def test_lines_and_fields_of_the_wrong_kind_are_passed_over(tmp_path: Path) -> N
     assert (len(step["samples"]), step["num_bad_lines"]) == (1, 3)
     assert json.dumps(step).encode()
     sample = read_sample(tmp_path, 7, 3, token_text=TokenTexts(None))
-    assert (sample["group"], sample["sample"], sample["reward"], sample["advantage"], sample["rewards"]) == (None, None, None, None, {})
+    assert (sample["group"], sample["sample"], sample["reward"], sample["advantage"], sample["rewards"]) == (
+        None,
+        None,
+        None,
+        None,
+        {},
+    )
     assert (sample["token_ids"], sample["tokens"], sample["rollout_log_probs"]) == ([1, 3], [None, None], [None, None])
     assert sample["prompt"] == '[{"role": "user", "content": "?hi"}]'
     with pytest.raises(InvalidArgument, match="is no sample"):
@@ -70,8 +76,9 @@ def test_long_completions_are_cut(tmp_path: Path) -> None:
     ("tokenizer", "texts"),
     [
         ({"model": {"vocab": {"Ġhi": 0, "Ċ": 1, "Ã": 2}}, "decoder": {"type": "ByteLevel"}}, [" hi", "\n", "\ufffd"]),
-        ({"model": {"vocab": [["▁hi", -1.0], ["<0x0A>", -2.0], ["x", 0]]}, "decoder": {"type": "Sequence", "decoders": []}}, [" hi", "\n", "x"]),
-        ({"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 1, "content": "<Ġ>"}], "decoder": {"type": "ByteLevel"}}, ["a", "<Ġ>", None]),
+        ({"model": {"vocab": [["▁hi", -1.0], ["<0x0A>", -2.0], ["x", 0]]}, "decoder": {"decoders": []}}, [" hi", "\n", "x"]),
+        ({"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 1, "content": "<Ġ>"}], "decoder": {"type": "ByteLevel"}},
+         ["a", "<Ġ>", None]),
         ({"model": {"vocab": 7}}, [None, None, None]),
         ([], [None, None, None]),
     ],

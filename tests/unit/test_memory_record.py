@@ -108,7 +108,11 @@ def test_a_recorded_run_has_memory_beside_its_plan() -> None:
     planned = window["plan"]["cpu"]
     assert len(window["times"]) == len(planned["tags"]) == 18
     mapped = [sum(one["bytes"][index] for one in device["series"]) for index in range(18)]
-    assert all(0 < size <= tags for size, tags, stage in zip(mapped, planned["tags"], window["stages"], strict=True) if stage in ("RESUME_KV", "LOAD_TRAINER"))
+    assert all(
+        0 < size <= tags
+        for size, tags, stage in zip(mapped, planned["tags"], window["stages"], strict=True)
+        if stage in ("RESUME_KV", "LOAD_TRAINER")
+    )
     assert all(tags < total for tags, total in zip(planned["tags"], planned["total"], strict=True))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sqlite3
 from collections.abc import Iterator, Sequence
@@ -15,10 +16,17 @@ from tasuki.wire.errors import InvalidArgument
 
 _MAX_PAGE = 200
 _MAX_NUMBER = 2**63 - 1
-_FAILED = (
-    f"(outcomes.status = '{Status.FAILED}' OR number IN"
-    f" (SELECT number FROM stages JOIN results USING (id) WHERE results.status != '{Status.DONE}'))"
-)
+_PAGE = """
+SELECT number, epoch, request_id, origin, target, start_time, outcomes.status AS status, policy_version, seconds, error_reason, error_message
+FROM changeovers LEFT JOIN outcomes USING (number)
+WHERE number < :before AND (NOT :only_failed OR outcomes.status = 'FAILED'
+    OR number IN (SELECT number FROM stages JOIN results USING (id) WHERE results.status != 'DONE'))
+ORDER BY number DESC LIMIT :limit
+"""
+_STAGES = """
+SELECT number, stage, is_undo, stages.time AS begun, results.status AS status, seconds, bytes, error_reason, error_message
+FROM stages LEFT JOIN results USING (id) WHERE number IN (SELECT value FROM json_each(?)) ORDER BY id
+"""
 _LOG_BYTES = 2_000_000
 _MAX_RESTARTS = 200
 _LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) .*? event=(\w+) (.*)")
@@ -31,13 +39,7 @@ def page(journal: Path, *, before: int | None = None, limit: int = 50, only_fail
     try:
         with reading(journal) as db:
             db.execute("BEGIN")  # one moment for all
-            condition = f" AND {_FAILED}" if only_failed else ""
-            rows = db.execute(
-                "SELECT number, epoch, request_id, origin, target, start_time, outcomes.status AS status, policy_version, seconds,"
-                " error_reason, error_message FROM changeovers LEFT JOIN outcomes USING (number)"
-                f" WHERE number < ?{condition} ORDER BY number DESC LIMIT ?",  # noqa: S608 - a constant
-                (before, limit),
-            ).fetchall()
+            rows = db.execute(_PAGE, {"before": before, "only_failed": only_failed, "limit": limit}).fetchall()
             counts = {str(row[0]): int(row[1]) for row in db.execute("SELECT status, count(*) FROM outcomes GROUP BY status")}
             stages = _stages(db, [int(row["number"]) for row in rows])
     except (sqlite3.Error, TypeError, ValueError) as error:
@@ -50,12 +52,7 @@ def page(journal: Path, *, before: int | None = None, limit: int = 50, only_fail
 
 
 def _stages(db: sqlite3.Connection, numbers: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
-    marks = ",".join("?" * len(numbers))
-    rows = db.execute(
-        "SELECT number, stage, is_undo, stages.time AS begun, results.status AS status, seconds, bytes, error_reason, error_message"
-        f" FROM stages LEFT JOIN results USING (id) WHERE number IN ({marks}) ORDER BY id",  # noqa: S608 - question marks
-        numbers,
-    )
+    rows = db.execute(_STAGES, (json.dumps(numbers),))
     found: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
         found.setdefault(int(row["number"]), []).append(

@@ -46,16 +46,16 @@ def draw(thinned: dict[str, Any]) -> list[dict[str, Any]]:
     left = {name: series for name, series in thinned["series"].items() if name not in _SKIPPED and _has_any(series)}
     charts: list[dict[str, Any]] = []
     for chart in CHARTS:
-        taken = {name: left.pop(name) for name in list(left) if chart.takes(name)}  # in the order of the file, which is that of a step
+        taken = {
+            name: left.pop(name) for name in list(left) if chart.takes(name)
+        }  # in the order of the file, which is that of a step
         if taken:
             charts.append(_drawn(chart.title, chart.unit, taken, is_stacked=chart.is_stacked, is_log=chart.is_log))
     charts += [{**_drawn(name, "", {name: left[name]}), "section": _REST} for name in sorted(left)]
     return charts
 
 
-def _drawn(
-    title: str, unit: str, series: dict[str, Any], *, is_stacked: bool = False, is_log: bool = False
-) -> dict[str, Any]:
+def _drawn(title: str, unit: str, series: dict[str, Any], *, is_stacked: bool = False, is_log: bool = False) -> dict[str, Any]:
     named = [{"name": name.partition("/")[2] or name, **values} for name, values in series.items()]
     return {"title": title, "unit": unit, "is_stacked": is_stacked, "is_log": is_log, "series": named}
 

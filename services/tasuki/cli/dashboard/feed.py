@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tasuki.cli.dashboard.charts import draw
 from tasuki.cli.dashboard.changeovers import page, restarts
+from tasuki.cli.dashboard.charts import draw
 from tasuki.cli.dashboard.journal_tail import JournalTail
 from tasuki.cli.dashboard.memory import MemoryTimeline, read_plan
 from tasuki.cli.dashboard.node import NodeFollower

@@ -27,13 +27,16 @@ def check_listen(listen: str, config: NodeConfig | None) -> None:
         return
     problem = f"= {listen} is not loopback: "
     if config is None:
-        raise InvalidArgument("listen", f"{problem}give --config of a node with [security], or forward a port of 127.0.0.1 by ssh")
+        raise InvalidArgument(
+            "listen", f"{problem}give --config of a node with [security], or forward a port of 127.0.0.1 by ssh"
+        )
     if (found := port_problem(config)) is not None:
         raise InvalidArgument(found[0], found[1])
     security = config.security
     if security.cert is None or (security.client_ca is None and not security.tokens.files):
         raise InvalidArgument(
-            "listen", f"{problem}set security.cert, security.key, and security.client_ca or security.tokens; `tasuki certs` makes them"
+            "listen",
+            f"{problem}set security.cert, security.key, and security.client_ca or security.tokens; `tasuki certs` makes them",
         )
 
 

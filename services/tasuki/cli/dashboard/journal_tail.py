@@ -27,7 +27,9 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
     """A connection that cannot write. Readers of a write-ahead log and its writer do not wait for each other. Raises sqlite3.Error."""
     # Without a write-ahead log nobody writes, and the file is all there is; then nothing is put beside it.
     options = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "mode=ro&immutable=1"
-    with closing(sqlite3.connect(f"{path.resolve().as_uri()}?{options}", uri=True, timeout=_BUSY_S, isolation_level=None)) as db:
+    with closing(
+        sqlite3.connect(f"{path.resolve().as_uri()}?{options}", uri=True, timeout=_BUSY_S, isolation_level=None)
+    ) as db:
         db.row_factory = sqlite3.Row
         db.text_factory = lambda text: text.decode(errors="replace")
         yield db
@@ -84,29 +86,27 @@ class JournalTail:
         """As they are now."""
         with self._lock:
             now = self.columns
-            return StageColumns(
-                now.times[:], now.numbers[:], now.stages[:], now.seconds[:], now.is_done[:], now.is_undo[:]
-            )
+            return StageColumns(now.times[:], now.numbers[:], now.stages[:], now.seconds[:], now.is_done[:], now.is_undo[:])
 
     def seconds_by_changeover(self, *, points: int) -> dict[str, Any]:
         """Seconds of each stage of the changeovers, as means of at most `points` buckets of equally many."""
         columns = self.copied()
-        numbers_N = np.array(columns.numbers, dtype=np.int64)
-        if not len(numbers_N):
+        numbers = np.array(columns.numbers, dtype=np.int64)
+        if not len(numbers):
             return {"numbers": [], "series": {stage: [] for stage in STAGES}, "bucket": 1}
-        ids_C, places_N = np.unique(numbers_N, return_inverse=True)
-        size = max(1, -(-len(ids_C) // points))
-        buckets_N = places_N // size
-        num_buckets = int(buckets_N[-1]) + 1 if size == 1 else -(-len(ids_C) // size)
-        sums_BS = np.zeros((num_buckets, len(STAGES)))
-        np.add.at(sums_BS, (buckets_N, np.array(columns.stages, dtype=np.int64)), np.array(columns.seconds))
-        counts_B = np.bincount(np.arange(len(ids_C)) // size, minlength=num_buckets)
-        means_BS = sums_BS / counts_B[:, None]
-        last_B = ids_C[np.minimum(np.arange(num_buckets) * size + size, len(ids_C)) - 1]
+        ids, places = np.unique(numbers, return_inverse=True)
+        size = max(1, -(-len(ids) // points))
+        buckets = places // size
+        num_buckets = int(buckets[-1]) + 1 if size == 1 else -(-len(ids) // size)
+        sums = np.zeros((num_buckets, len(STAGES)))
+        np.add.at(sums, (buckets, np.array(columns.stages, dtype=np.int64)), np.array(columns.seconds))
+        counts = np.bincount(np.arange(len(ids)) // size, minlength=num_buckets)
+        means = sums / counts[:, None]
+        last = ids[np.minimum(np.arange(num_buckets) * size + size, len(ids)) - 1]
         return {
-            "numbers": last_B.tolist(),
+            "numbers": last.tolist(),
             "bucket": size,
-            "series": {stage: [round(value, 6) for value in means_BS[:, index].tolist()] for index, stage in enumerate(STAGES)},
+            "series": {stage: [round(value, 6) for value in means[:, index].tolist()] for index, stage in enumerate(STAGES)},
         }
 
     def last_seconds(self) -> dict[str, float]:

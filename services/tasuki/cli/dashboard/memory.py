@@ -173,7 +173,8 @@ def _planned(plan: Mapping[str, Any], places: Sequence[int], *, is_cpu: bool) ->
     for name in {name for of_place in by_place.values() for name in of_place}:
         devices[name] = [by_place[place].get(name, (0, 0)) for place in places]
     return {
-        name: {"tags": [tags for tags, _ in values], "total": [total for _, total in values]} for name, values in devices.items()
+        name: {"tags": [tags for tags, _ in values], "total": [total for _, total in values]}
+        for name, values in devices.items()
     }
 
 

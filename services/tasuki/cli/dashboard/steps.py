@@ -66,14 +66,14 @@ class StepColumns:
         """
         with self._lock:
             start, stop = bisect_left(self.steps, first), bisect_left(self.steps, last + 1)
-            steps_N = np.array(self.steps[start:stop], dtype=np.int64)
+            steps = np.array(self.steps[start:stop], dtype=np.int64)
             columns = {name: np.array(column[start:stop]) for name, column in self.columns.items()}
-        size = max(1, math.ceil(len(steps_N) / points))
-        ends = [min(index + size, len(steps_N)) - 1 for index in range(0, len(steps_N), size)]
+        size = max(1, math.ceil(len(steps) / points))
+        ends = [min(index + size, len(steps)) - 1 for index in range(0, len(steps), size)]
         return {
-            "steps": [int(steps_N[end]) for end in ends],
+            "steps": [int(steps[end]) for end in ends],
             "bucket": size,
-            "series": {name: _series(values_N, size) for name, values_N in columns.items()},
+            "series": {name: _series(values, size) for name, values in columns.items()},
         }
 
     def _add(self, figures: StepFigures) -> None:
@@ -84,7 +84,7 @@ class StepColumns:
             del self.steps[keep:]
             for column in self.columns.values():
                 del column[keep:]
-        for name, value in figures.values.items():
+        for name in figures.values:
             if name not in self.columns and len(self.columns) < _MAX_NAMES:
                 self.columns[name] = array("d", [math.nan]) * len(self.steps)
         self.steps.append(figures.step)
@@ -96,21 +96,21 @@ def _newest(column: array[float]) -> float | None:
     return next((value for value in reversed(column) if not math.isnan(value)), None)
 
 
-def _series(values_N: _Floats, size: int) -> dict[str, list[float | None]]:
+def _series(values: _Floats, size: int) -> dict[str, list[float | None]]:
     if size == 1:
-        return {"mean": _listed(values_N)}
-    num_buckets = math.ceil(len(values_N) / size)
+        return {"mean": _listed(values)}
+    num_buckets = math.ceil(len(values) / size)
     padded = np.full(num_buckets * size, np.nan)
-    padded[: len(values_N)] = values_N
-    buckets_BS = padded.reshape(num_buckets, size)
-    is_known_BS = ~np.isnan(buckets_BS)
-    known_B = is_known_BS.sum(axis=1)
+    padded[: len(values)] = values
+    buckets = padded.reshape(num_buckets, size)
+    is_known = ~np.isnan(buckets)
+    known = is_known.sum(axis=1)
     # A mean of values near the largest float is done in parts of it.
-    parts_BS = np.where(is_known_BS, buckets_BS, 0.0) / np.maximum(known_B, 1)[:, None]
-    mean_B = np.where(known_B > 0, parts_BS.sum(axis=1), np.nan)
-    low_B = np.where(is_known_BS, buckets_BS, np.inf).min(axis=1)
-    high_B = np.where(is_known_BS, buckets_BS, -np.inf).max(axis=1)
-    return {"mean": _listed(mean_B), "low": _listed(low_B), "high": _listed(high_B)}
+    parts = np.where(is_known, buckets, 0.0) / np.maximum(known, 1)[:, None]
+    mean = np.where(known > 0, parts.sum(axis=1), np.nan)
+    low = np.where(is_known, buckets, np.inf).min(axis=1)
+    high = np.where(is_known, buckets, -np.inf).max(axis=1)
+    return {"mean": _listed(mean), "low": _listed(low), "high": _listed(high)}
 
 
 def _listed(values: _Floats) -> list[float | None]:
