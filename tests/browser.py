@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-_TIMEOUT_S = 20.0
+_TIMEOUT_S = 60.0
 _KEYS = {
     "ArrowRight": 39,
     "ArrowLeft": 37,

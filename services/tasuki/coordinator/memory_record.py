@@ -24,7 +24,7 @@ Usages = Mapping[Service, ServiceUsage]
 
 
 class MemoryRecord:
-    """Appends a line where tags have other sizes than before, or others are mapped than stages lead to. A full disk costs the line alone."""
+    """Appends a line where tags have other sizes than before, or others are mapped than stages lead to. A full disk costs a line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -17,7 +17,8 @@ from tasuki.wire.errors import InvalidArgument
 _MAX_PAGE = 200
 _MAX_NUMBER = 2**63 - 1
 _PAGE = """
-SELECT number, epoch, request_id, origin, target, start_time, outcomes.status AS status, policy_version, seconds, error_reason, error_message
+SELECT number, epoch, request_id, origin, target, start_time, outcomes.status AS status, policy_version, seconds,
+    error_reason, error_message
 FROM changeovers LEFT JOIN outcomes USING (number)
 WHERE number < :before AND (NOT :only_failed OR outcomes.status = 'FAILED'
     OR number IN (SELECT number FROM stages JOIN results USING (id) WHERE results.status != 'DONE'))

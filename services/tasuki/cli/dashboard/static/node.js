@@ -21,7 +21,8 @@ function headline(node, run) {
   const shown = [];
   if (node.is_live) {
     const state = node.node;
-    shown.push(["Phase", plain(state.phase, "PHASE_") || "changing"], ["Stage", plain(state.changeover_id ? state.next_stage : state.stage, "STAGE_") || "–", state.changeover_id ? "running" : ""]);
+    const stage = plain(state.changeover_id ? state.next_stage : state.stage, "STAGE_");
+    shown.push(["Phase", plain(state.phase, "PHASE_") || "changing", stage ? (state.changeover_id ? `${stage} runs` : `after ${stage}`) : ""]);
     shown.push(["Version trained", version(node.trainer.policy_version)], ["Version served", version(state.policy_version)]);
     shown.push(["Changeovers", number(Number(state.num_changeovers))]);
   } else {
