@@ -185,6 +185,7 @@ def test_figures_come_as_the_run_makes_them(page: Browser, tmp_path: Path) -> No
             lines.write('{"step": 31, "mean_reward": 0.1234}\n')
         page.until("document.querySelector('#view-run').innerText.includes('0.123')")
     page.until("document.querySelector('#live').innerText === 'not connected'")
+    page.open("about:blank#left")
     page.complaints.clear()  # of a server that is gone
 
 

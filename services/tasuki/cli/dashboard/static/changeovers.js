@@ -56,11 +56,11 @@ function headline(page, restarted) {
   const ended = page.changeovers.filter((one) => one.status === "DONE" && one.seconds);
   const median = (target) => {
     const sorted = ended.filter((one) => one.target === target).map((one) => one.seconds).sort((one, other) => one - other);
-    return sorted.length ? seconds(sorted[sorted.length >> 1]) : "–";
+    return sorted.length ? [[`To ${target}, median`, seconds(sorted[sorted.length >> 1]), `of ${sorted.length} shown`]] : [];
   };
   return facts([
     ["Done", number(page.counts.DONE ?? 0)], ["Failed", number(page.counts.FAILED ?? 0)],
-    ["To ROLLOUT, median", median("ROLLOUT"), "of those shown"], ["To TRAIN, median", median("TRAIN"), "of those shown"],
+    ...median("ROLLOUT"), ...median("TRAIN"),
     ["Restarts", number(Object.values(restarted.counts).reduce((sum, one) => sum + one, 0)), Object.entries(restarted.counts).map(([name, count]) => `${name} ${count}`).join(", ")],
   ]);
 }
