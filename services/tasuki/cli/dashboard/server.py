@@ -121,7 +121,12 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing: requests are no events."""
 
     def _answer_json(self, status: HTTPStatus, value: object) -> None:
-        self._answer(status, "application/json; charset=utf-8", json.dumps(value, allow_nan=False).encode())
+        try:
+            text = json.dumps(value, allow_nan=False)
+        except ValueError as error:  # of a journal that somebody has changed
+            status = HTTPStatus.INTERNAL_SERVER_ERROR
+            text = json.dumps({"error": f"the run holds a number that is not finite: {error}", "reason": "INTERNAL"})
+        self._answer(status, "application/json; charset=utf-8", text.encode())
 
     def _answer(self, status: HTTPStatus, content_type: str, body: bytes) -> None:
         self._begin(status, content_type, length=len(body))

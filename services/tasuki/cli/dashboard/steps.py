@@ -38,7 +38,10 @@ class StepColumns:
 
     def advance(self) -> bool:
         """Reads some of what was written since the last call. Returns whether there was anything."""
-        figures = self._tail.read(max_bytes=_READ_BYTES)
+        try:
+            figures = self._tail.read(max_bytes=_READ_BYTES)
+        except OSError:  # no file, or none that may be read; it may come
+            return False
         with self._lock:
             for one in figures:
                 self._add(one)

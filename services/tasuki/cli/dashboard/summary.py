@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,4 +21,9 @@ def read_summary(output_dir: Path | None) -> dict[str, Any] | None:
         return None
     if not isinstance(summary, dict):
         return None
-    return {name: value for name, value in summary.items() if isinstance(value, str | int | float) or value is None}
+    return {name: _plain(value) for name, value in summary.items() if isinstance(value, str | int | float) or value is None}
+
+
+def _plain(value: str | float | None) -> str | float | None:
+    """JSON has no word for a number that is not finite, though Python writes and reads one."""
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
