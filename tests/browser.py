@@ -127,7 +127,8 @@ def running_browser(folder: Path) -> Iterator[Browser]:
     def to_3_and_4() -> None:
         # Copies above 4 first: a pipe may lie on one of these numbers.
         kept = os.dup2(commands, 50), os.dup2(answers, 51)
-        os.dup2(kept[0], 3), os.dup2(kept[1], 4)
+        for number, fd in zip((3, 4), kept, strict=True):
+            os.dup2(fd, number)
 
     process = subprocess.Popen(
         [
@@ -145,10 +146,12 @@ def running_browser(folder: Path) -> Iterator[Browser]:
         preexec_fn=to_3_and_4,
         close_fds=False,
     )
-    os.close(commands), os.close(answers)
+    for fd in (commands, answers):
+        os.close(fd)
     try:
         yield Browser(process, into, out)
     finally:
-        os.close(into), os.close(out)
+        for fd in (into, out):
+            os.close(fd)
         process.terminate()
         process.wait(10)
