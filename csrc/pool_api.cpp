@@ -43,7 +43,7 @@ int tasuki_get_pool(int driver, int device, tasuki_pool_usage* usage) {
     PoolUsage now{};
     Status status = process().memory.pool_usage(static_cast<DriverKind>(driver), device, &now);
     *usage = to_usage(now);
-    return status;
+    return status.code == Code::not_found ? Status{} : status;
   });
 }
 

@@ -119,6 +119,7 @@ int tasuki_set_host_budget(uint64_t bytes);
 int tasuki_make_pool(int driver, int device, uint64_t num_chunks, uint64_t chunk_bytes, int* fds);
 int tasuki_open_pool(int driver, int device, const int* fds, size_t num_fds, uint32_t pid, uint64_t start);
 int tasuki_close_pool(int driver, int device);
+/* All zeros where this process has opened none. */
 int tasuki_get_pool(int driver, int device, tasuki_pool_usage* usage);
 /* By the table's descriptor, for whoever keeps the pool and uses none of it. num_ours is 0. */
 int tasuki_read_pool(int table_fd, tasuki_pool_usage* usage);
