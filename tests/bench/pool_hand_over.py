@@ -3,9 +3,9 @@
 python tests/bench/pool_hand_over.py [--device cpu] [--gib 1] [--repeats 10] [--out FOLDER]        on a CPU
 python tests/bench/pool_hand_over.py --device cuda:0 --gib 93 --out FOLDER                         100 GB of a GPU, as a KV cache
 
-Two processes have an arena of that size each. In every round one pauses, the other resumes, on a CPU touches every page, pauses again, and
-the first resumes. Writes pool_hand_over.json with medians and the slowest, in milliseconds. Without a pool each resume makes new memory,
-behind the scrubbing of what the other has just given back; with it no memory is made. A time is the call's own, in the process that makes it.
+Two processes have an arena of that size each. In every round one pauses and the other resumes and, on a CPU, touches every page; then the
+other way round. Without a pool each resume makes new memory, behind the scrubbing of what the other has just given back; with it none is
+made. Writes pool_hand_over.json: medians and the slowest of each call, in milliseconds, in the process that makes it.
 """
 
 from __future__ import annotations
