@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -182,7 +183,7 @@ time.sleep(600)
 
 
 @pytest.fixture
-def keeper():
+def keeper() -> Iterator[PoolKeeper]:
     made = PoolKeeper(NUM_CHUNKS * CHUNK, device="cpu", chunk_bytes=CHUNK)
     yield made
     made.close()
