@@ -1,7 +1,6 @@
 #include <unistd.h>
 
-#include <new>
-
+#include "guarded.h"
 #include "process.h"
 #include "sums.h"
 #include "tasuki_memory.h"
@@ -15,23 +14,7 @@ static_assert(static_cast<int>(State::paused) == TASUKI_ASLEEP && static_cast<in
 
 thread_local Status last_failure;
 
-// Runs a body that returns a Status; nothing it throws crosses the ABI.
-template <typename Body>
-int guarded(Body body) noexcept {
-  try {
-    return report(body());
-  } catch (const std::bad_alloc&) {
-    last_failure = Status{};  // a sentence would need memory
-    return TASUKI_OUT_OF_MEMORY;
-  } catch (const std::exception& error) {
-    return report(failure(Code::driver, error.what()));
-  }
-}
-
-Status bad(const char* message) { return failure(Code::bad_argument, message); }
-
 bool is_access(int access) { return access == TASUKI_READ_ONLY || access == TASUKI_READ_WRITE; }
-bool is_driver(int driver) { return driver == TASUKI_HOST || driver == TASUKI_CUDA; }
 Access to_access(int access) { return access == TASUKI_READ_ONLY ? Access::read_only : Access::read_write; }
 
 Memory::Ids to_ids(const uint64_t* arenas, size_t num_arenas) { return Memory::Ids(arenas, arenas + num_arenas); }
@@ -62,6 +45,11 @@ Process& process() {
 int report(const Status& status) {
   if (!status.ok()) last_failure = status;
   return static_cast<int>(status.code);
+}
+
+int report_no_memory() {
+  last_failure = Status{};  // a sentence would need memory
+  return TASUKI_OUT_OF_MEMORY;
 }
 
 }  // namespace tasuki

@@ -29,8 +29,12 @@ class Driver {
   // Memory without addresses. A physical chunk lives until it is released here and by everyone who imported it.
   virtual Status create(int device, size_t bytes, Physical* chunk) = 0;
   virtual Status release(Physical chunk) = 0;
+  // Makes sure that the memory is there before it is touched, where `create` only promises it.
+  virtual Status commit(Physical) { return {}; }
   virtual Status export_fd(Physical chunk, Access access, int* fd) = 0;
   virtual Status import_fd(int device, int fd, size_t bytes, Access access, Physical* chunk) = 0;
+  // The same number for every descriptor of one chunk, in all processes; false where descriptors do not tell.
+  virtual bool identify(int, uint64_t*) { return false; }
 
   // Memory at addresses: map, then allow; unmap may cover several neighbouring chunks.
   virtual Status map(uintptr_t address, size_t bytes, Physical chunk) = 0;

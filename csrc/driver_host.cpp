@@ -104,6 +104,21 @@ class MemfdDriver final : public HostDriver {
     return {};
   }
 
+  Status commit(Physical chunk) override {
+    HostChunk* host_chunk = reinterpret_cast<HostChunk*>(chunk);
+    if (fallocate(host_chunk->fd, 0, 0, static_cast<off_t>(host_chunk->bytes)) == 0) return {};
+    Status status = os_failure("fallocate of a chunk", errno);
+    if (errno == ENOSPC) status.code = Code::out_of_memory;
+    return status;
+  }
+
+  bool identify(int fd, uint64_t* identity) override {
+    struct stat file;
+    bool is_memfd = fstat(fd, &file) == 0 && fcntl(fd, F_GET_SEALS) >= 0;
+    *identity = is_memfd ? file.st_ino : 0;
+    return is_memfd;
+  }
+
   // A second open of the file, so that a read-only descriptor cannot be mapped for writing by its receiver.
   Status export_fd(Physical chunk, Access access, int* fd) override {
     std::string path = "/proc/self/fd/" + std::to_string(reinterpret_cast<HostChunk*>(chunk)->fd);
@@ -129,9 +144,12 @@ class MemfdDriver final : public HostDriver {
   }
 
   Status map(uintptr_t address, size_t bytes, Physical chunk) override {
-    int fd = reinterpret_cast<HostChunk*>(chunk)->fd;
-    void* got = mmap(reinterpret_cast<void*>(address), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, fd, 0);
-    return got == MAP_FAILED ? os_failure("mmap of a chunk", errno) : Status{};
+    HostChunk* host_chunk = reinterpret_cast<HostChunk*>(chunk);
+    void* got = mmap(reinterpret_cast<void*>(address), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, host_chunk->fd, 0);
+    if (got == MAP_FAILED) return os_failure("mmap of a chunk", errno);
+    // A child made by fork would keep what is not ours after we have given it up.
+    if (host_chunk->is_imported && madvise(got, bytes, MADV_DONTFORK) != 0) return os_failure("madvise of a chunk", errno);
+    return {};
   }
 
   Status allow(uintptr_t address, size_t bytes, int, Access access) override {

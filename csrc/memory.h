@@ -8,6 +8,7 @@
 
 #include "arena.h"
 #include "driver.h"
+#include "pool.h"
 #include "share.h"
 
 namespace tasuki {
@@ -34,6 +35,14 @@ class Memory {
   // A driver can be set once per kind.
   Status set_driver(DriverKind kind, std::unique_ptr<Driver> driver);
   bool has_driver(DriverKind kind);
+
+  // From now on arenas of the device take their chunks from the pool, whatever sizes they ask for, and imports of its chunks are counted
+  // as readers. One a device, before its first arena.
+  Status open_pool(DriverKind kind, int device, const std::vector<int>& fds, const Owner& owner);
+  // Refused while arenas or imports use it.
+  Status close_pool(DriverKind kind, int device);
+  Status pool_usage(DriverKind kind, int device, PoolUsage* usage);
+  Status make_pool(DriverKind kind, int device, size_t num_chunks, size_t chunk_bytes, std::vector<int>* fds);
 
   Status create_arena(DriverKind kind, const std::string& tag, int device, const ArenaOptions& options, uint64_t* arena);
   // Refused while blocks are in use.
@@ -113,9 +122,12 @@ class Memory {
   Status mark(const std::vector<Arena*>& arenas, Transfer* transfer);
   Status room_failure(const std::vector<Arena*>& arenas, size_t num_created, const Status& cause);
   Status driver_of(DriverKind kind, Driver** driver);
+  // The device's pool; null where there is none.
+  Pool* pool_of(DriverKind kind, int device);
 
   std::mutex mutex_;
   std::map<DriverKind, std::unique_ptr<Driver>> drivers_;
+  std::map<std::pair<DriverKind, int>, std::unique_ptr<Pool>> pools_;
   Exports exports_;
   std::map<uint64_t, std::unique_ptr<Arena>> arenas_;
   std::map<uintptr_t, Arena*> by_address_;

@@ -14,7 +14,7 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
-#define TASUKI_ABI_VERSION 3
+#define TASUKI_ABI_VERSION 4
 
 enum tasuki_code {
   TASUKI_OK = 0,
@@ -78,6 +78,18 @@ typedef struct {
   int32_t reserved;
 } tasuki_chunk;
 
+/* Chunks of a pool. */
+typedef struct {
+  uint64_t chunk_bytes;
+  uint64_t num_chunks;
+  uint64_t num_free;
+  uint64_t num_lent;      /* taken, and mapped by nobody */
+  uint64_t num_mapped;    /* for writing, each by its owner */
+  uint64_t num_published; /* of those two, what others may read */
+  uint64_t num_read;      /* with readers, whoever owns them */
+  uint64_t num_ours;      /* taken by this process */
+} tasuki_pool_usage;
+
 /* Elements in rows and columns that lie in `held`, in `source` and at indices of a whole tensor; strides in elements. */
 typedef struct {
   const void* source; /* copied to `held` first; NULL: summed where they are */
@@ -99,6 +111,21 @@ void tasuki_last_room(uint64_t* needed_bytes, uint64_t* free_bytes);
 int tasuki_open_cuda(const char* path);
 /* At most this many bytes of host chunks; 0 lifts the limit. */
 int tasuki_set_host_budget(uint64_t bytes);
+
+/* One pool of chunks for a device, made once and lent to processes in turn. Making fills 1 + num_chunks descriptors, the table's first,
+ * which belong to the caller and keep the memory. Opening leaves them the caller's; from then on the device's arenas take their chunks
+ * from the pool and give them back, and no chunk is mapped for writing by two. pid, start: this process as the one sees it that
+ * reclaims. One pool a device, before its first arena; closed when no arena or import uses it. */
+int tasuki_make_pool(int driver, int device, uint64_t num_chunks, uint64_t chunk_bytes, int* fds);
+int tasuki_open_pool(int driver, int device, const int* fds, size_t num_fds, uint32_t pid, uint64_t start);
+int tasuki_close_pool(int driver, int device);
+/* All zeros where this process has opened none. */
+int tasuki_get_pool(int driver, int device, tasuki_pool_usage* usage);
+/* By the table's descriptor, for whoever keeps the pool and uses none of it. num_ours is 0. */
+int tasuki_read_pool(int table_fd, tasuki_pool_usage* usage);
+/* Frees what processes hold whose death is certain, by the kernel's word. */
+int tasuki_reclaim_pool(int table_fd, uint64_t* num_freed);
+int tasuki_identify_process(uint32_t pid, uint64_t* start);
 
 int tasuki_create_arena(int driver, const char* tag, int device, const tasuki_arena_options* options, uint64_t* arena);
 int tasuki_destroy_arena(uint64_t arena);

@@ -160,3 +160,27 @@ TEST(torch_allocates_in_the_arena_of_its_slot_and_a_foreign_free_is_refused) {
   CHECK(tasuki_get_usage(arena, &usage) == TASUKI_OK && usage.num_blocks == 0 && usage.mapped_bytes == 0);
   CHECK(tasuki_destroy_arena(arena) == TASUKI_OK);
 }
+
+TEST(a_pool_lends_device_memory_and_makes_none) {
+  Setup s;
+  std::vector<int> fds;
+  PoolUsage usage{};
+  CHECK_OK(s.memory->make_pool(DriverKind::cuda, 0, 3, 2 * kMiB, &fds));
+  CHECK_OK(s.memory->open_pool(DriverKind::cuda, 0, fds, {1, 1}));
+  size_t made = s.fake.used();
+  uint64_t arena = s.arena("weights"), bytes = 0;
+  uintptr_t address = 0, beyond = 0;
+  CHECK_OK(s.memory->allocate(arena, 5 * kMiB, &address));
+  CHECK(s.memory->allocate(arena, 2 * kMiB, &beyond).code == Code::out_of_memory);
+  for (int i = 0; i < 3; ++i) {
+    CHECK_OK(s.memory->pause({arena}, &bytes));
+    CHECK_OK(s.memory->pool_usage(DriverKind::cuda, 0, &usage));
+    CHECK(bytes == 6 * kMiB && usage.chunks.num_free == 3 && s.fake.used() == made);
+    CHECK_OK(s.memory->resume({arena}, &bytes));
+    CHECK(bytes == 6 * kMiB && s.fake.used() == made);
+  }
+  CHECK_OK(s.memory->release(address));
+  CHECK_OK(s.memory->destroy_arena(arena));
+  CHECK_OK(s.memory->close_pool(DriverKind::cuda, 0));
+  for (int fd : fds) close(fd);
+}

@@ -3,8 +3,8 @@
 python supervised_node.py STATE_DIR LOCK_FD STARTER_FD MAX_RESTARTS NAME=KIND...
 
 Kinds: "good" stops when asked and takes its child along, "deaf" ignores SIGTERM, "dies" ends by itself with code 7 soon after it
-started, "fails" does so at once; a service whose name is "beats" shows a heartbeat. Each has a socket, a child in a session of its own,
-a file and a semaphore in shared memory, as engines and trainers do.
+started, "fails" does so at once. A service whose name is "beats" shows a heartbeat, one whose name is "pooled" holds the whole pool.
+Each has a socket, a child in a session of its own, a file and a semaphore in shared memory, as engines and trainers do.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ import time
 from pathlib import Path
 
 SHM = Path("/dev/shm")
+POOL_BYTES = 16 << 20
 
 
 def service(name: str, kind: str, *, state_dir: Path, run_folder: Path) -> None:
+    blocks: list[object] = []
     if kind == "fails":
         sys.exit(7)
     if kind == "deaf":
@@ -42,14 +44,29 @@ def service(name: str, kind: str, *, state_dir: Path, run_folder: Path) -> None:
     (state_dir / f"{name}.semaphore").write_text(semaphore._semlock.name)
     if kind == "good":
         signal.signal(signal.SIGTERM, lambda *_: (child.terminate(), os._exit(0)))
+    if name == "pooled":
+        # It ends here where one chunk of the pool is not free.
+        blocks = [hold_pool(state_dir)]
     (state_dir / f"{name}.pids").write_text(f"{os.getpid()} {child.pid}")
     if name == "beats":
         from tasuki.rpc.heartbeat import Heartbeat
 
         Heartbeat(state_dir, name).beat_in_thread()
     time.sleep(1.0 if kind == "dies" else 600)
-    del mapping, semaphore
+    del mapping, semaphore, blocks
     sys.exit(7)
+
+
+def hold_pool(state_dir: Path) -> object:
+    """A block in every byte of the node's pool."""
+    from tasuki.config.places import pool_socket_path
+    from tasuki.memory.arena import Arena
+    from tasuki.transport.pool_socket import join_pool
+
+    join_pool(pool_socket_path(state_dir), device="cpu", timeout_s=20.0)
+    block = Arena("weights", device="cpu").buffer(POOL_BYTES)
+    memoryview(block).cast("B")[::4096] = bytes(POOL_BYTES // 4096)
+    return block
 
 
 def main() -> int:
@@ -57,8 +74,9 @@ def main() -> int:
         service(sys.argv[2], sys.argv[3], state_dir=Path(sys.argv[4]), run_folder=Path(sys.argv[5]))
     from tasuki.config.lock import StateLock
     from tasuki.config.places import socket_dir
-    from tasuki.config.schema import RestartConfig
+    from tasuki.config.schema import MemoryConfig, ModelConfig, NodeConfig, RestartConfig
     from tasuki.rpc.logs import configure_logging
+    from tasuki.supervisor.pool import NodePool
     from tasuki.supervisor.services import ServiceCommand
     from tasuki.supervisor.supervise import supervise
 
@@ -75,6 +93,8 @@ def main() -> int:
         )
         for name, kind in names
     ]
+    memory = MemoryConfig(host_budget_bytes=POOL_BYTES, pool=any(name == "pooled" for name, _ in names))
+    config = NodeConfig(state_dir=state_dir, model=ModelConfig(path=state_dir), memory=memory)
     environment = {key: value for key, value in os.environ.items() if key in ("PATH", "PYTHONPATH")}
     return supervise(
         state_dir,
@@ -83,6 +103,7 @@ def main() -> int:
         starter_fd=int(sys.argv[3]),
         environment=environment,
         restart=RestartConfig(max_restarts=int(sys.argv[4]), stall_s=2.0),
+        make_pool=lambda: NodePool(config),
     )
 
 

@@ -37,6 +37,21 @@ def test_service_that_is_killed_is_started_anew_without_its_children_and_the_oth
     assert node.exit["restarts"] == {"second": 1}
 
 
+def test_service_that_is_killed_with_the_whole_pool_finds_it_free_again(
+    start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    node = start(max_restarts=2, pooled="good")
+    node.wait_until_up()
+    time.sleep(0.5)  # the supervisor has seen it serve
+    first = pids_of(node, "pooled")
+    os.kill(first[0], signal.SIGKILL)
+    wait_for(lambda: len(pids_of(node, "pooled")) == 2 and pids_of(node, "pooled")[0] != first[0])
+    node.pids += pids_of(node, "pooled")
+    stop_node(node.state_dir)
+    node.assert_gone()
+    assert "event=reclaimed device=cpu chunks=8 free=8" in capfd.readouterr().err
+
+
 def test_service_that_dies_again_and_again_ends_the_node_after_its_restarts(start: Start) -> None:
     node = start(max_restarts=2, first="good", second="dies")
     node.wait_until_up()

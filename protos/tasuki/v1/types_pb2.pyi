@@ -528,6 +528,8 @@ class DeviceUsage(_message.Message):
     PROCESS_BYTES_FIELD_NUMBER: _builtins.int
     TORCH_CACHED_BYTES_FIELD_NUMBER: _builtins.int
     OTHER_PROCESSES_BYTES_FIELD_NUMBER: _builtins.int
+    POOL_BYTES_FIELD_NUMBER: _builtins.int
+    POOL_FREE_BYTES_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     """Torch's name of the device, e.g. "cuda:0" or "cpu"."""
     rank: _builtins.int
@@ -541,6 +543,10 @@ class DeviceUsage(_message.Message):
     """Bytes that torch's own allocator holds and no tensor uses; not visible to the driver as free. 0 on "cpu"."""
     other_processes_bytes: _builtins.int
     """Bytes of all other processes on the device."""
+    pool_bytes: _builtins.int
+    """Bytes of the node's memory pool on the device; 0 without one."""
+    pool_free_bytes: _builtins.int
+    """Bytes of the pool's chunks that no process holds."""
     def __init__(
         self,
         *,
@@ -551,10 +557,12 @@ class DeviceUsage(_message.Message):
         process_bytes: _builtins.int = ...,
         torch_cached_bytes: _builtins.int = ...,
         other_processes_bytes: _builtins.int = ...,
+        pool_bytes: _builtins.int = ...,
+        pool_free_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "free_bytes", b"free_bytes", "other_processes_bytes", b"other_processes_bytes", "process_bytes", b"process_bytes", "rank", b"rank", "torch_cached_bytes", b"torch_cached_bytes", "total_bytes", b"total_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "free_bytes", b"free_bytes", "other_processes_bytes", b"other_processes_bytes", "pool_bytes", b"pool_bytes", "pool_free_bytes", b"pool_free_bytes", "process_bytes", b"process_bytes", "rank", b"rank", "torch_cached_bytes", b"torch_cached_bytes", "total_bytes", b"total_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

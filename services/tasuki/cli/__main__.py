@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import functools
 import os
 import signal
 import sys
@@ -236,6 +237,7 @@ def _dashboard(arguments: argparse.Namespace) -> int:
 
 
 def _supervise(arguments: argparse.Namespace) -> int:
+    from tasuki.supervisor.pool import NodePool
     from tasuki.supervisor.services import node_services
     from tasuki.supervisor.supervise import supervise
 
@@ -249,6 +251,7 @@ def _supervise(arguments: argparse.Namespace) -> int:
         # By default grpc writes a line for every stranger that fails to make a connection to a port.
         environment={"GRPC_VERBOSITY": "ERROR", **os.environ},
         restart=config.restart,
+        make_pool=functools.partial(NodePool, config) if config.memory.pool else None,
     )
 
 

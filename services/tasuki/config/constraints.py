@@ -155,6 +155,10 @@ def _check_kind_of_device(config: NodeConfig) -> None:
         )
     if config.device == "cuda" and config.memory.host_budget_bytes is not None:
         raise SettingsConflict("memory.host_budget_bytes", 'is for device = "cpu"; the memory of a GPU is measured')
+    if config.memory.pool and config.device == "cuda":
+        raise SettingsConflict("memory.pool", 'is for device = "cpu": on GPUs it has not been measured yet')
+    if config.memory.pool and config.memory.host_budget_bytes is None:
+        raise SettingsConflict("memory.pool", "needs memory.host_budget_bytes, its size")
 
 
 def _check_deadlines(config: NodeConfig) -> None:

@@ -56,6 +56,11 @@ def generate_calls_path(state_dir: Path) -> Path:
     return socket_dir(state_dir) / "generate-calls"
 
 
+def pool_socket_path(state_dir: Path) -> Path:
+    """Where processes of the node join its memory pool."""
+    return socket_dir(state_dir) / "pool.sock"
+
+
 def stall_dir(state_dir: Path) -> Path:
     """Stacks of processes that hung, one file for each."""
     return state_dir / "stalls"

@@ -258,6 +258,9 @@ class MemoryConfig(Schema):
     host_budget_bytes: Annotated[ByteSize, Field(gt=0)] | None = None
     """Memory that trainer and engine share in turn, as they would a GPU's: bytes, or text such as "8GB" or "512MiB"; none by default, so
     that only the machine's memory is the limit. Copies of what sleeps are not counted."""
+    pool: bool = False
+    """Whether this memory is made once, when the node starts, and lent to trainer and engine in turn, instead of made and given back at
+    every changeover. Needs `host_budget_bytes`, which is then taken for as long as the node runs."""
 
 
 class NodeConfig(Schema):

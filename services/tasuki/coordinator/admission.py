@@ -35,6 +35,7 @@ from tasuki.coordinator.headroom import (
 from tasuki.coordinator.memory_record import MemoryRecord
 from tasuki.coordinator.records import Outcome
 from tasuki.memory.host import host_memory
+from tasuki.memory.pool import pool_bytes
 from tasuki.memory.stages import RULES, Service, Stage
 from tasuki.memory.tags import MemoryTag, ServiceUsage
 from tasuki.planner.layout import Part
@@ -235,6 +236,9 @@ class Admission:
         """On a CPU free memory is known as soon as both services have told what they hold."""
         if self._config.device == "cpu" and len(self._usages) == len(Service):
             available, budget = host_memory().available_bytes, self._config.memory.host_budget_bytes
+            if self._config.memory.pool and budget is not None:
+                # The machine has given it already.
+                available = budget = pool_bytes(budget)
             self._free = {"cpu": free_of_host(available, self._usages.values(), budget_bytes=budget)}
 
     async def _first_export(self) -> Bytes:

@@ -8,6 +8,7 @@ from typing import Any
 
 from tasuki.memory import arena as native
 from tasuki.memory.host import host_memory
+from tasuki.memory.pool import pool_usage
 from tasuki.memory.tags import DeviceUsage
 
 
@@ -22,7 +23,7 @@ def resident_bytes() -> int:
 
 
 def _host(rank: int) -> DeviceUsage:
-    host, ours = host_memory(), resident_bytes()
+    host, ours, pool = host_memory(), resident_bytes(), pool_usage("cpu")
     total, free = host.total_bytes, host.available_bytes
     return DeviceUsage(
         device="cpu",
@@ -32,6 +33,8 @@ def _host(rank: int) -> DeviceUsage:
         process_bytes=ours,
         torch_cached_bytes=0,
         other_processes_bytes=max(0, total - free - ours),
+        pool_bytes=0 if pool is None else pool.total_bytes,
+        pool_free_bytes=0 if pool is None else pool.free_bytes,
     )
 
 

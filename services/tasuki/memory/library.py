@@ -19,7 +19,7 @@ from tasuki.wire.errors import (
     WrongPhase,
 )
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 LIBRARY_PATH = Path(__file__).with_name("libtasuki_memory.so")
 NUM_SLOTS = 8
 
@@ -39,6 +39,13 @@ def _library() -> ctypes.CDLL:
     u64, i32, pointer = ctypes.c_uint64, ctypes.c_int, ctypes.c_void_p
     signatures: dict[str, list[Any]] = {
         "tasuki_set_host_budget": [u64],
+        "tasuki_make_pool": [i32, i32, u64, u64, pointer],
+        "tasuki_open_pool": [i32, i32, pointer, ctypes.c_size_t, ctypes.c_uint32, u64],
+        "tasuki_close_pool": [i32, i32],
+        "tasuki_get_pool": [i32, i32, pointer],
+        "tasuki_read_pool": [i32, pointer],
+        "tasuki_reclaim_pool": [i32, pointer],
+        "tasuki_identify_process": [ctypes.c_uint32, pointer],
         "tasuki_create_arena": [i32, ctypes.c_char_p, i32, pointer, pointer],
         "tasuki_destroy_arena": [u64],
         "tasuki_allocate": [u64, u64, pointer],
@@ -97,6 +104,11 @@ def driver_and_index(device: str) -> tuple[int, int]:
 def numbers(values: Sequence[int]) -> Any:
     """uint64s in a row: also the library's structs of such numbers, to be given or to be filled."""
     return (ctypes.c_uint64 * len(values))(*values)
+
+
+def descriptors(values: Sequence[int]) -> Any:
+    """File descriptors in a row, to be given or to be filled."""
+    return (ctypes.c_int * len(values))(*values)
 
 
 def chunk_table(rows: Sequence[tuple[int, int, int]]) -> Any:

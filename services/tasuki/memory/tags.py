@@ -42,6 +42,8 @@ class DeviceUsage:
     process_bytes: int  # this process's, whoever in it took them
     torch_cached_bytes: int  # held by torch's own allocator and used by no tensor; not visible as free; 0 on "cpu"
     other_processes_bytes: int
+    pool_bytes: int = 0  # of the node's pool on the device; 0 without one
+    pool_free_bytes: int = 0  # of its chunks that nobody holds
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import torch
 
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import ArenaState
+from tasuki.memory.pool import pool_usage
 from tasuki.memory.tags import MemoryTag, TagUsage
 from tasuki.rollout.record import EngineModel
 
@@ -45,6 +46,8 @@ class RankMemory:
         staying: frozenset[MemoryTag] = frozenset(),
     ) -> None:
         self._allocator, self._model, self._slot_table, self._staying = allocator, model, slot_table, staying
+        # New memory of a host is zeros; what a pool lends, or a GPU gives, holds what was there before.
+        self._is_zeroed = allocator.device == "cpu" and pool_usage("cpu") is None
         self._kept = {tag: _Kept() for tag in (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)}
         self._found: dict[MemoryTag, tuple[tuple[int, int], list[Span]]] = {}
 
@@ -64,9 +67,9 @@ class RankMemory:
         for tag in woken:
             if tag in self._kept:
                 self._kept[tag].restore()
+        if MemoryTag.KV_CACHE in woken and self._slot_table is not None and not self._is_zeroed:
+            self._slot_table.zero_()
         if woken and self._allocator.device != "cpu":
-            if MemoryTag.KV_CACHE in woken and self._slot_table is not None:
-                self._slot_table.zero_()  # the host's kernel has done so itself
             torch.cuda.synchronize(self._allocator.device)
         return mapped
 

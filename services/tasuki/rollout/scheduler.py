@@ -17,6 +17,7 @@ from sglang.srt.model_executor import model_runner
 from sglang.srt.server_args import PortArgs, ServerArgs, get_global_server_args
 
 from tasuki.config.gpus import gpu_not_shown
+from tasuki.config.places import pool_socket_path
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import set_host_budget
@@ -32,6 +33,7 @@ from tasuki.rollout.record import EngineModel
 from tasuki.rollout.seeded_sampling import multinomial_with_seed
 from tasuki.rpc.staying import staying_of_engine_rank
 from tasuki.transport.gloo_peers import check_gloo_peers
+from tasuki.transport.pool_socket import join_pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,9 @@ def run_scheduler(
     """
     if server_args.device == "cuda" and not _select_gpu(gpu_id, pipe_writer):
         return
-    if config is not None and config.memory.host_budget_bytes is not None:
+    if config is not None and config.memory.pool:
+        join_pool(pool_socket_path(config.state_dir), device="cpu", timeout_s=config.rollout.start_timeout_s)
+    elif config is not None and config.memory.host_budget_bytes is not None:
         set_host_budget(config.memory.host_budget_bytes // config.num_engine_ranks)
     allocator = rank_allocator("cpu" if server_args.device == "cpu" else f"{server_args.device}:{gpu_id}")
     install_saver(allocator)

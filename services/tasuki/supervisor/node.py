@@ -35,6 +35,7 @@ from tasuki.rpc.port import check_ports
 from tasuki.supervisor.exit_report import node_down
 from tasuki.supervisor.model_folder import check_model_folders
 from tasuki.supervisor.node_settings import check_node_runs_with
+from tasuki.supervisor.pool import check_pool_room
 from tasuki.supervisor.post_mortem import why_it_ended
 from tasuki.supervisor.processes import descendants, has_ended, parent_and_state
 from tasuki.supervisor.residency import with_residency
@@ -105,6 +106,7 @@ def start_node(config: NodeConfig, *, resumes: bool = False, tell: Tell = to_std
     check_model_folders(config)
     check_gpu_is_shown(config)
     check_host_budget(config)
+    check_pool_room(config)
     check_ports(config)
     check_argument_names(config.rollout.engine)
     _check_state_folder(config.state_dir)

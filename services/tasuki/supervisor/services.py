@@ -54,7 +54,8 @@ def node_services(config: NodeConfig) -> list[ServiceCommand]:
             target=targets["trainer"],
             health_name="tasuki.v1.TrainerService",
             environment={**shared, "OMP_NUM_THREADS": str(config.trainer.num_threads if is_cpu else 1)},
-            after=None if is_cpu else "rollout",
+            # A pool holds the start of one, as a GPU does.
+            after="rollout" if config.memory.pool or not is_cpu else None,
         ),
     ]
 

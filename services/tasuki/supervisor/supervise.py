@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -20,6 +20,7 @@ from tasuki.config.lock import StateLock
 from tasuki.config.places import exit_path, log_path, restart_request_path
 from tasuki.config.schema import RestartConfig
 from tasuki.supervisor.exit_report import REQUESTED_BY, write_exit_report
+from tasuki.supervisor.pool import NodePool
 from tasuki.supervisor.processes import SERVICE_VARIABLE, adopt_orphans, die_with_parent, end_descendants, kill_service, reap
 from tasuki.supervisor.resource_tracker import ResourceTracker
 from tasuki.supervisor.restart_policy import RestartPolicy
@@ -42,11 +43,13 @@ def supervise(
     starter_fd: int,
     environment: Mapping[str, str],
     restart: RestartConfig,
+    make_pool: Callable[[], NodePool] | None = None,
 ) -> int:
     """Runs the services, and restarts one that ends, until one has ended too often, somebody asks for a stop, or the starter goes
     away without having let the node go.
 
     starter_fd: read end of a pipe; a byte lets the node live on without its starter, the end of the file alone stops it.
+    make_pool: makes the memory that the services share, before they start.
     """
     adopt_orphans()
     # Looked for once a tick, so that no handler can run in the middle of something.
@@ -60,7 +63,8 @@ def supervise(
     die_with_parent(guard_pid, signal.SIGTERM)
     adopt_orphans()
     lock.sign(os.getpid())
-    return Supervisor(state_dir, services, resources, starter_fd=starter_fd, environment=environment, restart=restart).run()
+    supervisor = Supervisor(state_dir, services, resources, starter_fd=starter_fd, environment=environment, restart=restart)
+    return supervisor.run(make_pool)
 
 
 class Supervisor:
@@ -87,14 +91,19 @@ class Supervisor:
         self._pids: dict[int, ServiceCommand] = {}
         self._served: set[str] = set()
         self._exit_codes: dict[str, int] = {}
+        self._pool: NodePool | None = None
         self._restarts = RestartPolicy(max_restarts=restart.max_restarts, window_s=restart.window_s)
         self._watchdog = Watchdog(state_dir, stall_s=restart.stall_s, progress_s=restart.progress_s)
 
-    def run(self) -> int:
+    def run(self, make_pool: Callable[[], NodePool] | None = None) -> int:
         """0 when it was asked to stop, 1 when a service ended by itself once too often, or something here failed."""
         reason, first, code = "", None, 0
         try:
+            self._pool = make_pool() if make_pool is not None else None
             while not reason:
+                if self._pool is not None:
+                    # Before a service is restarted: it finds free what the one before it held.
+                    self._pool.poll()
                 self._start_what_can()
                 self._resources.poll()
                 reason, first = self._wait()
@@ -106,6 +115,8 @@ class Supervisor:
         try:
             self._end_services()
         finally:
+            if self._pool is not None:
+                self._pool.close()
             self._resources.remove()
             write_exit_report(
                 self._state_dir, reason=reason, first=first, exit_codes=self._exit_codes, restarts=self._restarts.counts

@@ -34,7 +34,7 @@ class FdServer:
         self.path = path
         self._lock = threading.Lock()
         self.hand_out(message, fds)
-        self._listener = _listen(path)
+        self._listener = listen(path)
         self._thread = threading.Thread(target=self._serve, name=f"fd-server-{path.name}", daemon=True)
         self._thread.start()
 
@@ -42,7 +42,7 @@ class FdServer:
         """From now on this; the descriptors that were handed out before are not used any more."""
         assert 1 <= len(fds) <= MAX_FDS
         with self._lock:
-            self._frame, self._fds = _LENGTH.pack(len(message)) + message, list(fds)
+            self._frame, self._fds = framed(message), list(fds)
 
     def stop_serving(self) -> None:
         """From now on nothing: who connects is hung up on."""
@@ -71,7 +71,7 @@ class FdServer:
 
     def _send(self, peer: socket.socket) -> None:
         peer.settimeout(_SEND_TIMEOUT_S)
-        uid = _peer_uid(peer)
+        _, uid = peer_ids(peer)
         if uid != os.getuid():
             _log.warning("event=fd_refused socket=%s peer_uid=%d", self.path.name, uid)
             return
@@ -97,7 +97,7 @@ def fetch(path: Path, *, timeout_s: float) -> tuple[bytes, list[int]]:
         try:
             peer.settimeout(timeout_s)
             peer.connect(str(path))
-            uid = _peer_uid(peer)
+            _, uid = peer_ids(peer)
             if uid != os.getuid():
                 raise BadHandle(f"{path} belongs to user {uid}", socket=path)
             first, fds, flags, _ = socket.recv_fds(peer, 64 * 1024, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
@@ -138,7 +138,8 @@ def _read_message(peer: socket.socket, received: bytes, *, path: Path, deadline:
     return bytes(frame[_LENGTH.size :])
 
 
-def _listen(path: Path) -> socket.socket:
+def listen(path: Path) -> socket.socket:
+    """A listening socket that nobody but its user can connect to. Raises NodeRunning when something answers there."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         remove_dead_socket(path)
@@ -152,6 +153,12 @@ def _listen(path: Path) -> socket.socket:
     return listener
 
 
-def _peer_uid(peer: socket.socket) -> int:
-    _, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return uid
+def peer_ids(peer: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end, by the kernel's word."""
+    pid, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid
+
+
+def framed(message: bytes) -> bytes:
+    """As `fetch` reads it."""
+    return _LENGTH.pack(len(message)) + message

@@ -1,0 +1,169 @@
+#include "pool.h"
+
+#include <unistd.h>
+
+namespace tasuki {
+namespace {
+
+void close_all(std::vector<int>* fds) {
+  for (int fd : *fds) close(fd);
+  fds->clear();
+}
+
+}  // namespace
+
+Status make_pool(Driver& driver, int device, size_t num_chunks, size_t chunk_bytes, std::vector<int>* fds) {
+  size_t step = 0, free_bytes = 0, total_bytes = 0;
+  Status status = driver.granularity(device, &step);
+  if (status.ok()) status = driver.room(device, &free_bytes, &total_bytes);
+  if (!status.ok()) return status;
+  if (chunk_bytes == 0 || chunk_bytes % step != 0) {
+    return failure(Code::bad_argument, "chunk_bytes: " + std::to_string(chunk_bytes) + " is no multiple of " + std::to_string(step));
+  }
+  if (num_chunks > free_bytes / chunk_bytes) return no_room("the pool", num_chunks * chunk_bytes, free_bytes);
+  int table = -1;
+  status = PoolTable::make(num_chunks, chunk_bytes, &table);
+  if (!status.ok()) return status;
+  fds->assign(1, table);
+  for (size_t i = 0; status.ok() && i < num_chunks; ++i) {
+    Physical chunk = 0;
+    int fd = -1;
+    status = driver.create(device, chunk_bytes, &chunk);
+    if (!status.ok()) break;
+    status = driver.commit(chunk);
+    if (status.ok()) status = driver.export_fd(chunk, Access::read_write, &fd);
+    if (status.ok()) fds->push_back(fd);
+    // The descriptor keeps the memory.
+    Status released = driver.release(chunk);
+    if (status.ok()) status = released;
+  }
+  if (status.ok()) return {};
+  size_t num_made = fds->size() - 1;
+  close_all(fds);
+  if (status.code != Code::out_of_memory) return status;
+  return no_room("the pool", num_chunks * chunk_bytes, num_made * chunk_bytes);
+}
+
+Status Pool::open(Driver& driver, int device, const std::vector<int>& fds, const Owner& owner, std::unique_ptr<Pool>* pool) {
+  if (fds.empty()) return failure(Code::bad_handle, "a pool has a descriptor of its table");
+  if (owner.pid == 0) return failure(Code::bad_argument, "owner: no process has pid 0");
+  std::unique_ptr<PoolTable> table;
+  Status status = PoolTable::open(fds[0], &table);
+  if (!status.ok()) return status;
+  if (fds.size() - 1 != table->num_chunks()) {
+    return failure(Code::bad_handle, std::to_string(fds.size() - 1) + " descriptors for the " + std::to_string(table->num_chunks()) +
+                                         " chunks of a pool");
+  }
+  std::unique_ptr<Pool> made(new Pool(driver, owner, std::move(table)));
+  for (size_t i = 0; i < made->table_->num_chunks(); ++i) {
+    Physical chunk = 0;
+    uint64_t identity = 0;
+    status = driver.import_fd(device, fds[i + 1], made->chunk_bytes(), Access::read_write, &chunk);
+    if (!status.ok()) return status.message = "chunk " + std::to_string(i) + " of the pool: " + status.message, status;
+    made->physical_.push_back(chunk);
+    if (driver.identify(fds[i + 1], &identity)) made->by_identity_[identity] = i;
+  }
+  made->last_import_ = made->physical_.size();
+  *pool = std::move(made);
+  return {};
+}
+
+Pool::Pool(Driver& driver, const Owner& owner, std::unique_ptr<PoolTable> table)
+    : driver_(driver), owner_(owner), opened_by_(getpid()), table_(std::move(table)), last_import_(0) {}
+
+Pool::~Pool() {
+  // Whoever closes a pool has given everything back; a failure here has nobody to tell and ends with the process.
+  for (Physical chunk : physical_) static_cast<void>(driver_.release(chunk));
+}
+
+PoolUsage Pool::usage() const { return {table_->chunk_bytes(), table_->num_chunks(), table_->usage(), num_taken_}; }
+
+Status Pool::room(int, size_t* free_bytes, size_t* total_bytes) {
+  *free_bytes = table_->usage().num_free * chunk_bytes();
+  *total_bytes = table_->num_chunks() * chunk_bytes();
+  return {};
+}
+
+Status Pool::create(int, size_t bytes, Physical* chunk) {
+  Status status = check_process();
+  if (!status.ok()) return status;
+  if (bytes != chunk_bytes()) return failure(Code::bad_argument, "a pool lends whole chunks of " + readable(chunk_bytes()));
+  size_t index = 0;
+  if (!table_->take(owner_, &index)) return no_room("a chunk of the pool", bytes, 0);
+  ++num_taken_;
+  *chunk = index + 1;
+  return {};
+}
+
+Status Pool::release(Physical chunk) {
+  auto imported = imported_.find(chunk);
+  if (imported != imported_.end()) {
+    Status status = driver_.release(imported->second.physical);
+    if (!status.ok()) return status;
+    if (imported->second.is_of_pool) table_->remove_reader(owner_, imported->second.index);
+    imported_.erase(imported);
+    return {};
+  }
+  if (!table_->give_back(owner_, chunk - 1)) return failure(Code::driver, "chunk " + std::to_string(chunk - 1) + " is not ours to give back");
+  --num_taken_;
+  return {};
+}
+
+// Read-only alone: of a chunk for writing there is one mapping, its owner's.
+Status Pool::export_fd(Physical chunk, Access access, int* fd) {
+  if (access != Access::read_only) return failure(Code::bad_argument, "access: chunks of a pool are handed out read-only");
+  if (!table_->publish(owner_, chunk - 1)) return failure(Code::driver, "chunk " + std::to_string(chunk - 1) + " is not ours to publish");
+  return driver_.export_fd(physical_[chunk - 1], access, fd);
+}
+
+Status Pool::import_fd(int device, int fd, size_t bytes, Access access, Physical* chunk) {
+  Status status = check_process();
+  if (!status.ok()) return status;
+  Imported imported{0, false, 0};
+  uint64_t identity = 0;
+  if (driver_.identify(fd, &identity)) {
+    auto found = by_identity_.find(identity);
+    imported.is_of_pool = found != by_identity_.end();
+    imported.index = imported.is_of_pool ? found->second : 0;
+  }
+  if (imported.is_of_pool && access != Access::read_only) return failure(Code::bad_handle, "a chunk of the pool is imported read-only");
+  status = driver_.import_fd(device, fd, bytes, access, &imported.physical);
+  if (!status.ok()) return status;
+  if (imported.is_of_pool) status = table_->add_reader(owner_, imported.index);
+  if (!status.ok()) return static_cast<void>(driver_.release(imported.physical)), status;
+  imported_[*chunk = ++last_import_] = imported;
+  return {};
+}
+
+Status Pool::map(uintptr_t address, size_t bytes, Physical chunk) {
+  Status status = check_process();
+  if (!status.ok()) return status;
+  auto imported = imported_.find(chunk);
+  if (imported != imported_.end()) return driver_.map(address, bytes, imported->second.physical);
+  size_t index = chunk - 1;
+  if (!table_->begin_map(owner_, index)) return failure(Code::driver, "chunk " + std::to_string(index) + " is not ours to map");
+  status = driver_.map(address, bytes, physical_[index]);
+  if (status.ok()) {
+    mapped_[address] = index;
+  } else {
+    table_->end_map(owner_, index);
+  }
+  return status;
+}
+
+Status Pool::unmap(uintptr_t address, size_t bytes) {
+  Status status = driver_.unmap(address, bytes);
+  if (!status.ok()) return status;
+  for (auto at = mapped_.lower_bound(address); at != mapped_.end() && at->first < address + bytes; at = mapped_.erase(at)) {
+    table_->end_map(owner_, at->second);
+  }
+  return {};
+}
+
+// A child made by fork would take chunks in its parent's name, and lose them when the parent ends.
+Status Pool::check_process() const {
+  if (getpid() == opened_by_) return {};
+  return failure(Code::driver, "a pool belongs to the process that opened it: start others by spawn");
+}
+
+}  // namespace tasuki

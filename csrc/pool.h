@@ -1,0 +1,92 @@
+// A driver whose chunks are lent: made once for a device, imported once by each process, and passed from one to another by the words of
+// a table. To create is to take a chunk, to release is to give it back; all else goes to the driver below.
+#pragma once
+
+#include <sys/types.h>
+
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "driver.h"
+#include "pool_table.h"
+
+namespace tasuki {
+
+struct PoolUsage {
+  uint64_t chunk_bytes;
+  uint64_t num_chunks;
+  TableUsage chunks;
+  uint64_t num_ours;  // taken by this process
+};
+
+// Makes the chunks and their table. The descriptors, the table's first, belong to the caller, and keep the memory alive.
+// out_of_memory with the numbers when the device has no room for all of them.
+Status make_pool(Driver& driver, int device, size_t num_chunks, size_t chunk_bytes, std::vector<int>* fds);
+
+// Called with the mutex of Memory held, like any driver that moves pages.
+class Pool final : public Driver {
+ public:
+  // owner: this process, as whoever reclaims sees it. The descriptors stay the caller's.
+  static Status open(Driver& driver, int device, const std::vector<int>& fds, const Owner& owner, std::unique_ptr<Pool>* pool);
+  // What is still held goes back with the process's end.
+  ~Pool() override;
+
+  PoolUsage usage() const;
+  size_t chunk_bytes() const { return table_->chunk_bytes(); }
+  bool is_in_use() const { return num_taken_ != 0 || !imported_.empty(); }
+
+  const char* name() const override { return driver_.name(); }
+  Status granularity(int device, size_t* bytes) override { return driver_.granularity(device, bytes); }
+  Status room(int device, size_t* free_bytes, size_t* total_bytes) override;
+  Status reserve(int device, size_t bytes, uintptr_t* address) override { return driver_.reserve(device, bytes, address); }
+  Status unreserve(uintptr_t address, size_t bytes) override { return driver_.unreserve(address, bytes); }
+
+  Status create(int device, size_t bytes, Physical* chunk) override;
+  Status release(Physical chunk) override;
+  Status export_fd(Physical chunk, Access access, int* fd) override;
+  Status import_fd(int device, int fd, size_t bytes, Access access, Physical* chunk) override;
+  Status map(uintptr_t address, size_t bytes, Physical chunk) override;
+  Status allow(uintptr_t address, size_t bytes, int device, Access access) override { return driver_.allow(address, bytes, device, access); }
+  Status unmap(uintptr_t address, size_t bytes) override;
+
+  Status synchronize(int device) override { return driver_.synchronize(device); }
+  Status pin(int device, size_t bytes, void** host) override { return driver_.pin(device, bytes, host); }
+  Status unpin(int device, void* host, size_t bytes) override { return driver_.unpin(device, host, bytes); }
+  Status copy_after(int device, uintptr_t stream) override { return driver_.copy_after(device, stream); }
+  Status copy_to_host(int device, void* host, uintptr_t address, size_t bytes) override {
+    return driver_.copy_to_host(device, host, address, bytes);
+  }
+  Status copy_from_host(int device, uintptr_t address, const void* host, size_t bytes) override {
+    return driver_.copy_from_host(device, address, host, bytes);
+  }
+  Status mark(int device, Event* event) override { return driver_.mark(device, event); }
+  Status wait(int device, Event event) override { return driver_.wait(device, event); }
+  Status poll(int device, Event event, bool* is_reached) override { return driver_.poll(device, event, is_reached); }
+  Status stream_after(int device, uintptr_t stream, Event event) override { return driver_.stream_after(device, stream, event); }
+  void forget(int device, Event event) override { driver_.forget(device, event); }
+
+ private:
+  // What this process imported from another: `index` where it is a chunk of the pool that it reads.
+  struct Imported {
+    Physical physical;
+    bool is_of_pool;
+    size_t index;
+  };
+
+  Pool(Driver& driver, const Owner& owner, std::unique_ptr<PoolTable> table);
+  Status check_process() const;
+
+  Driver& driver_;
+  Owner owner_;
+  pid_t opened_by_;
+  std::unique_ptr<PoolTable> table_;
+  std::vector<Physical> physical_;               // by chunk
+  std::map<uint64_t, size_t> by_identity_;       // of those that the driver can tell
+  std::map<Physical, Imported> imported_;        // by names above those of the chunks
+  std::map<uintptr_t, size_t> mapped_;           // address -> chunk
+  Physical last_import_;
+  size_t num_taken_ = 0;
+};
+
+}  // namespace tasuki

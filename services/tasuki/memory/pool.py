@@ -1,0 +1,119 @@
+"""One pool of physical chunks a device, made once and lent to the node's processes in turn. csrc/pool.h has the mechanism."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from tasuki.memory.granularity import rounded_up
+from tasuki.memory.library import call, descriptors, driver_and_index, numbers
+
+MAX_CHUNKS = 252
+"""With the table's own, as many descriptors as one message carries."""
+_CHUNK_STEP_BYTES = 2 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class PoolUsage:
+    """Chunks of a pool, by who holds them."""
+
+    chunk_bytes: int
+    num_chunks: int
+    num_free: int
+    num_lent: int  # taken, and mapped by nobody
+    num_mapped: int  # for writing, each by its owner
+    num_published: int  # of those two, what others may read
+    num_read: int  # with readers, whoever owns them
+    num_ours: int  # taken by the process that asks
+
+    @property
+    def free_bytes(self) -> int:
+        return self.num_free * self.chunk_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.num_chunks * self.chunk_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A process for as long as the machine runs, as its pool's keeper sees it."""
+
+    pid: int
+    start: int  # clock ticks since the machine's
+
+    @classmethod
+    def of(cls, pid: int) -> Identity:
+        """Raises InternalError when no process has the pid."""
+        (start,) = call("identify_process", pid, num_outs=1)
+        return cls(pid, start)
+
+
+def pool_chunk_bytes(pool_bytes: int) -> int:
+    """Size of a pool's chunks: as small as their number allows, since every arena rounds up to whole ones."""
+    return max(_CHUNK_STEP_BYTES, rounded_up(-(-pool_bytes // MAX_CHUNKS), _CHUNK_STEP_BYTES))
+
+
+def pool_bytes(num_bytes: int) -> int:
+    """What a pool of `num_bytes` really holds, in whole chunks."""
+    chunk_bytes = pool_chunk_bytes(num_bytes)
+    return max(1, num_bytes // chunk_bytes) * chunk_bytes
+
+
+class PoolKeeper:
+    """The chunks of one device, kept for the node. Whoever keeps them uses none, and outlives all who do.
+
+    The memory lives as long as a descriptor or a mapping of it, here or in a process that has joined.
+    """
+
+    def __init__(self, num_bytes: int, *, device: str, chunk_bytes: int = 0) -> None:
+        """Makes as many whole chunks as `num_bytes` hold, at least one. chunk_bytes: 0 is `pool_chunk_bytes`.
+
+        Raises OutOfGpuMemory, with needed and free bytes, when the device has no room for all of them.
+        """
+        self.device = device
+        chunk_bytes = chunk_bytes or pool_chunk_bytes(num_bytes)
+        num_chunks = max(1, num_bytes // chunk_bytes)
+        driver, index = driver_and_index(device)
+        made = descriptors([-1] * (1 + num_chunks))
+        call("make_pool", driver, index, num_chunks, chunk_bytes, made, device=device, tags=("pool",))
+        self.fds: list[int] = list(made)
+
+    def usage(self) -> PoolUsage:
+        counted = numbers([0] * len(fields(PoolUsage)))
+        call("read_pool", self.fds[0], counted)
+        return PoolUsage(*counted)
+
+    def reclaim(self) -> int:
+        """Frees the chunks of processes whose death is certain. Returns how many chunks, and readers of chunks, that were."""
+        (num_freed,) = call("reclaim_pool", self.fds[0], num_outs=1)
+        return num_freed
+
+    def close(self) -> None:
+        """Idempotent. Processes that have joined keep what they have."""
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = []
+
+
+def open_pool(fds: Sequence[int], *, device: str, identity: Identity) -> None:
+    """From now on this process's arenas of `device` take their chunks from the pool. To be called before the first arena.
+
+    fds: of a PoolKeeper; they stay the caller's. Raises BadHandle for descriptors of no pool; Busy where arenas exist.
+    """
+    table = descriptors(fds)
+    call("open_pool", *driver_and_index(device), table, len(table), identity.pid, identity.start, device=device, tags=("pool",))
+
+
+def close_pool(device: str) -> None:
+    """Raises Busy while arenas or imports use it."""
+    call("close_pool", *driver_and_index(device), device=device, tags=("pool",))
+
+
+def pool_usage(device: str) -> PoolUsage | None:
+    """Of the pool that this process has opened for the device; None without one."""
+    counted = numbers([0] * len(fields(PoolUsage)))
+    call("get_pool", *driver_and_index(device), counted, device=device, tags=("pool",))
+    usage = PoolUsage(*counted)
+    return usage if usage.num_chunks else None

@@ -1,0 +1,74 @@
+"""How a process joins its node's pool: the keeper's descriptors over a 0600 unix socket, each imported once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+from pathlib import Path
+
+from tasuki.memory.pool import Identity, PoolKeeper, open_pool
+from tasuki.transport.fd_socket import fetch, framed, listen, peer_ids
+from tasuki.wire.errors import BadHandle, TasukiError
+
+_IDENTITY = struct.Struct("<QQ")
+_SEND_TIMEOUT_S = 1.0
+_log = logging.getLogger(__name__)
+
+
+class PoolServer:
+    """Hands a pool's descriptors to processes of this user, and frees what the dead held, at each `poll`: without a thread."""
+
+    def __init__(self, keeper: PoolKeeper, path: Path) -> None:
+        """Raises NodeRunning when something answers on the socket; a left-over file is replaced."""
+        self._keeper, self._path = keeper, path
+        self._listener = listen(path)
+        self._listener.setblocking(False)
+
+    def poll(self) -> None:
+        """Serves who has connected since the last call."""
+        while True:
+            try:
+                peer, _ = self._listener.accept()
+            except BlockingIOError:
+                break
+            with peer:
+                self._hand_out(peer)
+        if num_freed := self._keeper.reclaim():
+            _log.warning(
+                "event=reclaimed device=%s chunks=%d free=%d", self._keeper.device, num_freed, self._keeper.usage().num_free
+            )
+
+    def close(self) -> None:
+        self._listener.close()
+        self._path.unlink(missing_ok=True)
+
+    def _hand_out(self, peer: socket.socket) -> None:
+        pid, uid = peer_ids(peer)
+        if uid != os.getuid():
+            _log.warning("event=pool_refused peer_uid=%d", uid)
+            return
+        try:
+            peer.settimeout(_SEND_TIMEOUT_S)
+            # What the kernel says here, since it is here that one looks whether the process is dead.
+            identity = Identity.of(pid)
+            socket.send_fds(peer, [framed(_IDENTITY.pack(identity.pid, identity.start))], self._keeper.fds)
+        except (OSError, TasukiError) as error:
+            # The peer has hung up or ended: its loss alone.
+            _log.warning("event=pool_not_joined pid=%d error=%s", pid, error)
+
+
+def join_pool(path: Path, *, device: str, timeout_s: float) -> None:
+    """From now on this process's arenas of `device` take their chunks from the pool behind `path`.
+
+    To be called before the first arena. Raises BadHandle when nothing answers in time, or what it gives is no pool.
+    """
+    message, fds = fetch(path, timeout_s=timeout_s)
+    try:
+        if len(message) != _IDENTITY.size:
+            raise BadHandle(f"{path} is no socket of a pool", socket=path)
+        open_pool(fds, device=device, identity=Identity(*_IDENTITY.unpack(message)))
+    finally:
+        for fd in fds:
+            os.close(fd)

@@ -1,0 +1,92 @@
+"""A whole node whose memory is one pool: chunks pass between trainer and engine, and those of a killed process come back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from tasuki.client import Client, Phase
+from tasuki.config.load import load_config
+from tasuki.config.places import config_path, node_targets
+from tasuki.memory.pool import pool_bytes
+from tasuki.v1 import memory_pb2
+from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
+from tests.chaos_node import ChaosNode
+from tests.conftest import RunningNode, started_node, tasuki
+from tests.footprint import MIB, change_over, footprints, growth
+
+pytestmark = pytest.mark.timeout(600)
+_BUDGET = 96 * MIB
+
+
+@pytest.fixture(scope="module")
+def pooled() -> Iterator[RunningNode]:
+    with started_node(overrides=["memory.pool=true", f"memory.host_budget_bytes={_BUDGET}"]) as started:
+        yield started
+
+
+def usage(node: RunningNode, service: str) -> memory_pb2.GetUsageResponse:
+    target = node_targets(load_config(config_path(node.state_dir)))[service]
+    with grpc.insecure_channel(target) as channel:
+        return MemoryServiceStub(channel).GetUsage(memory_pb2.GetUsageRequest(), timeout=30)
+
+
+def held(node: RunningNode) -> int:
+    """By the tags of both services, in whole chunks."""
+    tags = [tag for service in ("trainer", "rollout") for tag in usage(node, service).tags]
+    return sum(tag.mapped_bytes + tag.kept_bytes for tag in tags)
+
+
+def free(node: RunningNode) -> int:
+    (free_bytes,) = {device.pool_free_bytes for device in usage(node, "trainer").devices}
+    return free_bytes
+
+
+def test_changeovers_keep_weights_and_samples_and_the_chunks_add_up(pooled: RunningNode) -> None:
+    with Client(state_dir=pooled.state_dir) as client:
+        chaos = ChaosNode(pooled, client)
+        chaos.step()
+        client.acquire(Phase.ROLLOUT)
+        tokens = chaos.greedy()
+        for _ in range(3):
+            for phase in (Phase.TRAIN, Phase.ROLLOUT):
+                client.acquire(phase)
+                assert free(pooled) + held(pooled) == pool_bytes(_BUDGET)
+            assert chaos.greedy() == tokens
+        client.acquire(Phase.TRAIN)
+        assert chaos.log_probs() == chaos.learned
+
+
+def test_chunks_of_a_killed_engine_come_back_and_the_next_one_finds_them(pooled: RunningNode) -> None:
+    with Client(state_dir=pooled.state_dir) as client:
+        chaos = ChaosNode(pooled, client)
+        client.acquire(Phase.ROLLOUT)
+        tokens, before = chaos.greedy(), free(pooled)
+        (pid,) = chaos.pids("scheduler0")
+        os.kill(pid, signal.SIGKILL)
+        most, deadline = 0, time.monotonic() + 5
+        while most <= before and time.monotonic() < deadline:
+            most = max(most, free(pooled))
+        assert most > before
+        client.acquire(Phase.TRAIN)
+        client.acquire(Phase.ROLLOUT)
+        assert chaos.greedy() == tokens
+        client.acquire(Phase.TRAIN)
+        assert free(pooled) + held(pooled) == pool_bytes(_BUDGET)
+    audited = tasuki("audit", pooled.state_dir, timeout_s=60)
+    assert (audited.returncode, audited.stdout.splitlines()[0]) == (0, "clean"), audited.stdout
+
+
+def test_changeovers_leave_no_descriptor_and_no_memory(pooled: RunningNode) -> None:
+    with Client(state_dir=pooled.state_dir) as client:
+        change_over(client, num_changeovers=10)
+        before = footprints(pooled)
+        change_over(client, num_changeovers=40)
+        for name, one in growth(before, footprints(pooled)).items():
+            assert (one.num_fds, one.memfd_bytes, one.shm_bytes) == (0, 0, 0), f"{name} grew by {one}"
+            assert one.rss_bytes < 8 * MIB, f"{name} grew by {one}"
