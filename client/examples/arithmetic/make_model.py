@@ -29,6 +29,7 @@ def make_model(folder: Path) -> None:
     # The file names the token that begins a turn as the one that ends the text.
     tokenizer.eos_token = tokenizer.pad_token = END_OF_TURN
     tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.clean_up_tokenization_spaces = False
     model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
