@@ -34,7 +34,7 @@ EXTRAS := --extra certs --extra rollout --extra tensorboard --extra trainer
 # Of their proofs `make test` carries out a sample (tests/extent.py).
 SAMPLED := $(shell grep -rl 'tests.extent import' tests/unit tests/integration --include='test_*.py') tests/integration/test_loss_cuts.py
 
-.PHONY: help setup trackers demo example test oracles chaos check protos native lint types buf bench bench-memory bench-memory-gpu bench-sync-gpu grpcurl clean
+.PHONY: help setup trackers demo example test oracles chaos containers check protos native lint types buf bench bench-memory bench-memory-gpu bench-sync-gpu grpcurl clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,8 +44,8 @@ setup: $(ENV) native  ## install everything into .venv (the other targets do it 
 demo: setup  ## train a small model with GRPO through all three services; leaves runs/demo; KILL=rollout@SYNC kills one on the way
 	$(BIN)/python client/examples/demo/run.py --seed 0 --output runs/demo $(if $(KILL),--kill $(KILL))
 
-example: setup $(SMOLLM)  ## train SmolLM2-135M-Instruct on two-digit sums; leaves runs/arithmetic; SEED=1 holds out other sums, GSM8K=FILE takes its problems
-	$(BIN)/python client/examples/arithmetic/run.py --seed $(or $(SEED),0) $(if $(GSM8K),--gsm8k $(GSM8K))
+example: setup $(SMOLLM)  ## train SmolLM2-135M-Instruct on two-digit sums; leaves runs/arithmetic; SEED=1 holds out other sums
+	$(BIN)/python client/examples/arithmetic/run.py --seed $(or $(SEED),0)
 
 # Tests of processes have time limits that they miss beside others. Exit code 5: PYTEST_ARGS selects none there.
 test: setup grpcurl  ## all tests; none needs the network
@@ -58,6 +58,9 @@ oracles: $(ORACLES)  ## every advantage and loss against verl's and TRL's own fu
 
 chaos: setup  ## every process killed and stopped in every stage, and other long proofs; writes runs/chaos
 	TASUKI_PROOFS=whole $(BIN)/python -m pytest tests/chaos $(SAMPLED) $(PYTEST_ARGS)
+
+containers: setup grpcurl  ## every command of docs/deploy.md on Docker, on a CPU; BASE=IMAGE, such as tests/containers/base.sh makes
+	$(BIN)/python -m pytest -rs tests/containers $(PYTEST_ARGS)
 
 check: lint types buf  ## lint, import rules, types, protos (lint, compatibility, generated code)
 	$(BIN)/python -m pytest -q tests/contract/test_generated_code.py
