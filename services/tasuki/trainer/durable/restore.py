@@ -7,7 +7,7 @@ import time
 
 from google.protobuf.message import Message
 
-from tasuki.config.neutral import NEUTRAL_TRAINER_KEYS
+from tasuki.config.performance_keys import PERFORMANCE_TRAINER_KEYS
 from tasuki.config.schema import NodeConfig
 from tasuki.trainer.durable.training_log import TrainingLog
 from tasuki.trainer.service.training import Training
@@ -19,7 +19,7 @@ _log = logging.getLogger("tasuki.trainer")
 
 def recipe(config: NodeConfig) -> str:
     """What the numbers in a log depend on beside its commands."""
-    return f"{config.model.path.resolve()} {config.trainer.model_dump_json(exclude=NEUTRAL_TRAINER_KEYS)}"
+    return f"{config.model.path.resolve()} {config.trainer.model_dump_json(exclude=PERFORMANCE_TRAINER_KEYS)}"
 
 
 async def restore(training: Training, log: TrainingLog, *, config: NodeConfig) -> None:
