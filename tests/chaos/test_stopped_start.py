@@ -46,7 +46,7 @@ def test_a_scheduler_stopped_while_the_engine_starts_after_a_kill_is_replaced(no
 
 
 def started_scheduler(chaos: ChaosNode, *, other_than: int) -> int:
-    """The scheduler's process of the next start, as soon as it has a pulse: seconds before the engine is imported."""
+    """The scheduler's process of the next start, as soon as it has a pulse, which is long before it serves."""
     deadline = time.monotonic() + STARTED_WITHIN_S
     while time.monotonic() < deadline:
         found = [pid for pid in chaos.pids("scheduler0") if pid != other_than]
