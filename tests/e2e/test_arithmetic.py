@@ -87,7 +87,8 @@ def test_the_script_trains_and_the_exported_model_scores_the_same_in_transformer
     assert 0.1 < before < 0.9
     assert scored == pytest.approx(after, abs=0.03)
     summary = json.loads((output / "summary.json").read_text())
-    assert (summary["steps"], summary["policy_version"]) == (2, 2)
+    assert summary["steps"] == 2
+    assert summary["policy_version"] >= 1  # a step whose groups all have equal rewards has no update
 
 
 def test_a_model_that_scores_otherwise_in_transformers_is_an_error(finished: tuple[Path, str]) -> None:
