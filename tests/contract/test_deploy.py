@@ -21,7 +21,7 @@ DOCKERFILE = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 COMMANDS = {
-    **{name: service["command"] for name, service in SERVICES.items()},
+    **{name: SERVICES[name]["command"] for name in ("node", "train")},
     "healthcheck": SERVICES["node"]["healthcheck"]["test"][1:],
 }
 
@@ -37,6 +37,25 @@ def test_a_command_is_one_that_tasuki_takes(name: str):
     program, *arguments = COMMANDS[name]
     assert program in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert _parser().parse_args(arguments).config == Path("/config/node.toml")
+
+
+def test_certificates_go_where_the_node_and_prometheus_look_for_them():
+    arguments = _parser().parse_args(SERVICES["certs"]["command"][1:])
+    (ports,) = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs" / "deploy.md").read_text(), re.DOTALL | re.MULTILINE)
+    named = tomllib.loads(ports)
+    scraped = yaml.safe_load((DEPLOY / "prometheus" / "compose.yml").read_text())["scrape_configs"][0]
+    files = [*named["security"].values(), *scraped["tls_config"].values()]
+    assert {Path(file).parent for file in files} == {arguments.folder}
+    (target,) = scraped["static_configs"][0]["targets"]
+    host, port = target.split(":")
+    assert host in SERVICES and host in arguments.hosts
+    assert named["metrics"]["listen"].endswith(f":{port}")
+
+
+def test_the_ports_of_the_page_are_those_that_are_published():
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    published = yaml.safe_load((DEPLOY / "compose.tls.yaml").read_text())["services"]["node"]["ports"]
+    assert sorted(text.rpartition(":")[2] for text in published) == sorted(re.findall(r'listen = "0\.0\.0\.0:(5\d+)"', page))
 
 
 def test_only_a_node_that_serves_is_healthy():

@@ -1,0 +1,104 @@
+"""Every command of docs/deploy.md as it is written, in its order, on Docker with a tiny model on a CPU. `make containers`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.models import make_model, save_checkpoint
+
+PAGE = (ROOT / "docs" / "deploy.md").read_text()
+DEPLOY = ROOT / "deploy"
+# They never end; a while is enough to see that they show something.
+ENDLESS = ("tasuki watch", "tail -F")
+ENDLESS_S = 30
+# What a command must show, beside the exit status 0.
+SHOWN = {
+    "tasuki plan": "It fits.",
+    "run --rm train": "/runs/first",
+    "docker logs": "/runs/first",
+    "tasuki audit": "clean",
+    "compose ps": "(healthy)",
+    "GetState": '"phase"',
+    "query=tasuki_phase": '"status":"success"',
+}
+PORTS = {
+    "[trainer]": '[trainer]\nlisten = "0.0.0.0:50051"',
+    'device = "cuda"': 'device = "cpu"',
+    "num_steps = 200": "num_steps = 3",
+    "prompts_per_step = 32": "prompts_per_step = 4",
+    "max_new_tokens = 1024": "max_new_tokens = 8",
+}
+pytestmark = pytest.mark.timeout(3600)
+
+
+def commands_of(page: str) -> list[str]:
+    """Of the page's shell blocks, one string each, with continued lines joined."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [line for line in lines if line and not line.startswith("cd ")]
+
+
+def answers(*command: str) -> bool:
+    try:
+        return subprocess.run(command, capture_output=True, timeout=30, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of the commands: folders with a configuration and a model in place of the page's."""
+    if not answers("docker", "compose", "version") or not answers("docker", "info"):
+        pytest.skip("no Docker with Compose answers")
+    if not answers("docker", "image", "inspect", os.environ.get("BASE", "")):
+        pytest.skip("BASE names no image; sh tests/containers/base.sh makes tasuki-base")
+    if answers("docker", "volume", "inspect", "tasuki_state"):
+        pytest.skip("there is a node of deploy/compose.yaml on this machine, which the page's commands would remove")
+    folder = tmp_path_factory.mktemp("deploy")
+    folder.chmod(0o755)
+    config, models = folder / "config", folder / "models"
+    config.mkdir()
+    save_checkpoint(make_model("llama_tied", seed=0), models / "model")
+    rows = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) + "\n" for a in range(10) for b in range(10)]
+    (config / "train.jsonl").write_text("".join(rows))
+    (config / "eval.jsonl").write_text("".join(rows[:8]))
+    (config / "rewards.py").write_text("def reward(*, completion: str) -> float:\n    return float(len(set(completion)))\n")
+    node = (DEPLOY / "config" / "node.toml").read_text()
+    for ours, tests in PORTS.items():
+        assert node.count(ours) == 1
+        node = node.replace(ours, tests)
+    (ports,) = re.findall(r"^```toml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    sized = ports.replace("[rollout]", "[rollout]\ncontext_length = 64\nkv_tokens = 4096")
+    (config / "node.toml").write_text(node.replace("[train]", f"{sized}\n[train]", 1))
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    files = "compose.yaml:compose.cpu.yaml:compose.tls.yaml"
+    path = f"{ROOT / '.tools'}:{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "TASUKI_CONFIG": str(config), "TASUKI_MODELS": str(models), "COMPOSE_FILE": files}
+
+
+def test_every_command_of_the_page_works(environment: dict[str, str]) -> None:
+    try:
+        for command in commands_of(PAGE):
+            is_endless = any(part in command for part in ENDLESS)
+            # Users have a terminal, which `docker compose exec` asks for.
+            typed = f"timeout {ENDLESS_S} {command}" if is_endless else command
+            argv = ["script", "--quiet", "--return", "--command", typed, "/dev/null"]
+            done = subprocess.run(argv, cwd=DEPLOY, env=environment, capture_output=True, text=True, timeout=1500, check=False)
+            assert is_endless or done.returncode == 0, f"{command}\n{done.stdout}"
+            assert done.stdout.strip() or "--detach" in command or " rm " in command or " stop " in command, command
+            for part, shown in SHOWN.items():
+                assert part not in command or shown in done.stdout, f"{command}\n{done.stdout}"
+    finally:
+        subprocess.run(shlex.split("docker compose --profile * down --volumes"), cwd=DEPLOY, env=environment, check=False)
+        for left in ("lab", "first"):
+            shutil.rmtree(Path(DEPLOY, left), ignore_errors=True)

@@ -1,0 +1,104 @@
+"""Problems and rewards of client/examples/arithmetic."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ENVIRONMENT, ROOT
+
+EXAMPLE = ROOT / "client" / "examples" / "arithmetic"
+
+
+def make_task(folder: Path, *options: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, EXAMPLE / "make_task.py", folder, *options]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{"question": row["prompt"][0]["content"], "answer": row["answer"]} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def rewards() -> object:
+    spec = importlib.util.spec_from_file_location("arithmetic_rewards", EXAMPLE / "rewards.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_no_sum_is_held_out_and_trained_on_in_either_order(tmp_path: Path) -> None:
+    assert make_task(tmp_path, "--seed", "3").returncode == 0
+
+    def terms(name: str) -> list[tuple[str, str]]:
+        rows = rows_of(tmp_path / name)
+        words = [row["question"].removesuffix("? Write the equation.").split() for row in rows]
+        assert all(int(word[2]) + int(word[4]) == int(row["answer"]) for word, row in zip(words, rows, strict=True))
+        return [(word[2], word[4]) for word in words]
+
+    held_out, trained = terms("eval.jsonl"), set(terms("train.jsonl"))
+    assert len(held_out) == 256
+    assert not trained & {*held_out, *((b, a) for a, b in held_out)}
+    assert len(trained) + len({*held_out, *((b, a) for a, b in held_out)}) == 90 * 90
+
+
+def test_gsm8k_becomes_problems_with_their_final_numbers(tmp_path: Path) -> None:
+    lines = [{"question": f"What is {n}?", "answer": f"It is {n},000.\n#### {n},000"} for n in range(1, 21)]
+    source = tmp_path / "gsm8k.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = make_task(tmp_path, "--gsm8k", source)
+    assert done.returncode == 0, done.stderr
+    trained, held_out = rows_of(tmp_path / "train.jsonl"), rows_of(tmp_path / "eval.jsonl")
+    assert (len(trained), len(held_out)) == (18, 2)
+    assert held_out[-1] == {"question": "What is 20?\nEnd with #### and the number.", "answer": "20000"}
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ({"question": "1?", "answer": "1"}, "`answer` has no number behind ####"),
+        ({"answer": "#### 1"}, "lacks `question`, a text"),
+        ({"question": "1?", "answer": "#### 1"}, "has 1 problem"),
+    ],
+)
+def test_a_line_that_is_no_problem_of_gsm8k_is_named(tmp_path: Path, line: dict[str, str], problem: str) -> None:
+    source = tmp_path / "gsm8k.jsonl"
+    source.write_text(json.dumps(line) + "\n")
+    done = make_task(tmp_path, "--gsm8k", source)
+    assert done.returncode == 1
+    assert str(source) in done.stderr and problem in done.stderr
+
+
+def test_a_file_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    done = make_task(tmp_path, "--gsm8k", tmp_path / "none.jsonl")
+    assert (done.returncode, done.stderr) == (1, f"make_task.py: dataset {tmp_path / 'none.jsonl'} does not exist\n")
+
+
+@pytest.mark.parametrize(
+    ("completion", "exact", "form"),
+    [
+        ("12 + 34 = 46", 1, 1),
+        (" 46 ", 1, 0),
+        ("12 + 34 = 47", 0, 1),
+        ("12 + 34 = 46.", 0, 0),
+        ("46 = 12 + 34", 0, 0),
+        ("", 0, 0),
+    ],
+)
+def test_rewards_of_sums(rewards: object, completion: str, exact: float, form: float) -> None:
+    assert (rewards.exact(completion=completion, answer="46"), rewards.form(completion=completion)) == (exact, form)
+
+
+@pytest.mark.parametrize(
+    ("completion", "exact", "form"), [("so #### 1,046", 1, 1), ("#### 1 #### 1046", 1, 1), ("#### -1046", 0, 1), ("1046", 0, 0)]
+)
+def test_rewards_of_gsm8k(rewards: object, completion: str, exact: float, form: float) -> None:
+    scored = rewards.gsm8k_exact(completion=completion, answer="1046"), rewards.gsm8k_form(completion=completion)
+    assert scored == (exact, form)
