@@ -16,6 +16,7 @@ from tasuki.fleet.audit import FleetAudit
 from tasuki.memory.stages import Phase
 from tests.extent import IS_WHOLE
 from tests.unit.simulated_fleet import FleetFault, SimulatedFleet
+from tests.unit.test_simulation import memory_folder
 from tests.unit.virtual_time import VirtualTimeLoop
 
 NUM_SEEDS, NUM_STEPS = (300, 3) if IS_WHOLE else (12, 2)
@@ -60,7 +61,7 @@ class At:
 
 
 async def once(place: int, fault: FleetFault) -> tuple[FleetAudit, int]:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=memory_folder()) as folder:
         at = At(place, fault)
         fleet = SimulatedFleet(Path(folder), num_nodes=2, fault=at)
         await reach(fleet, Phase.TRAIN, "first")
@@ -88,7 +89,7 @@ def test_one_fault_at_any_message_leaves_one_version_and_the_way_on(fault: Fleet
 
 
 async def interrupted(point: str, number: int, *, is_full: bool) -> FleetAudit:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=memory_folder()) as folder:
         fleet = SimulatedFleet(Path(folder), num_nodes=2)
         await reach(fleet, Phase.TRAIN, "first")
         fleet.failpoints.is_full, fleet.failpoints.armed = is_full, (point, number)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import grpc.aio
@@ -13,10 +13,10 @@ from tasuki.config.instance import Instance
 from tasuki.coordinator.encode import changeover_to_proto, event_to_proto, phase_from_proto, state_for, state_to_proto
 from tasuki.coordinator.fleet_hold import FleetHold
 from tasuki.coordinator.journal import Journal
-from tasuki.coordinator.node import Node
-from tasuki.coordinator.planning import Planning
+from tasuki.coordinator.operation import Operation
 from tasuki.coordinator.records import NodeState, id_number
-from tasuki.memory.stages import Stage
+from tasuki.coordinator.watchers import Watchers
+from tasuki.memory.stages import Phase, Stage
 from tasuki.rpc.stages import stage_from_proto
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1 import coordinator_pb2_grpc
@@ -29,20 +29,43 @@ _DEFAULT_PAGE_SIZE = 50
 _MAX_PAGE_SIZE = 1000
 
 
+class Operated(Protocol):
+    """What a coordinator operates: its node, or a fleet of nodes."""
+
+    @property
+    def watchers(self) -> Watchers: ...
+
+    def state(self) -> NodeState: ...
+
+    async def look(self) -> NodeState: ...
+
+    def acquire(self, phase: Phase, request_id: str) -> Operation: ...
+
+    def run_stage(self, stage: Stage, request_id: str) -> Operation: ...
+
+
+class Plans(Protocol):
+    """Makes the plan of a node."""
+
+    async def plan(self, *, gpu_bytes: int | None, host_bytes: int | None) -> pb.PlanResponse: ...
+
+
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     """One node's coordinator on the wire."""
 
     def __init__(
         self,
-        node: Node,
+        node: Operated,
         journal: Journal,
-        planning: Planning,
+        planning: Plans,
         *,
         instance: Instance,
         port_targets: Mapping[str, str],
         hold: FleetHold,
     ) -> None:
-        """port_targets: addresses of services by name, for callers at the coordinator's port."""
+        """node: a node, or a fleet, which clients see as one.
+
+        port_targets: addresses of services by name, for callers at the coordinator's port."""
         self._hold = hold
         self._port_targets = port_targets
         self._node, self._journal, self._planning, self._instance = node, journal, planning, instance

@@ -23,7 +23,6 @@ from tasuki.config.places import socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.fleet import EXIT_FLEET_ENDED
 from tasuki.fleet.digests import this_member
-from tasuki.fleet.follow import follow
 from tasuki.fleet.lead import lead
 from tasuki.fleet.membership import Membership
 from tasuki.fleet.nodes import node_credentials
@@ -69,7 +68,7 @@ async def _run(config: NodeConfig) -> None:
     channel = open_channel(config.fleet.leader, credentials=node_credentials(config.security))
     membership = Membership(channel, member, config.fleet, start_timeout_s=config.rollout.start_timeout_s)
     leads = config.fleet.node_rank == 0
-    serving = asyncio.create_task(lead(config, member, stop) if leads else follow(config, channel, stop))
+    serving = asyncio.create_task(lead(config, member, stop) if leads else _wait(stop))
     joining = asyncio.create_task(membership.run())
     try:
         done, _ = await asyncio.wait({serving, joining}, return_when=asyncio.FIRST_COMPLETED)
@@ -78,13 +77,17 @@ async def _run(config: NodeConfig) -> None:
         joining.cancel()
         with contextlib.suppress(asyncio.CancelledError, TasukiError):
             await joining
-        await channel.close()
+        await channel.close(None)
         heartbeat.close()
         outcome = (await asyncio.gather(serving, return_exceptions=True))[0]
     for task in done:
         task.result()
     if isinstance(outcome, BaseException):
         raise outcome
+
+
+async def _wait(stop: asyncio.Event) -> None:
+    await stop.wait()
 
 
 if __name__ == "__main__":

@@ -36,8 +36,16 @@ class Member:
 def member_from_proto(node: fleet_pb2.FleetNode, *, peer: str) -> Member:
     """peer: where the call came from, as gRPC names it. Raises InvalidArgument for a target that cannot be called from the leader."""
     targets = {name: _callable_target(name, getattr(node, name), peer=peer) for name in _TARGETS}
-    others = {name: getattr(node, name) for name in Member.__slots__ if name not in targets}
-    return Member(**others, **targets)
+    return Member(
+        node_rank=node.node_rank,
+        boot_id=node.boot_id,
+        version=node.version,
+        config_digest=node.config_digest,
+        num_ranks=node.num_ranks,
+        num_gpus=node.num_gpus,
+        model_digest=node.model_digest,
+        **targets,
+    )
 
 
 def check_member(member: Member, leader: Member, *, config: FleetConfig, num_nodes: int, name: str, attempt: int) -> None:

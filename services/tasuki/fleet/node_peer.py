@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import grpc
 import grpc.aio
@@ -17,6 +17,9 @@ from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.fleet_pb2 import FleetCommand
 from tasuki.wire.errors import DeadlineExceeded, PeerUnavailable, TasukiError, from_rpc_error
+
+if TYPE_CHECKING:
+    from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
 
 _MARGIN_S = 5.0
 """The node's own error, when it has one, comes before the deadline."""
@@ -77,7 +80,7 @@ class GrpcNodePeer:
             raise self._named(error) from error
         return self._view(state)
 
-    def _stub(self) -> CoordinatorServiceStub:
+    def _stub(self) -> CoordinatorServiceAsyncStub:
         return CoordinatorServiceStub(self._nodes[self.rank].coordinator)
 
     def _command(self) -> FleetCommand:
