@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import grpc
 import grpc.aio
@@ -10,6 +11,7 @@ import grpc.aio
 from tasuki.wire.address import is_beyond_loopback
 from tasuki.wire.credentials import Credentials
 from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.labelled_channel import LabelledChannel
 from tasuki.wire.reloading_channel import ReloadingChannel
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
@@ -27,6 +29,7 @@ _READS = {
     "TrainerService": ["GetTrainerState"],
     "RolloutService": ["GetRolloutState"],
     "CoordinatorService": ["GetState", "ListChangeovers"],
+    "FleetService": ["GetFleet"],
     "MemoryService": ["GetUsage"],
     "MetricsService": ["GetMetrics"],
 }
@@ -84,11 +87,20 @@ PORT_OPTIONS: list[tuple[str, int | str]] = [
 """Of a server on a port, where connections come from strangers."""
 
 
-def open_channel(target: str, *, credentials: Credentials | None = None) -> grpc.aio.Channel:
+def open_channel(
+    target: str, *, credentials: Credentials | None = None, metadata: Sequence[tuple[str, str | bytes]] = ()
+) -> grpc.aio.Channel:
     """An asyncio channel to `target`, e.g. "unix:/run/tasuki/trainer.sock" or "node-a:50051". A unix socket asks for no credentials.
+
+    metadata: of every call on it.
 
     Raises InvalidArgument for a plaintext connection beyond loopback, and for files of `credentials` that cannot be used.
     """
+    channel = _open(target, credentials)
+    return LabelledChannel(channel, metadata) if metadata else channel
+
+
+def _open(target: str, credentials: Credentials | None) -> grpc.aio.Channel:
     if credentials is None or target.startswith("unix:"):
         _refuse_plaintext(target)
         return grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS)

@@ -1,0 +1,1 @@
+"""Nodes that change over together: who they are, and the coordinator over theirs."""

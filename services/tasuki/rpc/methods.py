@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from tasuki.config.security_schema import CallerRole
 from tasuki.rpc.reflection import V1_NAME, describe_v1
-from tasuki.v1 import coordinator_pb2, memory_pb2, metrics_pb2, rollout_pb2, trainer_pb2
+from tasuki.v1 import coordinator_pb2, fleet_pb2, memory_pb2, metrics_pb2, rollout_pb2, trainer_pb2
 
 # They change the phase, but carry no CommandId: they are how one comes to an epoch.
 _COORDINATOR_MUTATIONS = {"Acquire", "RunStage"}
@@ -30,6 +30,9 @@ _ROLES: dict[str, CallerRole] = {
     "tasuki.v1.CoordinatorService/Plan": _VIEWER,
     "tasuki.v1.CoordinatorService/RunStage": _OPERATOR,
     "tasuki.v1.CoordinatorService/WatchState": _VIEWER,
+    "tasuki.v1.FleetService/GetFleet": _VIEWER,
+    "tasuki.v1.FleetService/Heartbeat": _PEER,
+    "tasuki.v1.FleetService/Join": _PEER,
     "tasuki.v1.MemoryService/GetUsage": _VIEWER,
     "tasuki.v1.MemoryService/Pause": _PEER,
     "tasuki.v1.MemoryService/Resume": _PEER,
@@ -126,7 +129,7 @@ def _methods(services: Iterable[ServiceDescriptor]) -> dict[str, Method]:
 
 METHODS: dict[str, Method] = _methods(
     service
-    for file in (coordinator_pb2, memory_pb2, metrics_pb2, rollout_pb2, trainer_pb2)
+    for file in (coordinator_pb2, fleet_pb2, memory_pb2, metrics_pb2, rollout_pb2, trainer_pb2)
     for service in file.DESCRIPTOR.services_by_name.values()
 )
 """Every method of tasuki.v1 by its path on the wire."""
