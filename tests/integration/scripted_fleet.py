@@ -10,7 +10,7 @@ from pathlib import Path
 
 import grpc.aio
 
-from tasuki.fleet.calls import NodeChannels
+from tasuki.fleet.nodes import NodeChannels
 from tasuki.rpc.server import RpcServer
 from tasuki.wire.address import socket_folder, unix_target
 from tasuki.wire.channel import open_channel
@@ -18,21 +18,18 @@ from tests.integration.scripted_node import ScriptedNode, scripted_node
 
 
 @dataclass(frozen=True, slots=True)
-class Channels:
-    """To the services of one node."""
-
-    rank: int
-    coordinator: grpc.aio.Channel
-    trainer: grpc.aio.Channel
-    rollout: grpc.aio.Channel
-
-
-@dataclass(frozen=True, slots=True)
 class ScriptedFleet:
     nodes: list[ScriptedNode]
-    channels: list[Channels]
+    channels: list[NodeChannels]
     folder: Path
     stacks: list[AsyncExitStack]
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.nodes)
+
+    def all(self) -> list[NodeChannels]:
+        return self.channels
 
     async def lose(self, rank: int) -> None:
         """Ends a node's servers; the calls that run there are cut."""
@@ -56,7 +53,7 @@ async def scripted_fleet(
             }
             for channel in opened.values():
                 everything.push_async_callback(channel.close, None)
-            channels.append(Channels(rank=rank, **opened))
+            channels.append(NodeChannels(**opened))
         yield ScriptedFleet(nodes, channels, folder, stacks)
 
 
@@ -76,7 +73,3 @@ async def served(
     finally:
         await channel.close(None)
         await server.stop(grace_s=0)
-
-
-def as_nodes(fleet: ScriptedFleet) -> list[NodeChannels]:
-    return list(fleet.channels)

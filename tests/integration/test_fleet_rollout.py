@@ -27,7 +27,7 @@ from tasuki.wire.errors import (
     VersionOrder,
     from_rpc_error,
 )
-from tests.integration.scripted_fleet import ScriptedFleet, as_nodes, scripted_fleet, served
+from tests.integration.scripted_fleet import ScriptedFleet, scripted_fleet, served
 from tests.integration.scripted_node import ScriptedNode
 from tests.refusal import refused
 
@@ -72,7 +72,7 @@ async def front(
         seeds = CallSeeds(0, CallNumbers(folder / "calls", instance_id="i")) if is_seeded else None
 
         def make() -> RolloutFront:
-            return RolloutFront(as_nodes(fleet), seeds=seeds)
+            return RolloutFront(fleet, seeds=seeds)
 
         add = add_RolloutServiceServicer_to_server
         async with served(folder / "front", service="rollout", add=add, make=make) as channel:

@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 import grpc
 import grpc.aio
 
+from tasuki.fleet.nodes import NodeChannels
 from tasuki.wire.errors import PeerUnavailable, TasukiError, from_reason, from_rpc_error
 
 _Answer = TypeVar("_Answer")
@@ -17,25 +18,25 @@ NO_DEADLINE_S = 600.0
 """Of a read whose caller gives no deadline; rpc/ refuses a mutating call without one."""
 
 
-class NodeChannels(Protocol):
-    """Channels to one node of the fleet."""
+class Nodes(Protocol):
+    """All nodes of a fleet; FleetNodes."""
 
     @property
-    def rank(self) -> int: ...
-    @property
-    def coordinator(self) -> grpc.aio.Channel: ...
-    @property
-    def trainer(self) -> grpc.aio.Channel: ...
-    @property
-    def rollout(self) -> grpc.aio.Channel: ...
+    def num_nodes(self) -> int: ...
+
+    def all(self) -> Sequence[NodeChannels]:
+        """By rank. Raises NotJoined and FleetEnded."""
+        ...
 
 
-async def on_all(nodes: Sequence[NodeChannels], call: Callable[[NodeChannels], Awaitable[_Answer]]) -> list[_Answer]:
+async def on_all(nodes: Sequence[NodeChannels], call: Callable[[int, NodeChannels], Awaitable[_Answer]]) -> list[_Answer]:
     """The answers of all nodes, in their order. Waits until all have answered, so that no call is under way when one has failed.
 
-    Raises the error that tells the most: one that a node gave before the absence of another, and of those the lowest node's.
+    call: gets a node's rank and its channels. Raises the error that tells the most: one that a node gave before the absence of
+    another, and of those the lowest node's.
     """
-    answers = await asyncio.gather(*(_named(node, call(node)) for node in nodes), return_exceptions=True)
+    calls = (_named(rank, call(rank, node)) for rank, node in enumerate(nodes))
+    answers = await asyncio.gather(*calls, return_exceptions=True)
     raise_first([answer for answer in answers if isinstance(answer, BaseException)])
     return [answer for answer in answers if not isinstance(answer, BaseException)]
 
@@ -46,11 +47,11 @@ def raise_first(errors: Sequence[BaseException]) -> None:
         raise error
 
 
-async def _named(node: NodeChannels, call: Awaitable[_Answer]) -> _Answer:
+async def _named(rank: int, call: Awaitable[_Answer]) -> _Answer:
     try:
         return await call
     except grpc.aio.AioRpcError as error:
-        raise error_of_node(node.rank, from_rpc_error(error)) from error
+        raise error_of_node(rank, from_rpc_error(error)) from error
 
 
 def error_of_node(rank: int, error: TasukiError) -> TasukiError:

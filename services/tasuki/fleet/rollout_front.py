@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import uuid
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import grpc
 import grpc.aio
 
-from tasuki.fleet.calls import NodeChannels, error_of_node, on_all, remaining_s, renumbered
+from tasuki.fleet.calls import Nodes, error_of_node, on_all, remaining_s, renumbered
 from tasuki.fleet.dealing import deal_prompts
+from tasuki.fleet.nodes import NodeChannels
 from tasuki.fleet.states import merged_rollout_state
 from tasuki.rollout.seeds import CallNumbers
 from tasuki.v1 import rollout_pb2, rollout_pb2_grpc
@@ -57,7 +59,7 @@ class _Part:
     """A run of neighbouring prompts at one node."""
 
     node: int
-    """Its place among the nodes."""
+    """Its rank."""
     prompts: range
     missing: dict[int, int] = field(default_factory=dict)
     """Samples that have not come, for each prompt's position in the call."""
@@ -67,34 +69,35 @@ class _Part:
 class RolloutFront(rollout_pb2_grpc.RolloutServiceServicer):
     """Deals the prompts of a call to the nodes, and merges what they stream."""
 
-    def __init__(self, nodes: Sequence[NodeChannels], *, seeds: CallSeeds | None) -> None:
+    def __init__(self, nodes: Nodes, *, seeds: CallSeeds | None) -> None:
         """seeds: None where engines do not sample by seeds."""
         self._nodes, self._seeds = nodes, seeds
-        self._stubs = [RolloutServiceStub(node.rollout) for node in nodes]
-        self._loads = [0] * len(nodes)
+        self._loads = [0] * nodes.num_nodes
         """Samples that each node owes. Nobody else may generate there, so this is what runs and what waits."""
 
     async def Generate(
         self, request: rollout_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
         _check(request)
-        request = await self._with_seed(request)
+        nodes = self._nodes.all()
+        request = await self._with_seed(request, leader=nodes[0])
         prompts = [prompt.token_ids for prompt in request.prompts]
         shares = deal_prompts(prompts, num_samples=request.num_samples, loads=self._loads)
         parts = [
             _Part(node, run, dict.fromkeys(run, request.num_samples)) for node, share in enumerate(shares) for run in share
         ]
-        async for response in self._merged(request, parts, timeout_s=remaining_s(context)):
-            yield response
+        async with aclosing(self._merged(nodes, request, parts, timeout_s=remaining_s(context))) as responses:
+            async for response in responses:
+                yield response
         lost = [part for part in parts if part.error is not None]
         if lost:
-            raise self._samples_lost(lost)
+            raise _samples_lost(lost)
 
-    async def _with_seed(self, request: rollout_pb2.GenerateRequest) -> rollout_pb2.GenerateRequest:
+    async def _with_seed(self, request: rollout_pb2.GenerateRequest, *, leader: NodeChannels) -> rollout_pb2.GenerateRequest:
         """Every sample is then drawn as it would be on one node, wherever its prompt goes."""
         if self._seeds is None or request.sampling_params.HasField("sampling_seed"):
             return request
-        state = (await self._states(self._nodes[:1]))[0]
+        state = (await _states([leader]))[0]
         if not state.HasField("policy_version"):
             return request  # the node says why it does not generate
         seeded = rollout_pb2.GenerateRequest()
@@ -103,15 +106,21 @@ class RolloutFront(rollout_pb2_grpc.RolloutServiceServicer):
         return seeded
 
     async def _merged(
-        self, request: rollout_pb2.GenerateRequest, parts: Sequence[_Part], *, timeout_s: float
-    ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
+        self,
+        nodes: Sequence[NodeChannels],
+        request: rollout_pb2.GenerateRequest,
+        parts: Sequence[_Part],
+        *,
+        timeout_s: float,
+    ) -> AsyncGenerator[rollout_pb2.GenerateResponse]:
         """What all parts stream, by the call's positions. The loss of a node is left in its part's `error`; any other error ends all."""
         arrivals: asyncio.Queue[rollout_pb2.GenerateResponse | BaseException | None] = asyncio.Queue()
 
         async def read(part: _Part) -> None:
             try:
-                async for response in self._part(request, part, timeout_s=timeout_s):
-                    arrivals.put_nowait(response)
+                async with aclosing(self._part(nodes[part.node], request, part, timeout_s=timeout_s)) as responses:
+                    async for response in responses:
+                        arrivals.put_nowait(response)
             except BaseException as error:  # handed on to who reads the queue
                 arrivals.put_nowait(error)
                 raise
@@ -141,8 +150,8 @@ class RolloutFront(rollout_pb2_grpc.RolloutServiceServicer):
                 self._loads[part.node] -= sum(part.missing.values())
 
     async def _part(
-        self, request: rollout_pb2.GenerateRequest, part: _Part, *, timeout_s: float
-    ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
+        self, node: NodeChannels, request: rollout_pb2.GenerateRequest, part: _Part, *, timeout_s: float
+    ) -> AsyncGenerator[rollout_pb2.GenerateResponse]:
         share = rollout_pb2.GenerateRequest(
             request_id=request.request_id,
             prompts=[request.prompts[position] for position in part.prompts],
@@ -150,9 +159,8 @@ class RolloutFront(rollout_pb2_grpc.RolloutServiceServicer):
             sampling_params=request.sampling_params,
             first_prompt=request.first_prompt + part.prompts.start,
         )
-        rank = self._nodes[part.node].rank
         try:
-            async for response in self._stubs[part.node].Generate(share, timeout=timeout_s):
+            async for response in RolloutServiceStub(node.rollout).Generate(share, timeout=timeout_s):
                 for sample in response.samples:
                     sample.prompt_index += part.prompts.start
                     part.missing[sample.prompt_index] -= 1
@@ -161,31 +169,17 @@ class RolloutFront(rollout_pb2_grpc.RolloutServiceServicer):
         except grpc.aio.AioRpcError as rpc_error:
             error = renumbered(from_rpc_error(rpc_error), field="prompts", positions=part.prompts)
             if type(error) is not PeerUnavailable:
-                raise error_of_node(rank, error) from rpc_error
-            part.error = error_of_node(rank, error)
+                raise error_of_node(part.node, error) from rpc_error
+            part.error = error_of_node(part.node, error)
             return
         if any(part.missing.values()):
-            text = f"node {rank} ended its stream without all samples"
-            part.error = PeerUnavailable(text, node=rank)
-
-    def _samples_lost(self, lost: Sequence[_Part]) -> SamplesLost:
-        ranks = sorted({self._nodes[part.node].rank for part in lost})
-        prompts = as_ranges(position for part in lost for position, missing in part.missing.items() if missing)
-        causes = "; ".join(sorted({part.error.message for part in lost if part.error is not None}))
-        nodes = ",".join(map(str, ranks))
-        text = f"node {nodes} was lost while it generated, and prompts {prompts} lack samples: {causes}"
-        return SamplesLost(text, nodes=nodes, prompts=prompts)
+            text = f"node {part.node} ended its stream without all samples"
+            part.error = PeerUnavailable(text, node=part.node)
 
     async def GetRolloutState(
         self, request: rollout_pb2.GetRolloutStateRequest, context: grpc.aio.ServicerContext
     ) -> rollout_pb2.GetRolloutStateResponse:
-        return merged_rollout_state(await self._states(self._nodes))
-
-    async def _states(self, nodes: Sequence[NodeChannels]) -> list[rollout_pb2.GetRolloutStateResponse]:
-        request = rollout_pb2.GetRolloutStateRequest()
-        return await on_all(
-            nodes, lambda node: RolloutServiceStub(node.rollout).GetRolloutState(request, timeout=_READ_TIMEOUT_S)
-        )
+        return merged_rollout_state(await _states(self._nodes.all()))
 
     async def ReceiveWeights(
         self, request: rollout_pb2.ReceiveWeightsRequest, context: grpc.aio.ServicerContext
@@ -194,6 +188,21 @@ class RolloutFront(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def Drain(self, request: rollout_pb2.DrainRequest, context: grpc.aio.ServicerContext) -> rollout_pb2.DrainResponse:
         raise no_stage_here("Drain")
+
+
+async def _states(nodes: Sequence[NodeChannels]) -> list[rollout_pb2.GetRolloutStateResponse]:
+    request = rollout_pb2.GetRolloutStateRequest()
+    return await on_all(
+        nodes, lambda _, node: RolloutServiceStub(node.rollout).GetRolloutState(request, timeout=_READ_TIMEOUT_S)
+    )
+
+
+def _samples_lost(lost: Sequence[_Part]) -> SamplesLost:
+    prompts = as_ranges(position for part in lost for position, missing in part.missing.items() if missing)
+    causes = "; ".join(sorted({part.error.message for part in lost if part.error is not None}))
+    nodes = ",".join(map(str, sorted({part.node for part in lost})))
+    text = f"node {nodes} was lost while it generated, and prompts {prompts} lack samples: {causes}"
+    return SamplesLost(text, nodes=nodes, prompts=prompts)
 
 
 def no_stage_here(name: str) -> PermissionDenied:
