@@ -244,9 +244,7 @@ class ScriptedNode(
 
 
 @asynccontextmanager
-async def scripted_node(
-    state_dir: Path, *, make: Callable[[Path], ScriptedNode] = ScriptedNode
-) -> AsyncIterator[ScriptedNode]:
+async def scripted_node(state_dir: Path, *, make: Callable[[Path], ScriptedNode] = ScriptedNode) -> AsyncIterator[ScriptedNode]:
     socket_folder(state_dir).mkdir(mode=0o700, parents=True)
     # Some RPCs are left out on purpose: the client has no verb for them.
     node = make(state_dir)
