@@ -338,8 +338,8 @@ class GetStateRequest(_message.Message):
     FLEET_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def fleet(self) -> _fleet_pb2.FleetCommand:
-        """Only a node's fleet gives it: from here on the node refuses commands of the fleet's older lives, so that none that is still on its
-        way changes what the fleet has seen.
+        """Only a node's fleet gives it. The node then waits for what runs, asks its services, and from here on refuses commands that the fleet
+        sent before, so that none that is still on its way changes what the fleet has seen.
         """
 
     def __init__(

@@ -21,29 +21,33 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class FleetCommand(_message.Message):
-    """The fleet that a command comes from. A node refuses smaller numbers than it has seen: `attempt` first, then `epoch`."""
+    """The fleet that a command comes from. A node refuses smaller numbers than it has seen: `attempt` first, then `epoch`, then `sequence`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """`fleet.name`."""
     attempt: _builtins.int
     """Restarts of the job."""
     epoch: _builtins.int
     """Incarnation number of the fleet's coordinator."""
+    sequence: _builtins.int
+    """Position among the fleet's commands to the node and looks at it, from 1, growing."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         attempt: _builtins.int = ...,
         epoch: _builtins.int = ...,
+        sequence: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "name", b"name", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -57,6 +57,8 @@ _ROLES: dict[str, CallerRole] = {
 }
 _EPOCH_ROLE = _PEER
 """The least role that may give an epoch: a service refuses older coordinators from then on."""
+EPOCH_FIELDS = {"epoch", "fleet"}
+"""Optional fields of requests that give one."""
 _WRITES = {"SaveCheckpoint", "ExportModel"}
 _READS = {"LoadCheckpoint"}
 
@@ -80,7 +82,7 @@ class Method:
     role: CallerRole | None
     """The least that may call it at a port; None: nobody."""
     epoch_role: CallerRole | None
-    """The least that may set the request's `epoch`; None: it has none."""
+    """The least that may set the request's `epoch` or `fleet`; None: it has neither."""
     path_use: PathUse | None
     """What the service does at the request's `path`; None: it has none."""
 
@@ -112,7 +114,7 @@ def _described(method: MethodDescriptor) -> Method:
         kind=kinds[method.client_streaming, method.server_streaming],
         needs_deadline=_carries_command(method.input_type) or method.name in _COORDINATOR_MUTATIONS,
         role=_ROLES.get(name),
-        epoch_role=_EPOCH_ROLE if "epoch" in method.input_type.fields_by_name else None,
+        epoch_role=_EPOCH_ROLE if EPOCH_FIELDS.intersection(method.input_type.fields_by_name) else None,
         path_use=_path_use(method.name),
     )
 

@@ -149,6 +149,7 @@ def _server(training: Training, log: TrainingLog, *, ready: RankReady, config: N
         service="trainer",
         target=node_targets(config)["trainer"],
         port=port_of(config, "trainer"),
+        fleet=config.fleet,
     )
     gpus, state = set(gpus_of(config).trainer), training.state
     metrics = TrainerMetrics(server.registry, num_gpus=len(gpus), policy_version=lambda: state.policy_version)
