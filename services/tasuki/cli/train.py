@@ -11,7 +11,7 @@ from pathlib import Path
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.config.lock import TRAINING_LOCK, StateLock
-from tasuki.config.places import node_targets
+from tasuki.config.places import client_target
 from tasuki.config.schema import NodeConfig
 from tasuki.runs.archive import archived
 from tasuki.runs.earlier_run import EarlierRun, run_has_ended
@@ -131,7 +131,7 @@ def check_longest_sample(num_tokens: int, *, limit: int) -> None:
 
 
 def _train(config: NodeConfig, training: Training, loop: Loop, earlier: EarlierRun | None, *, started: float) -> None:
-    settings, target = training.settings, node_targets(config)["coordinator"]
+    settings, target = training.settings, client_target(config)
     with Client(target) as client, TrainProgress(target, num_steps=settings.num_steps) as progress:
         check_longest_sample(training.longest_sample, limit=client.trainer_state().micro_batch_tokens)
         num_changeovers = client.state().num_changeovers

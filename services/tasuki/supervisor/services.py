@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
-from tasuki.config.places import config_path, node_targets, socket_dir
+from tasuki.config.places import config_path, fleet_target, node_targets, socket_dir
 from tasuki.config.schema import NodeConfig
 
 
@@ -26,14 +26,26 @@ class ServiceCommand:
 
 
 def node_services(config: NodeConfig) -> list[ServiceCommand]:
-    """The three services. On CUDA rollout comes up first: the engine sizes its KV cache by the memory that is free then."""
+    """The three services, and on node 0 of a fleet the fleet's.
+
+    On CUDA rollout comes up before the trainer: the engine sizes its KV cache by the memory that is free then.
+    """
     targets = node_targets(config)
     arguments = ["--config", str(config_path(config.state_dir))]
     # Engines and torch leave sockets and files in the temporary folder when they are killed; the run folder goes with the node.
     shared = {"PYTHONUNBUFFERED": "1", "TMPDIR": str(socket_dir(config.state_dir))}
     is_cpu = config.device == "cpu"
     launch = [sys.executable, "-m", "tasuki.trainer.launch", "--num-ranks", str(config.trainer.num_ranks), "--"]
+    leads = config.fleet is not None and config.fleet.node_rank == 0
+    fleet = ServiceCommand(
+        name="fleet",
+        argv=[sys.executable, "-m", "tasuki.fleet", *arguments],
+        target=fleet_target(config),
+        health_name="tasuki.v1.CoordinatorService",
+        environment=shared,
+    )
     return [
+        *((fleet,) if leads else ()),
         ServiceCommand(
             name="coordinator",
             argv=[sys.executable, "-m", "tasuki.coordinator", *arguments],
