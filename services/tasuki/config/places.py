@@ -107,6 +107,11 @@ def training_output_path(state_dir: Path) -> Path:
     return state_dir / "training.output"
 
 
+def fleet_journal_path(state_dir: Path) -> Path:
+    """On the node that leads a fleet."""
+    return state_dir / "fleet.sqlite"
+
+
 def config_path(state_dir: Path) -> Path:
     """The configuration of the node that runs on the folder, or ran there last, as its services read it."""
     return state_dir / "node.toml"
