@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import signal
 import sys
@@ -22,8 +21,8 @@ from tasuki.config.load import load_config
 from tasuki.config.lock import TRAINING_LOCK, holder
 from tasuki.config.places import client_target
 from tasuki.config.schema import NodeConfig
-from tasuki.fleet.membership import keep_membership, this_member
-from tasuki.supervisor.node import StartedNode, start_node, to_stderr
+from tasuki.fleet import EXIT_FLEET_ENDED
+from tasuki.supervisor.node import start_node, to_stderr
 from tasuki.supervisor.post_mortem import why_it_ended
 from tasuki.v1 import coordinator_pb2, fleet_pb2, types_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
@@ -31,10 +30,9 @@ from tasuki.v1.fleet_pb2_grpc import FleetServiceStub
 from tasuki.wire.channel import open_blocking_channel
 from tasuki.wire.errors import FleetEnded, InvalidArgument, from_rpc_error
 
-NODE_LOST = 75
-"""Exit code when the fleet has ended: all nodes have to be started again. EX_TEMPFAIL of sysexits.h."""
 INTERRUPTED = 130
 _READ_TIMEOUT_S = 5.0
+_TICK_S = 0.2
 
 
 def fleet_config(
@@ -82,10 +80,10 @@ def _required(config: NodeConfig) -> NodeConfig:
 
 
 def up(config: NodeConfig, *, grace_s: float) -> int:
-    """Starts the node, joins, and stays until the fleet ends, the node ends, or a signal asks it to.
+    """Starts the node, which joins, and stays until the fleet ends, the node ends, or a signal asks it to.
 
     grace_s: how long the node goes on after SIGTERM, so that a run can save what it has; on node 0 no longer than a run is there.
-    Returns NODE_LOST when the fleet has ended, 130 after a signal, 0 after `tasuki down`. Raises why the node itself has ended.
+    Returns EXIT_FLEET_ENDED when the fleet has ended, 130 after a signal, 0 after `tasuki down`. Raises why the node itself has ended.
     """
     assert config.fleet is not None
     fleet = config.fleet
@@ -93,36 +91,21 @@ def up(config: NodeConfig, *, grace_s: float) -> int:
         f"node {fleet.node_rank} of {fleet.num_nodes} in fleet {fleet.name!r}, attempt {fleet.attempt}, led at {fleet.leader}"
     )
     node = start_node(config)
-    try:
-        return _stay(config, node, grace_s=grace_s)
-    finally:
-        node.stop()
-
-
-def _stay(config: NodeConfig, node: StartedNode, *, grace_s: float) -> int:
     asked = _StopSignal(config, grace_s=grace_s)
     try:
-        asyncio.run(
-            keep_membership(
-                config,
-                this_member(config),
-                must_leave=lambda: node.process.poll() is not None or asked.is_over(),
-                on_join=lambda number: to_stderr(f"{number} of {_num_nodes(config)} nodes have joined"),
-            )
-        )
-    except FleetEnded as error:
+        while node.process.poll() is None:
+            if asked.is_over():
+                return INTERRUPTED
+            time.sleep(_TICK_S)
+        if node.wait() == 0:
+            return 0
+        error = why_it_ended(config)
+        if not isinstance(error, FleetEnded):
+            raise error
         to_stderr(f"tasuki: error {error.reason}: {error.message}")
-        return NODE_LOST
-    if node.process.poll() is None:
-        return INTERRUPTED
-    if node.wait() != 0:
-        raise why_it_ended(config)
-    return 0
-
-
-def _num_nodes(config: NodeConfig) -> int:
-    assert config.fleet is not None
-    return config.fleet.num_nodes
+        return EXIT_FLEET_ENDED
+    finally:
+        node.stop()
 
 
 class _StopSignal:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,10 +51,12 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def _up(arguments: argparse.Namespace) -> int:
+    import os
+
     from tasuki.cli.fleet import fleet_config, up
 
     flags: dict[str, Any] = {name: getattr(arguments, name) for name in _FLAGS}
-    config = fleet_config(arguments.config, overrides=arguments.overrides, flags=flags, environment=os.environ)
+    config = fleet_config(arguments.config, overrides=arguments.overrides, flags=flags, environment=os.environ)  # noqa: TID251 - of the scheduler; config.fleet_environment reads it
     return up(config, grace_s=arguments.grace_s)
 
 

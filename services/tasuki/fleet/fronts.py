@@ -18,13 +18,13 @@ from tasuki.v1.types_pb2 import ROLE_CRITIC, ROLE_POLICY, ROLE_REFERENCE
 from tasuki.v1.types_pb2 import Role as RoleMessage
 
 
-def add_fronts(server: RpcServer, nodes: Nodes, config: NodeConfig, *, epoch: int, boot_id: str) -> None:
-    """Adds both services. epoch, boot_id: of the fleet's coordinator. Raises as read_model_file for the leader's model."""
+def add_fronts(server: RpcServer, nodes: Nodes, config: NodeConfig, *, epoch: int) -> None:
+    """Adds both services. epoch: of the fleet's coordinator. Raises as read_model_file for the leader's model."""
     calls = CallNumbers(fleet_calls_path(config.state_dir), instance_id=read_instance(config.state_dir).id)
     # SGLang samples by seeds on a CPU alone.
     seeds = CallSeeds(config.rollout.seed, calls) if config.device == "cpu" else None
     server.add(add_RolloutServiceServicer_to_server, RolloutFront(nodes, seeds=seeds), "tasuki.v1.RolloutService")
-    trainer = TrainerFront(nodes, epoch=epoch, costs=_costs(config), boot_id=boot_id)
+    trainer = TrainerFront(nodes, epoch=epoch, costs=_costs(config))
     server.add(add_TrainerServiceServicer_to_server, trainer, "tasuki.v1.TrainerService")
 
 

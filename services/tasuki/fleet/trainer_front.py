@@ -34,12 +34,10 @@ _Scored = TypeVar("_Scored", trainer_pb2.TokenLogProbs, trainer_pb2.TokenValues)
 class TrainerFront(TrainerServiceServicer):
     """Gives every command to all nodes, and each node its share of the samples."""
 
-    def __init__(
-        self, nodes: Nodes, *, epoch: int, costs: Mapping[RoleMessage.ValueType, SampleCost], boot_id: str = ""
-    ) -> None:
+    def __init__(self, nodes: Nodes, *, epoch: int, costs: Mapping[RoleMessage.ValueType, SampleCost]) -> None:
         """epoch: of the fleet's coordinator. costs: of a sample under every role that is trained or scored."""
         self._nodes, self._costs = nodes, costs
-        self._gate = CommandGate(boot_id=boot_id, passing=_PASSING)
+        self._gate = CommandGate(passing=_PASSING)
         self._gate.epoch = epoch
 
     async def BeginRun(self, request: trainer_pb2.BeginRunRequest, context: Any) -> trainer_pb2.BeginRunResponse:
