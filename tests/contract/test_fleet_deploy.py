@@ -130,11 +130,11 @@ def test_the_job_set_is_one_that_the_api_takes() -> None:
 
 def test_a_wrong_key_or_type_is_found() -> None:
     wrong = yaml.safe_load((DEPLOY / "kubernetes" / "jobset.yaml").read_text())
-    wrong["spec"]["replicatedJobs"][0]["template"]["spec"]["parallel"] = 1
+    wrong["spec"]["network"]["dns"] = True
     wrong["spec"]["failurePolicy"]["maxRestarts"] = "8"
     assert problems(wrong, SCHEMA) == [
+        ".spec.network.dns is unknown",
         ".spec.failurePolicy.maxRestarts is '8'",
-        ".spec.replicatedJobs[0].template.spec.parallel is unknown",
     ]
 
 
