@@ -23,6 +23,7 @@ from tasuki.config.places import socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.fleet import EXIT_FLEET_ENDED
 from tasuki.fleet.digests import this_member
+from tasuki.fleet.follow import follow
 from tasuki.fleet.lead import lead
 from tasuki.fleet.membership import Membership
 from tasuki.fleet.nodes import node_credentials
@@ -61,16 +62,17 @@ async def _run(config: NodeConfig) -> None:
     socket_dir(config.state_dir)
     heartbeat = Heartbeat(config.state_dir, "fleet")
     heartbeat.beat_in_loop()
-    stop, ready = asyncio.Event(), asyncio.Event()
+    stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     member = await asyncio.to_thread(this_member, config, boot_id=read_instance(config.state_dir).id or uuid.uuid4().hex)
     channel = open_channel(config.fleet.leader, credentials=node_credentials(config.security))
     membership = Membership(channel, member, config.fleet, start_timeout_s=config.rollout.start_timeout_s)
-    leading = asyncio.create_task(lead(config, member, stop, ready=ready) if config.fleet.node_rank == 0 else stop.wait())
+    leads = config.fleet.node_rank == 0
+    serving = asyncio.create_task(lead(config, member, stop) if leads else follow(config, channel, stop))
     joining = asyncio.create_task(membership.run())
     try:
-        done, _ = await asyncio.wait({leading, joining}, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait({serving, joining}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         stop.set()
         joining.cancel()
@@ -78,7 +80,7 @@ async def _run(config: NodeConfig) -> None:
             await joining
         await channel.close()
         heartbeat.close()
-        outcome = (await asyncio.gather(leading, return_exceptions=True))[0]
+        outcome = (await asyncio.gather(serving, return_exceptions=True))[0]
     for task in done:
         task.result()
     if isinstance(outcome, BaseException):

@@ -161,8 +161,12 @@ class Fleet:
         target = leads_to(at)
         if self._open is not None and self._open.target is not target:
             self._close_left(target)
-        changeover = self._open or self._begin(next_attempt_id(self._journal, request_id), target=target)
-        changeover.views = list(self._views)
+        changeover = self._open
+        if changeover is None:
+            changeover = self._begin(next_attempt_id(self._journal, request_id), target=target)
+        else:
+            changeover.views = list(self._views)
+            self._journal.note_views(changeover.id, self._views)
         await changeover.run(stage)
         self._views = list(changeover.views)
         if phase_of(stage) is not None:
@@ -220,8 +224,10 @@ class Fleet:
 
     def _begin(self, request_id: str, *, target: Phase) -> FleetChangeover:
         origin = common_place(self._views) or next((view.at for view in self._views if view.at is not None), TRAIN)
+        changeover_id = self._journal.begin_changeover(request_id, origin=origin, target=target)
+        self._journal.note_views(changeover_id, self._views)
         self._open = FleetChangeover(
-            self._journal.begin_changeover(request_id, origin=origin, target=target),
+            changeover_id,
             target,
             views=self._views,
             journal=self._journal,

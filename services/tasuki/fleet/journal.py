@@ -95,6 +95,11 @@ class FleetJournal(Journal):
         intent = self.intend(stage, changeover_id, is_undo=False, trainer_boot_id="", rollout_boot_id="")
         return intent, self.begin_steps(stage, changeover_id, ranks=range(num_nodes))
 
+    def note_views(self, changeover_id: str, views: Sequence[NodeView]) -> None:
+        """Writes down where the nodes were found by a look before anything is asked of them."""
+        steps = self.begin_steps(Step.LOOK, changeover_id, ranks=[view.rank for view in views])
+        self.end_steps([StepResult(step, 0.0, view=view) for step, view in zip(steps, views, strict=True)])
+
     def begin_steps(self, step: Stage | Step, changeover_id: str, *, ranks: Sequence[int]) -> list[StepIntent]:
         """Writes down what is to be asked of nodes, in one commit."""
         row, now = (id_number(changeover_id), step, self.epoch), time.time()

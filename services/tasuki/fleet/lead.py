@@ -34,8 +34,8 @@ _log = logging.getLogger("tasuki.fleet")
 _GRACE_S = 3.0
 
 
-async def lead(config: NodeConfig, leader: Member, stop: asyncio.Event, *, ready: asyncio.Event) -> None:
-    """Serves until `stop` is set, which SIGTERM does, too. `ready` is set when nodes can join.
+async def lead(config: NodeConfig, leader: Member, stop: asyncio.Event) -> None:
+    """Serves until `stop` is set, which SIGTERM does, too.
 
     leader: this node. Raises FleetEnded when the fleet cannot go on and the nodes had time to hear of it; NodeRunning and InvalidArgument
     for a port that cannot be served; DiskFull for a journal that cannot be written.
@@ -57,7 +57,7 @@ async def lead(config: NodeConfig, leader: Member, stop: asyncio.Event, *, ready
             end=nodes.end,
         )
         server = make_server(config, fleet, journal, nodes, leader)
-        await _serve(server, fleet, nodes, stop, ready=ready)
+        await _serve(server, fleet, nodes, stop)
     finally:
         journal.close()
 
@@ -85,9 +85,8 @@ def make_server(config: NodeConfig, fleet: Fleet, journal: FleetJournal, nodes: 
     return server
 
 
-async def _serve(server: RpcServer, fleet: Fleet, nodes: FleetNodes, stop: asyncio.Event, *, ready: asyncio.Event) -> None:
+async def _serve(server: RpcServer, fleet: Fleet, nodes: FleetNodes, stop: asyncio.Event) -> None:
     await server.start()
-    ready.set()
     stopped = asyncio.create_task(server.serve(stop))
     ended = asyncio.create_task(nodes.ended())
     work = (asyncio.create_task(nodes.watch_silence()), asyncio.create_task(fleet.recover()))
