@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 
 from tasuki.wire.address import is_beyond_loopback
-from tasuki.wire.credentials import Credentials
+from tasuki.wire.credentials import Credentials, tls_files
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.labelled_channel import LabelledChannel
 from tasuki.wire.reloading_channel import ReloadingChannel
@@ -109,10 +109,17 @@ def _open(target: str, credentials: Credentials | None) -> grpc.aio.Channel:
     return ReloadingChannel(target, credentials, options=CLIENT_OPTIONS)
 
 
-def open_blocking_channel(target: str) -> grpc.Channel:
-    """A channel without asyncio to a service on this machine, for a few calls. Close it, or use it in a `with` block."""
-    _refuse_plaintext(target)
-    return grpc.insecure_channel(target, options=CLIENT_OPTIONS)
+def open_blocking_channel(target: str, *, credentials: Credentials | None = None) -> grpc.Channel:
+    """A channel without asyncio, as `open_channel`, for a few calls. Close it, or use it in a `with` block.
+
+    Its certificates are those of now; a token goes with each call (`credentials.authorization`). Raises as `open_channel`.
+    """
+    if credentials is None or credentials.ca is None or target.startswith("unix:"):
+        _refuse_plaintext(target)
+        return grpc.insecure_channel(target, options=CLIENT_OPTIONS)
+    tls = tls_files(credentials).read()
+    secured = grpc.ssl_channel_credentials(tls.ca, private_key=tls.key, certificate_chain=tls.cert)
+    return grpc.secure_channel(target, secured, options=CLIENT_OPTIONS)
 
 
 def _refuse_plaintext(target: str) -> None:

@@ -177,6 +177,13 @@ class PeerUnavailable(TasukiError):
     code, reason = grpc.StatusCode.UNAVAILABLE, "PEER_UNAVAILABLE"
 
 
+class SamplesLost(PeerUnavailable):
+    """Nodes of a fleet were lost while they generated; the samples of all others came. metadata: `nodes`, and `prompts` without all
+    their samples, such as "0-3,8"."""
+
+    code, reason = grpc.StatusCode.UNAVAILABLE, "SAMPLES_LOST"
+
+
 class PathExists(TasukiError):
     """Something is already at the path that was to be written."""
 

@@ -8,22 +8,26 @@ import uuid
 from contextlib import suppress
 
 from tasuki.config.instance import read_instance
-from tasuki.config.places import fleet_journal_path
+from tasuki.config.places import fleet_journal_path, fleet_target
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.fleet_hold import FleetHold
 from tasuki.coordinator.servicer import CoordinatorServicer
 from tasuki.fleet.fleet import Fleet
+from tasuki.fleet.fronts import add_fronts
 from tasuki.fleet.journal import FleetJournal
 from tasuki.fleet.member import Member
 from tasuki.fleet.node_peer import GrpcNodePeer
 from tasuki.fleet.nodes import FleetNodes
 from tasuki.fleet.servicer import FleetServicer, PlanOfNodes
+from tasuki.rpc import rank_store
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.port import port_at
+from tasuki.rpc.rank_store import RankStoreServicer
 from tasuki.rpc.server import RpcServer
 from tasuki.v1.coordinator_pb2_grpc import add_CoordinatorServiceServicer_to_server
 from tasuki.v1.fleet_pb2_grpc import add_FleetServiceServicer_to_server
-from tasuki.wire.address import is_beyond_loopback, split_host_port, unix_target
+from tasuki.v1.rank_store_pb2_grpc import add_RankStoreServiceServicer_to_server
+from tasuki.wire.address import is_beyond_loopback, split_host_port
 from tasuki.wire.errors import FleetEnded
 
 _log = logging.getLogger("tasuki.fleet")
@@ -48,7 +52,7 @@ async def lead(config: NodeConfig, leader: Member, stop: asyncio.Event) -> None:
             journal,
             peers,
             boot_id=boot_id,
-            target=config.fleet.leader,
+            target=fleet_target(config),
             patience_s=config.coordinator.recovery_timeout_s,
             end=nodes.end,
         )
@@ -63,8 +67,7 @@ def make_server(config: NodeConfig, fleet: Fleet, journal: FleetJournal, nodes: 
     assert config.fleet is not None
     address = config.fleet.leader
     listen = f"0.0.0.0:{split_host_port(address)[1]}" if is_beyond_loopback(address) else address
-    target = unix_target(config.state_dir, service="fleet")
-    server = RpcServer(service="fleet", target=target, port=port_at(config, listen, key="fleet.leader"))
+    server = RpcServer(service="fleet", target=fleet_target(config), port=port_at(config, listen, key="fleet.leader"))
     coordinator = CoordinatorServicer(
         fleet,
         journal,
@@ -75,6 +78,10 @@ def make_server(config: NodeConfig, fleet: Fleet, journal: FleetJournal, nodes: 
     )
     server.add(add_CoordinatorServiceServicer_to_server, coordinator, "tasuki.v1.CoordinatorService")
     server.add(add_FleetServiceServicer_to_server, FleetServicer(nodes, leader), "tasuki.v1.FleetService")
+    name, attempt, num_nodes = config.fleet.name, config.fleet.attempt, config.fleet.num_nodes
+    store = RankStoreServicer(fleet=name, attempt=attempt, num_nodes=num_nodes)
+    server.add(add_RankStoreServiceServicer_to_server, store, rank_store.NAME)
+    add_fronts(server, nodes, config, epoch=nodes.command.epoch)
     return server
 
 

@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from tasuki.config.security_schema import CallerRole
 from tasuki.rpc.reflection import V1_NAME, describe_v1
-from tasuki.v1 import coordinator_pb2, fleet_pb2, memory_pb2, metrics_pb2, rollout_pb2, trainer_pb2
+from tasuki.v1 import coordinator_pb2, fleet_pb2, memory_pb2, metrics_pb2, rank_store_pb2, rollout_pb2, trainer_pb2
 
 # They change the phase, but carry no CommandId: they are how one comes to an epoch.
 _COORDINATOR_MUTATIONS = {"Acquire", "RunStage"}
@@ -38,6 +38,14 @@ _ROLES: dict[str, CallerRole] = {
     "tasuki.v1.MemoryService/Resume": _PEER,
     "tasuki.v1.MemoryService/WatchUsage": _VIEWER,
     "tasuki.v1.MetricsService/GetMetrics": _VIEWER,
+    "tasuki.v1.RankStoreService/AddToKey": _PEER,
+    "tasuki.v1.RankStoreService/CheckKeys": _PEER,
+    "tasuki.v1.RankStoreService/CompareAndSetKey": _PEER,
+    "tasuki.v1.RankStoreService/DeleteKey": _PEER,
+    "tasuki.v1.RankStoreService/JoinRanks": _PEER,
+    "tasuki.v1.RankStoreService/ReadKey": _PEER,
+    "tasuki.v1.RankStoreService/SetKey": _PEER,
+    "tasuki.v1.RankStoreService/WaitForKeys": _PEER,
     "tasuki.v1.RolloutService/Drain": _PEER,
     "tasuki.v1.RolloutService/Generate": _TRAINER,
     "tasuki.v1.RolloutService/GetRolloutState": _VIEWER,
@@ -131,7 +139,7 @@ def _methods(services: Iterable[ServiceDescriptor]) -> dict[str, Method]:
 
 METHODS: dict[str, Method] = _methods(
     service
-    for file in (coordinator_pb2, fleet_pb2, memory_pb2, metrics_pb2, rollout_pb2, trainer_pb2)
+    for file in (coordinator_pb2, fleet_pb2, memory_pb2, metrics_pb2, rank_store_pb2, rollout_pb2, trainer_pb2)
     for service in file.DESCRIPTOR.services_by_name.values()
 )
 """Every method of tasuki.v1 by its path on the wire."""
