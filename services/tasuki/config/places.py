@@ -30,7 +30,7 @@ def node_targets(config: NodeConfig) -> dict[str, str]:
 
 
 def fleet_target(config: NodeConfig) -> str:
-    """gRPC target of the fleet that the node leads, for callers on this machine."""
+    """gRPC target of the node's part in its fleet, for callers on this machine. Node 0 serves the whole fleet there."""
     return unix_target(config.state_dir, service="fleet")
 
 
