@@ -50,6 +50,12 @@ class FleetServiceStub:
     """
     GetFleet: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.GetFleetRequest, _fleet_pb2.GetFleetResponse]
     """Who is in the fleet. Any phase, harmless to repeat."""
+    Measure: _grpc.StreamUnaryMultiCallable[_fleet_pb2.MeasureRequest, _fleet_pb2.MeasureResponse]
+    """Takes bytes and drops them, so that a node can measure its connection to the leader. At most 4 GiB in a call.
+
+    Phase: any. Repeat: harmless.
+    Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for more bytes.
+    """
 
 @_typing.type_check_only
 class FleetServiceAsyncStub(FleetServiceStub):
@@ -73,6 +79,12 @@ class FleetServiceAsyncStub(FleetServiceStub):
     """
     GetFleet: _aio.UnaryUnaryMultiCallable[_fleet_pb2.GetFleetRequest, _fleet_pb2.GetFleetResponse]  # type: ignore[assignment]
     """Who is in the fleet. Any phase, harmless to repeat."""
+    Measure: _aio.StreamUnaryMultiCallable[_fleet_pb2.MeasureRequest, _fleet_pb2.MeasureResponse]  # type: ignore[assignment]
+    """Takes bytes and drops them, so that a node can measure its connection to the leader. At most 4 GiB in a call.
+
+    Phase: any. Repeat: harmless.
+    Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for more bytes.
+    """
 
 class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
     """Nodes that change over together. Served at `fleet.leader` beside the fleet's CoordinatorService."""
@@ -111,5 +123,17 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.GetFleetResponse, _abc.Awaitable[_fleet_pb2.GetFleetResponse]]:
         """Who is in the fleet. Any phase, harmless to repeat."""
+
+    @_abc_1.abstractmethod
+    def Measure(
+        self,
+        request_iterator: _MaybeAsyncIterator[_fleet_pb2.MeasureRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.MeasureResponse, _abc.Awaitable[_fleet_pb2.MeasureResponse]]:
+        """Takes bytes and drops them, so that a node can measure its connection to the leader. At most 4 GiB in a call.
+
+        Phase: any. Repeat: harmless.
+        Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for more bytes.
+        """
 
 def add_FleetServiceServicer_to_server(servicer: FleetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
@@ -11,9 +13,10 @@ from tasuki.fleet.member import Member, check_member, member_from_proto
 from tasuki.fleet.nodes import FleetNodes, Joined
 from tasuki.v1 import coordinator_pb2, fleet_pb2, fleet_pb2_grpc
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from tasuki.wire.errors import StaleEpoch, from_rpc_error
+from tasuki.wire.errors import InvalidArgument, StaleEpoch, from_rpc_error
 
 _PLAN_TIMEOUT_S = 60.0
+_MAX_MEASURED_BYTES = 4 << 30
 _Context = grpc.aio.ServicerContext
 
 
@@ -54,11 +57,23 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             ended_by="" if nodes.error is None else f"{nodes.error.reason}: {nodes.error.message}",
         )
 
+    async def Measure(
+        self, request_iterator: AsyncIterator[fleet_pb2.MeasureRequest], context: _Context
+    ) -> fleet_pb2.MeasureResponse:
+        num_bytes = 0
+        async for request in request_iterator:
+            num_bytes += len(request.padding)
+            if num_bytes > _MAX_MEASURED_BYTES:
+                raise InvalidArgument("padding", f"more than {_MAX_MEASURED_BYTES} bytes in one call; measure with fewer")
+        now = Timestamp()
+        now.FromNanoseconds(time.time_ns())
+        return fleet_pb2.MeasureResponse(num_bytes=num_bytes, time=now)
+
     def _member(self, joined: Joined) -> fleet_pb2.FleetMember:
-        time = Timestamp()
-        time.FromNanoseconds(int(joined.join_time * 1e9))
+        joined_at = Timestamp()
+        joined_at.FromNanoseconds(int(joined.join_time * 1e9))
         return fleet_pb2.FleetMember(
-            node=joined.member.to_proto(), join_time=time, silent_s=round(self._nodes.silent_s(joined), 3)
+            node=joined.member.to_proto(), join_time=joined_at, silent_s=round(self._nodes.silent_s(joined), 3)
         )
 
 
