@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tasuki.cli.audit import BROKEN, CLEAN, run
 from tasuki.coordinator.journal import Journal
 from tasuki.fleet.audit import FleetInvariant, audit_fleet_journal
 from tasuki.fleet.records import Decision, NodeView, Sums
@@ -72,6 +73,22 @@ def test_a_stage_before_another_node_ended_the_last_one_breaks_the_barrier(journ
     violation = audit_fleet_journal(changed).violation
     assert violation is not None
     assert (violation.invariant, violation.stage) == (FleetInvariant.BARRIER, "RESUME_WEIGHTS")
+
+
+def test_the_command_audits_the_fleets_journal_beside_the_nodes(
+    journal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(journal.parent / "0" / "journal.sqlite", tmp_path)
+    fleets = Path(shutil.copy(journal, tmp_path))
+    assert run(tmp_path, as_json=False) == CLEAN
+    assert "fleet_decisions=2" in capsys.readouterr().out
+    with closing(sqlite3.connect(fleets)) as db:
+        db.execute(CHANGES[FleetInvariant.DECIDED])
+        db.commit()
+    assert run(tmp_path, as_json=False) == BROKEN
+    told = capsys.readouterr().out
+    assert "broken: decided" in told
+    assert "on node 0 a decision first, says the fleet" in told
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

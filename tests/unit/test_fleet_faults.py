@@ -6,6 +6,7 @@ Here a sample of the places and seeds, in `make chaos` all of them.
 from __future__ import annotations
 
 import asyncio
+import random
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from tests.unit.test_simulation import memory_folder
 from tests.unit.virtual_time import VirtualTimeLoop
 
 NUM_SEEDS, NUM_STEPS = (300, 3) if IS_WHOLE else (12, 2)
-STRIDE = 1 if IS_WHOLE else 5
+STRIDE = 1 if IS_WHOLE else 7
 """Of the places of the grid one in so many."""
 POINTS = ("intend", "intended", "begin", "begun", "end", "ended", "note", "noted", "decide", "decided")
 
