@@ -120,8 +120,17 @@ class SimulatedNodePeer:
 class SimulatedFleet:
     """Nodes, and one fleet over them at a time. fault: asked at each message what goes wrong with it."""
 
-    def __init__(self, folder: Path, *, num_nodes: int, fault: Callable[[], FleetFault | None] = lambda: None) -> None:
-        self.path, self._fault = folder / "fleet.sqlite", fault
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        num_nodes: int,
+        fault: Callable[[], FleetFault | None] = lambda: None,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self.path, self._fault, self._patience_s = folder / "fleet.sqlite", fault, patience_s
+        self.deaf_once_decided: int | None = None
+        """Rank of a node that no message reaches once a decision holds."""
         self.config = FleetConfig(name="f", num_nodes=num_nodes, node_rank=0, leader="127.0.0.1:1", attempt=1)
         self.failpoints = JournalFailpoints(self._crash)
         self.num_calls = self.num_crashes = 0
@@ -138,7 +147,7 @@ class SimulatedFleet:
         self._journal = FleetJournal(self.path, failpoints=self.failpoints)
         self.epoch = self._journal.begin_life("fleet", attempt=self.config.attempt, num_nodes=len(self.nodes))
         peers = [SimulatedNodePeer(self, rank, self.epoch) for rank in range(len(self.nodes))]
-        self.fleet = Fleet(self._journal, peers, boot_id="fleet", target="", patience_s=PATIENCE_S, end=self._end)
+        self.fleet = Fleet(self._journal, peers, boot_id="fleet", target="", patience_s=self._patience_s, end=self._end)
         self._recovery = self._task(self.fleet.recover())
 
     def _end(self, error: TasukiError) -> None:
@@ -200,7 +209,8 @@ class SimulatedFleet:
         if fault is FleetFault.CRASH_LATE:
             self._crash()
             raise Crash
-        if fault in (FleetFault.DROP, FleetFault.LATE, FleetFault.KILL_COORDINATOR):
+        is_deaf = rank == self.deaf_once_decided and self._journal.decision() is not None
+        if is_deaf or fault in (FleetFault.DROP, FleetFault.LATE, FleetFault.KILL_COORDINATOR):
             raise PeerUnavailable("connection reset")
         working = self._arrive(node, command, act)
         if fault is FleetFault.DUPLICATE:

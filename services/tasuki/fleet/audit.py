@@ -101,8 +101,10 @@ def read_fleet_history(path: Path) -> FleetHistory:
     """The journal at `path`. Raises PathNotFound, and InvalidArgument for a file that is no fleet's journal."""
     if not path.is_file():
         raise PathNotFound(f"there is no journal at {path}", path=path)
+    # Without a write-ahead log nobody writes, and the file is all there is; then nothing is put beside it.
+    options = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "mode=ro&immutable=1"
     try:
-        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None)) as db:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?{options}", uri=True, isolation_level=None)) as db:
             db.row_factory = sqlite3.Row
             db.execute("BEGIN")  # one moment for all tables
             return _read(db)

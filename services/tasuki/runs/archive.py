@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from tasuki.client.durable import write_durably
-from tasuki.config.places import journal_path, log_path, training_log_path
+from tasuki.config.places import fleet_journal_path, journal_path, log_path, training_log_path
 from tasuki.supervisor.rotation import KEPT_LOGS, rotated_paths
 
 _PROCESSES = ("coordinator", "trainer", "rollout", "supervisor")
@@ -58,6 +58,10 @@ def copy_archive(state_dir: Path, output_dir: Path) -> None:
         for there, here in ((source, target), *pairs):
             _copy(there, here)
     _copy(training_log_path(state_dir), training_log_path(output_dir))
+    if fleet_journal_path(state_dir).is_file():
+        _copy_journal(fleet_journal_path(state_dir), fleet_journal_path(output_dir))
+    else:
+        fleet_journal_path(output_dir).unlink(missing_ok=True)
     _copy_journal(journal_path(state_dir), journal_path(output_dir))
 
 
