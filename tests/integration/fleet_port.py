@@ -39,6 +39,7 @@ class FleetPort:
         return f'[fleet]\n{fleet}\ninterface = "{interface}"\n[security]\n{security}\n'
 
     def files(self) -> dict[str, Path]:
+        """The node's files, by their keys in [security]."""
         return {key.removeprefix("security."): Path(path) for key, path in (each.split("=") for each in mtls(self.certs))}
 
 

@@ -137,6 +137,10 @@ class CommandGate:
 
         return await self._run(request, fence, action)
 
+    def has_begun(self, request: Commanded) -> bool:
+        """Whether a command with this request_id was begun, whatever came of it."""
+        return request.command.request_id in self._answers
+
     def restore(self, request_id: str, *, content: bytes, answer: Message | TasukiError) -> None:
         """Gives `answer` to whoever repeats a command that an earlier life of the service carried out. content: its `digest`."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
