@@ -13,10 +13,11 @@ import pytest
 
 from tasuki.fleet.trainer_front import TrainerFront
 from tasuki.trainer.data.cost import SampleCost
+from tasuki.trainer.data.shares import deal_samples
 from tasuki.v1 import loss_pb2
 from tasuki.v1 import trainer_pb2 as trainer
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub, add_TrainerServiceServicer_to_server
-from tasuki.v1.types_pb2 import ROLE_CRITIC, ROLE_POLICY, ROLE_REFERENCE, CommandId, TrainingSample
+from tasuki.v1.types_pb2 import ROLE_POLICY, ROLE_REFERENCE, CommandId, TrainingSample
 from tasuki.wire.errors import (
     DiskFull,
     InternalError,
@@ -149,11 +150,15 @@ async def front(
     async with scripted_fleet(folder, num_nodes=num_nodes, make=Node) as fleet:
 
         def make() -> TrainerFront:
-            return TrainerFront(fleet, epoch=EPOCH, costs=dict.fromkeys((ROLE_POLICY, ROLE_REFERENCE, ROLE_CRITIC), COST))
+            return TrainerFront(fleet, epoch=EPOCH, deal=deal(num_nodes))
 
         add = add_TrainerServiceServicer_to_server
         async with served(folder / "front", service="trainer", add=add, make=make) as channel:
             yield [node for node in fleet.nodes if isinstance(node, Node)], TrainerServiceStub(channel), fleet
+
+
+def deal(num_nodes: int):
+    return lambda lengths: deal_samples(lengths, num_nodes=num_nodes, num_ranks=1, max_tokens=64, cost=COST)
 
 
 def command(request_id: str = "r", *, epoch: int = EPOCH) -> CommandId:
@@ -240,7 +245,7 @@ async def test_a_repeat_at_another_life_of_the_fleet_gets_the_nodes_first_answer
     async with front(folder) as (nodes, stub, fleet):
         await forward_backward(stub, samples([3, 1, 2]))
         first = await stub.OptimStep(step(), timeout=TIMEOUT_S)
-        again = TrainerFront(fleet, epoch=EPOCH + 1, costs={ROLE_POLICY: COST})
+        again = TrainerFront(fleet, epoch=EPOCH + 1, deal=deal(2))
         add = add_TrainerServiceServicer_to_server
         async with served(folder / "again", service="trainer", add=add, make=lambda: again) as channel:
             other = TrainerServiceStub(channel)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import numpy as np
-
-from tasuki.algorithms.aggregation import denominator
 from tasuki.algorithms.loss_types import LossConfig
+from tasuki.trainer.data.shares import call_denominator
 from tasuki.v1 import trainer_pb2
 from tasuki.v1.types_pb2 import TrainingSample
 from tasuki.wire.errors import InvalidArgument
@@ -44,22 +42,17 @@ def num_tokens(sample: TrainingSample) -> int:
     return len(sample.prompt_token_ids) + len(sample.completion_token_ids)
 
 
-def call_denominator(samples: Sequence[TrainingSample], config: LossConfig) -> float:
+def loss_denominator(samples: Sequence[TrainingSample], config: LossConfig) -> float:
     """What the loss of the whole call is divided by. Raises InvalidArgument when no token counts."""
-    lengths = np.array([len(sample.completion_token_ids) for sample in samples], dtype=np.int64)
-    rows = [_mask(sample) for sample in samples]
-    mask = np.concatenate(rows) if rows else np.zeros(0, dtype=np.float32)
-    if not mask.any():
+    lengths = [len(sample.completion_token_ids) for sample in samples]
+    # A mask of a wrong length counts all tokens here; the sample's node refuses it.
+    masks = [
+        list(sample.loss_mask) if len(sample.loss_mask) == length else []
+        for sample, length in zip(samples, lengths, strict=True)
+    ]
+    if not any(any(mask) or not mask for mask in masks):
         raise InvalidArgument("samples[].loss_mask", "masks every token of the call; at least one must count")
-    return denominator(mask, lengths, config=config)
-
-
-def _mask(sample: TrainingSample) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """A mask of a wrong length counts all tokens here; the sample's node refuses it."""
-    length = len(sample.completion_token_ids)
-    if len(sample.loss_mask) != length:
-        return np.ones(length, dtype=np.float32)
-    return np.array(sample.loss_mask, dtype=np.float32)
+    return call_denominator(masks, lengths, config=config)
 
 
 def check_log_probs_of(header: trainer_pb2.ForwardBackwardHeader, samples: Sequence[TrainingSample]) -> None:

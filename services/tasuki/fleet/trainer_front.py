@@ -10,18 +10,16 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from tasuki.fleet.calls import Nodes, remaining_s
+from tasuki.fleet.chunks import chunks
 from tasuki.fleet.rollout_front import no_stage_here
-from tasuki.fleet.samples import call_denominator, check_log_probs_of, num_tokens, read_stream, require
-from tasuki.fleet.shares import chunks, deal_samples
+from tasuki.fleet.samples import check_log_probs_of, loss_denominator, num_tokens, read_stream, require
 from tasuki.fleet.states import merged_trainer_state
 from tasuki.fleet.trainer_calls import Share, TrainerCalls, one_version
 from tasuki.rpc.commands import CommandGate
-from tasuki.trainer.data.cost import SampleCost
 from tasuki.trainer.ranks.loss import decode_loss
 from tasuki.v1 import trainer_pb2
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceServicer
-from tasuki.v1.types_pb2 import ROLE_CRITIC, TrainingSample
-from tasuki.v1.types_pb2 import Role as RoleMessage
+from tasuki.v1.types_pb2 import TrainingSample
 from tasuki.wire.errors import DeadlineExceeded, DiskFull, FleetEnded, InternalError, NotJoined, PeerUnavailable, TasukiError
 
 _log = logging.getLogger("tasuki.fleet")
@@ -34,9 +32,9 @@ _Scored = TypeVar("_Scored", trainer_pb2.TokenLogProbs, trainer_pb2.TokenValues)
 class TrainerFront(TrainerServiceServicer):
     """Gives every command to all nodes, and each node its share of the samples."""
 
-    def __init__(self, nodes: Nodes, *, epoch: int, costs: Mapping[RoleMessage.ValueType, SampleCost]) -> None:
-        """epoch: of the fleet's coordinator. costs: of a sample under every role that is trained or scored."""
-        self._nodes, self._costs = nodes, costs
+    def __init__(self, nodes: Nodes, *, epoch: int, deal: Callable[[Sequence[int]], list[list[int]]]) -> None:
+        """epoch: of the fleet's coordinator. deal: gives each node its samples by their numbers of tokens, always the same ones."""
+        self._nodes, self._deal = nodes, deal
         self._gate = CommandGate(passing=_PASSING)
         self._gate.epoch = epoch
 
@@ -59,8 +57,8 @@ class TrainerFront(TrainerServiceServicer):
             check_log_probs_of(header, samples)
             named = trainer_pb2.ForwardBackwardHeader()
             named.CopyFrom(header)
-            named.loss.denominator = call_denominator(samples, decode_loss(header.loss))
-            shares = self._shares(header.role, samples)
+            named.loss.denominator = loss_denominator(samples, decode_loss(header.loss))
+            shares = self._shares(samples)
             merged = _merged(await calls.forward_backward(named, samples, shares), header.log_probs_of, shares)
             merged.denominator, merged.seconds = named.loss.denominator, time.perf_counter() - started
             return merged
@@ -97,7 +95,7 @@ class TrainerFront(TrainerServiceServicer):
             first = trainer_pb2.ComputeLogProbsRequest(header=header)
             return [first, *(trainer_pb2.ComputeLogProbsRequest(samples=part) for part in parts)]
 
-        for chunk in chunks(await self._score(header.role, samples, "ComputeLogProbs", messages, context)):
+        for chunk in chunks(await self._score(samples, "ComputeLogProbs", messages, context)):
             yield trainer_pb2.ComputeLogProbsResponse(samples=chunk)
 
     async def ComputeValues(
@@ -109,19 +107,18 @@ class TrainerFront(TrainerServiceServicer):
             parts = (trainer_pb2.TrainingSamples(samples=chunk) for chunk in chunks(share))
             return [trainer_pb2.ComputeValuesRequest(samples=part) for part in parts]
 
-        for chunk in chunks(await self._score(ROLE_CRITIC, samples, "ComputeValues", messages, context)):
+        for chunk in chunks(await self._score(samples, "ComputeValues", messages, context)):
             yield trainer_pb2.ComputeValuesResponse(samples=chunk)
 
     async def _score(
         self,
-        role: RoleMessage.ValueType,
         samples: Sequence[TrainingSample],
         method: str,
         messages: Callable[[Sequence[TrainingSample]], list[Any]],
         context: Any,
     ) -> list[Any]:
         """The scores in the order of the samples. Scoring needs no other node: one without samples is not asked."""
-        shares = self._shares(role, samples)
+        shares = self._shares(samples)
         calls = self._calls(context)
 
         async def score(rank: int, stub: Any) -> list[Any]:
@@ -204,9 +201,8 @@ class TrainerFront(TrainerServiceServicer):
         """Raises NotJoined and FleetEnded."""
         return TrainerCalls.within(self._nodes.all(), remaining_s(context))
 
-    def _shares(self, role: RoleMessage.ValueType, samples: Sequence[TrainingSample]) -> list[list[int]]:
-        cost = self._costs.get(role) or next(iter(self._costs.values()))  # of a role that there is not, which nodes refuse
-        return deal_samples([num_tokens(sample) for sample in samples], num_nodes=self._nodes.num_nodes, cost=cost)
+    def _shares(self, samples: Sequence[TrainingSample]) -> list[list[int]]:
+        return self._deal([num_tokens(sample) for sample in samples])
 
 
 def _merged(
