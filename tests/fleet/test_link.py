@@ -92,7 +92,6 @@ def test_nodes_join_over_the_link_and_all_end_when_it_is_cut(folder: Path) -> No
         states = [_configured(folder, rank, place, authority=authority) for rank, place in enumerate(places)]
         with _running(places[0], states[0]) as leader, _running(places[1], states[1]) as follower:
             _wait(lambda: _members(states[0]) == 2)
-            assert _members(states[1]) == 2
             subprocess.run([*places[1].prefix, "ip", "link", "set", places[1].interface, "down"], check=True)
             assert leader.wait(30) == EXIT_FLEET_ENDED, (states[0] / "fleet.log").read_text()
             assert follower.wait(30) == EXIT_FLEET_ENDED, (states[1] / "fleet.log").read_text()

@@ -19,7 +19,7 @@ from rich.table import Table
 from tasuki.config.fleet_environment import fleet_table
 from tasuki.config.load import load_config
 from tasuki.config.lock import TRAINING_LOCK, holder
-from tasuki.config.places import fleet_target
+from tasuki.config.places import client_target
 from tasuki.config.schema import NodeConfig
 from tasuki.fleet import EXIT_FLEET_ENDED
 from tasuki.supervisor.node import start_node, to_stderr
@@ -131,24 +131,17 @@ class _StopSignal:
 
 
 def show_state(config: NodeConfig, *, as_json: bool, must_serve: bool) -> int:
-    """Prints the fleet's state; its phase on node 0 alone.
-
-    must_serve: 1 is returned while nodes are missing, and on node 0 while the fleet is at no phase.
-    """
-    assert config.fleet is not None
-    leads = config.fleet.node_rank == 0
-    with open_blocking_channel(fleet_target(config)) as channel:
+    """Prints the fleet's state, on node 0. must_serve: 1 is returned while nodes are missing or the fleet is at no phase."""
+    with open_blocking_channel(client_target(config)) as channel:
         fleet: fleet_pb2.GetFleetResponse = _answer(FleetServiceStub(channel).GetFleet, fleet_pb2.GetFleetRequest())
-        state = coordinator_pb2.NodeState()
-        if leads:
-            state = _answer(CoordinatorServiceStub(channel).GetState, coordinator_pb2.GetStateRequest()).state
+        request = coordinator_pb2.GetStateRequest()
+        state: coordinator_pb2.NodeState = _answer(CoordinatorServiceStub(channel).GetState, request).state
     if as_json:
         shown = {"fleet": _plain(fleet), "state": _plain(state)}
         sys.stdout.write(json.dumps(shown, indent=2) + "\n")
     else:
         _draw(fleet, state)
-    is_whole = len(fleet.members) == fleet.num_nodes and not fleet.ended_by
-    is_whole &= not leads or state.phase != types_pb2.PHASE_UNSPECIFIED
+    is_whole = len(fleet.members) == fleet.num_nodes and not fleet.ended_by and state.phase != types_pb2.PHASE_UNSPECIFIED
     return 1 if must_serve and not is_whole else 0
 
 
@@ -168,9 +161,7 @@ def _draw(fleet: fleet_pb2.GetFleetResponse, state: coordinator_pb2.NodeState) -
     console = Console()
     console.print(
         f"fleet {fleet.name!r}, attempt {fleet.attempt}, epoch {fleet.epoch}: {len(fleet.members)} of {fleet.num_nodes} nodes, "
-        f"{types_pb2.Phase.Name(state.phase)}, last stage {types_pb2.Stage.Name(state.stage)}"
-        if state.boot_id
-        else f"fleet {fleet.name!r}, attempt {fleet.attempt}: {len(fleet.members)} of {fleet.num_nodes} nodes; node 0 tells the phase",
+        f"{types_pb2.Phase.Name(state.phase)}, last stage {types_pb2.Stage.Name(state.stage)}",
         highlight=False,
         soft_wrap=True,
     )

@@ -30,7 +30,7 @@ def node_targets(config: NodeConfig) -> dict[str, str]:
 
 
 def fleet_target(config: NodeConfig) -> str:
-    """gRPC target of the node's part in its fleet, for callers on this machine. Node 0 serves the whole fleet there."""
+    """gRPC target of the fleet that the node leads, for callers on this machine."""
     return unix_target(config.state_dir, service="fleet")
 
 
@@ -95,11 +95,6 @@ def journal_path(state_dir: Path) -> Path:
 def training_log_path(state_dir: Path) -> Path:
     """What the trainer has done since its last checkpoint."""
     return state_dir / "training.log"
-
-
-def training_save_path(state_dir: Path) -> Path:
-    """The checkpoint that the node has written as its part of a fleet's save."""
-    return state_dir / "training.save"
 
 
 def training_run_path(state_dir: Path) -> Path:

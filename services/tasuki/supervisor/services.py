@@ -23,6 +23,7 @@ class ServiceCommand:
     name: str
     argv: Sequence[str]
     target: str
+    """Empty for one that listens nowhere."""
     health_name: str
     environment: dict[str, str] = field(default_factory=dict)
     after: str | None = None
@@ -70,15 +71,15 @@ def node_services(config: NodeConfig) -> list[ServiceCommand]:
 
 
 def _fleet_service(config: NodeConfig, environment: dict[str, str]) -> list[ServiceCommand]:
-    """The node's part in its fleet, which node 0 leads."""
+    """The node's part in its fleet. Node 0 leads, and serves."""
     if config.fleet is None:
         return []
     return [
         ServiceCommand(
             name="fleet",
             argv=[sys.executable, "-m", "tasuki.fleet", "--config", str(config_path(config.state_dir))],
-            target=fleet_target(config),
-            health_name="tasuki.v1.FleetService",
+            target=fleet_target(config) if config.fleet.node_rank == 0 else "",
+            health_name="tasuki.v1.CoordinatorService",
             environment=environment,
             final_codes=(EXIT_REFUSED, EXIT_FLEET_ENDED),
         )

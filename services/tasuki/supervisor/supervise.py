@@ -165,7 +165,7 @@ class Supervisor:
 
     def _see_who_serves(self) -> None:
         for service in self._pids.values():
-            if service.name not in self._served and listens(service.target):
+            if service.name not in self._served and (not service.target or listens(service.target)):
                 self._served.add(service.name)
 
     def _ended(self) -> list[str]:

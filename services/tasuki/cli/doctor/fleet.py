@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tasuki.cli.doctor.finding import Finding, fail, ok, warn
 from tasuki.config.load import load_config
 from tasuki.config.lock import NODE_LOCK, holder
-from tasuki.config.places import config_path, fleet_target
+from tasuki.config.places import config_path
 from tasuki.config.schema import NodeConfig
 from tasuki.fleet.nodes import node_credentials
 from tasuki.planner.model_shape import read_model_shape
@@ -71,10 +71,11 @@ async def _look(config: NodeConfig) -> tuple[fleet_pb2.GetFleetResponse, list[st
     """The fleet, the addresses of its nodes that do not answer, and the connection to the leader. Raises TasukiError."""
     assert config.fleet is not None
     credentials = node_credentials(config.security)
-    async with open_channel(fleet_target(config)) as local, open_channel(config.fleet.leader, credentials=credentials) as port:
+    async with open_channel(config.fleet.leader, credentials=credentials) as channel:
+        stub = FleetServiceStub(channel)
         try:
-            fleet = await FleetServiceStub(local).GetFleet(fleet_pb2.GetFleetRequest(), timeout=_TIMEOUT_S)
-            connection = await measure(FleetServiceStub(port), num_bytes=_MEASURED_BYTES)
+            fleet = await stub.GetFleet(fleet_pb2.GetFleetRequest(), timeout=_TIMEOUT_S)
+            connection = await measure(stub, num_bytes=_MEASURED_BYTES)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
     targets = [target for member in fleet.members for target in _targets(member.node) if not target.startswith("unix:")]
