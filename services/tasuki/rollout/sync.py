@@ -95,7 +95,7 @@ class WeightSync:
             report = partial(_report, weights.policy_version, results, imported.layout_digest(), imported.checksums_by_name())
             compared = time.perf_counter()
         finally:
-            imported.let_go()
+            imported.release()
         return report({"ranks": answered - started, "compare": compared - answered})
 
     async def _compare(self, results: Sequence[ranks_pb2.ReceiveResult], imported: ImportedWeights) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from google.protobuf.message import Message
 
-from tasuki.config.neutral import NEUTRAL_TRAINER_KEYS
+from tasuki.config.performance_keys import PERFORMANCE_TRAINER_KEYS
 from tasuki.config.places import training_save_path
 from tasuki.config.schema import NodeConfig
 from tasuki.trainer.durable.agreement import agree, outline_of
@@ -35,7 +35,7 @@ class Store(Protocol):
 
 def recipe(config: NodeConfig) -> str:
     """What the numbers in a log depend on beside its commands."""
-    alone = f"{config.model.path.resolve()} {config.trainer.model_dump_json(exclude=NEUTRAL_TRAINER_KEYS)}"
+    alone = f"{config.model.path.resolve()} {config.trainer.model_dump_json(exclude=PERFORMANCE_TRAINER_KEYS)}"
     return alone if config.fleet is None else f"{alone} node {config.fleet.node_rank} of {config.fleet.num_nodes}"
 
 
