@@ -193,7 +193,7 @@ def main() -> None:
     found = asyncio.run(run(arguments.most, repeats=arguments.repeats))
     arguments.out.mkdir(parents=True, exist_ok=True)
     report = {
-        "machine": {"cpus": os.cpu_count(), "python": platform.python_version()},
+        "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()[0]},
         "stage_s": STAGE_S,
         "num_tensors": NUM_TENSORS,
         "repeats": arguments.repeats,

@@ -51,13 +51,17 @@ from tests.ports import free_port
 from tests.unit.simulated_fleet import MemberNode
 
 TIMEOUT_S = 20.0
+MODEL = (
+    '{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128,'
+    ' "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 64}'
+)
 TRAIN, ROLLOUT = types_pb2.PHASE_TRAIN, types_pb2.PHASE_ROLLOUT
 
 
 def config_of(folder: Path, rank: int, leader: str, *, node_timeout_s: float = 30.0) -> NodeConfig:
     model = folder / "model"
     model.mkdir(exist_ok=True)
-    (model / "config.json").write_text("{}")
+    (model / "config.json").write_text(MODEL)
     fleet = {"name": "f", "num_nodes": 2, "node_rank": rank, "leader": leader, "attempt": 1, "node_timeout_s": node_timeout_s}
     return NodeConfig.model_validate(
         {

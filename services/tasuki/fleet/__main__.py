@@ -25,9 +25,9 @@ from tasuki.fleet import EXIT_FLEET_ENDED
 from tasuki.fleet.digests import this_member
 from tasuki.fleet.lead import lead
 from tasuki.fleet.membership import Membership
-from tasuki.fleet.nodes import node_credentials
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging
+from tasuki.rpc.peer_credentials import peer_credentials
 from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import FleetEnded, InvalidArgument, TasukiError
 
@@ -65,7 +65,7 @@ async def _run(config: NodeConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     member = await asyncio.to_thread(this_member, config, boot_id=read_instance(config.state_dir).id or uuid.uuid4().hex)
-    channel = open_channel(config.fleet.leader, credentials=node_credentials(config.security))
+    channel = open_channel(config.fleet.leader, credentials=peer_credentials(config.security))
     membership = Membership(channel, member, config.fleet, start_timeout_s=config.rollout.start_timeout_s)
     leads = config.fleet.node_rank == 0
     serving = asyncio.create_task(lead(config, member, stop) if leads else _wait(stop))

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 import grpc.aio
 
 from tasuki.config.schema import NodeConfig
-from tasuki.config.security_schema import SecurityConfig
 from tasuki.fleet.member import Member, check_rank
 from tasuki.rpc.fleet_caller import fleet_metadata
+from tasuki.rpc.peer_credentials import peer_credentials
 from tasuki.v1 import fleet_pb2
 from tasuki.wire.channel import open_channel
-from tasuki.wire.credentials import Credentials
-from tasuki.wire.errors import FleetEnded, InvalidArgument, NotJoined, TasukiError
+from tasuki.wire.errors import FleetEnded, NotJoined, TasukiError
 
 _log = logging.getLogger("tasuki.fleet")
 _BEATS_PER_TIMEOUT = 5
@@ -55,7 +54,7 @@ class FleetNodes:
         assert config.fleet is not None
         self.config = config.fleet
         self.command = fleet_pb2.FleetCommand(name=config.fleet.name, attempt=config.fleet.attempt, epoch=epoch)
-        self._credentials = node_credentials(config.security)
+        self._credentials = peer_credentials(config.security)
         self._clock = clock
         self._joined: dict[int, Joined] = {}
         self._all_joined = asyncio.Event()
@@ -165,15 +164,3 @@ class FleetNodes:
 
         targets = (member.coordinator_target, member.trainer_target, member.rollout_target)
         return NodeChannels(*map(channel, targets))
-
-
-def node_credentials(security: SecurityConfig) -> Credentials | None:
-    """What a node shows at the ports of the others: its own certificate, or on loopback a peer's token. None for plaintext on loopback.
-
-    `security.client_ca`, which signs callers, has to have signed the nodes' certificates, too. Raises InvalidArgument for TLS without it.
-    """
-    if security.client_ca is not None:
-        return Credentials(ca=security.client_ca, cert=security.cert, key=security.key)
-    if security.cert is not None:
-        raise InvalidArgument("security.client_ca", "is needed by a fleet with TLS: nodes show each other their certificates")
-    return None if security.tokens.peer is None else Credentials(token_file=security.tokens.peer)
