@@ -18,7 +18,7 @@ from tasuki.wire.channel import CLIENT_OPTIONS
 PROTOS = Path(__file__).parents[2] / "protos"
 # Path components of SourceCodeInfo: field numbers of FileDescriptorProto.service and ServiceDescriptorProto.method.
 SERVICE_FIELD, METHOD_FIELD = 6, 2
-READS = re.compile(r"Get|List|Watch|Compute|Plan|Generate$")
+READS = re.compile(r"Get|List|Watch|Compute|Plan|Measure|Generate$")
 
 
 @cache
