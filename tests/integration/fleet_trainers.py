@@ -57,10 +57,20 @@ def nodes_of(
 
 
 def start_node(
-    folder: Path, model: Path, port: FleetPort, node_rank: int, *, num_ranks: int = 1, settings: str = ""
+    folder: Path,
+    model: Path,
+    port: FleetPort,
+    node_rank: int,
+    *,
+    num_ranks: int = 1,
+    settings: str = "",
+    interface: str = "lo",
+    namespace: str | None = None,
 ) -> TrainerProcess:
-    tables = f"{settings}\n{port.tables(node_rank)}"
-    return start_trainer(folder / f"node-{node_rank}", model, num_ranks=num_ranks, settings=tables)
+    """namespace: of the network that it runs in, if not the test's."""
+    tables = f"{settings}\n{port.tables(node_rank, interface=interface)}"
+    inside = [] if namespace is None else ["ip", "netns", "exec", namespace]
+    return start_trainer(folder / f"node-{node_rank}", model, num_ranks=num_ranks, settings=tables, inside=inside)
 
 
 @asynccontextmanager
