@@ -16,8 +16,8 @@ from tasuki.config.load import load_config
 from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.places import config_path
 from tasuki.config.schema import NodeConfig
-from tasuki.fleet.nodes import node_credentials
 from tasuki.planner.model_shape import read_model_shape
+from tasuki.rpc.peer_credentials import peer_credentials
 from tasuki.v1 import fleet_pb2
 from tasuki.v1.fleet_pb2_grpc import FleetServiceStub
 from tasuki.wire.address import is_beyond_loopback
@@ -70,7 +70,7 @@ def fleet_findings(config: NodeConfig) -> Iterator[Finding]:
 async def _look(config: NodeConfig) -> tuple[fleet_pb2.GetFleetResponse, list[str], Connection]:
     """The fleet, the addresses of its nodes that do not answer, and the connection to the leader. Raises TasukiError."""
     assert config.fleet is not None
-    credentials = node_credentials(config.security)
+    credentials = peer_credentials(config.security)
     async with open_channel(config.fleet.leader, credentials=credentials) as channel:
         stub = FleetServiceStub(channel)
         try:
@@ -89,7 +89,7 @@ def _targets(node: fleet_pb2.FleetNode) -> tuple[str, str, str]:
 
 async def _answers(target: str, config: NodeConfig) -> bool:
     """Whether a service of a node answers a call, over TLS where the fleet has it."""
-    async with open_channel(target, credentials=node_credentials(config.security)) as channel:
+    async with open_channel(target, credentials=peer_credentials(config.security)) as channel:
         try:
             await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
         except grpc.aio.AioRpcError:
