@@ -234,7 +234,7 @@ class SimulatedFleet:
         if fault is FleetFault.KILL_ROLLOUT:
             node.kill(Service.ROLLOUT)
         if fault is FleetFault.DIFFER and node.rollout is not None:
-            node.rollout.weather.differs = True
+            node.rollout.weather.differs = node.rank + 1
 
     def _arrive(
         self, node: MemberNode, command: FleetCommand, act: Callable[[MemberNode], Awaitable[_Answer]]

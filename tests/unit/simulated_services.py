@@ -37,7 +37,7 @@ class Weather:
     refusal: TasukiError | None = None
     hangs: bool = False
     corrupts: bool = False
-    differs: bool = False
+    differs: int = 0
     seconds: float = 0.1
     is_stuck: bool = False
 
@@ -187,7 +187,7 @@ class SimulatedRollout(SimulatedService):
                 self.weather.corrupts, self.poison, self.held = False, "sync failed", None
                 raise WeightsCorrupt("a bit is wrong")
             self.held, self.stage = weights.policy_version, Stage.SYNC
-            self.flavour, self.weather.differs = int(self.weather.differs), False
+            self.flavour, self.weather.differs = self.weather.differs, 0
             sums = weights_pb2.WeightSums(
                 policy_version=weights.policy_version, layout_digest=b"layout", checksums=[weights.policy_version, self.flavour]
             )

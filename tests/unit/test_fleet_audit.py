@@ -104,7 +104,7 @@ def test_weights_that_differ_are_named_by_node_and_place_and_served_by_nobody(tm
         fleet = SimulatedFleet(tmp_path, num_nodes=3)
         assert fleet.nodes[2].rollout is not None
         assert await fleet.acquire(Phase.TRAIN, "first") is None
-        fleet.nodes[2].rollout.weather.differs = True
+        fleet.nodes[2].rollout.weather.differs = 1
         error = await fleet.acquire(Phase.ROLLOUT, "r")
         assert isinstance(error, WeightsDiffer)
         assert error.metadata == {"nodes": "2", "tensors": "1"}

@@ -20,7 +20,7 @@ from tests.unit.simulated_fleet import FleetFault, SimulatedFleet
 from tests.unit.test_simulation import memory_folder
 from tests.unit.virtual_time import VirtualTimeLoop
 
-NUM_SEEDS, NUM_STEPS = (300, 3) if IS_WHOLE else (12, 2)
+NUM_SEEDS, NUM_CHUNKS, NUM_STEPS = (150, 15, 3) if IS_WHOLE else (9, 3, 2)
 STRIDE = 1 if IS_WHOLE else 7
 """Of the places of the grid one in so many."""
 POINTS = ("intend", "intended", "begin", "begun", "end", "ended", "note", "noted", "decide", "decided")
@@ -129,7 +129,7 @@ async def simulate(seed: int) -> FleetAudit:
         return await fleet.close()
 
 
-@pytest.mark.parametrize("chunk", range(3))
+@pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
 def test_every_seed_ends_with_one_version_and_clean_journals(chunk: int) -> None:
-    for seed in range(chunk, NUM_SEEDS, 3):
+    for seed in range(chunk, NUM_SEEDS, NUM_CHUNKS):
         assert in_virtual_time(lambda seed=seed: simulate(seed)).num_decisions > NUM_STEPS, seed
