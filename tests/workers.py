@@ -26,7 +26,7 @@ _FIRST = {
         "integration/test_critic_exactness",
         "integration/test_trainer_memory",
         "integration/test_sync_broken",
-        "integration/test_let_go",
+        "integration/test_release",
         "integration/test_torn_sync",
     ],
     "engine": [

@@ -91,7 +91,7 @@ def _round(
     imported = receiver._imported
     assert isinstance(imported, ImportedWeights)
     imported.renew(weights, timeout_s=10)
-    timed("let go", imported.let_go)
+    timed("let go", imported.release)
     before = torch.cuda.mem_get_info()[0]
     timed("leave", leave)
     took["freed GiB"].append((torch.cuda.mem_get_info()[0] - before) / 2**30)

@@ -156,7 +156,7 @@ def test_a_reader_that_does_not_let_go_is_accounted_for_by_the_system_alone(star
     assert native.totals().imported_bytes > before
     with pytest.raises(VersionOrder, match="holds withdrawn"):
         imported.check_version(0)
-    imported.let_go()
+    imported.release()
     assert native.totals().imported_bytes == before
     imported.close()
 

@@ -67,9 +67,9 @@ def test_a_process_that_ends_while_it_starts_is_left_to_its_service_to_explain(
     assert first_stall(watchdog, begin=1003, end=1010) is None
 
 
-def test_an_engine_rank_has_a_pulse_before_it_imports_the_engine(tmp_path: Path) -> None:
+def test_a_spawned_engine_rank_has_a_pulse_before_it_imports_the_engine(tmp_path: Path) -> None:
     ranks = RankProcesses()
-    ranks.start(NodeConfig(state_dir=tmp_path, model=ModelConfig(path=tmp_path)))
+    ranks.start(NodeConfig(state_dir=tmp_path, model=ModelConfig(path=tmp_path), device="cuda"))
     try:
         (pid,) = (process.pid for process in ranks.processes)
         pulse = pulse_dir(tmp_path) / f"scheduler0-{pid}"

@@ -126,7 +126,7 @@ def publish_rounds(learner: Learner, *, engine_dtype: str = "bfloat16") -> dict[
         parameters = causal_lm.named_parameters()
         wanted = [shard for name, param in parameters for shard in whole_tensors(causal_lm, name, param)]
         facts["is_equal"].append(all(torch.equal(reader.gathered(shard.name), shard.local.to(dtype)) for shard in wanted))
-        reader.let_go()
+        reader.release()
         dist.barrier()
         fsdp(learner).memory.pause(TAGS)
         facts["tags"].append({usage.tag: [usage.mapped_bytes, usage.kept_bytes] for usage in fsdp(learner).memory.usage()})

@@ -14,8 +14,8 @@ from tasuki.coordinator.phases import (
     next_stage,
     path,
     phase_of,
+    ring_position,
     since_phase,
-    standing,
     turns_back,
     undo_path,
 )
@@ -90,17 +90,17 @@ def test_stages_since_the_last_phase_lead_to_where_the_node_stands(at: Stage) ->
 
 
 def test_freshly_started_services_stand_at_train() -> None:
-    assert standing(trainer=None, rollout=None) is HOLDS[Phase.TRAIN]
+    assert ring_position(trainer=None, rollout=None) is HOLDS[Phase.TRAIN]
 
 
 def test_services_that_do_not_fit_together_stand_nowhere() -> None:
-    assert standing(trainer=Stage.LOAD_TRAINER, rollout=Stage.RESUME_KV) is None
+    assert ring_position(trainer=Stage.LOAD_TRAINER, rollout=Stage.RESUME_KV) is None
 
 
 @pytest.mark.parametrize("rollout", [rule.stage for rule in RING if rule.service is Service.ROLLOUT])
 def test_trainer_that_was_started_anew_leaves_the_node_where_rollout_is(rollout: Stage) -> None:
     is_asleep = rollout is Stage.PAUSE_WEIGHTS
-    assert standing(trainer=None, rollout=rollout) is (Stage.LOAD_TRAINER if is_asleep else rollout)
+    assert ring_position(trainer=None, rollout=rollout) is (Stage.LOAD_TRAINER if is_asleep else rollout)
     assert lost_weights(trainer=None, rollout=rollout) is (rollout in (Stage.RESUME_WEIGHTS, Stage.SYNC))
     assert not lost_weights(trainer=Stage.LOAD_WEIGHTS, rollout=rollout)
 
@@ -195,14 +195,14 @@ class AnySequenceOfStages(RuleBasedStateMachine):
         done = since_phase(self.at)
         for stage in undo_path(done):
             self.services.undo(stage)
-            found = standing(trainer=self.services.trainer_stage, rollout=self.services.rollout_stage)
+            found = ring_position(trainer=self.services.trainer_stage, rollout=self.services.rollout_stage)
             assert found is not None, "a coordinator that dies here finds the node again"
         self.at = RULES[done[0]].after
         assert phase_of(self.at) is not None
 
     @invariant()
     def the_services_tell_where_the_node_stands(self) -> None:
-        assert standing(trainer=self.services.trainer_stage, rollout=self.services.rollout_stage) is self.at
+        assert ring_position(trainer=self.services.trainer_stage, rollout=self.services.rollout_stage) is self.at
 
     @invariant()
     def trainer_and_kv_cache_are_never_mapped_together(self) -> None:

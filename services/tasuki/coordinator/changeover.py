@@ -54,9 +54,9 @@ class Changeover:
         self.started = time.perf_counter()
         self._journal, self._peers, self._tell, self._restart = journal, peers, tell, restart
         self._admission = admission
-        self.stands(seen)
+        self.observe(seen)
 
-    def stands(self, seen: Observed) -> None:
+    def observe(self, seen: Observed) -> None:
         """Takes what the services say as the truth. Raises StageOrder when they do not fit together."""
         self.at = seen.place()
         self._is_on_the_way_back = seen.is_on_the_way_back
@@ -125,7 +125,7 @@ class Changeover:
         for service in seen.absent:
             if self._boots[f"{service}_boot_id"]:  # it counts as freshly started, and may hold all that it held
                 raise PeerUnavailable(f"{service} does not say where it is after the undo", peer=service)
-        self.stands(seen)
+        self.observe(seen)
 
     async def _take_back_after(self, cause: TasukiError, stages: Sequence[Stage]) -> None:
         """As _take_back, for a caller that raises `cause`: an error of the undo itself is journalled and logged."""

@@ -227,7 +227,7 @@ class Node:
         if self._open is not None and (self._open.target is not target or not self._open.knows(seen)):
             self._close_left(at, target)  # what was restarted may have moved the node
         changeover = self._open or self._begin(next_attempt_id(self._journal, request_id), seen, target=target)
-        changeover.stands(seen)
+        changeover.observe(seen)
         await changeover.run_if_admitted(stage)
         if phase_of(stage) is not None:
             self._close(changeover)

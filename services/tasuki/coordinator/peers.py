@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 import grpc
 import grpc.aio
 
-from tasuki.coordinator.phases import lost_weights, standing
+from tasuki.coordinator.phases import lost_weights, ring_position
 from tasuki.coordinator.records import Intent, Outcome
 from tasuki.memory.stages import RULES, Phase, Rpc, Service, Stage, Undo
 from tasuki.memory.tags import ServiceUsage
@@ -94,7 +94,7 @@ class Observed:
     def place(self) -> Stage:
         """Where the node is. Raises StageOrder when the two services do not fit together."""
         trainer, rollout = self.trainer_stage, self.rollout_stage
-        at = standing(trainer=trainer, rollout=rollout)
+        at = ring_position(trainer=trainer, rollout=rollout)
         if at is None:
             text = f"trainer is at {trainer} and rollout at {rollout}, where no changeover leads; restart the node"
             raise StageOrder(text, trainer=trainer, rollout=rollout)

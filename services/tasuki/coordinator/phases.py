@@ -62,7 +62,7 @@ def undo_path(finished: Sequence[Stage]) -> tuple[Stage, ...]:
     """The stages of `finished` in the order in which they are taken back; none when one of them has no undo.
 
     Newest first, and rollout's before the trainer's: so rollout's memory leaves before the trainer takes its own again, and
-    every state on the way back is one that the ring has (`standing`), even if the coordinator dies in the middle.
+    every state on the way back is one that the ring has (`ring_position`), even if the coordinator dies in the middle.
     """
     if not all(RULES[stage].has_undo for stage in finished):
         return ()
@@ -78,7 +78,7 @@ def turns_back(at: Stage, to: Phase) -> bool:
     return bool(undo_path(stages)) and phase_of(RULES[stages[0]].after) is to
 
 
-def standing(*, trainer: Stage | None, rollout: Stage | None) -> Stage | None:
+def ring_position(*, trainer: Stage | None, rollout: Stage | None) -> Stage | None:
     """Where the node is, from the last stage that each service says it completed (None: freshly started).
 
     A rollout that was restarted is asleep, which fits wherever the trainer is. A trainer that was restarted is loaded, and the
@@ -89,7 +89,7 @@ def standing(*, trainer: Stage | None, rollout: Stage | None) -> Stage | None:
     if lost_weights(trainer=trainer, rollout=rollout):
         return rollout
     seen = {Service.TRAINER: trainer or Stage.LOAD_TRAINER, Service.ROLLOUT: rollout or Stage.PAUSE_WEIGHTS}
-    return _STANDING.get((seen[Service.TRAINER], seen[Service.ROLLOUT]))
+    return _RING_POSITIONS.get((seen[Service.TRAINER], seen[Service.ROLLOUT]))
 
 
 def lost_weights(*, trainer: Stage | None, rollout: Stage | None) -> bool:
@@ -100,4 +100,4 @@ def lost_weights(*, trainer: Stage | None, rollout: Stage | None) -> bool:
     return trainer in (None, Stage.LOAD_TRAINER) and rollout in (Stage.RESUME_WEIGHTS, Stage.SYNC)
 
 
-_STANDING = {(last_of(Service.TRAINER, at), last_of(Service.ROLLOUT, at)): at for at in RULES}
+_RING_POSITIONS = {(last_of(Service.TRAINER, at), last_of(Service.ROLLOUT, at)): at for at in RULES}

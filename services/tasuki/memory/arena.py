@@ -213,7 +213,7 @@ class Import:
     def map(self) -> None:
         self._call("map_import", self._id)
 
-    def drop(self) -> None:
+    def release(self) -> None:
         """Lets go of the peer's memory and keeps the addresses. Idempotent."""
         self._call("drop_import", self._id)
 

@@ -1,6 +1,6 @@
 """python -m tasuki.rollout --config node.toml [--set a.b=c]...
 
-Every engine rank's process imports this file again: what is heavy is imported by `main`.
+A spawned engine rank imports this file again: what is heavy is imported by `main`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _serve(config: NodeConfig, deadline: StartupDeadline) -> int:
     model = read_model(config)
     socket_dir = places.socket_dir(config.state_dir)
     temp_dir = socket_dir / "tmp"
-    with StateLock.take(config.state_dir, name="rollout"):
+    with StateLock.take(config.state_dir, name="rollout") as lock:
         shutil.rmtree(temp_dir, ignore_errors=True)  # left by a service that was killed
         temp_dir.mkdir(mode=0o700)
         # Runs when the interpreter exits, after multiprocessing has removed what it keeps there itself (at priority -100).
@@ -63,7 +63,7 @@ def _serve(config: NodeConfig, deadline: StartupDeadline) -> int:
         try:
             if config.device == "cuda":
                 wait_for_trainer_to_leave(places.node_targets(config)["trainer"])
-            ranks.start(config)
+            ranks.start(config, held=[lock])
             from tasuki.rollout.serve import serve
 
             return serve(config, model, ranks, deadline)

@@ -9,7 +9,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkProcess, SpawnProcess
 from types import FrameType
 from typing import Any, cast
 
@@ -217,7 +217,7 @@ class _EmbeddedEngine(Engine):
     @classmethod
     def _launch_scheduler_processes(
         cls, server_args: ServerArgs, port_args: PortArgs, run_scheduler_process_func: Callable[..., None]
-    ) -> tuple[SchedulerInitResult, list[SpawnProcess]]:
+    ) -> tuple[SchedulerInitResult, list[SpawnProcess | ForkProcess]]:
         # A rank that cannot start says so through its pipe; SGLang's handler of this signal would kill us before we read it.
         signal.signal(signal.SIGQUIT, _ignore)
         tp_size = server_args.tp_size

@@ -17,11 +17,11 @@ from tasuki.config.schema import NodeConfig
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.device_usage import device_usage
 from tasuki.memory.tags import MemoryTag
+from tasuki.rollout.engine_lock import EngineLock
 from tasuki.rollout.rank_line import RankLine
 from tasuki.rollout.rank_memory import RankMemory
 from tasuki.rollout.receive import Received, WeightReceiver
 from tasuki.rollout.record import EngineModel
-from tasuki.rollout.turn import Turn
 from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.rank_server import Handlers, answer_command
@@ -38,7 +38,7 @@ class EngineRank:
     """What one engine rank does when it is told to.
 
     rank: place among all engine ranks, which names the process. scheduler: SGLang's, or None for a model without an engine around it.
-    turn: the scheduler's, which it lends while it waits.
+    lock: the scheduler's, which it releases while it waits.
     adapter: what is received in the place of the model, which then stays as it was loaded. staying: tags that never sleep.
     """
 
@@ -49,12 +49,12 @@ class EngineRank:
         *,
         rank: int,
         scheduler: Any = None,
-        turn: Turn | None = None,
+        lock: EngineLock | None = None,
         adapter: EngineModel | None = None,
         staying: frozenset[MemoryTag] = frozenset(),
     ) -> None:
         self.rank = rank
-        self._turn = Turn() if turn is None else turn
+        self._lock = EngineLock() if lock is None else lock
         self._layout: tuple[Sequence[HeldSlice], bytes] = (), b""
         self.receiver = WeightReceiver(model if adapter is None else adapter)
         self._allocator, self._scheduler = allocator, scheduler
@@ -87,7 +87,7 @@ class EngineRank:
         """Runs a command that came straight from the front, in another thread than the scheduler's, as soon as that waits for requests."""
         if self._allocator.device != "cpu":
             torch.cuda.set_device(self._allocator.device)
-        with self._turn.taken(), torch.no_grad():
+        with self._lock.held(), torch.no_grad():
             return self.run(ranks_pb2.EngineRankCommand.FromString(command))
 
     def _receive(self, command: ranks_pb2.ReceiveCommand) -> ranks_pb2.ReceiveResult:
@@ -110,13 +110,13 @@ class EngineRank:
 
     def _pause(self, request: memory_pb2.PauseRequest) -> memory_pb2.PauseResponse:
         if self._scheduler is not None:
-            self._let_go()
+            self._release()
         return memory_pb2.PauseResponse(released_bytes=self.memory.pause([TAGS[tag] for tag in request.tags]))
 
     def _resume(self, request: memory_pb2.ResumeRequest) -> memory_pb2.ResumeResponse:
         return memory_pb2.ResumeResponse(mapped_bytes=self.memory.resume([TAGS[tag] for tag in request.tags]))
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """Forgets every cached prefix. Raises Busy while the scheduler has not yet noticed that its last request ended."""
         # SGLang would else collect garbage and give torch's cached blocks back, which takes longer than all the rest.
         if not self._scheduler.flush_cache(empty_cache=False):

@@ -1,16 +1,21 @@
-"""The engine ranks' processes. They start before the front imports SGLang, which takes each of them many seconds: side by side."""
+"""The engine ranks' processes.
+
+Importing SGLang takes many seconds. On a CPU the front imports it once and forks its ranks. A CUDA driver does not survive a fork, and the
+import may start one: on GPUs ranks are spawned, and import beside the front.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
-from typing import Any
+from multiprocessing.context import ForkProcess, SpawnProcess
+from typing import Any, Protocol
 
 from tasuki.config.schema import NodeConfig
 from tasuki.rollout.rank_report import RankReport
@@ -20,20 +25,31 @@ from tasuki.wire.errors import InternalError, from_reason
 _POLL_S = 0.2
 
 
+class Closeable(Protocol):
+    def close(self) -> None: ...
+
+
 class RankProcesses:
-    """One process for each engine rank, importing SGLang at once and waiting to be told what to run."""
+    """One process for each engine rank, with SGLang imported, waiting to be told what to run."""
 
     def __init__(self) -> None:
-        self.processes: list[SpawnProcess] = []
+        self.processes: list[SpawnProcess | ForkProcess] = []
         self._pipes: list[Connection] = []
 
-    def start(self, config: NodeConfig) -> None:
-        context = multiprocessing.get_context("spawn")
+    def start(self, config: NodeConfig, *, held: Sequence[Closeable] = ()) -> None:
+        """held: what this process has open and a fork must not keep, such as its lock. On a CPU, call it before any thread starts."""
+        is_fork = config.device == "cpu"
+        if is_fork:
+            importlib.import_module("tasuki.rollout.scheduler")
+        context = multiprocessing.get_context("fork") if is_fork else multiprocessing.get_context("spawn")
         # Nothing is ever sent: its end here closes when this process dies, however it dies.
         end_of_front, self._lifeline = context.Pipe(duplex=False)
         for rank in range(config.num_engine_ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_run_rank, args=(theirs, end_of_front, config, rank), name=f"engine-rank-{rank}")
+            inherited = (self._lifeline, ours, *self._pipes, *held) if is_fork else ()
+            process = context.Process(
+                target=_run_rank, args=(theirs, end_of_front, config, rank, inherited), name=f"engine-rank-{rank}"
+            )
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -93,7 +109,14 @@ class RankProcesses:
         )
 
 
-def _run_rank(pipe: Connection, end_of_front: Connection, config: NodeConfig, rank: int) -> None:
+def _run_rank(
+    pipe: Connection, end_of_front: Connection, config: NodeConfig, rank: int, inherited: Sequence[Closeable]
+) -> None:
+    """inherited: of the front, by a fork."""
+    for each in inherited:
+        each.close()
+    for number in (signal.SIGTERM, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
     # Ctrl-C reaches the whole group; the front ends its ranks in its own order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_die_with_front, args=(end_of_front,), daemon=True).start()

@@ -70,7 +70,7 @@ class WeightReceiver:
         try:
             return self._receive(imported, weights, reads_back_in_full=reads_back_in_full)
         finally:
-            imported.let_go()
+            imported.release()
 
     def _receive(
         self, imported: ImportedWeights, weights: weights_pb2.PublishedWeights, *, reads_back_in_full: bool

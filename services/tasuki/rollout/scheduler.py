@@ -22,6 +22,7 @@ from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import set_host_budget
 from tasuki.rollout.adapter import AdapterBuffers, UnpinnedLora, serve_adapter
 from tasuki.rollout.cpu_attention import BatchedAttention
+from tasuki.rollout.engine_lock import EngineLock
 from tasuki.rollout.float32_logits import install_float32_logits
 from tasuki.rollout.memory_saver import install_saver
 from tasuki.rollout.rank_commands import EngineRank, register_rank
@@ -29,7 +30,6 @@ from tasuki.rollout.rank_memory import rank_allocator
 from tasuki.rollout.rank_report import RankReport, reporting
 from tasuki.rollout.record import EngineModel
 from tasuki.rollout.seeded_sampling import multinomial_with_seed
-from tasuki.rollout.turn import Turn
 from tasuki.rpc.staying import staying_of_engine_rank
 from tasuki.transport.gloo_peers import check_gloo_peers
 
@@ -51,13 +51,13 @@ class StopTokens:
 
 
 class LendingReceiver:
-    """SGLang's receiver of requests; while it waits for them, or for the first rank to pass them on, the turn is lent."""
+    """SGLang's receiver of requests; the lock is released while it waits for them, or for the first rank to pass them on."""
 
-    def __init__(self, receiver: Any, turn: Turn) -> None:
-        self._receiver, self._turn = receiver, turn
+    def __init__(self, receiver: Any, lock: EngineLock) -> None:
+        self._receiver, self._lock = receiver, lock
 
     def recv_requests(self) -> list[Any]:
-        with self._turn.lent():
+        with self._lock.released():
             return list(self._receiver.recv_requests())
 
 
@@ -76,7 +76,7 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
     """SGLang's scheduler as an engine rank of ours, which reports why it could not start, or what it holds."""
 
     def __init__(self, *args: Any, setup: RankSetup, **kwargs: Any) -> None:
-        self._setup, self._turn = setup, Turn()
+        self._setup, self._lock = setup, EngineLock()
         with reporting(setup.pipe_writer):
             super().__init__(*args, **kwargs)
 
@@ -97,24 +97,24 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
         return dict(report)
 
     def maybe_sleep_on_idle(self) -> None:
-        with self._turn.lent():
+        with self._lock.released():
             super().maybe_sleep_on_idle()
 
     def _become_engine_rank(self) -> None:
-        """From here on the front's commands reach the model, and the turn is the scheduler's."""
-        setup, turn = self._setup, self._turn
+        """From here on the front's commands reach the model, and the scheduler holds the lock."""
+        setup, lock = self._setup, self._lock
         model = cast(EngineModel, self.tp_worker.model_runner.model)
         engine_rank = EngineRank(
             model,
             setup.allocator,
             rank=setup.rank,
             scheduler=self,
-            turn=turn,
+            lock=lock,
             adapter=self._served_adapter(),
             staying=frozenset() if setup.config is None else staying_of_engine_rank(setup.config, setup.rank),
         )
-        turn.take()
-        self.request_receiver = LendingReceiver(self.request_receiver, turn)
+        lock.acquire()
+        self.request_receiver = LendingReceiver(self.request_receiver, lock)
         if setup.config is not None:
             engine_rank.join_node(setup.config)
         register_rank(engine_rank)

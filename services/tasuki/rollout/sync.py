@@ -91,7 +91,7 @@ class WeightSync:
             imported.check_version(weights.policy_version)
             compared = time.perf_counter()
         finally:
-            imported.let_go()
+            imported.release()
         return _report(weights.policy_version, results, {"ranks": answered - started, "compare": compared - answered})
 
     async def _compare(self, results: Sequence[ranks_pb2.ReceiveResult], imported: ImportedWeights) -> None:

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasuki.config.neutral import NEUTRAL_TRAINER_KEYS
+from tasuki.config.performance_keys import PERFORMANCE_TRAINER_KEYS
 from tasuki.config.schema import NodeConfig
 from tasuki.config.train_schema import TrainConfig
 from tasuki.wire.errors import InvalidArgument
 
 Recipe = Mapping[str, Any]
 # total_steps goes with num_steps, which may grow.
-_FREE_TRAINER_KEYS = NEUTRAL_TRAINER_KEYS | {"total_steps"}
+_FREE_TRAINER_KEYS = PERFORMANCE_TRAINER_KEYS | {"total_steps"}
 # Paths count by what is there.
 _FREE_RUN_KEYS = {"dataset", "eval_dataset", "output_dir", "num_steps", "eval_every", "save_every"}
 _FREE_TRAIN_KEYS = _FREE_RUN_KEYS | {"reward", "samples", "stop_at_eval_score", "max_prompt_tokens"}

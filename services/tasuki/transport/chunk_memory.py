@@ -106,7 +106,7 @@ class ChunkMemory:
 
         sources: what is published, one tensor for each entry. Raises OutOfGpuMemory; WrongPhase while the arenas sleep.
         """
-        self.let_go()
+        self.release()
         entries = list(manifest.entries)
         tensors = list(sources)
         offsets = self._in_place(entries, sources)
@@ -128,14 +128,14 @@ class ChunkMemory:
             manifest, [replace(entry, arena_offset=offsets[index]) for index, entry in enumerate(entries)]
         ), tensors
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Closes every descriptor, so that a pause of the arenas gives the memory back. Idempotent."""
         self._exported.close()
         self._exported = ExportedChunks()
 
     def close(self) -> None:
         """Idempotent."""
-        self.let_go()
+        self.release()
         if self._copies is not None:
             if self._block is not None:
                 self._copies.free(self._block[0])
@@ -186,8 +186,8 @@ class ImportedChunks(PeerMemory):
         view = self._import.view(0, num_bytes) if self._device.type == "cpu" else None
         return tensors_at(self._import.base, manifest.entries, num_bytes, device=self._device, view=view)
 
-    def drop(self) -> None:
-        self._import.drop()
+    def release(self) -> None:
+        self._import.release()
 
     def renew(self, fds: Sequence[int]) -> None:
         self._checked(lambda: self._import.renew(self._chunks(fds)))

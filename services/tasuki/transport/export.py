@@ -46,7 +46,7 @@ class _Memory(Protocol):
     @property
     def copies(self) -> Arena | None: ...
     def open(self, manifest: Manifest, sources: Sequence[torch.Tensor]) -> tuple[Manifest, list[torch.Tensor]]: ...
-    def let_go(self) -> None: ...
+    def release(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -144,8 +144,8 @@ class WeightExport:
         When that fails, it is handed out again. What a reader has mapped stays alive until the reader lets go.
         """
         if not self._is_away:
-            self._server.withhold()
-            self._memory.let_go()
+            self._server.stop_serving()
+            self._memory.release()
         try:
             yield
         except BaseException:

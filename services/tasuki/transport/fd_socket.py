@@ -44,7 +44,7 @@ class FdServer:
         with self._lock:
             self._frame, self._fds = _LENGTH.pack(len(message)) + message, list(fds)
 
-    def withhold(self) -> None:
+    def stop_serving(self) -> None:
         """From now on nothing: who connects is hung up on."""
         with self._lock:
             self._frame, self._fds = b"", []

@@ -78,19 +78,19 @@ class ImportedWeights:
         return not has_memory or (arena.holds_memory and self._generations[index] == handle.generation)
 
     def hold(self, published: weights_pb2.PublishedWeights, *, timeout_s: float) -> None:
-        """Renews what is needed to read the published version, until `let_go`. Raises BadHandle or VersionOrder, and then has let go."""
+        """Renews what is needed to read the published version, until `release`. Raises BadHandle or VersionOrder, and then has let go."""
         try:
             self.renew(published, timeout_s=timeout_s)
             self.check_version(published.policy_version)
         except BaseException:
-            self.let_go()
+            self.release()
             raise
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Lets go of memory that its owner is about to give back, which nobody could use while it is mapped here. Headers stay."""
         for arena, leaves in zip(self._arenas, self._leaves, strict=True):
             if leaves and arena.is_mapped:
-                arena.drop()
+                arena.release()
 
     def layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of every whole tensor."""

@@ -50,7 +50,7 @@ class IpcAllocation:
             self._opened = manifest, [tensor_in(storage, entry, device=self._device) for entry in entries]
         return self._opened
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Nothing: a handle that was given away cannot be taken back."""
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class ImportedAllocation(PeerMemory):
         assert self._storage is not None
         return [tensor_in(self._storage, entry, device=self._device) for entry in self._manifest.entries]
 
-    def drop(self) -> None:
+    def release(self) -> None:
         raise InternalError("memory behind a CUDA IPC handle does not come and go")
 
     def renew(self, fds: Sequence[int]) -> None:

@@ -16,7 +16,7 @@ from tasuki.wire.errors import BadHandle
 class PeerMemory(Protocol):
     """A peer's memory at addresses of ours."""
 
-    def drop(self) -> None:
+    def release(self) -> None:
         """Lets go of the memory and keeps the addresses. Idempotent."""
         ...
 
@@ -58,17 +58,17 @@ class WeightArena:
         """Whether there is more than the header."""
         return len(self._tensors) == len(self.manifest.entries)
 
-    def drop(self) -> None:
+    def release(self) -> None:
         """Lets go of a peer's memory. Its tensors must not be used until `renew`."""
         if self._memory is not None:
-            self._memory.drop()
+            self._memory.release()
         self.holds_memory = False
 
     def renew(self, manifest: Manifest, fds: Sequence[int]) -> None:
         """Takes a peer's memory again, which is other memory by now. Raises BadHandle, and then holds none."""
         if manifest != self.manifest or len(fds) != 1 + len(manifest.chunk_bytes):
             raise BadHandle(f"rank {manifest.rank} published in another layout than its handle says", rank=manifest.rank)
-        self.drop()
+        self.release()
         if self._memory is not None:
             self._memory.renew(fds[1:])
         self.holds_memory = True

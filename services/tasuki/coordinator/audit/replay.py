@@ -14,7 +14,7 @@ from tasuki.coordinator.audit.history import BegunChangeover, ChangeoverEnding, 
 from tasuki.coordinator.audit.invariants import Broken, Invariant, Violation
 from tasuki.coordinator.audit.possible_stages import PossibleStages
 from tasuki.coordinator.audit.weights_trace import WeightsTrace
-from tasuki.coordinator.phases import next_stage, since_phase, standing, undo_path
+from tasuki.coordinator.phases import next_stage, ring_position, since_phase, undo_path
 from tasuki.coordinator.records import Status, id_number, id_text
 from tasuki.memory.stages import HOLDS, RULES, Phase, Service, Stage
 from tasuki.wire.errors import DeadlineExceeded, InternalError, Interrupted, PeerUnavailable, StageOrder
@@ -265,7 +265,7 @@ class _Replay:
 
     def _places(self, *, or_new: bool = False) -> set[Stage]:
         """Where the node may be. or_new: also if a service was restarted of which the journal does not know yet."""
-        return {at for _, at in self._standings(or_new=or_new)}
+        return {at for _, at in self._positions(or_new=or_new)}
 
     def _narrow(self, at: Stage, *, or_new: bool = False) -> bool:
         """Takes it as known that the node stood at `at`; False when it cannot have.
@@ -273,7 +273,7 @@ class _Replay:
         or_new: no boot ids were written down with it, so that whoever may have counted as freshly started may have been silent instead,
         and stay where it was.
         """
-        fitting = [pair for pair, place in self._standings(or_new=or_new) if place is at]
+        fitting = [pair for pair, place in self._positions(or_new=or_new) if place is at]
         for index, possible in enumerate(self.services.values()):
             places = {pair[index] for pair in fitting}
             may_be_absent = possible.is_absent or (or_new and None in places)
@@ -281,11 +281,11 @@ class _Replay:
                 possible.at = places
         return bool(fitting)
 
-    def _standings(self, *, or_new: bool) -> Iterator[tuple[tuple[Stage | None, Stage | None], Stage]]:
+    def _positions(self, *, or_new: bool) -> Iterator[tuple[tuple[Stage | None, Stage | None], Stage]]:
         trainers, rollouts = (one.may_be() | (one.at_if_new if or_new else set()) for one in self.services.values())
         for trainer in trainers:
             for rollout in rollouts:
-                place = standing(trainer=trainer, rollout=rollout)
+                place = ring_position(trainer=trainer, rollout=rollout)
                 if place is not None:
                     yield (trainer, rollout), place
 

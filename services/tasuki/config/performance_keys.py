@@ -1,5 +1,5 @@
-"""Settings that do not change the numbers that come out."""
+"""Trainer settings that change speed and memory, and no number that is trained."""
 
-NEUTRAL_TRAINER_KEYS = {
+PERFORMANCE_TRAINER_KEYS = {
     "listen", "num_ranks", "num_threads", "devices", "collective_timeout_s", "export", "export_stays", "export_handles"
 }  # fmt: skip

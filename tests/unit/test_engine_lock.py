@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import threading
 
-from tasuki.rollout.turn import Turn
+from tasuki.rollout.engine_lock import EngineLock
 
 PATIENCE_S = 10
 
 
-def test_a_command_waits_until_the_turn_is_lent_and_the_scheduler_until_the_command_is_done() -> None:
-    turn, asked, seen = Turn(), threading.Event(), []
-    turn.take()
+def test_a_command_waits_until_the_lock_is_released_and_the_scheduler_until_the_command_is_done() -> None:
+    lock, asked, seen = EngineLock(), threading.Event(), []
+    lock.acquire()
 
     def command() -> None:
         asked.set()
-        with turn.taken():
+        with lock.held():
             seen.append("command")
 
     thread = threading.Thread(target=command)
@@ -23,30 +23,30 @@ def test_a_command_waits_until_the_turn_is_lent_and_the_scheduler_until_the_comm
     assert asked.wait(PATIENCE_S)
     thread.join(0.05)
     seen.append("batch")
-    with turn.lent():
+    with lock.released():
         thread.join(PATIENCE_S)
     seen.append("next batch")
     assert seen == ["batch", "command", "next batch"]
-    turn.let_go()
+    lock.release()
 
 
 def test_a_scheduler_that_is_busy_lets_a_waiting_command_in() -> None:
-    turn, is_over, seen = Turn(), threading.Event(), []
+    lock, is_over, seen = EngineLock(), threading.Event(), []
     started = threading.Event()
 
     def schedule() -> None:
-        turn.take()
+        lock.acquire()
         started.set()
         while not is_over.is_set():
-            with turn.lent():
+            with lock.released():
                 pass
-        turn.let_go()
+        lock.release()
 
     scheduler = threading.Thread(target=schedule)
     scheduler.start()
     assert started.wait(PATIENCE_S)
     for number in range(20):
-        command = threading.Thread(target=lambda number=number: turn.take() or seen.append(number) or turn.let_go())
+        command = threading.Thread(target=lambda number=number: lock.acquire() or seen.append(number) or lock.release())
         command.start()
         command.join(PATIENCE_S)
     is_over.set()
