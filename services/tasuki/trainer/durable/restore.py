@@ -10,12 +10,8 @@ from typing import Protocol
 
 from google.protobuf.message import Message
 
-<<<<<<< HEAD
-from tasuki.config.neutral import NEUTRAL_TRAINER_KEYS
-from tasuki.config.places import training_save_path
-=======
 from tasuki.config.performance_keys import PERFORMANCE_TRAINER_KEYS
->>>>>>> main
+from tasuki.config.places import training_save_path
 from tasuki.config.schema import NodeConfig
 from tasuki.trainer.durable.agreement import agree, outline_of
 from tasuki.trainer.durable.saves import publish
@@ -39,8 +35,7 @@ class Store(Protocol):
 
 def recipe(config: NodeConfig) -> str:
     """What the numbers in a log depend on beside its commands."""
-<<<<<<< HEAD
-    alone = f"{config.model.path.resolve()} {config.trainer.model_dump_json(exclude=NEUTRAL_TRAINER_KEYS)}"
+    alone = f"{config.model.path.resolve()} {config.trainer.model_dump_json(exclude=PERFORMANCE_TRAINER_KEYS)}"
     return alone if config.fleet is None else f"{alone} node {config.fleet.node_rank} of {config.fleet.num_nodes}"
 
 
@@ -70,9 +65,6 @@ async def agree_on_log(log: TrainingLog, store: Store, *, config: NodeConfig) ->
         len(mine.commands),
         agreement.publishes_written,
     )
-=======
-    return f"{config.model.path.resolve()} {config.trainer.model_dump_json(exclude=PERFORMANCE_TRAINER_KEYS)}"
->>>>>>> main
 
 
 async def restore(training: Training, log: TrainingLog, *, config: NodeConfig) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tasuki.config.fleet_schema import FleetConfig
-from tasuki.config.neutral import NEUTRAL_TRAINER_KEYS
+from tasuki.config.performance_keys import PERFORMANCE_TRAINER_KEYS
 from tasuki.config.schema import NodeConfig
 from tasuki.rpc.peer_credentials import peer_credentials
 from tasuki.trainer.launch import Launch
@@ -122,7 +122,7 @@ def join_store(config: NodeConfig, launch: Launch) -> FleetStore:
 
 def _recipe(config: NodeConfig) -> str:
     """Digest of what decides the numbers; the model's path may differ, its configuration may not."""
-    digest = hashlib.sha256(config.trainer.model_dump_json(exclude={*NEUTRAL_TRAINER_KEYS, "critic"}).encode())
+    digest = hashlib.sha256(config.trainer.model_dump_json(exclude={*PERFORMANCE_TRAINER_KEYS, "critic"}).encode())
     critic = config.trainer.critic
     paths = [config.model.path]
     if critic is not None:
