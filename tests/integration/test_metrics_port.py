@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from tasuki.config.schema import NodeConfig
-from tasuki.coordinator.metrics_port import _MAX_CONNECTIONS, serve_metrics
+from tasuki.coordinator.metrics_port import serve_metrics
+from tasuki.rpc.http_port import MAX_CONNECTIONS
 from tests.integration.port_node import make_certs, make_tokens, mtls, port_config, tokens, write_secret
 
 TEXT = b"tasuki_phase 1\n"
@@ -137,7 +138,7 @@ async def test_a_renewed_certificate_counts_from_the_next_connection_on(tmp_path
 
 async def test_connections_that_say_nothing_hold_nobody_up(tmp_path: Path, unused_tcp_port: int) -> None:
     async with served(config_of(tmp_path, unused_tcp_port)) as port:
-        silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(_MAX_CONNECTIONS - 2)]
+        silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(MAX_CONNECTIONS - 2)]
         await asyncio.sleep(0.2)
         assert await read(port) == (200, TEXT)
         silent += [socket.create_connection(("127.0.0.1", port)) for _ in range(50)]

@@ -95,7 +95,7 @@ def test_a_node_that_does_not_come_is_a_typed_error_within_the_time_out(port: Fl
     def work(replicas: NodeReplicas, rank: int) -> float:
         return 0.0 if rank == 2 else replicas.greatest(1.0)
 
-    *others, _ = on_each(port, tmp_path, work, timeout_s=3.0)
+    *others, _ = on_each(port, tmp_path, work, timeout_s=8.0)
     assert all(isinstance(error, PeerUnavailable) and "lab" in error.message for error in others)
 
 

@@ -116,6 +116,16 @@ def _parser() -> argparse.ArgumentParser:
     track.add_argument("--online", action="store_true", help="have wandb upload")
     track.add_argument("--follow", action="store_true", help="go on until the run ends")
     track.add_argument("--pipe-fd", type=int, help=argparse.SUPPRESS)  # of `tasuki train`, which ends with it
+    dashboard = _command(commands, "dashboard", _dashboard, "show a node and its run, or a run that has ended, in a browser")
+    shown = dashboard.add_mutually_exclusive_group(required=True)
+    shown.add_argument("folder", type=Path, nargs="?", metavar="RUN", help="the run's output folder, or a node's state folder")
+    shown.add_argument("--config", type=Path, metavar="CONFIG", help="the file that the node was started with")
+    dashboard.add_argument(
+        "--listen",
+        default="127.0.0.1:8765",
+        metavar="HOST:PORT",
+        help="where to serve (127.0.0.1:8765); beyond loopback with the TLS and the callers of CONFIG's [security]",
+    )
     supervise = commands.add_parser("supervise")  # started by `up` and `train`, not by users
     supervise.add_argument("state_dir", type=Path)
     supervise.add_argument("lock_fd", type=int)
@@ -219,6 +229,12 @@ def _track(arguments: argparse.Namespace) -> int:
     os.environ.update({**tracker_environment(arguments.output_dir / TRACK), **os.environ})
     track = TrackConfig(project=arguments.project, name=arguments.name, online=arguments.online)
     return run(arguments.output_dir, to=arguments.to, track=track, follows=arguments.follow, pipe_fd=arguments.pipe_fd)
+
+
+def _dashboard(arguments: argparse.Namespace) -> int:
+    from tasuki.cli.dashboard.command import run
+
+    return run(arguments.folder, config_path=arguments.config, listen=arguments.listen)
 
 
 def _supervise(arguments: argparse.Namespace) -> int:

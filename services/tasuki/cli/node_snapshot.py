@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import grpc
@@ -64,6 +64,13 @@ class NodeReader:
 
     def read(self) -> NodeSnapshot:
         """What can be read of the node now. Raises NodeDown when its coordinator does not answer and no node runs on the folder."""
+        states = self.read_states()
+        absent = dict(states.absent)
+        trainer_memory, rollout_memory = (self._usage(service, absent) for service in ("trainer", "rollout"))
+        return replace(states, trainer_memory=trainer_memory, rollout_memory=rollout_memory)
+
+    def read_states(self) -> NodeSnapshot:
+        """As `read`, without memory, for which ranks are asked."""
         absent: dict[str, str] = {}
         listing = coordinator_pb2.ListChangeoversRequest(page_size=4)
         ask = functools.partial(self._ask, absent)
@@ -75,8 +82,8 @@ class NodeReader:
             node=node.state,
             trainer=ask("trainer", self._trainer.GetTrainerState, trainer_request, trainer_pb2.GetTrainerStateResponse()),
             rollout=ask("rollout", self._rollout.GetRolloutState, rollout_request, rollout_pb2.GetRolloutStateResponse()),
-            trainer_memory=self._usage("trainer", absent),
-            rollout_memory=self._usage("rollout", absent),
+            trainer_memory=memory_pb2.GetUsageResponse(),
+            rollout_memory=memory_pb2.GetUsageResponse(),
             changeovers=ask(
                 "coordinator", self.coordinator.ListChangeovers, listing, coordinator_pb2.ListChangeoversResponse()
             ).changeovers,
@@ -113,13 +120,14 @@ class NodeReader:
 def as_dict(snapshot: NodeSnapshot) -> dict[str, object]:
     """The same as plain values, with the protos' field names and enum names."""
     return {
-        "node": _plain(snapshot.node),
-        "trainer": {**_plain(snapshot.trainer), "memory": _plain(snapshot.trainer_memory)},
-        "rollout": {**_plain(snapshot.rollout), "memory": _plain(snapshot.rollout_memory)},
-        "changeovers": [_plain(changeover) for changeover in snapshot.changeovers],
+        "node": plain(snapshot.node),
+        "trainer": {**plain(snapshot.trainer), "memory": plain(snapshot.trainer_memory)},
+        "rollout": {**plain(snapshot.rollout), "memory": plain(snapshot.rollout_memory)},
+        "changeovers": [plain(changeover) for changeover in snapshot.changeovers],
         "absent": dict(snapshot.absent),
     }
 
 
-def _plain(message: Message) -> dict[str, object]:
+def plain(message: Message) -> dict[str, object]:
+    """With the protos' field names, and with fields that are zero."""
     return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)

@@ -92,6 +92,11 @@ def journal_path(state_dir: Path) -> Path:
     return state_dir / "journal.sqlite"
 
 
+def memory_record_path(state_dir: Path) -> Path:
+    """What the services said of their memory, over the node's life."""
+    return state_dir / "memory.jsonl"
+
+
 def training_log_path(state_dir: Path) -> Path:
     """What the trainer has done since its last checkpoint."""
     return state_dir / "training.log"
@@ -115,6 +120,11 @@ def fleet_journal_path(state_dir: Path) -> Path:
 def config_path(state_dir: Path) -> Path:
     """The configuration of the node that runs on the folder, or ran there last, as its services read it."""
     return state_dir / "node.toml"
+
+
+def archived_config_path(output_dir: Path) -> Path:
+    """A copy of that configuration in the archive of a run, whose folder may hold the user's own."""
+    return output_dir / "logs" / "node.toml"
 
 
 def exit_path(state_dir: Path) -> Path:

@@ -14,7 +14,7 @@ import uvloop
 from tasuki.config.instance import Instance, read_instance
 from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock
-from tasuki.config.places import journal_path, node_targets, restart_request_path, socket_dir
+from tasuki.config.places import journal_path, memory_record_path, node_targets, restart_request_path, socket_dir
 from tasuki.config.ports import port_targets
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.admission import Admission
@@ -22,6 +22,7 @@ from tasuki.coordinator.disk_full import wait_for_disk
 from tasuki.coordinator.fleet_hold import FleetHold
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.journal_recovery import close_interrupted
+from tasuki.coordinator.memory_record import MemoryRecord
 from tasuki.coordinator.metrics_port import serve_metrics
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.node_metrics import NodeMetrics
@@ -97,7 +98,8 @@ def _make_node(config: NodeConfig, boot_id: str) -> tuple[Node, Journal, GrpcPee
         stage_timeout_s=config.coordinator.stage_timeout_s,
         drain_grace_s=config.coordinator.drain_grace_s,
     )
-    admission = Admission(peers, config, published_bytes=journal.published_bytes)
+    record = MemoryRecord(memory_record_path(config.state_dir))
+    admission = Admission(peers, config, published_bytes=journal.published_bytes, record=record)
 
     def restart(service: Service, cause: str) -> None:
         _ask_for_restart(restart_request_path(config.state_dir, service), cause)

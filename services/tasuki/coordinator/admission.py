@@ -32,6 +32,7 @@ from tasuki.coordinator.headroom import (
     taken_by,
     woken_by,
 )
+from tasuki.coordinator.memory_record import MemoryRecord
 from tasuki.coordinator.records import Outcome
 from tasuki.memory.host import host_memory
 from tasuki.memory.stages import RULES, Service, Stage
@@ -55,9 +56,19 @@ class MemoryReader(Protocol):
 class Admission:
     """What is known of both services' memory. One for each coordinator."""
 
-    def __init__(self, memory: MemoryReader, config: NodeConfig, *, published_bytes: Callable[[str], int | None]) -> None:
-        """published_bytes: what the trainer of this boot id published last, of the journal; None when it has not."""
-        self._memory, self._config, self._published_bytes = memory, config, published_bytes
+    def __init__(
+        self,
+        memory: MemoryReader,
+        config: NodeConfig,
+        *,
+        published_bytes: Callable[[str], int | None],
+        record: MemoryRecord | None = None,
+    ) -> None:
+        """published_bytes: what the trainer of this boot id published last, of the journal; None when it has not.
+
+        record: gets what both services say.
+        """
+        self._memory, self._config, self._published_bytes, self._record = memory, config, published_bytes, record
         self._boots: Mapping[Service, str] = {}
         self._usages: dict[Service, ServiceUsage] = {}
         self._free: dict[str, int] | None = None
@@ -214,6 +225,8 @@ class Admission:
         self._usages |= readings
         for usage in readings.values():
             self._note_sizes(usage)
+        if self._record is not None and len(self._usages) == len(Service):
+            self._record.note(self._usages)
         if self._config.device != "cpu":
             self._free = free_of_gpus(readings.values())
         self._look_at_host()

@@ -14,7 +14,7 @@ from tasuki.planner.layout import Part
 from tasuki.rpc.metric_names import MEMORY_PLANNED
 from tasuki.v1.coordinator_pb2 import PlannedDevice, PlanResponse
 
-_TAGS: Mapping[str, tuple[Service, MemoryTag]] = {
+TAGS: Mapping[str, tuple[Service, MemoryTag]] = {
     Part.TRAINER_WEIGHTS: (Service.TRAINER, MemoryTag.WEIGHTS),
     Part.GRADIENTS: (Service.TRAINER, MemoryTag.GRADIENTS),
     Part.OPTIMIZER: (Service.TRAINER, MemoryTag.OPTIMIZER),
@@ -23,6 +23,7 @@ _TAGS: Mapping[str, tuple[Service, MemoryTag]] = {
     Part.KV_CACHE: (Service.ROLLOUT, MemoryTag.KV_CACHE),
     Part.CUDA_GRAPH: (Service.ROLLOUT, MemoryTag.CUDA_GRAPH),
 }
+"""The tag that each part of a plan is measured as."""
 _HOST = "host"
 
 
@@ -54,5 +55,5 @@ class PlannedMemory:
         # On a CPU what is measured is the host's, under the name of torch's device.
         name = "cpu" if device.device == _HOST and self._device == "cpu" else device.device
         for part in device.parts:
-            service, tag = _TAGS.get(part.part, ("", part.part))
+            service, tag = TAGS.get(part.part, ("", part.part))
             family.add_metric([service, tag, name], part.bytes)

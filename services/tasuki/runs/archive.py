@@ -10,7 +10,15 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from tasuki.client.durable import write_durably
-from tasuki.config.places import fleet_journal_path, journal_path, log_path, training_log_path
+from tasuki.config.places import (
+    archived_config_path,
+    config_path,
+    fleet_journal_path,
+    journal_path,
+    log_path,
+    memory_record_path,
+    training_log_path,
+)
 from tasuki.supervisor.rotation import KEPT_LOGS, rotated_paths
 
 _PROCESSES = ("coordinator", "trainer", "rollout", "supervisor")
@@ -58,6 +66,8 @@ def copy_archive(state_dir: Path, output_dir: Path) -> None:
         for there, here in ((source, target), *pairs):
             _copy(there, here)
     _copy(training_log_path(state_dir), training_log_path(output_dir))
+    _copy(memory_record_path(state_dir), memory_record_path(output_dir))
+    _copy(config_path(state_dir), archived_config_path(output_dir))
     if fleet_journal_path(state_dir).is_file():
         _copy_journal(fleet_journal_path(state_dir), fleet_journal_path(output_dir))
     else:

@@ -28,10 +28,10 @@ class MetricsTail:
         self._path = output_dir / "metrics.jsonl"
         self._inode, self._offset = 0, 0
 
-    def read(self) -> list[StepFigures]:
+    def read(self, *, max_bytes: int | None = None) -> list[StepFigures]:
         """Steps that were written since the last call; those of a file that was replaced, again. None while there is no file.
 
-        A line that is no step is passed over.
+        A line that is no step is passed over. max_bytes: leaves what is behind the line that reaches it to the next call.
         """
         try:
             with self._path.open("rb") as file:
@@ -39,17 +39,19 @@ class MetricsTail:
                 if inode != self._inode or size < self._offset:
                     self._inode, self._offset = inode, 0
                 file.seek(self._offset)
-                whole, newline, _ = file.read().rpartition(b"\n")
+                lines = file.readlines(-1 if max_bytes is None else max_bytes)
         except FileNotFoundError:
             return []
-        self._offset += len(whole) + len(newline)
-        return [figures for line in whole.splitlines() if (figures := _figures(line)) is not None]
+        if lines and not lines[-1].endswith(b"\n"):
+            lines.pop()
+        self._offset += sum(map(len, lines))
+        return [figures for line in lines if (figures := _figures(line)) is not None]
 
 
 def _figures(line: bytes) -> StepFigures | None:
     try:
         step = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(step, dict) or not isinstance(step.get("step"), int):
         return None
@@ -61,4 +63,7 @@ def _figures(line: bytes) -> StepFigures | None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False

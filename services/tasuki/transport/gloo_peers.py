@@ -8,8 +8,10 @@ peer could have this one run its code. The kernel knows the user at the other en
 from __future__ import annotations
 
 import functools
+import ipaddress
 import json
 import os
+import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 
 from torch.distributed import ProcessGroupGloo, Store
 
+from tasuki.wire.address import split_host_port
 from tasuki.wire.errors import PeerUnavailable
 
 _TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
@@ -38,18 +41,23 @@ def check_gloo_peers() -> None:
 _CONNECT = ProcessGroupGloo.__init__
 
 
-def connect_over_nodes(store: Store, rank: int, size: int, *, device: Any, timeout: timedelta) -> ProcessGroupGloo:
+def connect_over_nodes(
+    store: Store, rank: int, size: int, *, device: Any, timeout: timedelta, meeting: str
+) -> ProcessGroupGloo:
     """A gloo group whose peers are on other machines. Gloo asks nobody who he is, so the ranks tell each other through `store` which
     connections they have, and a connection that no rank has at its other end is refused.
 
-    store: takes keys from the ranks alone. Raises PeerUnavailable for a stranger's connection. What passes is neither encrypted nor signed.
+    store: takes keys from the ranks alone. meeting: HOST:PORT where it is; this process may connect there meanwhile.
+    Raises PeerUnavailable for a stranger's connection. What passes is neither encrypted nor signed.
     """
     options = ProcessGroupGloo._Options()
     options._devices, options._timeout = [device], timeout
     group = ProcessGroupGloo.__new__(ProcessGroupGloo)
     before = _sockets()
     _CONNECT(group, store, rank, size, options)
-    mine = _connections(_sockets() - before, num_peers=size - 1)
+    of_store = _kernel_addresses(meeting)
+    found = _connections(_sockets() - before, num_peers=size - 1)
+    mine = [ends for ends in found if not of_store & {*ends}]
     store.set(f"connections/{rank}", json.dumps(mine))
     theirs = [end for peer in range(size) if peer != rank for end in json.loads(store.get(f"connections/{peer}"))]
     check_mirrored(mine, theirs, num_peers=size - 1)
@@ -79,6 +87,15 @@ def _connections(sockets: set[int], *, num_peers: int) -> list[tuple[str, str]]:
         if len(found) >= num_peers:
             break
     return found
+
+
+def _kernel_addresses(target: str) -> set[str]:
+    """Every address of "HOST:PORT" as `_comparable` gives it. The kernel writes words of 4 bytes with the last byte first."""
+    host, port = split_host_port(target)
+    names = {info[4][0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    packed = [ipaddress.ip_address(str(name).partition("%")[0]).packed for name in names]
+    words = ["".join(each[at : at + 4][::-1].hex() for at in range(0, len(each), 4)) for each in packed]
+    return {f"{word.upper()}:{port:04X}" for word in words}
 
 
 def _comparable(address: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tasuki.trainer.durable.saves import clear_other_saves, partial_path
+from tasuki.trainer.durable.saves import clear_other_saves, partial_path, written_path
 from tasuki.v1.ranks_pb2 import RankError
 from tasuki.wire.errors import NO_ROOM, DiskFull, InvalidArgument, PathExists, TasukiError, from_reason
 
@@ -48,6 +48,10 @@ def claim_aside(path: Path, save_id: str) -> Path | None:
             aside.mkdir()
         except FileExistsError:
             is_mine = False
+        else:
+            if written_path(path, save_id).exists():  # the other node is done already
+                aside.rmdir()
+                is_mine = False
 
     on_first_rank(make, path=path)
     return aside if _broadcast(b"mine" if is_mine else b"theirs") == b"mine" else None

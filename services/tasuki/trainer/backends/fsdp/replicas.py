@@ -53,6 +53,7 @@ class NodeReplicas:
                     fleet.num_nodes,
                     device=_gloo_device(fleet),
                     timeout=timeout,
+                    meeting=fleet.leader,
                 )
         return cls(group, fleet=fleet, device=device)
 

@@ -1,0 +1,64 @@
+"""Runs `tasuki dashboard` until Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from tasuki.cli.dashboard.feed import Feed
+from tasuki.cli.dashboard.guard import check_listen, make_token
+from tasuki.cli.dashboard.places import RunPlace, place_of, place_of_node
+from tasuki.cli.dashboard.server import DashboardServer
+from tasuki.config.load import load_config
+from tasuki.config.schema import NodeConfig
+from tasuki.wire.address import is_beyond_loopback, split_host_port
+from tasuki.wire.errors import InvalidArgument
+
+_NICE = 10
+"""Lower than the services, on a machine whose processors they need."""
+
+
+def run(folder: Path | None, *, config_path: Path | None, listen: str) -> int:
+    """Serves the run of `folder`, or the node of `config_path`. Raises PathNotFound, InvalidArgument, and OSError for the address."""
+    try:
+        split_host_port(listen)
+    except ValueError as error:
+        raise InvalidArgument("listen", str(error)) from error
+    config = None if config_path is None else load_config(config_path)
+    check_listen(listen, config)
+    server = make_server(folder, config=config, listen=listen)
+    os.nice(_NICE)
+    server.feed.start()
+    try:
+        sys.stdout.write(f"{server.url}\n")
+        sys.stdout.flush()
+        server.serve_forever()
+    finally:
+        server.feed.close()
+        server.server_close()
+    return 0
+
+
+class Dashboard(DashboardServer):
+    """A server that knows the address to open. It is not started yet, nor is its feed."""
+
+    url: str
+
+
+def make_server(folder: Path | None, *, config: NodeConfig | None, listen: str) -> Dashboard:
+    """Of a run's folder, or of a node. Raises as `run`."""
+
+    def place() -> RunPlace:
+        if folder is not None:
+            return place_of(folder)
+        assert config is not None, "the command asks for one of both"
+        return place_of_node(config.state_dir)
+
+    is_beyond = is_beyond_loopback(listen)
+    is_open = is_beyond or (config is not None and config.security.insecure)
+    token = None if is_open else make_token()
+    server = Dashboard(Feed(place), listen, token=token, guard_config=config if is_beyond else None)
+    # What is behind the # is sent to nobody, and stands in no log.
+    server.url = f"{'https' if is_beyond else 'http'}://{listen}/{'' if token is None else f'#token={token}'}"
+    return server

@@ -1,0 +1,200 @@
+"""Everything that is shown, kept up to date by a thread that looks twice a second; pages wait here for what is new."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tasuki.cli.dashboard.changeovers import page, restarts
+from tasuki.cli.dashboard.charts import draw
+from tasuki.cli.dashboard.journal_tail import JournalTail
+from tasuki.cli.dashboard.memory import MemoryTimeline, read_plan
+from tasuki.cli.dashboard.node import NodeFollower
+from tasuki.cli.dashboard.places import RunPlace
+from tasuki.cli.dashboard.samples import list_steps, read_sample, read_step
+from tasuki.cli.dashboard.steps import StepColumns
+from tasuki.cli.dashboard.summary import read_summary
+from tasuki.cli.dashboard.token_texts import TokenTexts
+from tasuki.config.load import load_config
+from tasuki.wire.errors import TasukiError
+
+_LOOK_S = 0.5
+_NOWHERE = Path("/nonexistent")
+
+Parts = dict[str, int]
+"""How often each part has changed: run, steps, samples, changeovers, memory, node."""
+
+
+class Feed:
+    """Reads files and, where a node runs, its coordinator. Everything but `start` and `close` may be called from any thread."""
+
+    def __init__(self, place: Callable[[], RunPlace]) -> None:
+        """place: where the run is now. Raises PathNotFound."""
+        self._find = place
+        self._changed = threading.Condition()
+        self._parts: Parts = dict.fromkeys(("run", "steps", "samples", "changeovers", "memory", "node"), 0)
+        self._stop = threading.Event()
+        self._settle(place())
+        self._node = NodeFollower(self._node_config, lambda: self._tell("node"))
+        self._thread = threading.Thread(target=self._look_on, name="tasuki-dashboard", daemon=True)
+
+    def start(self) -> None:
+        self._node.start()
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        with self._changed:
+            self._changed.notify_all()
+        self._node.close()
+        self._thread.join(_LOOK_S * 4)
+
+    def await_change(self, known: Parts, *, timeout_s: float) -> Parts:
+        """The parts, as soon as they are others than `known`, or after the time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._parts != known or self._stop.is_set(), timeout_s)
+            return dict(self._parts)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._stop.is_set()
+
+    def run(self) -> dict[str, Any]:
+        """What the run is, and its newest figures."""
+        place = self.place
+        return {
+            "output_dir": None if place.output_dir is None else str(place.output_dir),
+            "archive": str(place.archive),
+            "summary": read_summary(place.output_dir),
+            "settings": self._settings,
+            "steps": self._steps.bounds(),
+            "last": self._steps.last(),
+            "journal_problem": self._journal.problem,
+        }
+
+    def node(self) -> dict[str, Any]:
+        """The node now, with the last seconds of each stage."""
+        return {**self._node.read(), "last_seconds": self._journal.last_seconds(), "num_restarts": self._journal.num_restarts}
+
+    def curves(self, *, first: int, last: int, points: int) -> dict[str, Any]:
+        thinned = self._steps.thinned(first=first, last=last, points=points)
+        return {"steps": thinned["steps"], "bucket": thinned["bucket"], "bounds": self._steps.bounds(), "charts": draw(thinned)}
+
+    def changeovers(self, *, before: int | None, limit: int, only_failed: bool) -> dict[str, Any]:
+        """Raises InvalidArgument for a journal that cannot be read."""
+        return page(self.place.journal, before=before, limit=limit, only_failed=only_failed)
+
+    def changeover_chart(self, *, points: int) -> dict[str, Any]:
+        return self._journal.seconds_by_changeover(points=points)
+
+    def restarts(self) -> dict[str, Any]:
+        return {"restarts": restarts(self.place.supervisor_log), "counts": self._journal.num_restarts}
+
+    def memory(self, *, changeovers: int) -> dict[str, Any]:
+        window = self._memory.window(self._journal.copied(), changeovers=changeovers, plan=self._plan)
+        return {**window, "plan_problem": self._plan_problem}
+
+    def sample_steps(self) -> list[int]:
+        return list_steps(self.place.samples)
+
+    def samples(self, step: int) -> dict[str, Any]:
+        """Raises PathNotFound."""
+        return read_step(self.place.samples, step)
+
+    def sample(self, step: int, index: int) -> dict[str, Any]:
+        """Raises PathNotFound and InvalidArgument."""
+        return read_sample(self.place.samples, step, index, token_text=self._token_texts())
+
+    def _node_config(self) -> Path | None:
+        """Of a node that may be running."""
+        return self.place.config if self.place.is_of_node else None
+
+    def _settle(self, place: RunPlace) -> None:
+        self.place = place
+        self._steps = StepColumns(place.output_dir or _NOWHERE)
+        self._journal = JournalTail(place.journal)
+        self._memory = MemoryTimeline(place.memory_record)
+        self._tokens: TokenTexts | None = None
+        self._plan: dict[str, Any] | None = None
+        self._plan_problem, self._planned_for = "there is no configuration of a node here", None
+        self._settings = _settings_of(place.config)
+        self._sample_steps: list[int] = []
+
+    def _look_on(self) -> None:
+        while not self._stop.is_set():
+            try:
+                place = self._find()
+            except TasukiError:  # the folder is gone, and may come back
+                place = self.place
+            if place != self.place:
+                self._settle(place)
+                self._tell(*self._parts)
+            if not self._look():
+                self._stop.wait(_LOOK_S)
+
+    def _look(self) -> bool:
+        """Whether more may be waiting in a file that is read in parts."""
+        has_steps, has_stages = self._steps.advance(), self._journal.advance()
+        told = ["run", "steps"] if has_steps else []
+        told += ["changeovers", "memory", "node"] if has_stages else []
+        steps = self.sample_steps()
+        if steps != self._sample_steps:
+            self._sample_steps = steps
+            told.append("samples")
+        if self._make_plan():
+            told.append("memory")
+        self._tell(*told)
+        return has_steps or has_stages
+
+    def _make_plan(self) -> bool:
+        """Once for each configuration and size of the GPUs. Whether there is another now."""
+        config, sizes = self.place.config, self._memory.device_bytes()
+        if config is None or self._planned_for == (config, sizes):
+            return False
+        self._planned_for = (config, sizes)
+        try:
+            self._plan, self._plan_problem = read_plan(config, sizes), ""
+        except (TasukiError, OSError) as error:
+            self._plan, self._plan_problem = None, str(error)
+        return True
+
+    def _token_texts(self) -> TokenTexts:
+        if self._tokens is None:
+            self._tokens = TokenTexts(_model_of(self.place))
+        return self._tokens
+
+    def _tell(self, *parts: str) -> None:
+        if parts:
+            with self._changed:
+                for part in parts:
+                    self._parts[part] += 1
+                self._changed.notify_all()
+
+
+def _model_of(place: RunPlace) -> Path | None:
+    """A folder with the tokenizer: the model of the node, else the one that the run has left."""
+    try:
+        model = None if place.config is None else load_config(place.config).model.path
+    except (TasukiError, OSError):
+        model = None
+    if model is None or not (model / "tokenizer.json").is_file():
+        return None if place.output_dir is None else place.output_dir / "model"
+    return model
+
+
+def _settings_of(config_path: Path | None) -> dict[str, Any]:
+    """What a reader wants to know of a node's configuration."""
+    try:
+        config = None if config_path is None else load_config(config_path)
+    except (TasukiError, OSError):
+        config = None
+    if config is None:
+        return {}
+    return {
+        "model": config.model.path.name,
+        "device": config.device,
+        "trainer_ranks": config.trainer.num_ranks,
+        "engines": f"{config.dp_size} x TP {config.rollout.tp_size}",
+    }

@@ -1,0 +1,172 @@
+"""The rows of a journal as they come: one line of columns for each stage that ended. The file is opened for reading, and for moments."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from array import array
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tasuki.coordinator.records import Status
+from tasuki.memory.stages import RING, Stage
+
+_ROWS = 20_000
+_BUSY_S = 0.2
+STAGES = [rule.stage for rule in RING]
+_STAGE_NUMBERS = {str(stage): number for number, stage in enumerate(STAGES)}
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[sqlite3.Connection]:
+    """A connection that cannot write. Readers of a write-ahead log and its writer do not wait for each other. Raises sqlite3.Error."""
+    # Without a write-ahead log nobody writes, and the file is all there is; then nothing is put beside it.
+    options = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "mode=ro&immutable=1"
+    with closing(
+        sqlite3.connect(f"{path.resolve().as_uri()}?{options}", uri=True, timeout=_BUSY_S, isolation_level=None)
+    ) as db:
+        db.row_factory = sqlite3.Row
+        db.text_factory = lambda text: text.decode(errors="replace")
+        yield db
+
+
+@dataclass(slots=True)
+class StageColumns:
+    """A line for each stage that ended, in their order. Times are seconds since 1970."""
+
+    times: array[float] = field(default_factory=lambda: array("d"))
+    numbers: array[int] = field(default_factory=lambda: array("q"))
+    """Of the changeover."""
+    stages: array[int] = field(default_factory=lambda: array("b"))
+    """Place in STAGES."""
+    seconds: array[float] = field(default_factory=lambda: array("d"))
+    is_done: array[int] = field(default_factory=lambda: array("b"))
+    is_undo: array[int] = field(default_factory=lambda: array("b"))
+
+
+@dataclass
+class JournalTail:
+    """Reads on at each `advance`. A journal that cannot be read has a `problem`, and nothing is raised."""
+
+    path: Path
+    problem: str = ""
+    num_restarts: dict[str, int] = field(default_factory=dict)
+    """By service: how often another boot id was seen, or an epoch began after the first."""
+
+    def __post_init__(self) -> None:
+        self.columns = StageColumns()
+        self._lock = threading.Lock()
+        self._file: tuple[int, int] | None = None
+        self._last_id, self._last_epoch, self._num_ended = 0, 0, -1
+        self._boots: dict[str, str] = {}
+
+    def advance(self) -> bool:
+        """Returns whether there was anything new."""
+        try:
+            status = self.path.stat()
+        except OSError:
+            return self._note_problem(f"there is no journal at {self.path}")
+        file = (status.st_dev, status.st_ino)
+        if file != self._file:
+            self._file = file
+            self._begin_again()
+        try:
+            with reading(self.path) as db:
+                return self._read(db)
+        except (sqlite3.Error, TypeError, ValueError) as error:
+            is_busy = isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
+            return False if is_busy else self._note_problem(f"{self.path} cannot be read: {error}")
+
+    def copied(self) -> StageColumns:
+        """As they are now."""
+        with self._lock:
+            now = self.columns
+            return StageColumns(now.times[:], now.numbers[:], now.stages[:], now.seconds[:], now.is_done[:], now.is_undo[:])
+
+    def seconds_by_changeover(self, *, points: int) -> dict[str, Any]:
+        """Seconds of each stage of the changeovers, as means of at most `points` buckets of equally many."""
+        columns = self.copied()
+        numbers = np.array(columns.numbers, dtype=np.int64)
+        if not len(numbers):
+            return {"numbers": [], "series": {stage: [] for stage in STAGES}, "bucket": 1}
+        ids, places = np.unique(numbers, return_inverse=True)
+        size = max(1, -(-len(ids) // points))
+        buckets = places // size
+        num_buckets = int(buckets[-1]) + 1 if size == 1 else -(-len(ids) // size)
+        sums = np.zeros((num_buckets, len(STAGES)))
+        np.add.at(sums, (buckets, np.array(columns.stages, dtype=np.int64)), np.array(columns.seconds))
+        counts = np.bincount(np.arange(len(ids)) // size, minlength=num_buckets)
+        means = sums / counts[:, None]
+        last = ids[np.minimum(np.arange(num_buckets) * size + size, len(ids)) - 1]
+        return {
+            "numbers": last.tolist(),
+            "bucket": size,
+            "series": {stage: [round(value, 6) for value in means[:, index].tolist()] for index, stage in enumerate(STAGES)},
+        }
+
+    def last_seconds(self) -> dict[str, float]:
+        """Of each stage, when it was done last."""
+        with self._lock:
+            found: dict[str, float] = {}
+            for stage, seconds, is_done in zip(
+                reversed(self.columns.stages), reversed(self.columns.seconds), reversed(self.columns.is_done), strict=True
+            ):
+                if is_done and STAGES[stage] not in found:
+                    found[STAGES[stage]] = seconds
+                if len(found) == len(STAGES):
+                    break
+        return found
+
+    def _begin_again(self) -> None:
+        with self._lock:
+            self.columns = StageColumns()
+        self._last_id, self._last_epoch, self._num_ended, self._boots, self.num_restarts = 0, 0, -1, {}, {}
+
+    def _note_problem(self, text: str) -> bool:
+        is_new, self.problem = text != self.problem, text
+        return is_new
+
+    def _read(self, db: sqlite3.Connection) -> bool:
+        was_broken, self.problem = bool(self.problem), ""
+        rows = db.execute(
+            "SELECT id, number, stage, is_undo, trainer_boot_id, rollout_boot_id, status, results.time AS time, seconds"
+            " FROM results JOIN stages USING (id) WHERE id > ? ORDER BY id LIMIT ?",
+            (self._last_id, _ROWS),
+        ).fetchall()
+        with self._lock:
+            for row in rows:
+                self._add(row)
+        epoch = db.execute("SELECT coalesce(max(epoch), 0) FROM epochs").fetchone()[0]
+        ended = db.execute("SELECT count(*) FROM outcomes").fetchone()[0]
+        is_changed = bool(rows) or was_broken or (epoch, ended) != (self._last_epoch, self._num_ended)
+        self._last_epoch, self._num_ended = int(epoch), int(ended)
+        if epoch > 1:
+            self.num_restarts["coordinator"] = int(epoch) - 1
+        return is_changed
+
+    def _add(self, row: sqlite3.Row) -> None:
+        self._last_id = int(row["id"])
+        stage = _STAGE_NUMBERS.get(str(row["stage"]))
+        if stage is None:
+            return
+        columns = self.columns
+        columns.times.append(float(row["time"]))
+        columns.numbers.append(int(row["number"]))
+        columns.stages.append(stage)
+        columns.seconds.append(float(row["seconds"]))
+        columns.is_done.append(row["status"] == Status.DONE)
+        columns.is_undo.append(bool(row["is_undo"]))
+        for service in ("trainer", "rollout"):
+            boot = str(row[f"{service}_boot_id"])
+            if boot and boot != self._boots.get(service, boot):
+                self.num_restarts[service] = self.num_restarts.get(service, 0) + 1
+            self._boots[service] = boot or self._boots.get(service, "")
+
+
+def stage_number(stage: Stage) -> int:
+    return _STAGE_NUMBERS[stage]

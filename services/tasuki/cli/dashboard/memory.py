@@ -1,0 +1,188 @@
+"""Memory of each device by tag over time: what the services said, moved on by the stages of the journal, beside the plan."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+
+from tasuki.cli.dashboard.journal_tail import STAGES, StageColumns, stage_number
+from tasuki.config.load import load_config
+from tasuki.config.schema import NodeConfig
+from tasuki.coordinator.headroom import after
+from tasuki.coordinator.memory_record import read_usages
+from tasuki.coordinator.phases import phase_of
+from tasuki.coordinator.planned_memory import TAGS
+from tasuki.coordinator.planning import plan_to_proto
+from tasuki.memory.host import host_memory
+from tasuki.memory.stages import RING, RULES, Service, Stage
+from tasuki.memory.tags import ServiceUsage
+from tasuki.planner.advice import advise
+from tasuki.planner.node_plan import plan_node
+from tasuki.wire.errors import TasukiError
+
+_RECORD_BYTES = 16_000_000
+_MAX_POINTS = 2_000
+_NO_GPU = 1
+"""On a CPU the planner has no use for the size of a GPU."""
+_CPU, _HOST = "cpu", "host"
+
+Sizes = Mapping[tuple[str, str, str], int]
+"""Mapped bytes by service, tag and device."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What the services said at a moment, and where the stages lead from there. sizes: by place in STAGES."""
+
+    time: float
+    sizes: tuple[Sizes, ...]
+    device_bytes: Mapping[str, int]
+
+
+class MemoryTimeline:
+    """Reads memory.jsonl again when it has changed."""
+
+    def __init__(self, record: Path) -> None:
+        self._record = record
+        self._lock = threading.Lock()
+        self._stamp: tuple[int, int] | None = None
+        self._known: list[_Known] = []
+
+    def device_bytes(self) -> dict[str, int]:
+        """Memory of each device that the services have named."""
+        return {device: size for known in self._read() for device, size in known.device_bytes.items()}
+
+    def window(self, columns: StageColumns, *, changeovers: int, plan: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The last `changeovers` of the journal, at most 2,000 points; `columns` are those of the journal's stages."""
+        known = self._read()
+        first = bisect_left(columns.numbers, (columns.numbers[-1] if columns.numbers else 0) - changeovers + 1)
+        size = max(1, math.ceil((len(columns.times) - first) / _MAX_POINTS))
+        at, points = 0, []
+        for index in range(first, len(columns.times), size):
+            now = bisect_right([one.time for one in known], columns.times[index]) - 1
+            if now < 0:
+                continue
+            at = _place(columns, index)
+            points.append((columns.times[index], at, known[now].sizes[at]))
+        return {
+            "devices": [_device(name, points, known[-1].device_bytes.get(name)) for name in _devices(points)],
+            "times": [time for time, _, _ in points],
+            "stages": [STAGES[at] for _, at, _ in points],
+            "bucket": size,
+            "plan": None if plan is None else _planned(plan, [at for _, at, _ in points], is_cpu=_devices(points) == [_CPU]),
+        }
+
+    def _read(self) -> list[_Known]:
+        with self._lock:
+            try:
+                status = self._record.stat()
+                if (stamp := (status.st_ino, status.st_size)) != self._stamp:
+                    with self._record.open("rb") as file:
+                        lines = file.read(_RECORD_BYTES).splitlines()
+                    self._known = sorted(filter(None, map(_known, lines)), key=lambda known: known.time)
+                    self._stamp = stamp
+            except OSError:
+                self._stamp, self._known = None, []
+            return self._known
+
+
+def read_plan(config_path: Path, device_bytes: Mapping[str, int]) -> dict[str, Any]:
+    """The plan of a node's configuration, as the RPC Plan answers. Raises TasukiError and OSError where none can be made."""
+    config = load_config(config_path)
+    gpus = [size for device, size in device_bytes.items() if device != _CPU]
+    if config.device != _CPU and not gpus:
+        raise TasukiError("the size of the GPUs is known once the node has changed its phase")
+    planned = plan_node(config, gpu_bytes=min(gpus, default=_NO_GPU), host_bytes=_host_bytes(config, device_bytes))
+    return MessageToDict(plan_to_proto(planned, advise(planned)), preserving_proto_field_name=True)
+
+
+def _host_bytes(config: NodeConfig, device_bytes: Mapping[str, int]) -> int:
+    return config.memory.host_budget_bytes or device_bytes.get(_CPU) or host_memory().total_bytes
+
+
+def _known(line: bytes) -> _Known | None:
+    """None for a line that is torn, or none of ours."""
+    try:
+        fields = json.loads(line)
+        usages = read_usages(fields)
+        totals = {str(device): int(size) for device, size in fields["device_bytes"].items()}
+        return _Known(float(fields["time"]), _sizes_by_place(usages), totals)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
+        return None
+
+
+def _sizes_by_place(usages: dict[Service, ServiceUsage]) -> tuple[Sizes, ...]:
+    """Twice around: where a lap begins, some tags are still as they were said to be."""
+    sizes: dict[Stage, Sizes] = {}
+    for rule in (*RING, *RING):
+        usages = {**usages, rule.service: after(rule.stage, usages[rule.service])}
+        sizes[rule.stage] = _sums(usages)
+    return tuple(sizes[stage] for stage in STAGES)
+
+
+def _sums(usages: Mapping[Service, ServiceUsage]) -> Sizes:
+    sizes: dict[tuple[str, str, str], int] = {}
+    for service, usage in usages.items():
+        for tag in usage.tags:
+            key = (str(service), str(tag.tag), tag.device)
+            sizes[key] = sizes.get(key, 0) + tag.mapped_bytes
+    return sizes
+
+
+def _place(columns: StageColumns, index: int) -> int:
+    """Where the node is after a stage: one that failed, or was taken back, leads to the place before it."""
+    stage = columns.stages[index]
+    if columns.is_done[index] and not columns.is_undo[index]:
+        return stage
+    return stage_number(RULES[STAGES[stage]].after)
+
+
+def _devices(points: Sequence[tuple[float, int, Sizes]]) -> list[str]:
+    names = {device for _, _, sizes in points for _, _, device in sizes}
+    return sorted(names, key=lambda name: (len(name), name))
+
+
+def _device(name: str, points: Sequence[tuple[float, int, Sizes]], total: int | None) -> dict[str, Any]:
+    keys = list(dict.fromkeys(key for _, _, sizes in points for key in sizes if key[2] == name))
+    return {
+        "device": name,
+        "total_bytes": total,
+        "series": [
+            {"service": service, "tag": tag, "bytes": [sizes.get((service, tag, name), 0) for _, _, sizes in points]}
+            for service, tag, _ in keys
+        ],
+    }
+
+
+def _planned(plan: Mapping[str, Any], places: Sequence[int], *, is_cpu: bool) -> dict[str, Any]:
+    """By device, at each point: what the plan has for tags, and for everything. A phase counts at its fullest."""
+    stages = {stage["stage"]: stage for stage in plan.get("stages", ())}
+    devices: dict[str, list[tuple[int, int]]] = {}
+    by_place: dict[int, dict[str, tuple[int, int]]] = {}
+    for place in set(places):
+        stage = stages.get(str(phase_of(STAGES[place]) or STAGES[place]), {})
+        by_place[place] = {_name(device["device"], is_cpu=is_cpu): _of_device(device) for device in stage.get("devices", ())}
+    for name in {name for of_place in by_place.values() for name in of_place}:
+        devices[name] = [by_place[place].get(name, (0, 0)) for place in places]
+    return {
+        name: {"tags": [tags for tags, _ in values], "total": [total for _, total in values]}
+        for name, values in devices.items()
+    }
+
+
+def _name(device: str, *, is_cpu: bool) -> str:
+    return _CPU if is_cpu and device == _HOST else device
+
+
+def _of_device(device: Mapping[str, Any]) -> tuple[int, int]:
+    """MessageToDict gives 64-bit numbers as text."""
+    tags = sum(int(part["bytes"]) for part in device.get("parts", ()) if part["part"] in TAGS)
+    return tags, int(device.get("needed_bytes", 0))

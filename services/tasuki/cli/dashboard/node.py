@@ -1,0 +1,118 @@
+"""Follows a running node: its state as it changes, and now and then what its services say. Asks nothing of the ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from tasuki.cli.node_snapshot import NodeReader, as_dict, plain
+from tasuki.cli.node_tables import event_line
+from tasuki.config.load import load_config
+from tasuki.v1 import coordinator_pb2
+from tasuki.wire.errors import TasukiError
+
+_RETRY_S = 2.0
+_POLL_S = 2.0
+_NUM_EVENTS = 100
+
+
+class NodeFollower:
+    """Two threads while a node is followed. `tell` is called when something has changed."""
+
+    def __init__(self, config_path: Callable[[], Path | None], tell: Callable[[], None]) -> None:
+        """config_path: of the node that is to be followed now; None while there is none."""
+        self._config_path, self._tell = config_path, tell
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._reader: NodeReader | None = None
+        self._state: dict[str, Any] = {}
+        self._note = "no node runs here"
+        self._events: deque[str] = deque(maxlen=_NUM_EVENTS)
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._poll, self._watch)]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        with self._lock:
+            reader = self._reader
+        if reader is not None:
+            reader.__exit__()
+        for thread in self._threads:
+            thread.join(_RETRY_S)
+
+    def read(self) -> dict[str, Any]:
+        """What is known now. is_live: whether the coordinator has answered."""
+        with self._lock:
+            return {"is_live": bool(self._state), "note": self._note, "events": list(self._events), **self._state}
+
+    def _poll(self) -> None:
+        """The services' own words, as often as people look."""
+        while not self._stop.is_set():
+            path = self._config_path()
+            if path is None:
+                self._lose("no node runs here")
+            else:
+                self._follow(path)
+            self._stop.wait(_RETRY_S)
+
+    def _follow(self, path: Path) -> None:
+        """Until the node is gone."""
+        try:
+            with NodeReader(load_config(path)) as reader:
+                with self._lock:
+                    self._reader = reader
+                while not self._stop.is_set() and self._config_path() == path:
+                    self._take(as_dict(reader.read_states()))
+                    self._stop.wait(_POLL_S)
+        except (TasukiError, OSError, ValueError) as error:  # ValueError: a channel that `close` has closed
+            self._lose(str(error))
+        finally:
+            with self._lock:
+                self._reader = None
+
+    def _watch(self) -> None:
+        """Each change as it happens."""
+        while not self._stop.wait(_RETRY_S / 4):
+            with self._lock:
+                reader = self._reader
+            if reader is None:
+                continue
+            try:
+                for response in reader.coordinator.WatchState(coordinator_pb2.WatchStateRequest()):
+                    self._take_update(response)
+            except (grpc.RpcError, ValueError):
+                continue
+
+    def _take(self, state: dict[str, Any]) -> None:
+        with self._lock:
+            is_new = {**self._state, "seen": 0} != {**state, "seen": 0}
+            self._state, self._note = {**state, "seen": time.time()}, ""
+            if not state["node"].get("boot_id"):  # the coordinator alone knows where the node is
+                self._state, self._note = {}, str(state["absent"].get("coordinator", "the coordinator does not answer"))
+        if is_new:
+            self._tell()
+
+    def _take_update(self, response: coordinator_pb2.WatchStateResponse) -> None:
+        told = plain(response.state)
+        with self._lock:
+            if self._state:
+                self._state = {**self._state, "node": told}
+            if response.HasField("event"):
+                self._events.appendleft(event_line(response.event))
+        self._tell()
+
+    def _lose(self, note: str) -> None:
+        with self._lock:
+            is_new = bool(self._state) or note != self._note
+            self._state, self._note = {}, note
+        if is_new:
+            self._tell()

@@ -1,0 +1,72 @@
+"""Where the files of what is shown are: a run's output folder, its archive, and the node that it may still be on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasuki.config.places import (
+    archived_config_path,
+    config_path,
+    journal_path,
+    log_path,
+    memory_record_path,
+    training_output_path,
+)
+from tasuki.runs.archive import archive_folder
+from tasuki.runs.folder import SAMPLES
+from tasuki.wire.errors import PathNotFound
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlace:
+    """output_dir: of the run; None while a node has none. archive: folder of journal and logs, the node's own while it runs."""
+
+    output_dir: Path | None
+    archive: Path
+    config: Path | None
+    """Of the node, as its services read it."""
+    is_of_node: bool
+    """Whether the node may still run: its folder is read, and no copy."""
+
+    @property
+    def journal(self) -> Path:
+        return journal_path(self.archive)
+
+    @property
+    def memory_record(self) -> Path:
+        return memory_record_path(self.archive)
+
+    @property
+    def supervisor_log(self) -> Path:
+        return log_path(self.archive, "supervisor")
+
+    @property
+    def samples(self) -> Path | None:
+        return None if self.output_dir is None else self.output_dir / SAMPLES
+
+
+def place_of(folder: Path) -> RunPlace:
+    """Of an output folder, or of a node's state folder. Asked again and again, since runs begin and end. Raises PathNotFound."""
+    if not folder.is_dir():
+        raise PathNotFound(f"there is no folder {folder}; give the output folder of a run, or --config of a node", path=folder)
+    if config_path(folder).is_file() and journal_path(folder).is_file() and not archived_config_path(folder).is_file():
+        return place_of_node(folder)
+    archive = archive_folder(folder)
+    config = config_path(archive) if archive != folder else archived_config_path(folder)
+    return RunPlace(folder, archive, config if config.is_file() else None, is_of_node=archive != folder)
+
+
+def place_of_node(state_dir: Path) -> RunPlace:
+    """Of a node, whether it runs or not."""
+    config = config_path(state_dir)
+    return RunPlace(_output_of(state_dir), state_dir, config if config.is_file() else None, is_of_node=True)
+
+
+def _output_of(state_dir: Path) -> Path | None:
+    """The output folder of the last run on the node."""
+    try:
+        folder = Path(training_output_path(state_dir).read_text().strip())
+    except (OSError, UnicodeDecodeError):
+        return None
+    return folder if folder.is_dir() else None

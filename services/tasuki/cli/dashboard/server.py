@@ -1,0 +1,178 @@
+"""The page and its figures over HTTP: GET alone, JSON, and a stream of server-sent events that says what has changed."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from importlib import resources
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from tasuki.cli.dashboard.feed import Feed, Parts
+from tasuki.cli.dashboard.guard import Guard
+from tasuki.config.schema import NodeConfig
+from tasuki.rpc.http_port import IDLE_TIMEOUT_S, HttpPort
+from tasuki.wire.errors import InvalidArgument, PathNotFound, PermissionDenied, TasukiError, Unauthenticated
+
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_MAX_STREAMS = 16
+"""Half of the connections, so that the others can ask for what has changed."""
+_BEAT_S = 5.0
+_LEAST_S = 0.25
+"""Between two events."""
+_MAX_NUMBER = 2**53
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Cache-Control": "no-store",
+}
+_STATUS: Mapping[type[TasukiError], HTTPStatus] = {
+    Unauthenticated: HTTPStatus.UNAUTHORIZED,
+    PermissionDenied: HTTPStatus.FORBIDDEN,
+    PathNotFound: HTTPStatus.NOT_FOUND,
+    InvalidArgument: HTTPStatus.BAD_REQUEST,
+}
+
+Query = Mapping[str, str]
+
+
+class DashboardServer(HttpPort):
+    """Serves one feed. Loopback is plain and asks for a token; elsewhere there are the TLS and the callers of [security]."""
+
+    def __init__(self, feed: Feed, listen: str, *, token: str | None, guard_config: NodeConfig | None) -> None:
+        """token: None lets every user of the machine read. guard_config: for an address beyond loopback.
+
+        Raises OSError when the address cannot be had, InvalidArgument naming a key of [security] whose file cannot be used.
+        """
+        self.feed = feed
+        self.files = _static_files()
+        self.streams = threading.BoundedSemaphore(_MAX_STREAMS)
+        super().__init__(listen, _Handler, guard=guard_config)
+        self.guard = Guard(token=token, access=self.access, checks_host=guard_config is None)
+
+
+def _static_files() -> dict[str, tuple[str, bytes]]:
+    """Path -> type and content; a request can name nothing else."""
+    folder = resources.files("tasuki.cli.dashboard") / "static"
+    found: dict[str, tuple[str, bytes]] = {}
+    for file in folder.iterdir():
+        kind = _TYPES.get(f".{file.name.rpartition('.')[2]}")
+        if kind is not None:
+            found[f"/{file.name}"] = (f"{kind}; charset=utf-8", file.read_bytes())
+    return {**found, "/": found["/index.html"]}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = IDLE_TIMEOUT_S
+    server_version, sys_version = "tasuki", ""
+
+    def do_GET(self) -> None:
+        server = self.server
+        assert isinstance(server, DashboardServer)
+        url = urlsplit(self.path)
+        if not server.guard.takes_host(self.headers.get("Host")):
+            self._answer(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", b"this server is for names of this machine\n")
+        elif url.path in server.files:
+            self._answer(HTTPStatus.OK, *server.files[url.path])
+        else:
+            self._answer_figures(server, url.path, {name: values[-1] for name, values in parse_qs(url.query).items()})
+
+    def _answer_figures(self, server: DashboardServer, path: str, query: Query) -> None:
+        try:
+            server.guard.check(self)
+            if path == "/api/events":
+                self._stream(server)
+                return
+            self._answer_json(HTTPStatus.OK, _figures(server.feed, path, query))
+        except TasukiError as error:
+            status = next((_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS), HTTPStatus.INTERNAL_SERVER_ERROR)
+            self._answer_json(status, {"error": error.message, "reason": error.reason})
+
+    def _stream(self, server: DashboardServer) -> None:
+        """What has changed, as it changes, until the page goes away."""
+        if not server.streams.acquire(blocking=False):
+            self._answer_json(HTTPStatus.SERVICE_UNAVAILABLE, {"error": f"{_MAX_STREAMS} pages are open", "reason": "BUSY"})
+            return
+        try:
+            self._begin(HTTPStatus.OK, "text/event-stream; charset=utf-8")
+            known: Parts = {}
+            while not server.feed.is_closed:
+                parts = server.feed.await_change(known, timeout_s=_BEAT_S)
+                text = ": beat\n\n" if parts == known else f"event: changed\ndata: {json.dumps(parts)}\n\n"
+                self.wfile.write(text.encode())
+                self.wfile.flush()
+                known = parts
+                time.sleep(_LEAST_S)
+        except OSError:  # the page is gone
+            self.close_connection = True
+        finally:
+            server.streams.release()
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's name
+        """Nothing: requests are no events."""
+
+    def _answer_json(self, status: HTTPStatus, value: object) -> None:
+        try:
+            text = json.dumps(value, allow_nan=False)
+        except ValueError as error:  # of a journal that somebody has changed
+            status = HTTPStatus.INTERNAL_SERVER_ERROR
+            text = json.dumps({"error": f"the run holds a number that is not finite: {error}", "reason": "INTERNAL"})
+        self._answer(status, "application/json; charset=utf-8", text.encode())
+
+    def _answer(self, status: HTTPStatus, content_type: str, body: bytes) -> None:
+        self._begin(status, content_type, length=len(body))
+        self.wfile.write(body)
+
+    def _begin(self, status: HTTPStatus, content_type: str, *, length: int | None = None) -> None:
+        self.send_response(status)
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", content_type)
+        if length is not None:
+            self.send_header("Content-Length", str(length))
+        self.end_headers()
+
+
+def _figures(feed: Feed, path: str, query: Query) -> object:
+    """The answer to a path below /api. Raises PathNotFound and InvalidArgument."""
+    routes: Mapping[str, Callable[[], object]] = {
+        "/api/run": feed.run,
+        "/api/node": feed.node,
+        "/api/restarts": feed.restarts,
+        "/api/curves": lambda: feed.curves(
+            first=_number(query, "first", 0),
+            last=_number(query, "last", _MAX_NUMBER),
+            points=_number(query, "points", 400, least=10, most=2000),
+        ),
+        "/api/memory": lambda: feed.memory(changeovers=_number(query, "changeovers", 10, least=1)),
+        "/api/changeovers": lambda: feed.changeovers(
+            before=_number(query, "before", 0) if "before" in query else None,
+            limit=_number(query, "limit", 50, least=1, most=200),
+            only_failed=query.get("failed") == "1",
+        ),
+        "/api/changeovers/chart": lambda: feed.changeover_chart(points=_number(query, "points", 200, least=10, most=2000)),
+        "/api/samples": lambda: {"steps": feed.sample_steps()},
+        "/api/samples/step": lambda: feed.samples(_number(query, "step")),
+        "/api/samples/one": lambda: feed.sample(_number(query, "step"), _number(query, "index")),
+    }
+    if path not in routes:
+        raise PathNotFound("there is no such page here")
+    return routes[path]()
+
+
+def _number(query: Query, name: str, default: int | None = None, *, least: int = 0, most: int = _MAX_NUMBER) -> int:
+    text = query.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not (text.isascii() and text.isdecimal() and len(text) < 17) or not least <= int(text) <= most:
+        raise InvalidArgument(name, f"must be a whole number from {least} to {most}")
+    return int(text)

@@ -1,0 +1,179 @@
+// Tabs, the token, and the stream that says what has changed. Each view asks for its figures when it is seen.
+
+import { makeChangeovers } from "./changeovers.js";
+import { makeMemory } from "./memory.js";
+import { makeNode } from "./node.js";
+import { makeRun } from "./run.js";
+import { makeSamples } from "./samples.js";
+
+const LEAST_MS = 1000;
+const RETRY_MS = 2000;
+const TABS = ["node", "memory", "run", "samples", "changeovers"];
+const KEY = "tasuki-token";
+
+const byId = (id) => document.getElementById(id);
+const views = {};
+const stale = new Set(TABS);
+const lastRefresh = {};
+let token = "";
+let shown = "";
+let known = {};
+
+class Refused extends Error {}
+
+async function api(path) {
+  const answer = await fetch(path, { headers: token ? { Authorization: `Bearer ${token}` } : {}, cache: "no-store" });
+  if (answer.status === 401 || answer.status === 403) throw new Refused((await answer.json()).error);
+  if (!answer.ok) throw new Error((await answer.json().catch(() => ({}))).error ?? `the server answered ${answer.status}`);
+  return answer.json();
+}
+
+function readPlace() {
+  const given = new URLSearchParams(location.hash.slice(1));
+  if (given.has("token")) sessionStorage.setItem(KEY, given.get("token"));
+  token = sessionStorage.getItem(KEY) ?? "";
+  const tab = given.get("tab") ?? location.hash.slice(1);
+  // The token must not stay where a screenshot or the history shows it.
+  history.replaceState(null, "", TABS.includes(tab) ? `#${tab}` : location.pathname);
+  return TABS.includes(tab) ? tab : "";
+}
+
+function show(tab, { focus = false } = {}) {
+  shown = tab;
+  for (const one of TABS) {
+    const isShown = one === tab;
+    const button = byId(`tab-${one}`);
+    button.setAttribute("aria-selected", String(isShown));
+    button.tabIndex = isShown ? 0 : -1;
+    byId(`view-${one}`).hidden = !isShown;
+    if (isShown && focus) button.focus();
+  }
+  history.replaceState(null, "", `#${tab}`);
+  void refresh();
+}
+
+/** The shown view, at most once a second; a failure is told and tried again with the next change. */
+async function refresh() {
+  const tab = shown;
+  if (!stale.has(tab)) return;
+  const wait = LEAST_MS - (performance.now() - (lastRefresh[tab] ?? -LEAST_MS));
+  if (wait > 0) {
+    setTimeout(() => void refresh(), wait);
+    return;
+  }
+  stale.delete(tab);
+  lastRefresh[tab] = performance.now();
+  try {
+    await views[tab].refresh();
+    tell("");
+  } catch (error) {
+    fail(error);
+  }
+}
+
+function fail(error) {
+  if (error instanceof Refused) ask(error.message);
+  else tell(error.message);
+}
+
+function tell(text) {
+  byId("problem").textContent = text;
+  byId("problem").hidden = !text;
+}
+
+function ask(why) {
+  byId("ask-why").textContent = why;
+  byId("ask").hidden = false;
+  for (const tab of TABS) byId(`view-${tab}`).hidden = true;
+  byId("token").focus();
+}
+
+function badge(text, kind) {
+  byId("live").textContent = text;
+  byId("live").className = `badge ${kind}`;
+}
+
+async function showHead() {
+  const [run, node] = await Promise.all([api("/api/run"), api("/api/node")]);
+  byId("where").textContent = run.output_dir ?? run.archive;
+  document.title = `${(run.output_dir ?? run.archive).split("/").pop()} · tasuki`;
+  const phase = node.is_live ? String(node.node.phase).replace("PHASE_", "").replace("UNSPECIFIED", "changeover") : "";
+  badge(node.is_live ? `live · ${phase}` : run.summary ? "run ended" : "no node runs", node.is_live ? "is-live" : "");
+  return { run, node };
+}
+
+function take(parts) {
+  const changed = Object.keys(parts).filter((part) => parts[part] !== known[part]);
+  known = parts;
+  for (const tab of TABS) if (views[tab].parts.some((part) => changed.includes(part))) stale.add(tab);
+  if (changed.includes("run") || changed.includes("node")) showHead().catch(fail);
+  void refresh();
+}
+
+/** Server-sent events by fetch, which unlike EventSource sends the token in a header. */
+async function follow() {
+  for (;;) {
+    try {
+      const answer = await fetch("/api/events", { headers: token ? { Authorization: `Bearer ${token}` } : {}, cache: "no-store" });
+      if (answer.status === 401 || answer.status === 403) throw new Refused((await answer.json()).error);
+      if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
+      let text = "";
+      const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+      for (let part = await reader.read(); !part.done; part = await reader.read()) {
+        const events = (text + part.value).split("\n\n");
+        text = events.pop();
+        for (const event of events) {
+          const data = event.split("\n").find((line) => line.startsWith("data: "));
+          if (data) take(JSON.parse(data.slice("data: ".length)));
+        }
+      }
+    } catch (error) {
+      if (error instanceof Refused) {
+        ask(error.message);
+        return;
+      }
+    }
+    badge("not connected", "is-bad");
+    await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+    known = {};
+  }
+}
+
+function moveTab(event) {
+  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  const place = TABS.indexOf(shown);
+  if (step) show(TABS[(place + step + TABS.length) % TABS.length], { focus: true });
+  else if (event.key === "Home") show(TABS[0], { focus: true });
+  else if (event.key === "End") show(TABS.at(-1), { focus: true });
+  else return;
+  event.preventDefault();
+}
+
+async function begin() {
+  const wanted = readPlace();
+  const makers = { node: makeNode, memory: makeMemory, run: makeRun, samples: makeSamples, changeovers: makeChangeovers };
+  for (const tab of TABS) {
+    views[tab] = makers[tab](byId(`view-${tab}`), api, fail);
+    byId(`tab-${tab}`).addEventListener("click", () => show(tab));
+  }
+  byId("tabs").addEventListener("keydown", moveTab);
+  byId("token-use").addEventListener("click", () => {
+    sessionStorage.setItem(KEY, byId("token").value.trim());
+    location.reload();
+  });
+  byId("token").addEventListener("keydown", (event) => event.key === "Enter" && byId("token-use").click());
+  for (;;) {
+    try {
+      const { node } = await showHead();
+      show(wanted || (node.is_live ? "node" : "run"));
+      break;
+    } catch (error) {
+      fail(error);
+      if (error instanceof Refused) return;
+      await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+    }
+  }
+  await follow();
+}
+
+void begin();

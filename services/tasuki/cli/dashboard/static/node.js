@@ -1,0 +1,112 @@
+// The ring with its phase and stage now, the services, and what has just happened.
+
+import { facts, h, number, put, seconds } from "./dom.js";
+
+export const TO_ROLLOUT = ["LOAD_WEIGHTS", "RESUME_WEIGHTS", "SYNC", "OFFLOAD", "RESUME_KV"];
+export const TO_TRAIN = ["DRAIN", "PAUSE_KV", "PAUSE_WEIGHTS", "LOAD_TRAINER"];
+const TRAINERS = ["LOAD_WEIGHTS", "OFFLOAD", "LOAD_TRAINER"];
+
+export function makeNode(host, api) {
+  return {
+    parts: ["node", "run", "changeovers"],
+    async refresh() {
+      const [node, run] = await Promise.all([api("/api/node"), api("/api/run")]);
+      put(host, headline(node, run), ring(node), node.is_live ? services(node) : offline(node, run));
+    },
+  };
+}
+
+function headline(node, run) {
+  const last = run.last;
+  const shown = [];
+  if (node.is_live) {
+    const state = node.node;
+    const stage = plain(state.changeover_id ? state.next_stage : state.stage, "STAGE_");
+    shown.push(["Phase", plain(state.phase, "PHASE_") || "changing", stage ? (state.changeover_id ? `${stage} runs` : `after ${stage}`) : ""]);
+    shown.push(["Version trained", version(node.trainer.policy_version)], ["Version served", version(state.policy_version)]);
+    shown.push(["Changeovers", number(Number(state.num_changeovers))]);
+  } else {
+    shown.push(["Node", "not running"], ["Version", version(last.policy_version)]);
+  }
+  shown.push(["Restarts", number(Object.values(node.num_restarts).reduce((sum, one) => sum + one, 0)), Object.entries(node.num_restarts).map(([name, count]) => `${name} ${count}`).join(", ")]);
+  if (run.steps) shown.push(["Step", number(run.steps[1])], ["Reward", number(last.mean_reward, 3)], ["Held-out", number(last.eval_score, 3)]);
+  return facts(shown);
+}
+
+function version(value) {
+  return value === undefined || value === null ? "none yet" : number(Number(value));
+}
+
+function plain(name, prefix) {
+  const text = String(name ?? "").replace(prefix, "");
+  return text === "UNSPECIFIED" ? "" : text;
+}
+
+function ring(node) {
+  const state = node.is_live ? node.node : {};
+  const running = state.changeover_id ? plain(state.next_stage, "STAGE_") : "";
+  const now = { at: plain(state.stage, "STAGE_"), running, phase: plain(state.phase, "PHASE_"), seconds: node.last_seconds };
+  const total = (stages) => stages.reduce((sum, stage) => sum + (node.last_seconds[stage] ?? 0), 0);
+  const items = [
+    phase("TRAIN", "the trainer holds the GPUs", "train", now, 0),
+    ...TO_ROLLOUT.map((stage, place) => card(stage, { row: 1, column: 2 + 4 * place, span: 4, order: 1 + place }, now)),
+    phase("ROLLOUT", "the engine holds the GPUs", "rollout", now, 6),
+    ...TO_TRAIN.map((stage, place) => card(stage, { row: 2, column: 17 - 5 * place, span: 5, order: 7 + place }, now)),
+  ];
+  return h("div", { class: "card" }, h("h2", {}, "Ring"), h("ol", { class: "ring", "aria-label": "Phases and stages, in their order" }, items),
+    h("p", { class: "arrows" }, h("span", {}, `→ top row, TRAIN to ROLLOUT: last ${seconds(total(TO_ROLLOUT))}`), h("span", {}, `← bottom row, ROLLOUT to TRAIN: last ${seconds(total(TO_TRAIN))}`)));
+}
+
+function phase(name, text, kind, now, order) {
+  const isNow = now.phase === name && !now.running;
+  return h("li", { class: `phase ${kind} ${isNow ? "is-now" : ""}`, style: { "--order": order }, "aria-current": isNow ? "step" : null },
+    h("strong", {}, name), h("span", {}, text), isNow ? h("span", {}, "now") : null);
+}
+
+function card(stage, place, now) {
+  const owner = TRAINERS.includes(stage) ? "trainer" : "rollout";
+  const isRunning = now.running === stage;
+  const isAt = !isRunning && now.at === stage;
+  const text = isRunning ? "▶ runs now" : isAt ? "● last done" : "";
+  return h("li", {
+    class: `stage of-${owner} ${isAt ? "is-at" : ""} ${isRunning ? "is-running" : ""}`, "aria-current": isRunning ? "step" : null,
+    style: { "grid-row": place.row, "grid-column": `${place.column} / span ${place.span}`, "--order": place.order },
+  }, h("span", { class: "name" }, breakable(stage)), h("span", { class: "figure" }, seconds(now.seconds[stage])), h("span", { class: "owner" }, owner), h("span", { class: "mark" }, text || "\u00a0"));
+}
+
+/** A line may break behind an underscore. */
+function breakable(stage) {
+  return stage.split("_").flatMap((part, place) => (place ? ["_", h("wbr"), part] : [part]));
+}
+
+function services(node) {
+  const { trainer, rollout, absent } = node;
+  const health = rollout.is_poisoned ? `poisoned: ${rollout.poison_reason}` : `${number(Number(rollout.num_running ?? 0))} requests running`;
+  const coordinator = [["Epoch", node.node.epoch], ["Changeover", node.node.changeover_id || "none runs"], ["Last error", node.node.last_error || "none"]];
+  return h("div", { class: "columns" },
+    service("Coordinator", absent.coordinator, coordinator),
+    service("Trainer", absent.trainer, [["Ranks", trainer.num_ranks], ["Parameters", number(Number(trainer.num_parameters ?? 0))], ["Version", version(trainer.policy_version)], ["Address", node.node.trainer_target]]),
+    service("Rollout", absent.rollout, [["Engines", `${rollout.dp_size} × TP ${rollout.tp_size}`], ["Health", health], ["Address", node.node.rollout_target]]),
+    h("div", { class: "card wide" }, h("h2", {}, "Events"), node.events.length ? h("ol", { class: "events", tabindex: 0, "aria-label": "Events, newest first", "data-key": "events" }, node.events.map((line) => h("li", {}, line))) : h("p", { class: "note" }, "None since the page's server started.")));
+}
+
+function service(name, absent, pairs) {
+  return h("div", { class: "card" }, h("h2", {}, name), absent ? h("p", { class: "cause" }, absent) : h("dl", { class: "pairs" }, pairs.flatMap(([key, value]) => [h("dt", {}, key), h("dd", {}, String(value ?? "–"))])));
+}
+
+function offline(node, run) {
+  const settings = Object.entries(run.settings).map(([name, value]) => [name.replaceAll("_", " "), value]);
+  const summary = Object.entries(run.summary ?? {}).map(([name, value]) => [name.replaceAll("_", " "), typeof value === "number" ? number(value) : String(value ?? "–")]);
+  return h("div", { class: "columns" },
+    h("div", { class: "card" }, h("h2", {}, "Node"), h("p", { class: "note" }, `${sentence(node.note)} The ring shows the last seconds of each stage, from the journal.`), run.journal_problem ? h("p", { class: "cause" }, run.journal_problem) : null, pairs(settings)),
+    summary.length ? h("div", { class: "card" }, h("h2", {}, "Summary of the run"), pairs(summary)) : null);
+}
+
+function sentence(text) {
+  return text ? `${text[0].toUpperCase()}${text.slice(1)}.` : "";
+}
+
+function pairs(list) {
+  return h("dl", { class: "pairs spaced" }, list.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, String(value))]));
+}
+

@@ -1,0 +1,120 @@
+"""The figures of a run by step, in columns, and fewer of them for a chart."""
+
+from __future__ import annotations
+
+import math
+import threading
+from array import array
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasuki.runs.metrics_tail import MetricsTail, StepFigures
+
+_READ_BYTES = 2_000_000
+_MAX_NAMES = 400
+"""A file of another program may have any number of names."""
+_MAX_STEP = 2**53
+_DIGITS = 6
+
+_Floats = NDArray[np.float64]
+
+
+@dataclass
+class StepColumns:
+    """The steps of metrics.jsonl. `advance` reads on; the other calls may come from other threads."""
+
+    output_dir: Path
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    columns: dict[str, array[float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._tail = MetricsTail(self.output_dir)
+        self._lock = threading.Lock()
+
+    def advance(self) -> bool:
+        """Reads some of what was written since the last call. Returns whether there was anything."""
+        try:
+            figures = self._tail.read(max_bytes=_READ_BYTES)
+        except OSError:  # no file, or none that may be read; it may come
+            return False
+        with self._lock:
+            for one in figures:
+                self._add(one)
+        return bool(figures)
+
+    def names(self) -> list[str]:
+        with self._lock:
+            return sorted(self.columns)
+
+    def bounds(self) -> tuple[int, int] | None:
+        """The first and the last step."""
+        with self._lock:
+            return (self.steps[0], self.steps[-1]) if self.steps else None
+
+    def last(self) -> dict[str, float]:
+        """Each figure's newest value."""
+        with self._lock:
+            newest = {name: _newest(column) for name, column in self.columns.items()}
+        return {name: value for name, value in newest.items() if value is not None}
+
+    def thinned(self, *, first: int, last: int, points: int) -> dict[str, Any]:
+        """Steps `first` to `last` in at most `points` buckets of equally many steps.
+
+        Each series has the mean of a bucket; `low` and `high`, its extremes, where a bucket has several steps. None: no value there.
+        """
+        with self._lock:
+            start, stop = bisect_left(self.steps, first), bisect_left(self.steps, last + 1)
+            steps = np.array(self.steps[start:stop], dtype=np.int64)
+            columns = {name: np.array(column[start:stop]) for name, column in self.columns.items()}
+        size = max(1, math.ceil(len(steps) / points))
+        ends = [min(index + size, len(steps)) - 1 for index in range(0, len(steps), size)]
+        return {
+            "steps": [int(steps[end]) for end in ends],
+            "bucket": size,
+            "series": {name: _series(values, size) for name, values in columns.items()},
+        }
+
+    def _add(self, figures: StepFigures) -> None:
+        if not 0 <= figures.step < _MAX_STEP:
+            return
+        keep = bisect_left(self.steps, figures.step)
+        if keep < len(self.steps):  # a run that was resumed makes these steps again
+            del self.steps[keep:]
+            for column in self.columns.values():
+                del column[keep:]
+        for name in figures.values:
+            if name not in self.columns and len(self.columns) < _MAX_NAMES:
+                self.columns[name] = array("d", [math.nan]) * len(self.steps)
+        self.steps.append(figures.step)
+        for name, column in self.columns.items():
+            column.append(figures.values.get(name, math.nan))
+
+
+def _newest(column: array[float]) -> float | None:
+    return next((value for value in reversed(column) if not math.isnan(value)), None)
+
+
+def _series(values: _Floats, size: int) -> dict[str, list[float | None]]:
+    if size == 1:
+        return {"mean": _listed(values)}
+    num_buckets = math.ceil(len(values) / size)
+    padded = np.full(num_buckets * size, np.nan)
+    padded[: len(values)] = values
+    buckets = padded.reshape(num_buckets, size)
+    is_known = ~np.isnan(buckets)
+    known = is_known.sum(axis=1)
+    # A mean of values near the largest float is done in parts of it.
+    parts = np.where(is_known, buckets, 0.0) / np.maximum(known, 1)[:, None]
+    mean = np.where(known > 0, parts.sum(axis=1), np.nan)
+    low = np.where(is_known, buckets, np.inf).min(axis=1)
+    high = np.where(is_known, buckets, -np.inf).max(axis=1)
+    return {"mean": _listed(mean), "low": _listed(low), "high": _listed(high)}
+
+
+def _listed(values: _Floats) -> list[float | None]:
+    return [float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None for value in values.tolist()]

@@ -1,0 +1,87 @@
+"""memory.jsonl in a node's folder: what the services said of their tags, whenever it was something new.
+
+With the journal, which has every stage with its time, it tells the memory of each device at every moment of the node's life.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tasuki.coordinator.headroom import after
+from tasuki.memory.stages import RING, Service
+from tasuki.memory.tags import DeviceUsage, MemoryTag, ServiceUsage, TagUsage
+
+_log = logging.getLogger("tasuki.coordinator")
+_MAX_BYTES = 16_000_000
+"""Of a file; a line has about 200 bytes for each tag of a GPU."""
+
+Usages = Mapping[Service, ServiceUsage]
+
+
+class MemoryRecord:
+    """Appends a line where tags have other sizes than before, or others are mapped than stages lead to. A full disk costs a line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._known: set[str] = set()
+
+    def note(self, usages: Usages) -> None:
+        """usages: of both services, as they have just said, or as reckoned since."""
+        tags = _listed(usages)
+        if json.dumps(tags) in self._known:
+            return
+        self._known = _reached_by_stages(usages)
+        totals = {one.device: one.total_bytes for usage in usages.values() for one in usage.devices}
+        line = json.dumps({"time": time.time(), "tags": tags, "device_bytes": totals}) + "\n"
+        try:
+            with self._path.open("a") as lines:
+                if lines.tell() + len(line) <= _MAX_BYTES:
+                    lines.write(line)
+        except OSError as error:
+            _log.warning("event=memory_not_recorded path=%s error=%s", self._path, error)
+
+
+def read_usages(line: Mapping[str, Any]) -> dict[Service, ServiceUsage]:
+    """What `note` wrote. Raises KeyError, TypeError and ValueError for something else."""
+    devices = tuple(DeviceUsage(name, 0, int(size), 0, 0, 0, 0) for name, size in line["device_bytes"].items())
+    return {
+        service: ServiceUsage(tuple(_tag(one) for one in line["tags"] if one["service"] == service), devices)
+        for service in Service
+    }
+
+
+def _reached_by_stages(usages: Usages) -> set[str]:
+    """The tags as they are wherever on the ring the node may be, if nothing but stages moves them."""
+    reached: set[str] = set()
+    now = dict(usages)
+    for rule in (*RING, *RING):
+        now[rule.service] = after(rule.stage, now[rule.service])
+        reached.add(json.dumps(_listed(now)))
+    return reached | {json.dumps(_listed(usages))}
+
+
+def _listed(usages: Usages) -> list[dict[str, Any]]:
+    return [_tag_fields(service, tag) for service in Service for tag in usages[service].tags]
+
+
+def _tag_fields(service: Service, tag: TagUsage) -> dict[str, Any]:
+    return {
+        "service": service,
+        "tag": tag.tag,
+        "device": tag.device,
+        "mapped_bytes": tag.mapped_bytes,
+        "total_bytes": tag.total_bytes,
+        "stays": tag.stays,
+    }
+
+
+def _tag(fields: Mapping[str, Any]) -> TagUsage:
+    mapped, total = int(fields["mapped_bytes"]), int(fields["total_bytes"])
+    return TagUsage(
+        MemoryTag(fields["tag"]), str(fields["device"]), mapped, total, mapped < total, 0, 0, stays=bool(fields["stays"])
+    )

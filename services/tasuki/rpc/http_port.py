@@ -1,0 +1,107 @@
+"""An HTTP server beside a node: connections that hold up nobody, and beyond loopback the TLS and the callers of [security]."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+import threading
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from tasuki.config.schema import NodeConfig
+from tasuki.config.security_schema import SecurityConfig
+from tasuki.rpc.access import Access, access_of
+from tasuki.wire.address import split_host_port
+from tasuki.wire.reloaded import Reloaded
+
+_log = logging.getLogger("tasuki.rpc")
+IDLE_TIMEOUT_S = 10.0
+MAX_CONNECTIONS = 32
+
+
+class HttpPort(ThreadingHTTPServer):
+    """One thread a connection, at most 32 of them; handshakes and slow readers hold up nobody else."""
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 64
+
+    def __init__(self, listen: str, handler: type[BaseHTTPRequestHandler], *, guard: NodeConfig | None) -> None:
+        """guard: whose [security] has the certificate and the callers; None serves plain text to everybody.
+
+        Raises OSError when the address cannot be had, InvalidArgument naming a key of [security] whose file cannot be used.
+        """
+        host, port = split_host_port(listen)
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.access: Access | None = None
+        self.tls: Reloaded[ssl.SSLContext] | None = None
+        if guard is not None:
+            self.access, self.tls = access_of(guard), _tls_of(guard.security)
+        self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        super().__init__((host, port), handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        request.settimeout(IDLE_TIMEOUT_S)
+        if self.tls is None:
+            super().finish_request(request, client_address)
+            return
+        with self.tls.value.wrap_socket(request, server_side=True) as encrypted:
+            super().finish_request(encrypted, client_address)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A stranger's failed handshake is no event of the node."""
+        _log.debug("event=http_connection_failed", exc_info=True)
+
+
+class HttpCaller:
+    """A connection as `Access` sees a gRPC call."""
+
+    def __init__(self, handler: BaseHTTPRequestHandler) -> None:
+        self._handler = handler
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return [(key.lower(), value) for key, value in self._handler.headers.items()]
+
+    def auth_context(self) -> Mapping[str, list[bytes]]:
+        connection = self._handler.connection
+        return _names_of(connection.getpeercert() or {}) if isinstance(connection, ssl.SSLSocket) else {}
+
+
+def _names_of(certificate: Mapping[str, Any]) -> dict[str, list[bytes]]:
+    """SPIFFE id and common name, as grpc names them. A certificate with several ids has none, as with grpc."""
+    ids = [value for kind, value in certificate.get("subjectAltName", ()) if kind == "URI" and value.startswith("spiffe://")]
+    names = [value for group in certificate.get("subject", ()) for kind, value in group if kind == "commonName"]
+    return {
+        "peer_spiffe_id": [ids[0].encode()] if len(ids) == 1 else [],
+        "x509_common_name": [name.encode() for name in names],
+    }
+
+
+def _tls_of(security: SecurityConfig) -> Reloaded[ssl.SSLContext]:
+    assert security.cert is not None and security.key is not None, "whoever opens the port asks for them"
+    cert, key, client_ca = security.cert, security.key, security.client_ca
+
+    def read() -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.load_cert_chain(cert, key)
+        if client_ca is not None:
+            context.load_verify_locations(client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    return Reloaded([path for path in (cert, key, client_ca) if path is not None], read)

@@ -1,0 +1,157 @@
+"""A real Chromium for tests, headless, driven by the DevTools protocol over a pipe."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import select
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+_TIMEOUT_S = 60.0
+_KEYS = {
+    "ArrowRight": 39,
+    "ArrowLeft": 37,
+    "ArrowUp": 38,
+    "ArrowDown": 40,
+    "Home": 36,
+    "End": 35,
+    "Tab": 9,
+    "Enter": 13,
+    "[": 219,
+    "]": 221,
+}
+
+
+class Browser:
+    """One page. `complaints` has what the page logged as an error, such as a violation of its Content-Security-Policy."""
+
+    def __init__(self, process: subprocess.Popen[bytes], into: int, out: int) -> None:
+        self._process, self._into, self._out = process, into, out
+        self._number, self._rest = 0, b""
+        self._session: str | None = None
+        self.complaints: list[str] = []
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        """The answer to a command. Raises AssertionError for an error, or when none comes."""
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": params}
+        if self._session is not None:
+            message["sessionId"] = self._session
+        os.write(self._into, json.dumps(message).encode() + b"\0")
+        deadline = time.monotonic() + _TIMEOUT_S
+        while True:
+            answer = self._read(deadline)
+            self._note(answer)
+            if answer.get("id") == self._number:
+                assert "error" not in answer, f"{method}: {answer['error']}"
+                return answer["result"]
+
+    def resize(self, width: int, height: int) -> None:
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+
+    def prefer(self, **features: str) -> None:
+        """Such as prefers_color_scheme="dark"."""
+        named = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
+        self.call("Emulation.setEmulatedMedia", features=named)
+
+    def open(self, url: str) -> None:
+        self.call("Page.navigate", url="about:blank")  # another fragment alone would load nothing
+        self.call("Page.navigate", url=url)
+        self.until("location.href !== 'about:blank' && document.readyState === 'complete'")
+
+    def evaluate(self, script: str) -> Any:
+        """The value of an expression, also of a promise."""
+        answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def text(self, selector: str) -> str:
+        """What a person reads there; nothing where there is nothing."""
+        return self.evaluate(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''")
+
+    def until(self, script: str, *, timeout_s: float = _TIMEOUT_S) -> None:
+        """Waits until an expression is true. Raises AssertionError with what the page shows."""
+        deadline = time.monotonic() + timeout_s
+        while not self.evaluate(f"!!({script})"):
+            assert time.monotonic() < deadline, (
+                f"not true: {script}\n{self.evaluate('document.body?.innerText')}\n{self.complaints}"
+            )
+            time.sleep(0.05)
+
+    def press(self, *keys: str) -> None:
+        for key in keys:
+            typed = {"text": key} if len(key) == 1 else {"text": "\r"} if key == "Enter" else {}
+            for kind in ("keyDown", "keyUp"):
+                self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=_KEYS[key], **typed)
+
+    def picture(self) -> bytes:
+        """PNG of what is in the window."""
+        return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
+
+    def _note(self, message: dict[str, Any]) -> None:
+        params = message.get("params", {})
+        if message.get("method") == "Runtime.exceptionThrown":
+            self.complaints.append(str(params["exceptionDetails"].get("exception", {}).get("description", params)))
+        if message.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
+            self.complaints.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
+
+    def _read(self, deadline: float) -> dict[str, Any]:
+        while b"\0" not in self._rest:
+            left = max(0.0, deadline - time.monotonic())
+            readable, _, _ = select.select([self._out], [], [], left)
+            assert readable, "chromium does not answer"
+            self._rest += os.read(self._out, 1 << 20)
+        text, _, self._rest = self._rest.partition(b"\0")
+        return json.loads(text)
+
+
+@contextmanager
+def running_browser(folder: Path) -> Iterator[Browser]:
+    """folder: of its profile."""
+    assert CHROMIUM is not None, "the caller skips where there is none"
+    commands, into = os.pipe()
+    out, answers = os.pipe()
+
+    def to_3_and_4() -> None:
+        # Copies above 4 first: a pipe may lie on one of these numbers.
+        kept = os.dup2(commands, 50), os.dup2(answers, 51)
+        for number, fd in zip((3, 4), kept, strict=True):
+            os.dup2(fd, number)
+
+    process = subprocess.Popen(
+        [
+            CHROMIUM,
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--remote-debugging-pipe",
+            f"--user-data-dir={folder}",
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=to_3_and_4,
+        close_fds=False,
+    )
+    for fd in (commands, answers):
+        os.close(fd)
+    try:
+        yield Browser(process, into, out)
+    finally:
+        for fd in (into, out):
+            os.close(fd)
+        process.terminate()
+        process.wait(10)

@@ -1,0 +1,62 @@
+"""A dashboard in this process for tests, and how to ask it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tasuki.cli.dashboard.command import Dashboard, make_server
+from tasuki.config.schema import NodeConfig
+from tests.ports import free_port
+
+RECORDED = Path(__file__).parent / "recorded_run"
+
+
+@contextmanager
+def served(folder: Path | None, *, config: NodeConfig | None = None, host: str = "127.0.0.1") -> Iterator[Dashboard]:
+    """Of a run's folder, or of a node."""
+    server = make_server(folder, config=config, listen=f"{host}:{free_port()}")
+    server.feed.start()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.feed.close()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def token_of(server: Dashboard) -> str:
+    return server.url.partition("#token=")[2]
+
+
+def get(
+    server: Dashboard, path: str, *, token: str | None = None, tls: ssl.SSLContext | None = None, host: str | None = None
+) -> tuple[int, http.client.HTTPMessage, bytes]:
+    port = server.server_address[1]
+    connection = (
+        http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        if tls is None
+        else http.client.HTTPSConnection("localhost", port, timeout=10, context=tls)
+    )
+    headers = {} if host is None else {"Host": host}
+    if token is not None:
+        headers["Authorization"] = f"Bearer {token}"
+    connection.request("GET", path, headers=headers)
+    answer = connection.getresponse()
+    return answer.status, answer.headers, answer.read()
+
+
+def ask(server: Dashboard, path: str, **given: Any) -> Any:
+    """The JSON of an answer to whoever has the URL."""
+    status, _, body = get(server, path, token=token_of(server), **given)
+    assert status == 200, body
+    return json.loads(body)

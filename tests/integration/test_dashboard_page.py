@@ -1,0 +1,207 @@
+"""The page in a real Chromium, over a recorded run and over a node that runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tasuki.config.schema import ModelConfig, NodeConfig
+from tasuki.v1 import types_pb2
+from tests.browser import CHROMIUM, Browser, running_browser
+from tests.dashboard import RECORDED, served
+from tests.integration.coordinator_process import running_node
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium; `apt-get install chromium` brings it")
+TABS = ["node", "memory", "run", "samples", "changeovers"]
+MARKUP = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with running_browser(tmp_path_factory.mktemp("profile")) as browser:
+        browser.resize(1360, 1000)
+        yield browser
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Browser]:
+    """Without complaints before and after."""
+    browser.complaints.clear()
+    yield browser
+    assert browser.complaints == []
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    with served(RECORDED) as server:
+        yield server
+
+
+def open_tab(page: Browser, url: str, tab: str, shows: str) -> None:
+    page.open(f"{url}&tab={tab}")
+    page.until(f"document.querySelector('#view-{tab}').innerText.includes({json.dumps(shows)})")
+
+
+def test_every_view_of_a_recorded_run_has_its_figures(page: Browser, recorded) -> None:
+    open_tab(page, recorded.url, "run", "Held-out score")
+    assert "0.988" in page.text("#view-run") and "from 0.277" in page.text("#view-run")
+    assert page.evaluate("document.querySelectorAll('#view-run svg .curve').length") > 8
+    assert page.evaluate("document.querySelectorAll('#view-run svg .area').length") == 16  # parts of a step, and stages
+    open_tab(page, recorded.url, "memory", "Memory of cpu")
+    assert "rollout kv_cache" in page.text("#view-memory") and "plan for these tags" in page.text("#view-memory")
+    open_tab(page, recorded.url, "node", "RESUME_KV")
+    assert page.evaluate("document.querySelectorAll('.ring .stage').length") == 9
+    open_tab(page, recorded.url, "changeovers", "c000064")
+    assert "killed by signal 9" in page.text("#view-changeovers")
+    open_tab(page, recorded.url, "samples", "Group 44")
+    page.until("document.querySelectorAll('.tokens span').length === 5")
+
+
+def test_the_token_does_not_stay_in_the_address(page: Browser, recorded) -> None:
+    open_tab(page, recorded.url, "run", "Reward")
+    assert page.evaluate("location.href").endswith("/#run")
+
+
+def test_without_the_token_the_page_asks_for_it(browser: Browser, recorded) -> None:
+    url, _, token = recorded.url.partition("#token=")
+    browser.open(f"{url}#run")
+    browser.evaluate("sessionStorage.clear()")
+    browser.open(f"{url}#run")
+    browser.until("!document.querySelector('#ask').hidden")
+    assert "0.988" not in browser.text("body")
+    browser.evaluate(f"document.querySelector('#token').value = '{token}'; document.querySelector('#token-use').click()")
+    browser.until("document.querySelector('#view-run')?.innerText.includes('0.988')")
+
+
+def test_tabs_and_charts_are_for_the_keyboard(page: Browser, recorded) -> None:
+    open_tab(page, recorded.url, "node", "RESUME_KV")
+    page.evaluate("document.querySelector('#tab-node').focus()")
+    for tab in [*TABS[1:], TABS[0]]:
+        page.press("ArrowRight")
+        assert page.evaluate("document.activeElement.id") == f"tab-{tab}"
+        assert page.evaluate(
+            "[...document.querySelectorAll('[role=tabpanel]')].filter((one) => !one.hidden).map((one) => one.id)"
+        ) == [f"view-{tab}"]
+    page.press("End", "ArrowLeft", "ArrowLeft")
+    page.until("document.querySelector('#view-run svg')")
+    page.evaluate("document.querySelector('#view-run svg').focus()")
+    page.press("Home")
+    assert page.evaluate("document.activeElement.getAttribute('aria-valuetext')") == "step 0: mean reward 0.3613"
+    page.press("ArrowRight", "ArrowRight")
+    assert page.evaluate("document.activeElement.getAttribute('aria-valuetext')").startswith("step 2: mean reward")
+
+
+def test_samples_are_for_the_keyboard(page: Browser, recorded) -> None:
+    open_tab(page, recorded.url, "samples", "Group 44")
+    page.until("document.querySelector('.groups button[aria-current=true]')")
+    page.evaluate("document.querySelector('.groups button[aria-current=true]').focus()")
+    page.press("ArrowDown", "ArrowDown")
+    page.until("document.querySelector('.sample h2').innerText.endsWith('completion 2')")
+    page.evaluate("document.querySelector('.tokens').focus()")
+    page.press("End")
+    assert "token 5 of 5" in page.text(".sample [aria-live]") and '"<eos>", id 2' in page.text(".sample [aria-live]")
+    page.press("ArrowLeft")
+    assert "token 4 of 5" in page.text(".sample [aria-live]")
+    page.press("[")
+    page.until("document.querySelector('#view-samples input').value === '16'")
+    page.press("]")
+    page.until("document.querySelector('#view-samples input').value === '29'")
+
+
+def test_a_changeover_opens_to_its_stages_and_their_failures(page: Browser, recorded) -> None:
+    open_tab(page, recorded.url, "changeovers", "c000064")
+    page.evaluate("document.querySelector('#view-changeovers input[type=checkbox]').click()")
+    page.until("document.querySelectorAll('#view-changeovers .open').length === 2")
+    page.evaluate("[...document.querySelectorAll('.open')].at(-1).focus()")
+    page.press("Enter")
+    page.until("document.querySelector('.detail')?.innerText.includes('SYNC')")
+    assert "PEER_UNAVAILABLE" in page.text(".detail")
+    assert page.evaluate("document.activeElement.getAttribute('aria-expanded')") == "true"
+
+
+@pytest.mark.parametrize("width", [360, 768])
+def test_a_narrow_window_needs_no_sideways_scrolling(page: Browser, recorded, width: int) -> None:
+    page.resize(width, 800)
+    try:
+        for tab, shows in zip(TABS, ("RESUME_KV", "Memory of cpu", "Entropy", "Group 44", "c000064"), strict=True):
+            open_tab(page, recorded.url, tab, shows)
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, tab
+    finally:
+        page.resize(1360, 1000)
+
+
+def test_dark_and_light_have_enough_contrast_for_text(page: Browser, recorded) -> None:
+    for scheme in ("light", "dark"):
+        page.prefer(prefers_color_scheme=scheme)
+        open_tab(page, recorded.url, "run", "Entropy")
+        for selector in (".fact dt", ".fact dd", ".legend li", ".note"):
+            assert page.evaluate(f"({CONTRAST})(document.querySelector('{selector}'))") >= 4.5, (scheme, selector)
+    page.prefer(prefers_color_scheme="light")
+
+
+CONTRAST = """(element) => {
+  const parts = (text) => text.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map((one) => one / 255)
+    .map((one) => (one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, one, place) => sum + one * [0.2126, 0.7152, 0.0722][place], 0);
+  let behind = element;
+  while (behind && (parts(getComputedStyle(behind).backgroundColor)[3] ?? 1) === 0) behind = behind.parentElement;
+  const [one, other] = [parts(getComputedStyle(element).color), parts(getComputedStyle(behind).backgroundColor)].map(light);
+  return (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
+}"""
+
+
+def test_what_a_run_says_is_text_and_never_markup(page: Browser, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(RECORDED, folder)
+    sample = {"group": MARKUP, "sample": 0, "prompt": MARKUP, "completion": MARKUP, "rewards": {MARKUP: 1}, "fields": {MARKUP: MARKUP},
+              "token_ids": [0, 1], "rollout_log_probs": [-1, -2], "trainer_log_probs": [-1.5, -2]}  # fmt: skip
+    (folder / "samples" / "step-000029.jsonl").write_text(json.dumps(sample) + "\n")
+    (folder / "model" / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {MARKUP: 0, "x": 1}}}))
+    with (folder / "metrics.jsonl").open("a") as lines:
+        lines.write(json.dumps({"step": 31, "mean_reward": 1.0, "metrics": {MARKUP: 2.0, f"reward/{MARKUP}": 1.0}}) + "\n")
+    (folder / "summary.json").write_text(json.dumps({MARKUP: MARKUP}))
+    with served(folder) as server:
+        open_tab(page, server.url, "samples", "onerror")
+        page.until("document.querySelector('.tokens')?.innerText.includes('onerror')")
+        open_tab(page, server.url, "run", "onerror")
+        open_tab(page, server.url, "node", "onerror")
+        assert page.evaluate("document.title") == "run · tasuki"
+        assert page.evaluate("document.querySelectorAll('main img, main script').length") == 0
+        page.open("about:blank#left")
+
+
+def test_figures_come_as_the_run_makes_them(page: Browser, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(RECORDED, folder)
+    with served(folder) as server:
+        open_tab(page, server.url, "run", "0.965")
+        with (folder / "metrics.jsonl").open("a") as lines:
+            lines.write('{"step": 31, "mean_reward": 0.1234}\n')
+        page.until("document.querySelector('#view-run').innerText.includes('0.123')")
+    page.until("document.querySelector('#live').innerText === 'not connected'")
+    page.open("about:blank#left")
+    page.complaints.clear()  # of a server that is gone
+
+
+async def test_a_node_that_runs_is_followed_through_a_changeover(page: Browser, tmp_path: Path) -> None:
+    config = NodeConfig(state_dir=tmp_path / "state", model=ModelConfig(path=tmp_path))
+    async with running_node(config) as node:
+        with served(None, config=config) as server:
+            await asyncio.to_thread(open_tab, page, server.url, "node", "Coordinator")
+            page.until("document.querySelector('#live').innerText === 'live · TRAIN'")
+            assert page.evaluate("document.querySelector('.phase.train').getAttribute('aria-current')") == "step"
+            await node.acquire(types_pb2.PHASE_ROLLOUT)
+            await asyncio.to_thread(
+                page.until, "document.querySelector('.phase.rollout').getAttribute('aria-current') === 'step'"
+            )
+            await asyncio.to_thread(page.until, "document.querySelector('#live').innerText === 'live · ROLLOUT'")
+            await node.acquire(types_pb2.PHASE_TRAIN)
+            await asyncio.to_thread(page.until, "document.querySelector('.events')?.innerText.includes('LOAD_TRAINER')")
+            await asyncio.to_thread(open_tab, page, server.url, "changeovers", "c000002")
+            await asyncio.to_thread(page.open, "about:blank#left")

@@ -1,0 +1,212 @@
+"""The dashboard's server: who may read what, what a request can name, and that nobody holds it up."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import shutil
+import socket
+import sqlite3
+import ssl
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tasuki.cli.__main__ import main
+from tests.dashboard import RECORDED, ask, get, served, token_of
+from tests.integration.port_node import make_certs, make_tokens, mtls, port_config, tokens, write_secret
+from tests.integration.test_metrics_port import tls_of
+
+FIGURES = ["run", "node", "restarts", "curves", "memory", "changeovers", "changeovers/chart", "samples", "samples/step?step=29",
+           "samples/one?step=29&index=0", "events"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server():
+    with served(RECORDED) as server:
+        yield server
+
+
+@pytest.mark.parametrize("path", FIGURES)
+def test_figures_are_for_whoever_has_the_token_of_the_url(server, path: str) -> None:
+    for token in (None, "", "0" * 43, token_of(server)[:-1]):
+        status, _, body = get(server, f"/api/{path}", token=token)
+        assert status == 401 and "tasuki dashboard" in json.loads(body)["error"]
+    if path != "events":
+        assert ask(server, f"/api/{path}") is not None
+
+
+def test_every_answer_forbids_scripts_from_elsewhere_and_frames(server) -> None:
+    for path in ("/", "/app.js", "/style.css", "/api/run", "/nothing"):
+        _, headers, _ = get(server, path, token=token_of(server))
+        policy = headers["Content-Security-Policy"]
+        assert "default-src 'none'" in policy and "script-src 'self'" in policy and "unsafe" not in policy
+        assert (headers["X-Content-Type-Options"], headers["X-Frame-Options"]) == ("nosniff", "DENY")
+        assert headers["Access-Control-Allow-Origin"] is None
+
+
+def test_a_name_that_was_made_to_lead_here_is_refused(server) -> None:
+    port = server.server_address[1]
+    for host in (
+        "evil.example",
+        f"evil.example:{port}",
+        "127.0.0.1.evil.example",
+        "[::2]",
+        "",
+        "localhost.",
+        f"10.0.0.1:{port}",
+    ):
+        assert get(server, "/", host=host)[0] == 421
+        assert get(server, "/api/run", host=host, token=token_of(server))[0] == 421
+    for host in ("localhost", f"localhost:{port}", "127.0.0.1:9", "[::1]:80"):
+        assert get(server, "/", host=host)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/../__init__.py", "/static/app.js", "/%2e%2e/server.py", "//etc/passwd", "/..%2f..%2fnode.toml", "/app.js/", "/api", "/api/../app.js",
+     "/api/samples/step?step=../../secret", "/api/samples/step?step=-1", "/api/samples/step", "/api/samples/one?step=29&index=99999",
+     "/api/samples/one?step=7&index=0", "/api/curves?points=1e9", "/api/curves?points=999999", "/api/changeovers?before=x",
+     "/api/changeovers?limit=0", "/api/memory?changeovers=99999999999999999999"],
+)  # fmt: skip
+def test_a_path_names_only_what_is_served(server, path: str) -> None:
+    status, _, body = get(server, path, token=token_of(server))
+    assert status in (400, 404)
+    assert b"Traceback" not in body
+
+
+def test_other_methods_are_refused(server) -> None:
+    for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=10)
+        connection.request(method, "/api/run", headers={"Authorization": f"Bearer {token_of(server)}"})
+        assert connection.getresponse().status == 501
+
+
+def test_a_folder_without_anything_is_shown_as_one(tmp_path: Path) -> None:
+    with served(tmp_path) as server:
+        run = ask(server, "/api/run")
+        assert (run["steps"], run["summary"], run["last"]) == (None, None, {})
+        assert "there is no journal" in run["journal_problem"]
+        assert ask(server, "/api/memory")["devices"] == []
+        assert ask(server, "/api/samples") == {"steps": []}
+        assert ask(server, "/api/changeovers/chart")["numbers"] == []
+        assert get(server, "/api/changeovers", token=token_of(server))[0] == 400
+        assert ask(server, "/api/node")["is_live"] is False
+
+
+def test_a_run_whose_files_are_broken_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:
+    shutil.copytree(RECORDED, tmp_path / "run")
+    (tmp_path / "run" / "summary.json").write_text('{"seconds": NaN, "steps": 3, "list": [1]}')
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    (tmp_path / "run" / "metrics.jsonl").mkdir()
+    (tmp_path / "run" / "memory.jsonl").write_bytes(b"\x00" * 1000)
+    (tmp_path / "run" / "logs" / "node.toml").write_text("state_dir = [")
+    with closing(sqlite3.connect(tmp_path / "run" / "journal.sqlite", isolation_level=None)) as db:
+        db.execute("UPDATE outcomes SET seconds = 9e999 WHERE number = 64")
+    with served(tmp_path / "run") as server:
+        wait_for(lambda: ask(server, "/api/changeovers/chart")["numbers"])
+        assert ask(server, "/api/run")["summary"] == {"seconds": "nan", "steps": 3}
+        assert ask(server, "/api/curves")["charts"] == []
+        assert ask(server, "/api/memory")["devices"] == [] and ask(server, "/api/memory")["plan_problem"]
+        status, _, body = get(server, "/api/changeovers", token=token_of(server))
+        assert status == 500 and b"not finite" in body
+        (tmp_path / "run" / "metrics.jsonl").rmdir()
+        (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 7, "mean_reward": 0.5}\n')
+        wait_for(lambda: ask(server, "/api/run")["steps"] == [7, 7])
+
+
+def test_events_say_what_has_changed(tmp_path: Path) -> None:
+    shutil.copytree(RECORDED, tmp_path / "run")
+    with served(tmp_path / "run") as server:
+        wait_for(lambda: ask(server, "/api/run")["steps"] == [0, 30])
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=10)
+        connection.request("GET", "/api/events", headers={"Authorization": f"Bearer {token_of(server)}"})
+        events = connection.getresponse()
+        assert events.headers["Content-Type"].startswith("text/event-stream")
+        before = next_event(events)
+        with (tmp_path / "run" / "metrics.jsonl").open("a") as lines:
+            lines.write('{"step": 31, "mean_reward": 0.5}\n')
+        after = next_event(events)
+        while after["steps"] == before["steps"]:
+            after = next_event(events)
+        assert ask(server, "/api/run")["steps"] == [0, 31]
+
+
+def next_event(answer: http.client.HTTPResponse) -> dict:
+    while not (line := answer.readline()).startswith(b"data: "):
+        assert line, "the stream ended"
+    return json.loads(line.removeprefix(b"data: "))
+
+
+def wait_for(holds) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_pages_that_stay_open_leave_room_for_questions(server) -> None:
+    streams = []
+    for _ in range(16):
+        raw = socket.create_connection(("127.0.0.1", server.server_address[1]))
+        raw.sendall(f"GET /api/events HTTP/1.0\r\nHost: localhost\r\nAuthorization: Bearer {token_of(server)}\r\n\r\n".encode())
+        assert b"200" in raw.recv(100)
+        streams.append(raw)
+    assert get(server, "/api/events", token=token_of(server))[0] == 503
+    assert ask(server, "/api/run")["steps"] == [0, 30]
+    for raw in streams:
+        raw.close()
+
+
+def test_beyond_loopback_it_asks_for_a_certificate_with_a_role(tmp_path: Path) -> None:
+    folder = make_certs(tmp_path / "certs")
+    roles = folder / "roles.toml"
+    roles.write_text('"spiffe://tasuki.lab/tasuki/viewer" = "viewer"\n')
+    config = port_config(tmp_path, *mtls(folder), f"security.roles={roles}")
+    with served(RECORDED, config=config, host="0.0.0.0") as server:
+        assert server.url.startswith("https://") and "#" not in server.url
+        assert get(server, "/api/run", tls=tls_of(folder, "viewer"))[0] == 200
+        assert get(server, "/api/run", tls=tls_of(folder, "operator"))[0] == 403
+        with pytest.raises((ssl.SSLError, ConnectionError, http.client.HTTPException)):
+            get(server, "/api/run", tls=tls_of(folder))
+        with pytest.raises((ConnectionError, http.client.HTTPException)):
+            get(server, "/api/run")
+
+
+def test_beyond_loopback_the_nodes_tokens_let_in(tmp_path: Path) -> None:
+    folder = make_tokens(make_certs(tmp_path / "certs"))
+    config = port_config(tmp_path, *mtls(folder)[:2], *tokens(folder))
+    with served(RECORDED, config=config, host="0.0.0.0") as server:
+        token = (folder / "viewer.token").read_text().strip()
+        assert get(server, "/api/run", tls=tls_of(folder), token=token)[0] == 200
+        assert get(server, "/api/run", tls=tls_of(folder), token="0" * 64)[0] == 401
+        write_secret(folder / "viewer.token", "1" * 64)
+        assert get(server, "/api/run", tls=tls_of(folder), token=token)[0] == 401
+
+
+def test_an_insecure_node_on_loopback_asks_for_nothing(tmp_path: Path) -> None:
+    with served(RECORDED, config=port_config(tmp_path, "security.insecure=true")) as server:
+        assert "#" not in server.url
+        assert get(server, "/api/run")[0] == 200
+        assert get(server, "/api/run", host="evil.example")[0] == 421
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason", "words"),
+    [
+        (["{run}", "--listen", "0.0.0.0:8765"], "INVALID_ARGUMENT", "--config of a node with [security]"),
+        (["--config", "{config}", "--listen", "0.0.0.0:8765"], "INVALID_ARGUMENT", "security.client_ca or security.tokens"),
+        (["{run}", "--listen", "8765"], "INVALID_ARGUMENT", "must be a host and a port"),
+        (["{run}/nothing"], "PATH_NOT_FOUND", "there is no folder"),
+    ],
+)
+def test_what_must_not_be_served_is_refused_at_start(
+    arguments: list[str], reason: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "node.toml"
+    config.write_text('state_dir = "state"\n[model]\npath = "model"\n')
+    assert main(["dashboard", *(one.format(run=RECORDED, config=config) for one in arguments)]) == 2
+    told = capsys.readouterr().err
+    assert reason in told and words in told

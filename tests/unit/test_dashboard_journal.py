@@ -1,0 +1,141 @@
+"""A journal as the dashboard reads it: beside its writer, damaged, long; changeovers with their failures, and restarts."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tasuki.cli.dashboard.changeovers import page, restarts
+from tasuki.cli.dashboard.journal_tail import STAGES, JournalTail, reading
+from tasuki.coordinator.journal import Journal
+from tasuki.coordinator.records import Outcome
+from tasuki.memory.stages import HOLDS, Phase, Stage
+from tasuki.wire.errors import InvalidArgument
+
+RECORDED = Path(__file__).parents[1] / "recorded_run"
+
+
+def write_changeover(journal: Journal, request_id: str, *, rollout_boot_id: str = "r1") -> None:
+    changeover = journal.begin_changeover(request_id, origin=HOLDS[Phase.TRAIN], target=Phase.ROLLOUT)
+    intent = journal.intend(
+        Stage.LOAD_WEIGHTS, changeover, is_undo=False, trainer_boot_id="t1", rollout_boot_id=rollout_boot_id
+    )
+    journal.done(intent, Outcome(), seconds=0.25)
+    journal.end_changeover(changeover, seconds=0.5)
+
+
+def read_all(tail: JournalTail) -> JournalTail:
+    while tail.advance():
+        pass
+    return tail
+
+
+def test_a_reader_sees_what_the_writer_commits_and_holds_up_none_of_it(journal: Journal, tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    tail = read_all(JournalTail(path))
+    with reading(path) as db:
+        db.execute("BEGIN")
+        assert db.execute("SELECT count(*) FROM changeovers").fetchone()[0] == 0
+        started = time.perf_counter()
+        for number in range(20):
+            write_changeover(journal, f"a{number}")
+        assert time.perf_counter() - started < 2.0
+        assert db.execute("SELECT count(*) FROM changeovers").fetchone()[0] == 0  # its own moment
+        with pytest.raises(sqlite3.OperationalError):
+            db.execute("DELETE FROM results")
+    assert tail.advance()
+    assert len(tail.columns.times) == 20
+    assert not tail.advance()
+    assert tail.last_seconds() == {"LOAD_WEIGHTS": 0.25}
+    write_changeover(journal, "b", rollout_boot_id="r2")
+    read_all(tail)
+    assert tail.num_restarts == {"rollout": 1}
+
+
+def test_a_journal_that_is_absent_damaged_or_strange_is_told_and_nothing_is_raised(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    tail = JournalTail(path)
+    assert tail.advance() and "there is no journal" in tail.problem
+    assert not tail.advance()
+    path.write_bytes((RECORDED / "journal.sqlite").read_bytes()[:30_000])
+    tail.advance()
+    assert "cannot be read" in tail.problem
+    with pytest.raises(InvalidArgument, match="cannot be read"):
+        page(path)
+    path.unlink()
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("CREATE TABLE results (id TEXT)")
+    tail.advance()
+    assert "no such table" in tail.problem
+    shutil.copyfile(RECORDED / "journal.sqlite", tmp_path / "new")
+    (tmp_path / "new").replace(path)
+    read_all(tail)
+    assert not tail.problem and tail.num_restarts == {"rollout": 1}
+
+
+def test_strange_values_in_a_row_are_a_problem_and_no_crash(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    shutil.copyfile(RECORDED / "journal.sqlite", path)
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("UPDATE stages SET stage = ? WHERE id = 5", (b"\xff\xfe",))
+        db.execute("UPDATE results SET seconds = 'soon' WHERE id = 9")
+    tail = JournalTail(path)
+    tail.advance()
+    assert "cannot be read" in tail.problem
+    with pytest.raises(InvalidArgument):
+        page(path, limit=200)
+
+
+def test_failures_of_a_recorded_run_have_their_causes() -> None:
+    failed = page(RECORDED / "journal.sqlite", only_failed=True)["changeovers"]
+    assert [(one["number"], one["error_reason"]) for one in failed] == [(8, "INTERRUPTED"), (7, "PEER_UNAVAILABLE")]
+    (stage,) = [stage for stage in failed[1]["stages"] if stage["stage"] == "SYNC" and not stage["is_undo"]]
+    assert stage["status"] == "FAILED" and "rollout does not answer" in stage["error_message"]
+    (restart,) = restarts(RECORDED / "logs" / "supervisor.log")
+    assert (restart["service"], restart["cause"]) == ("rollout", "killed by signal 9")
+    assert restarts(RECORDED / "nothing.log") == []
+
+
+def test_pages_go_on_where_the_last_one_ended() -> None:
+    journal = RECORDED / "journal.sqlite"
+    first = page(journal, limit=40)
+    second = page(journal, limit=40, before=first["next"])
+    numbers = [one["number"] for one in first["changeovers"] + second["changeovers"]]
+    assert numbers == list(range(64, 0, -1))
+    assert second["next"] is None
+    assert first["counts"] == {"DONE": 62, "FAILED": 2}
+
+
+def test_ten_thousand_changeovers_stay_quick(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    with closing(Journal(path)) as journal:
+        journal.begin_epoch("boot-1")
+    with closing(sqlite3.connect(path)) as db:
+        changeovers = [(number, 1, f"r{number}", "LOAD_TRAINER", "ROLLOUT", float(number)) for number in range(1, 10_001)]
+        db.executemany("INSERT INTO changeovers VALUES (?, ?, ?, ?, ?, ?)", changeovers)
+        db.executemany("INSERT INTO outcomes VALUES (?, 'DONE', 1, 0.5, '', '')", ((number,) for number in range(1, 10_001)))
+        stages = [
+            (9 * (number - 1) + place, number, stage, 0, 1, 9 * number + place, f"q{number}-{place}", "t", "r", float(number))
+            for number in range(1, 10_001)
+            for place, stage in enumerate(STAGES, start=1)
+        ]
+        db.executemany("INSERT INTO stages VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", stages)
+        db.executemany(
+            "INSERT INTO results VALUES (?, 'DONE', ?, 0.1, 0, '', NULL, '', '')", ((row[0], row[9]) for row in stages)
+        )
+        db.commit()
+    tail = read_all(JournalTail(path))
+    assert len(tail.columns.times) == 90_000
+    started = time.perf_counter()
+    chart = tail.seconds_by_changeover(points=200)
+    last = page(path, limit=50)
+    assert page(path, only_failed=True)["changeovers"] == []
+    assert time.perf_counter() - started < 2.0
+    assert (len(chart["numbers"]), chart["bucket"], chart["numbers"][-1]) == (200, 50, 10_000)
+    assert {value for values in chart["series"].values() for value in values} == {0.1}
+    assert (last["changeovers"][0]["number"], len(last["changeovers"][0]["stages"])) == (10_000, 9)

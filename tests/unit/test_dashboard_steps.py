@@ -1,0 +1,91 @@
+"""Figures of a run by step: what a tail of metrics.jsonl survives, and how few points a long run is drawn with."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+
+from tasuki.cli.dashboard.charts import draw
+from tasuki.cli.dashboard.steps import StepColumns
+
+RECORDED = Path(__file__).parents[1] / "recorded_run"
+
+
+def line(step: int, **figures: float) -> str:
+    return json.dumps({"step": step, "seconds": {"generate": 0.5}, **figures}) + "\n"
+
+
+def read_all(columns: StepColumns) -> StepColumns:
+    while columns.advance():
+        pass
+    return columns
+
+
+def thinned(columns: StepColumns, points: int = 100, first: int = 0, last: int = 10**9) -> dict:
+    return columns.thinned(first=first, last=last, points=points)
+
+
+def test_bad_and_half_written_lines_are_passed_over(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    bad = [
+        b"\xff\xfe\n", b"{}\n", b"[1]\n", b"null\n", b'{"step": "1"}\n', b'{"step": -4}\n', b'{"step": 1e400}\n', b"{" * 20_000 + b"\n",
+        b"[" * 200_000 + b"\n", b'{"step": ' + b"9" * 400 + b"}\n", b'{"step": 3, "mean_reward": NaN, "loss": ' + b"9" * 400 + b"}\n",
+    ]  # fmt: skip
+    file.write_bytes(line(1, mean_reward=0.5).encode() + b"".join(bad) + b'{"step": 4, "mean_rew')
+    columns = read_all(StepColumns(tmp_path))
+    assert list(columns.steps) == [1, 3]
+    with file.open("ab") as lines:
+        lines.write(b'ard": 0.75}\n')
+    read_all(columns)
+    assert thinned(columns)["steps"] == [1, 3, 4]
+    assert thinned(columns)["series"]["mean_reward"]["mean"] == [0.5, None, 0.75]
+    assert columns.last()["mean_reward"] == 0.75
+
+
+def test_a_run_without_files_has_no_figures(tmp_path: Path) -> None:
+    columns = read_all(StepColumns(tmp_path / "none"))
+    assert (columns.bounds(), columns.last(), thinned(columns)["steps"], draw(thinned(columns))) == (None, {}, [], [])
+
+
+def test_steps_that_a_resumed_run_makes_again_take_the_place_of_the_first(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(line(step, loss=1.0) for step in range(10)))
+    columns = read_all(StepColumns(tmp_path))
+    aside = tmp_path / "aside"
+    aside.write_text("".join(line(step, loss=2.0, entropy=3.0) for step in range(4, 7)))
+    aside.replace(file)
+    read_all(columns)
+    assert list(columns.steps) == [0, 1, 2, 3, 4, 5, 6]
+    assert list(columns.columns["loss"]) == [1.0] * 4 + [2.0] * 3
+    assert [math.isnan(value) for value in columns.columns["entropy"]] == [True] * 4 + [False] * 3
+
+
+def test_a_hundred_thousand_steps_are_a_few_points_that_keep_the_extremes(tmp_path: Path) -> None:
+    values = [math.sin(step / 1000) + (step == 54_321) * 50 for step in range(100_000)]
+    (tmp_path / "metrics.jsonl").write_text("".join(line(step, loss=value) for step, value in enumerate(values)))
+    columns = read_all(StepColumns(tmp_path))
+    started = time.perf_counter()
+    found = thinned(columns, points=400)
+    assert time.perf_counter() - started < 1.0
+    loss = found["series"]["loss"]
+    assert (len(found["steps"]), found["bucket"], found["steps"][-1]) == (400, 250, 99_999)
+    assert max(loss["high"]) > 49 and max(loss["mean"]) < 2
+    assert loss["mean"][0] == float(f"{sum(values[:250]) / 250:.6g}")
+    closer = thinned(columns, points=400, first=54_300, last=54_350)
+    assert (closer["bucket"], len(closer["steps"])) == (1, 51)
+
+
+def test_charts_of_a_recorded_run_have_each_figure_once() -> None:
+    columns = read_all(StepColumns(RECORDED))
+    charts = draw(thinned(columns))
+    titles = [chart["title"] for chart in charts]
+    assert titles[:7] == [
+        "Reward", "Held-out score", "Log-prob gap, trainer - rollout", "Entropy", "KL divergence", "Seconds of a step by part",
+        "Seconds of the changeovers by stage",
+    ]  # fmt: skip
+    parts = next(chart for chart in charts if chart["is_stacked"])
+    assert [one["name"] for one in parts["series"]][:3] == ["to_rollout", "evaluate", "generate"]
+    num_drawn = sum(len(chart["series"]) for chart in charts)
+    assert num_drawn == len(columns.names()) - 3  # versions and step counts are shown as numbers

@@ -1,0 +1,134 @@
+"""Memory over time: what the coordinator writes down, and what the dashboard makes of it with the journal and the plan."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tasuki.cli.dashboard.journal_tail import JournalTail, StageColumns
+from tasuki.cli.dashboard.memory import MemoryTimeline, read_plan
+from tasuki.config.schema import ModelConfig, NodeConfig
+from tasuki.coordinator.admission import Admission
+from tasuki.coordinator.journal import Journal
+from tasuki.coordinator.memory_record import MemoryRecord
+from tasuki.coordinator.node import Node
+from tasuki.memory.stages import HOLDS, Phase, Service
+from tasuki.wire.errors import TasukiError
+from tests.unit import fake_node
+from tests.unit.fake_node import acquire
+from tests.unit.fake_services import FakeServices
+from tests.unit.sized_services import GB, Devices, SizedServices
+
+RECORDED = Path(__file__).parents[1] / "recorded_run"
+
+
+@pytest.fixture
+def services() -> SizedServices:
+    return SizedServices()
+
+
+@pytest.fixture
+def devices(services: SizedServices) -> Devices:
+    services.devices = Devices(services)
+    return services.devices
+
+
+def make_node(journal: Journal, services: FakeServices, devices: Devices, record: Path) -> Node:
+    config = NodeConfig(state_dir=Path("/s"), device="cuda", model=ModelConfig(path=Path("/nowhere")))
+    admission = Admission(devices, config, published_bytes=journal.published_bytes, record=MemoryRecord(record))
+    return fake_node.make_node(journal, services, admission=admission)
+
+
+def columns_of(journal: Path) -> StageColumns:
+    tail = JournalTail(journal)
+    while tail.advance():
+        pass
+    return tail.copied()
+
+
+async def test_a_line_is_written_for_what_is_new_and_the_journal_moves_the_tags(
+    journal: Journal, services: FakeServices, devices: Devices, tmp_path: Path
+) -> None:
+    record = tmp_path / "memory.jsonl"
+    node = make_node(journal, services, devices, record)
+    for number in range(3):
+        await acquire(node, Phase.ROLLOUT, f"r{number}")
+        await acquire(node, Phase.TRAIN, f"t{number}")
+    assert len(record.read_text().splitlines()) == 1
+    devices.cache_bytes = 3 * GB
+    devices.asked.clear()
+    await acquire(node, Phase.ROLLOUT, "r3")
+    assert len(record.read_text().splitlines()) == 2
+    with record.open("a") as lines:
+        lines.write('{"time": 5\nnull\n{"time": 1e999, "tags": [{}], "device_bytes": {}}\n{"tags": ')
+    window = MemoryTimeline(record).window(columns_of(tmp_path / "journal.sqlite"), changeovers=3, plan=None)
+    (device,) = window["devices"]
+    assert (device["device"], device["total_bytes"]) == ("cuda:0", 12 * GB)
+    by_tag = {(one["service"], one["tag"]): one["bytes"] for one in device["series"]}
+    at = {stage: index for index, stage in enumerate(window["stages"])}  # the last time
+    assert by_tag["trainer", "optimizer"][at[HOLDS[Phase.TRAIN]]] == 4 * GB
+    assert by_tag["trainer", "optimizer"][at["OFFLOAD"]] == 0
+    assert by_tag["rollout", "kv_cache"][at["OFFLOAD"]] == 0
+    assert by_tag["rollout", "kv_cache"][at["RESUME_KV"]] == 3 * GB
+    assert by_tag["rollout", "weights"][at["PAUSE_WEIGHTS"]] == 0
+
+
+async def test_a_disk_that_takes_nothing_costs_the_record_and_no_changeover(
+    journal: Journal, services: FakeServices, devices: Devices, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = make_node(journal, services, devices, tmp_path / "no folder" / "memory.jsonl")
+    with caplog.at_level(logging.WARNING):
+        await acquire(node, Phase.ROLLOUT)
+    assert node.state().phase is Phase.ROLLOUT
+    assert "event=memory_not_recorded" in caplog.text
+
+
+async def test_the_file_stays_below_its_bound(devices: Devices, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tasuki.coordinator.memory_record._MAX_BYTES", 3000)
+    record = MemoryRecord(tmp_path / "memory.jsonl")
+    usages = {service: await devices.usage(service) for service in Service}
+    for size in range(20):
+        rollout = usages[Service.ROLLOUT]
+        tags = tuple(replace(tag, total_bytes=10**9 + size) for tag in rollout.tags)
+        record.note({**usages, Service.ROLLOUT: replace(rollout, tags=tags)})
+    lines = (tmp_path / "memory.jsonl").read_bytes()
+    assert 1500 < len(lines) <= 3000 and lines.endswith(b"\n")
+    assert all(json.loads(line) for line in lines.splitlines())
+
+
+def test_a_recorded_run_has_memory_beside_its_plan() -> None:
+    timeline = MemoryTimeline(RECORDED / "memory.jsonl")
+    plan = read_plan(RECORDED / "logs" / "node.toml", timeline.device_bytes())
+    window = timeline.window(columns_of(RECORDED / "journal.sqlite"), changeovers=4, plan=plan)
+    (device,) = window["devices"]
+    planned = window["plan"]["cpu"]
+    assert len(window["times"]) == len(planned["tags"]) == 18
+    mapped = [sum(one["bytes"][index] for one in device["series"]) for index in range(18)]
+    assert all(
+        0 < size <= tags
+        for size, tags, stage in zip(mapped, planned["tags"], window["stages"], strict=True)
+        if stage in ("RESUME_KV", "LOAD_TRAINER")
+    )
+    assert all(tags < total for tags, total in zip(planned["tags"], planned["total"], strict=True))
+
+
+def test_without_a_model_there_is_no_plan_and_an_error_that_says_so(tmp_path: Path) -> None:
+    (tmp_path / "node.toml").write_text((RECORDED / "logs" / "node.toml").read_text())
+    with pytest.raises(TasukiError, match="model"):
+        read_plan(tmp_path / "node.toml", {"cpu": 10**9})
+
+
+def test_a_long_run_is_drawn_with_a_bounded_number_of_points() -> None:
+    columns = columns_of(RECORDED / "journal.sqlite")
+    many = StageColumns()
+    for lap in range(100):
+        for name in ("stages", "seconds", "is_done", "is_undo"):
+            getattr(many, name).extend(getattr(columns, name))
+        many.times.extend(time + lap for time in columns.times)
+        many.numbers.extend(number + 64 * lap for number in columns.numbers)
+    window = MemoryTimeline(RECORDED / "memory.jsonl").window(many, changeovers=10_000, plan=None)
+    assert 1000 < len(window["times"]) <= 2000 and window["bucket"] > 1
