@@ -34,7 +34,7 @@ EXTRAS := --extra certs --extra rollout --extra tensorboard --extra trainer
 # Of their proofs `make test` carries out a sample (tests/extent.py).
 SAMPLED := $(shell grep -rl 'tests.extent import' tests/unit tests/integration --include='test_*.py') tests/integration/test_loss_cuts.py
 
-.PHONY: help setup trackers demo example test oracles chaos containers check protos native lint types buf bench bench-memory bench-memory-gpu bench-sync-gpu grpcurl clean
+.PHONY: help setup trackers demo example test oracles chaos fleet containers check protos native lint types buf bench bench-memory bench-memory-gpu bench-sync-gpu grpcurl clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ oracles: $(ORACLES)  ## every advantage and loss against verl's and TRL's own fu
 
 chaos: setup  ## every process killed and stopped in every stage, and other long proofs; writes runs/chaos
 	TASUKI_PROOFS=whole $(BIN)/python -m pytest tests/chaos $(SAMPLED) $(PYTEST_ARGS)
+
+fleet: setup  ## two real nodes on this machine, with root in two network namespaces: they learn, and end when one is lost
+	$(BIN)/python -m pytest tests/fleet $(PYTEST_ARGS)
 
 containers: setup grpcurl  ## every command of docs/deploy.md on Docker, on a CPU; BASE=IMAGE, such as tests/containers/base.sh makes
 	$(BIN)/python -m pytest -rs tests/containers $(PYTEST_ARGS)

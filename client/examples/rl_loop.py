@@ -93,6 +93,8 @@ class RlLoop:
     state: EstimatorState = field(default_factory=EstimatorState)
     dump: SampleDump | None = None
     """Where some samples of each step are written for people to read."""
+    save_now: Callable[[], bool] = lambda: False
+    """Asked after each step that has learned: whether it is to be saved although it is not due."""
 
     def run(self, report: Callable[[Step], None], *, first_step: int = 0) -> None:
         """Trains from `first_step` on; `report` gets every step as it ends, the last one with the final evaluation only."""
@@ -136,7 +138,8 @@ class RlLoop:
         if self.dump is not None:
             self.dump.write(shown)
         step.estimator = self.state.numbers()
-        if self.settings.save_every and (step.step + 1) % self.settings.save_every == 0:
+        is_due = self.settings.save_every and (step.step + 1) % self.settings.save_every == 0
+        if self.save_now() or is_due:
             self.save(step)
 
     def sample_groups(self, step: Step, shown: ShownSamples) -> list[Group]:

@@ -38,6 +38,8 @@ class SftLoop:
     dataset: Dataset[TrainingSample]
     eval_samples: Sequence[TrainingSample]
     settings: Settings
+    save_now: Callable[[], bool] = lambda: False
+    """As RlLoop has it."""
 
     def run(self, report: Callable[[Step], None], *, first_step: int = 0) -> None:
         """Trains from `first_step` on; `report` gets every step as it ends, the last one with the held-out loss only."""
@@ -76,7 +78,8 @@ class SftLoop:
         step.grad_norm, step.learning_rate = stepped.grad_norm, stepped.learning_rate
         step.mean_num_tokens = float(np.mean([len(sample.completion_token_ids) for sample in samples]))
         step.metrics |= {**done.metrics, "loss": done.loss, "num_tokens": done.num_tokens}
-        if self.settings.save_every and (step.step + 1) % self.settings.save_every == 0:
+        is_due = self.settings.save_every and (step.step + 1) % self.settings.save_every == 0
+        if self.save_now() or is_due:
             self.save(step)
 
     def save(self, step: Step) -> None:

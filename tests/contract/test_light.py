@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LIGHT = ["algorithms", "v1", "wire", "config", "planner", "models", "rpc", "coordinator", "supervisor", "runs", "cli", "client"]
+LIGHT = [
+    "algorithms", "v1", "wire", "config", "planner", "models", "rpc", "coordinator", "fleet", "supervisor", "runs", "cli", "client",
+]  # fmt: skip
 
 # Imports every module of the packages given as arguments; an import of a heavy one raises as if it were not installed.
 IMPORT_ALL = """

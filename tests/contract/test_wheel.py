@@ -36,7 +36,7 @@ def test_wheel_holds_the_three_roots_as_one_namespace(wheel: Path) -> None:
     packages = {name.split("/")[1] for name in names if name.startswith("tasuki/")}
     assert packages == {
         "v1", "wire", "config", "models", "rpc", "memory", "planner", "transport", "algorithms",
-        "coordinator", "trainer", "rollout", "supervisor", "runs", "cli", "client",
+        "coordinator", "fleet", "trainer", "rollout", "supervisor", "runs", "cli", "client",
     }  # fmt: skip
     assert {f"tasuki/{package}/py.typed" for package in packages} <= names
     page = (ROOT / "services/tasuki/cli/dashboard/static").iterdir()

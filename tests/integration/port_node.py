@@ -53,9 +53,9 @@ def certificate(folder: Path, name: str) -> Credentials:
     return Credentials(ca=folder / "ca.pem", cert=folder / f"{name}.pem", key=folder / f"{name}.key")
 
 
-def make_certs(folder: Path) -> Path:
+def make_certs(folder: Path, *, host: str = "localhost") -> Path:
     """What `tasuki certs` makes."""
-    assert certs.run(folder, hosts=["localhost"], days=1) == 0
+    assert certs.run(folder, hosts=[host], days=1) == 0
     return folder
 
 

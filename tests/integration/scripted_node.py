@@ -244,10 +244,10 @@ class ScriptedNode(
 
 
 @asynccontextmanager
-async def scripted_node(state_dir: Path) -> AsyncIterator[ScriptedNode]:
+async def scripted_node(state_dir: Path, *, make: Callable[[Path], ScriptedNode] = ScriptedNode) -> AsyncIterator[ScriptedNode]:
     socket_folder(state_dir).mkdir(mode=0o700, parents=True)
     # Some RPCs are left out on purpose: the client has no verb for them.
-    node = ScriptedNode(state_dir)
+    node = make(state_dir)
     adders: dict[str, Callable] = {
         "coordinator": coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server,
         "trainer": trainer_pb2_grpc.add_TrainerServiceServicer_to_server,

@@ -73,8 +73,13 @@ class TrainerProcess:
             self.process.wait()
 
 
-def start_trainer(state_dir: Path, model: Path, *, num_ranks: int, settings: str = "") -> TrainerProcess:
-    """Starts the service, in which faults may be planted, and returns at once. settings: further lines of the table [trainer]."""
+def start_trainer(
+    state_dir: Path, model: Path, *, num_ranks: int, settings: str = "", inside: Sequence[str] = ()
+) -> TrainerProcess:
+    """Starts the service, in which faults may be planted, and returns at once. settings: further lines of the table [trainer].
+
+    inside: command in which it runs, such as `ip netns exec NAME`, and which becomes it.
+    """
     state_dir.mkdir(parents=True, exist_ok=True)
     config = state_dir / "node.toml"
     head = f'state_dir = "{state_dir}"\nunsafe = true\n[model]\npath = "{model}"\n'
@@ -85,7 +90,7 @@ def start_trainer(state_dir: Path, model: Path, *, num_ranks: int, settings: str
     log = state_dir / "trainer.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*launch, "-m", "tasuki.trainer", "--config", str(config)],
+            [*inside, *launch, "-m", "tasuki.trainer", "--config", str(config)],
             stdout=output,
             stderr=output,
             env=environment,

@@ -122,7 +122,7 @@ class SimulatedNode:
         return self.trainer if service is Service.TRAINER else self.rollout
 
     def _begin_life(self, service: Service) -> None:
-        boot_id = f"{service}-{len(self.lives[service]) + 1}"
+        boot_id = f"{self.prefix}{service}-{len(self.lives[service]) + 1}"
         if service is Service.TRAINER:
             self.trainer = SimulatedTrainer(boot_id, self.disk)
             self.lives[service].append(self.trainer)
@@ -259,6 +259,8 @@ class SimulatedNode:
                 self.broken = error
 
     broken: AssertionError | None = None
+    prefix = ""
+    """Of boot ids, where there are several nodes."""
 
     # The end.
 

@@ -37,6 +37,7 @@ class Weather:
     refusal: TasukiError | None = None
     hangs: bool = False
     corrupts: bool = False
+    differs: int = 0
     seconds: float = 0.1
     is_stuck: bool = False
 
@@ -159,6 +160,8 @@ class SimulatedRollout(SimulatedService):
         super().__init__(boot_id)
         self.stage = None
         self.held: int | None = None
+        self.flavour = 0
+        """Not 0 for weights that other nodes do not have."""
         self.poison: str | None = None
         self._highest = 0
         self._trainer, self._on_served = trainer, on_served
@@ -184,7 +187,11 @@ class SimulatedRollout(SimulatedService):
                 self.weather.corrupts, self.poison, self.held = False, "sync failed", None
                 raise WeightsCorrupt("a bit is wrong")
             self.held, self.stage = weights.policy_version, Stage.SYNC
-            return rollout_pb2.ReceiveWeightsResponse(policy_version=weights.policy_version, copied_bytes=1000)
+            self.flavour, self.weather.differs = self.weather.differs, 0
+            sums = weights_pb2.WeightSums(
+                policy_version=weights.policy_version, layout_digest=b"layout", checksums=[weights.policy_version, self.flavour]
+            )
+            return rollout_pb2.ReceiveWeightsResponse(policy_version=weights.policy_version, copied_bytes=1000, sums=sums)
 
         return await self._stage(request, receive)
 

@@ -23,10 +23,12 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from tasuki.v1 import fleet_pb2 as tasuki_dot_v1_dot_fleet__pb2
 from tasuki.v1 import types_pb2 as tasuki_dot_v1_dot_types__pb2
+from tasuki.v1 import weights_pb2 as tasuki_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btasuki/v1/coordinator.proto\x12\ttasuki.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15tasuki/v1/types.proto\"\xe3\x01\n\nStageEvent\x12\x15\n\rchangeover_id\x18\x01 \x01(\t\x12\x1f\n\x05stage\x18\x02 \x01(\x0e\x32\x10.tasuki.v1.Stage\x12&\n\x06status\x18\x03 \x01(\x0e\x32\x16.tasuki.v1.StageStatus\x12(\n\x04time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\x14\n\x0c\x65rror_reason\x18\x07 \x01(\t\x12\x15\n\rerror_message\x18\x08 \x01(\t\"\xfc\x01\n\nChangeover\x12\x15\n\rchangeover_id\x18\x01 \x01(\t\x12 \n\x06target\x18\x02 \x01(\x0e\x32\x10.tasuki.v1.Phase\x12&\n\x06status\x18\x03 \x01(\x0e\x32\x16.tasuki.v1.StageStatus\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x04\x12.\n\nstart_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07seconds\x18\x06 \x01(\x01\x12%\n\x06stages\x18\x07 \x03(\x0b\x32\x15.tasuki.v1.StageEvent\x12\r\n\x05\x65poch\x18\x08 \x01(\x04\"\xdf\x02\n\tNodeState\x12\x1f\n\x05phase\x18\x01 \x01(\x0e\x32\x10.tasuki.v1.Phase\x12\x1f\n\x05stage\x18\x02 \x01(\x0e\x32\x10.tasuki.v1.Stage\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x1b\n\x0epolicy_version\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x0f\n\x07\x62oot_id\x18\x05 \x01(\t\x12\x15\n\rchangeover_id\x18\x06 \x01(\t\x12\x16\n\x0etrainer_target\x18\x07 \x01(\t\x12\x16\n\x0erollout_target\x18\x08 \x01(\t\x12$\n\nnext_stage\x18\t \x01(\x0e\x32\x10.tasuki.v1.Stage\x12\x17\n\x0fnum_changeovers\x18\n \x01(\x04\x12\x12\n\nlast_error\x18\x0b \x01(\t\x12\x13\n\x0binstance_id\x18\x0c \x01(\t\x12\x11\n\tlock_path\x18\r \x01(\tB\x11\n\x0f_policy_version\"E\n\x0e\x41\x63quireRequest\x12\x1f\n\x05phase\x18\x01 \x01(\x0e\x32\x10.tasuki.v1.Phase\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"\\\n\x0f\x41\x63quireResponse\x12$\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x15.tasuki.v1.StageEvent\x12#\n\x05state\x18\x02 \x01(\x0b\x32\x14.tasuki.v1.NodeState\"F\n\x0fRunStageRequest\x12\x1f\n\x05stage\x18\x01 \x01(\x0e\x32\x10.tasuki.v1.Stage\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"]\n\x10RunStageResponse\x12$\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x15.tasuki.v1.StageEvent\x12#\n\x05state\x18\x02 \x01(\x0b\x32\x14.tasuki.v1.NodeState\"\x11\n\x0fGetStateRequest\"7\n\x10GetStateResponse\x12#\n\x05state\x18\x01 \x01(\x0b\x32\x14.tasuki.v1.NodeState\"\x13\n\x11WatchStateRequest\"_\n\x12WatchStateResponse\x12#\n\x05state\x18\x01 \x01(\x0b\x32\x14.tasuki.v1.NodeState\x12$\n\x05\x65vent\x18\x02 \x01(\x0b\x32\x15.tasuki.v1.StageEvent\"?\n\x16ListChangeoversRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"^\n\x17ListChangeoversResponse\x12*\n\x0b\x63hangeovers\x18\x01 \x03(\x0b\x32\x15.tasuki.v1.Changeover\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"[\n\x0bPlanRequest\x12\x16\n\tgpu_bytes\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\x17\n\nhost_bytes\x18\x02 \x01(\x04H\x01\x88\x01\x01\x42\x0c\n\n_gpu_bytesB\r\n\x0b_host_bytes\"*\n\x0bPlannedPart\x12\x0c\n\x04part\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"\x82\x01\n\rPlannedDevice\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x14\n\x0cneeded_bytes\x18\x02 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x04\x12\x0c\n\x04\x66its\x18\x04 \x01(\x08\x12%\n\x05parts\x18\x05 \x03(\x0b\x32\x16.tasuki.v1.PlannedPart\"H\n\x0cPlannedStage\x12\r\n\x05stage\x18\x01 \x01(\t\x12)\n\x07\x64\x65vices\x18\x02 \x03(\x0b\x32\x18.tasuki.v1.PlannedDevice\"+\n\x0bPlannedPeak\x12\r\n\x05stage\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"v\n\rPlannedChange\x12\x0f\n\x07setting\x18\x01 \x01(\t\x12\x0b\n\x03old\x18\x02 \x01(\t\x12\x0b\n\x03new\x18\x03 \x01(\t\x12\x14\n\x0cis_available\x18\x04 \x01(\x08\x12\x16\n\x0egpu_peak_bytes\x18\x05 \x01(\x04\x12\x0c\n\x04\x66its\x18\x06 \x01(\x08\"\xbb\x05\n\x0cPlanResponse\x12\x0c\n\x04\x66its\x18\x01 \x01(\x08\x12\x10\n\x08problems\x18\x02 \x03(\t\x12\x10\n\x08strategy\x18\x03 \x01(\t\x12\'\n\x06stages\x18\x04 \x03(\x0b\x32\x17.tasuki.v1.PlannedStage\x12(\n\x08gpu_peak\x18\x05 \x01(\x0b\x32\x16.tasuki.v1.PlannedPeak\x12)\n\thost_peak\x18\x06 \x01(\x0b\x32\x16.tasuki.v1.PlannedPeak\x12\x17\n\x0fkv_cache_tokens\x18\x07 \x01(\x04\x12\x16\n\x0ekv_cache_bytes\x18\x08 \x01(\x04\x12\x12\n\nmust_leave\x18\t \x03(\t\x12\x19\n\x11is_leaving_enough\x18\n \x01(\x08\x12\x19\n\x0cmax_kv_ratio\x18\x0b \x01(\x01H\x00\x88\x01\x01\x12(\n\x06\x61\x64vice\x18\x0c \x03(\x0b\x32\x18.tasuki.v1.PlannedChange\x12;\n\nparameters\x18\r \x03(\x0b\x32\'.tasuki.v1.PlanResponse.ParametersEntry\x12\x11\n\tgpu_bytes\x18\x0e \x01(\x04\x12\x12\n\nhost_bytes\x18\x0f \x01(\x04\x12.\n\tresidency\x18\x10 \x03(\x0b\x32\x1b.tasuki.v1.PlannedResidency\x12\x46\n\x10\x65xpected_seconds\x18\x11 \x03(\x0b\x32,.tasuki.v1.PlanResponse.ExpectedSecondsEntry\x1a\x31\n\x0fParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x36\n\x14\x45xpectedSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0f\n\r_max_kv_ratio\"?\n\x10PlannedResidency\x12\x0c\n\x04gpus\x18\x01 \x01(\t\x12\r\n\x05stays\x18\x02 \x03(\t\x12\x0e\n\x06leaves\x18\x03 \x03(\t*\xa5\x01\n\x0bStageStatus\x12\x1c\n\x18STAGE_STATUS_UNSPECIFIED\x10\x00\x12\x18\n\x14STAGE_STATUS_STARTED\x10\x01\x12\x15\n\x11STAGE_STATUS_DONE\x10\x02\x12\x17\n\x13STAGE_STATUS_FAILED\x10\x03\x12\x17\n\x13STAGE_STATUS_UNDONE\x10\x04\x12\x15\n\x11STAGE_STATUS_HELD\x10\x05\x32\xc2\x03\n\x12\x43oordinatorService\x12\x42\n\x07\x41\x63quire\x12\x19.tasuki.v1.AcquireRequest\x1a\x1a.tasuki.v1.AcquireResponse0\x01\x12\x43\n\x08RunStage\x12\x1a.tasuki.v1.RunStageRequest\x1a\x1b.tasuki.v1.RunStageResponse\x12\x43\n\x08GetState\x12\x1a.tasuki.v1.GetStateRequest\x1a\x1b.tasuki.v1.GetStateResponse\x12K\n\nWatchState\x12\x1c.tasuki.v1.WatchStateRequest\x1a\x1d.tasuki.v1.WatchStateResponse0\x01\x12X\n\x0fListChangeovers\x12!.tasuki.v1.ListChangeoversRequest\x1a\".tasuki.v1.ListChangeoversResponse\x12\x37\n\x04Plan\x12\x16.tasuki.v1.PlanRequest\x1a\x17.tasuki.v1.PlanResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btasuki/v1/coordinator.proto\x12\ttasuki.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15tasuki/v1/fleet.proto\x1a\x15tasuki/v1/types.proto\x1a\x17tasuki/v1/weights.proto\"\xe3\x01\n\nStageEvent\x12\x15\n\rchangeover_id\x18\x01 \x01(\t\x12\x1f\n\x05stage\x18\x02 \x01(\x0e\x32\x10.tasuki.v1.Stage\x12&\n\x06status\x18\x03 \x01(\x0e\x32\x16.tasuki.v1.StageStatus\x12(\n\x04time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\x14\n\x0c\x65rror_reason\x18\x07 \x01(\t\x12\x15\n\rerror_message\x18\x08 \x01(\t\"\xfc\x01\n\nChangeover\x12\x15\n\rchangeover_id\x18\x01 \x01(\t\x12 \n\x06target\x18\x02 \x01(\x0e\x32\x10.tasuki.v1.Phase\x12&\n\x06status\x18\x03 \x01(\x0e\x32\x16.tasuki.v1.StageStatus\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x04\x12.\n\nstart_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07seconds\x18\x06 \x01(\x01\x12%\n\x06stages\x18\x07 \x03(\x0b\x32\x15.tasuki.v1.StageEvent\x12\r\n\x05\x65poch\x18\x08 \x01(\x04\"\xf7\x02\n\tNodeState\x12\x1f\n\x05phase\x18\x01 \x01(\x0e\x32\x10.tasuki.v1.Phase\x12\x1f\n\x05stage\x18\x02 \x01(\x0e\x32\x10.tasuki.v1.Stage\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x1b\n\x0epolicy_version\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x0f\n\x07\x62oot_id\x18\x05 \x01(\t\x12\x15\n\rchangeover_id\x18\x06 \x01(\t\x12\x16\n\x0etrainer_target\x18\x07 \x01(\t\x12\x16\n\x0erollout_target\x18\x08 \x01(\t\x12$\n\nnext_stage\x18\t \x01(\x0e\x32\x10.tasuki.v1.Stage\x12\x17\n\x0fnum_changeovers\x18\n \x01(\x04\x12\x12\n\nlast_error\x18\x0b \x01(\t\x12\x13\n\x0binstance_id\x18\x0c \x01(\t\x12\x11\n\tlock_path\x18\r \x01(\t\x12\x16\n\x0eweights_digest\x18\x0e \x01(\x0c\x42\x11\n\x0f_policy_version\"|\n\x0e\x41\x63quireRequest\x12\x1f\n\x05phase\x18\x01 \x01(\x0e\x32\x10.tasuki.v1.Phase\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12+\n\x05\x66leet\x18\x03 \x01(\x0b\x32\x17.tasuki.v1.FleetCommandH\x00\x88\x01\x01\x42\x08\n\x06_fleet\"\\\n\x0f\x41\x63quireResponse\x12$\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x15.tasuki.v1.StageEvent\x12#\n\x05state\x18\x02 \x01(\x0b\x32\x14.tasuki.v1.NodeState\"}\n\x0fRunStageRequest\x12\x1f\n\x05stage\x18\x01 \x01(\x0e\x32\x10.tasuki.v1.Stage\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12+\n\x05\x66leet\x18\x03 \x01(\x0b\x32\x17.tasuki.v1.FleetCommandH\x00\x88\x01\x01\x42\x08\n\x06_fleet\"\x82\x01\n\x10RunStageResponse\x12$\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x15.tasuki.v1.StageEvent\x12#\n\x05state\x18\x02 \x01(\x0b\x32\x14.tasuki.v1.NodeState\x12#\n\x04sums\x18\x03 \x01(\x0b\x32\x15.tasuki.v1.WeightSums\"H\n\x0fGetStateRequest\x12+\n\x05\x66leet\x18\x01 \x01(\x0b\x32\x17.tasuki.v1.FleetCommandH\x00\x88\x01\x01\x42\x08\n\x06_fleet\"7\n\x10GetStateResponse\x12#\n\x05state\x18\x01 \x01(\x0b\x32\x14.tasuki.v1.NodeState\"\x13\n\x11WatchStateRequest\"_\n\x12WatchStateResponse\x12#\n\x05state\x18\x01 \x01(\x0b\x32\x14.tasuki.v1.NodeState\x12$\n\x05\x65vent\x18\x02 \x01(\x0b\x32\x15.tasuki.v1.StageEvent\"?\n\x16ListChangeoversRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"^\n\x17ListChangeoversResponse\x12*\n\x0b\x63hangeovers\x18\x01 \x03(\x0b\x32\x15.tasuki.v1.Changeover\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"[\n\x0bPlanRequest\x12\x16\n\tgpu_bytes\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\x17\n\nhost_bytes\x18\x02 \x01(\x04H\x01\x88\x01\x01\x42\x0c\n\n_gpu_bytesB\r\n\x0b_host_bytes\"*\n\x0bPlannedPart\x12\x0c\n\x04part\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"\x82\x01\n\rPlannedDevice\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x14\n\x0cneeded_bytes\x18\x02 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x04\x12\x0c\n\x04\x66its\x18\x04 \x01(\x08\x12%\n\x05parts\x18\x05 \x03(\x0b\x32\x16.tasuki.v1.PlannedPart\"H\n\x0cPlannedStage\x12\r\n\x05stage\x18\x01 \x01(\t\x12)\n\x07\x64\x65vices\x18\x02 \x03(\x0b\x32\x18.tasuki.v1.PlannedDevice\"+\n\x0bPlannedPeak\x12\r\n\x05stage\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"v\n\rPlannedChange\x12\x0f\n\x07setting\x18\x01 \x01(\t\x12\x0b\n\x03old\x18\x02 \x01(\t\x12\x0b\n\x03new\x18\x03 \x01(\t\x12\x14\n\x0cis_available\x18\x04 \x01(\x08\x12\x16\n\x0egpu_peak_bytes\x18\x05 \x01(\x04\x12\x0c\n\x04\x66its\x18\x06 \x01(\x08\"\xbb\x05\n\x0cPlanResponse\x12\x0c\n\x04\x66its\x18\x01 \x01(\x08\x12\x10\n\x08problems\x18\x02 \x03(\t\x12\x10\n\x08strategy\x18\x03 \x01(\t\x12\'\n\x06stages\x18\x04 \x03(\x0b\x32\x17.tasuki.v1.PlannedStage\x12(\n\x08gpu_peak\x18\x05 \x01(\x0b\x32\x16.tasuki.v1.PlannedPeak\x12)\n\thost_peak\x18\x06 \x01(\x0b\x32\x16.tasuki.v1.PlannedPeak\x12\x17\n\x0fkv_cache_tokens\x18\x07 \x01(\x04\x12\x16\n\x0ekv_cache_bytes\x18\x08 \x01(\x04\x12\x12\n\nmust_leave\x18\t \x03(\t\x12\x19\n\x11is_leaving_enough\x18\n \x01(\x08\x12\x19\n\x0cmax_kv_ratio\x18\x0b \x01(\x01H\x00\x88\x01\x01\x12(\n\x06\x61\x64vice\x18\x0c \x03(\x0b\x32\x18.tasuki.v1.PlannedChange\x12;\n\nparameters\x18\r \x03(\x0b\x32\'.tasuki.v1.PlanResponse.ParametersEntry\x12\x11\n\tgpu_bytes\x18\x0e \x01(\x04\x12\x12\n\nhost_bytes\x18\x0f \x01(\x04\x12.\n\tresidency\x18\x10 \x03(\x0b\x32\x1b.tasuki.v1.PlannedResidency\x12\x46\n\x10\x65xpected_seconds\x18\x11 \x03(\x0b\x32,.tasuki.v1.PlanResponse.ExpectedSecondsEntry\x1a\x31\n\x0fParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x36\n\x14\x45xpectedSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0f\n\r_max_kv_ratio\"?\n\x10PlannedResidency\x12\x0c\n\x04gpus\x18\x01 \x01(\t\x12\r\n\x05stays\x18\x02 \x03(\t\x12\x0e\n\x06leaves\x18\x03 \x03(\t*\xa5\x01\n\x0bStageStatus\x12\x1c\n\x18STAGE_STATUS_UNSPECIFIED\x10\x00\x12\x18\n\x14STAGE_STATUS_STARTED\x10\x01\x12\x15\n\x11STAGE_STATUS_DONE\x10\x02\x12\x17\n\x13STAGE_STATUS_FAILED\x10\x03\x12\x17\n\x13STAGE_STATUS_UNDONE\x10\x04\x12\x15\n\x11STAGE_STATUS_HELD\x10\x05\x32\xc2\x03\n\x12\x43oordinatorService\x12\x42\n\x07\x41\x63quire\x12\x19.tasuki.v1.AcquireRequest\x1a\x1a.tasuki.v1.AcquireResponse0\x01\x12\x43\n\x08RunStage\x12\x1a.tasuki.v1.RunStageRequest\x1a\x1b.tasuki.v1.RunStageResponse\x12\x43\n\x08GetState\x12\x1a.tasuki.v1.GetStateRequest\x1a\x1b.tasuki.v1.GetStateResponse\x12K\n\nWatchState\x12\x1c.tasuki.v1.WatchStateRequest\x1a\x1d.tasuki.v1.WatchStateResponse0\x01\x12X\n\x0fListChangeovers\x12!.tasuki.v1.ListChangeoversRequest\x1a\".tasuki.v1.ListChangeoversResponse\x12\x37\n\x04Plan\x12\x16.tasuki.v1.PlanRequest\x1a\x17.tasuki.v1.PlanResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,54 +39,54 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PLANRESPONSE_PARAMETERSENTRY']._serialized_options = b'8\001'
   _globals['_PLANRESPONSE_EXPECTEDSECONDSENTRY']._loaded_options = None
   _globals['_PLANRESPONSE_EXPECTEDSECONDSENTRY']._serialized_options = b'8\001'
-  _globals['_STAGESTATUS']._serialized_start=2901
-  _globals['_STAGESTATUS']._serialized_end=3066
-  _globals['_STAGEEVENT']._serialized_start=99
-  _globals['_STAGEEVENT']._serialized_end=326
-  _globals['_CHANGEOVER']._serialized_start=329
-  _globals['_CHANGEOVER']._serialized_end=581
-  _globals['_NODESTATE']._serialized_start=584
-  _globals['_NODESTATE']._serialized_end=935
-  _globals['_ACQUIREREQUEST']._serialized_start=937
-  _globals['_ACQUIREREQUEST']._serialized_end=1006
-  _globals['_ACQUIRERESPONSE']._serialized_start=1008
-  _globals['_ACQUIRERESPONSE']._serialized_end=1100
-  _globals['_RUNSTAGEREQUEST']._serialized_start=1102
-  _globals['_RUNSTAGEREQUEST']._serialized_end=1172
-  _globals['_RUNSTAGERESPONSE']._serialized_start=1174
-  _globals['_RUNSTAGERESPONSE']._serialized_end=1267
-  _globals['_GETSTATEREQUEST']._serialized_start=1269
-  _globals['_GETSTATEREQUEST']._serialized_end=1286
-  _globals['_GETSTATERESPONSE']._serialized_start=1288
-  _globals['_GETSTATERESPONSE']._serialized_end=1343
-  _globals['_WATCHSTATEREQUEST']._serialized_start=1345
-  _globals['_WATCHSTATEREQUEST']._serialized_end=1364
-  _globals['_WATCHSTATERESPONSE']._serialized_start=1366
-  _globals['_WATCHSTATERESPONSE']._serialized_end=1461
-  _globals['_LISTCHANGEOVERSREQUEST']._serialized_start=1463
-  _globals['_LISTCHANGEOVERSREQUEST']._serialized_end=1526
-  _globals['_LISTCHANGEOVERSRESPONSE']._serialized_start=1528
-  _globals['_LISTCHANGEOVERSRESPONSE']._serialized_end=1622
-  _globals['_PLANREQUEST']._serialized_start=1624
-  _globals['_PLANREQUEST']._serialized_end=1715
-  _globals['_PLANNEDPART']._serialized_start=1717
-  _globals['_PLANNEDPART']._serialized_end=1759
-  _globals['_PLANNEDDEVICE']._serialized_start=1762
-  _globals['_PLANNEDDEVICE']._serialized_end=1892
-  _globals['_PLANNEDSTAGE']._serialized_start=1894
-  _globals['_PLANNEDSTAGE']._serialized_end=1966
-  _globals['_PLANNEDPEAK']._serialized_start=1968
-  _globals['_PLANNEDPEAK']._serialized_end=2011
-  _globals['_PLANNEDCHANGE']._serialized_start=2013
-  _globals['_PLANNEDCHANGE']._serialized_end=2131
-  _globals['_PLANRESPONSE']._serialized_start=2134
-  _globals['_PLANRESPONSE']._serialized_end=2833
-  _globals['_PLANRESPONSE_PARAMETERSENTRY']._serialized_start=2711
-  _globals['_PLANRESPONSE_PARAMETERSENTRY']._serialized_end=2760
-  _globals['_PLANRESPONSE_EXPECTEDSECONDSENTRY']._serialized_start=2762
-  _globals['_PLANRESPONSE_EXPECTEDSECONDSENTRY']._serialized_end=2816
-  _globals['_PLANNEDRESIDENCY']._serialized_start=2835
-  _globals['_PLANNEDRESIDENCY']._serialized_end=2898
-  _globals['_COORDINATORSERVICE']._serialized_start=3069
-  _globals['_COORDINATORSERVICE']._serialized_end=3519
+  _globals['_STAGESTATUS']._serialized_start=3176
+  _globals['_STAGESTATUS']._serialized_end=3341
+  _globals['_STAGEEVENT']._serialized_start=147
+  _globals['_STAGEEVENT']._serialized_end=374
+  _globals['_CHANGEOVER']._serialized_start=377
+  _globals['_CHANGEOVER']._serialized_end=629
+  _globals['_NODESTATE']._serialized_start=632
+  _globals['_NODESTATE']._serialized_end=1007
+  _globals['_ACQUIREREQUEST']._serialized_start=1009
+  _globals['_ACQUIREREQUEST']._serialized_end=1133
+  _globals['_ACQUIRERESPONSE']._serialized_start=1135
+  _globals['_ACQUIRERESPONSE']._serialized_end=1227
+  _globals['_RUNSTAGEREQUEST']._serialized_start=1229
+  _globals['_RUNSTAGEREQUEST']._serialized_end=1354
+  _globals['_RUNSTAGERESPONSE']._serialized_start=1357
+  _globals['_RUNSTAGERESPONSE']._serialized_end=1487
+  _globals['_GETSTATEREQUEST']._serialized_start=1489
+  _globals['_GETSTATEREQUEST']._serialized_end=1561
+  _globals['_GETSTATERESPONSE']._serialized_start=1563
+  _globals['_GETSTATERESPONSE']._serialized_end=1618
+  _globals['_WATCHSTATEREQUEST']._serialized_start=1620
+  _globals['_WATCHSTATEREQUEST']._serialized_end=1639
+  _globals['_WATCHSTATERESPONSE']._serialized_start=1641
+  _globals['_WATCHSTATERESPONSE']._serialized_end=1736
+  _globals['_LISTCHANGEOVERSREQUEST']._serialized_start=1738
+  _globals['_LISTCHANGEOVERSREQUEST']._serialized_end=1801
+  _globals['_LISTCHANGEOVERSRESPONSE']._serialized_start=1803
+  _globals['_LISTCHANGEOVERSRESPONSE']._serialized_end=1897
+  _globals['_PLANREQUEST']._serialized_start=1899
+  _globals['_PLANREQUEST']._serialized_end=1990
+  _globals['_PLANNEDPART']._serialized_start=1992
+  _globals['_PLANNEDPART']._serialized_end=2034
+  _globals['_PLANNEDDEVICE']._serialized_start=2037
+  _globals['_PLANNEDDEVICE']._serialized_end=2167
+  _globals['_PLANNEDSTAGE']._serialized_start=2169
+  _globals['_PLANNEDSTAGE']._serialized_end=2241
+  _globals['_PLANNEDPEAK']._serialized_start=2243
+  _globals['_PLANNEDPEAK']._serialized_end=2286
+  _globals['_PLANNEDCHANGE']._serialized_start=2288
+  _globals['_PLANNEDCHANGE']._serialized_end=2406
+  _globals['_PLANRESPONSE']._serialized_start=2409
+  _globals['_PLANRESPONSE']._serialized_end=3108
+  _globals['_PLANRESPONSE_PARAMETERSENTRY']._serialized_start=2986
+  _globals['_PLANRESPONSE_PARAMETERSENTRY']._serialized_end=3035
+  _globals['_PLANRESPONSE_EXPECTEDSECONDSENTRY']._serialized_start=3037
+  _globals['_PLANRESPONSE_EXPECTEDSECONDSENTRY']._serialized_end=3091
+  _globals['_PLANNEDRESIDENCY']._serialized_start=3110
+  _globals['_PLANNEDRESIDENCY']._serialized_end=3173
+  _globals['_COORDINATORSERVICE']._serialized_start=3344
+  _globals['_COORDINATORSERVICE']._serialized_end=3794
 # @@protoc_insertion_point(module_scope)

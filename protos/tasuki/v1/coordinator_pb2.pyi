@@ -9,7 +9,9 @@ from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from tasuki.v1 import fleet_pb2 as _fleet_pb2
 from tasuki.v1 import types_pb2 as _types_pb2
+from tasuki.v1 import weights_pb2 as _weights_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -154,6 +156,7 @@ class NodeState(_message.Message):
     LAST_ERROR_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     LOCK_PATH_FIELD_NUMBER: _builtins.int
+    WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     phase: _types_pb2.Phase.ValueType
     """Phase that holds; UNSPECIFIED in the middle of a changeover."""
     stage: _types_pb2.Stage.ValueType
@@ -179,6 +182,8 @@ class NodeState(_message.Message):
     """
     lock_path: _builtins.str
     """A file that is locked (flock) for as long as the node lives, for clients on its machine; empty as above."""
+    weights_digest: _builtins.bytes
+    """SHA-256 of the WeightSums of what rollout holds; empty while it holds nothing, or nobody knows what."""
     def __init__(
         self,
         *,
@@ -195,10 +200,11 @@ class NodeState(_message.Message):
         last_error: _builtins.str = ...,
         instance_id: _builtins.str = ...,
         lock_path: _builtins.str = ...,
+        weights_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "boot_id", b"boot_id", "changeover_id", b"changeover_id", "epoch", b"epoch", "instance_id", b"instance_id", "last_error", b"last_error", "lock_path", b"lock_path", "next_stage", b"next_stage", "num_changeovers", b"num_changeovers", "phase", b"phase", "policy_version", b"policy_version", "rollout_target", b"rollout_target", "stage", b"stage", "trainer_target", b"trainer_target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "boot_id", b"boot_id", "changeover_id", b"changeover_id", "epoch", b"epoch", "instance_id", b"instance_id", "last_error", b"last_error", "lock_path", b"lock_path", "next_stage", b"next_stage", "num_changeovers", b"num_changeovers", "phase", b"phase", "policy_version", b"policy_version", "rollout_target", b"rollout_target", "stage", b"stage", "trainer_target", b"trainer_target", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
     _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
@@ -212,20 +218,30 @@ class AcquireRequest(_message.Message):
 
     PHASE_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    FLEET_FIELD_NUMBER: _builtins.int
     phase: _types_pb2.Phase.ValueType
     request_id: _builtins.str
     """Chosen by the caller, unique for each intent; empty lets the coordinator choose."""
+    @_builtins.property
+    def fleet(self) -> _fleet_pb2.FleetCommand:
+        """Set by the fleet that the node belongs to. A node of a fleet refuses everybody else with FAILED_PRECONDITION/HELD_BY_FLEET, and older
+        lives of its fleet with ABORTED/STALE_EPOCH.
+        """
+
     def __init__(
         self,
         *,
         phase: _types_pb2.Phase.ValueType = ...,
         request_id: _builtins.str = ...,
+        fleet: _fleet_pb2.FleetCommand | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_fleet", b"_fleet", "fleet", b"fleet"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["phase", b"phase", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fleet", b"_fleet", "fleet", b"fleet", "phase", b"phase", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__fleet: _TypeAlias = _typing.Literal["fleet"]  # noqa: Y015
+    _WhichOneofArgType__fleet: _TypeAlias = _typing.Literal["_fleet", b"_fleet"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__fleet) -> _WhichOneofReturnType__fleet | None: ...
 
 Global___AcquireRequest: _TypeAlias = AcquireRequest  # noqa: Y015
 
@@ -261,19 +277,27 @@ class RunStageRequest(_message.Message):
 
     STAGE_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    FLEET_FIELD_NUMBER: _builtins.int
     stage: _types_pb2.Stage.ValueType
     request_id: _builtins.str
+    @_builtins.property
+    def fleet(self) -> _fleet_pb2.FleetCommand:
+        """As in AcquireRequest."""
+
     def __init__(
         self,
         *,
         stage: _types_pb2.Stage.ValueType = ...,
         request_id: _builtins.str = ...,
+        fleet: _fleet_pb2.FleetCommand | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_fleet", b"_fleet", "fleet", b"fleet"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fleet", b"_fleet", "fleet", b"fleet", "request_id", b"request_id", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__fleet: _TypeAlias = _typing.Literal["fleet"]  # noqa: Y015
+    _WhichOneofArgType__fleet: _TypeAlias = _typing.Literal["_fleet", b"_fleet"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__fleet) -> _WhichOneofReturnType__fleet | None: ...
 
 Global___RunStageRequest: _TypeAlias = RunStageRequest  # noqa: Y015
 
@@ -283,19 +307,25 @@ class RunStageResponse(_message.Message):
 
     EVENT_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
+    SUMS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def event(self) -> Global___StageEvent: ...
     @_builtins.property
     def state(self) -> Global___NodeState: ...
+    @_builtins.property
+    def sums(self) -> _weights_pb2.WeightSums:
+        """Of SYNC alone: what rollout received and verified. Absent when an earlier coordinator of the node had the answer."""
+
     def __init__(
         self,
         *,
         event: Global___StageEvent | None = ...,
         state: Global___NodeState | None = ...,
+        sums: _weights_pb2.WeightSums | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "state", b"state"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "state", b"state", "sums", b"sums"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "state", b"state", "sums", b"sums"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -305,14 +335,25 @@ Global___RunStageResponse: _TypeAlias = RunStageResponse  # noqa: Y015
 class GetStateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    FLEET_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def fleet(self) -> _fleet_pb2.FleetCommand:
+        """Only a node's fleet gives it. The node then waits for what runs, asks its services, and from here on refuses commands that the fleet
+        sent before, so that none that is still on its way changes what the fleet has seen.
+        """
+
     def __init__(
         self,
+        *,
+        fleet: _fleet_pb2.FleetCommand | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_fleet", b"_fleet", "fleet", b"fleet"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fleet", b"_fleet", "fleet", b"fleet"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__fleet: _TypeAlias = _typing.Literal["fleet"]  # noqa: Y015
+    _WhichOneofArgType__fleet: _TypeAlias = _typing.Literal["_fleet", b"_fleet"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__fleet) -> _WhichOneofReturnType__fleet | None: ...
 
 Global___GetStateRequest: _TypeAlias = GetStateRequest  # noqa: Y015
 

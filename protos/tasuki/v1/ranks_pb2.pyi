@@ -400,12 +400,12 @@ class RankLossReport(_message.Message):
         VALUE_FIELD_NUMBER: _builtins.int
         key: _builtins.str
         @_builtins.property
-        def value(self) -> Global___RankMetric: ...
+        def value(self) -> _trainer_pb2.MetricPart: ...
         def __init__(
             self,
             *,
             key: _builtins.str = ...,
-            value: Global___RankMetric | None = ...,
+            value: _trainer_pb2.MetricPart | None = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -419,7 +419,7 @@ class RankLossReport(_message.Message):
     loss: _builtins.float
     """This rank's part of the loss."""
     @_builtins.property
-    def metrics(self) -> _containers.MessageMap[_builtins.str, Global___RankMetric]: ...
+    def metrics(self) -> _containers.MessageMap[_builtins.str, _trainer_pb2.MetricPart]: ...
     @_builtins.property
     def log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Where they were asked for: float32, one for each completion token, for each micro-batch."""
@@ -428,7 +428,7 @@ class RankLossReport(_message.Message):
         self,
         *,
         loss: _builtins.float = ...,
-        metrics: _abc.Mapping[_builtins.str, Global___RankMetric] | None = ...,
+        metrics: _abc.Mapping[_builtins.str, _trainer_pb2.MetricPart] | None = ...,
         log_probs: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
@@ -438,33 +438,6 @@ class RankLossReport(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RankLossReport: _TypeAlias = RankLossReport  # noqa: Y015
-
-@_typing.final
-class RankMetric(_message.Message):
-    """A rank's part of a metric: parts of a mean add up, of a maximum the greatest counts."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TOTAL_FIELD_NUMBER: _builtins.int
-    WEIGHT_FIELD_NUMBER: _builtins.int
-    IS_MAXIMUM_FIELD_NUMBER: _builtins.int
-    total: _builtins.float
-    weight: _builtins.float
-    is_maximum: _builtins.bool
-    def __init__(
-        self,
-        *,
-        total: _builtins.float = ...,
-        weight: _builtins.float = ...,
-        is_maximum: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_maximum", b"is_maximum", "total", b"total", "weight", b"weight"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RankMetric: _TypeAlias = RankMetric  # noqa: Y015
 
 @_typing.final
 class RankScore(_message.Message):
@@ -808,11 +781,14 @@ class TrainingRecord(_message.Message):
     DISCARD_GRADIENTS_FIELD_NUMBER: _builtins.int
     BEGIN_RUN_FIELD_NUMBER: _builtins.int
     SAVE_ANSWER_FIELD_NUMBER: _builtins.int
+    SAVE_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Identity and content digest of the command, by which a caller that asks again gets the first answer."""
     digest: _builtins.bytes
     recipe: _builtins.str
     """What the numbers depend on beside the commands: the model and the settings."""
+    save_id: _builtins.str
+    """With `checkpoint`: that many nodes saved it together under this name."""
     @_builtins.property
     def checkpoint(self) -> _trainer_pb2.LoadCheckpointRequest:
         """A checkpoint that holds everything before it; only as the first record."""
@@ -841,10 +817,11 @@ class TrainingRecord(_message.Message):
         discard_gradients: _trainer_pb2.DiscardGradientsRequest | None = ...,
         begin_run: _trainer_pb2.BeginRunRequest | None = ...,
         save_answer: _trainer_pb2.SaveCheckpointResponse | None = ...,
+        save_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["begin_run", b"begin_run", "checkpoint", b"checkpoint", "command", b"command", "discard_gradients", b"discard_gradients", "forward_backward", b"forward_backward", "optim_step", b"optim_step", "save_answer", b"save_answer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_run", b"begin_run", "checkpoint", b"checkpoint", "command", b"command", "digest", b"digest", "discard_gradients", b"discard_gradients", "forward_backward", b"forward_backward", "optim_step", b"optim_step", "recipe", b"recipe", "request_id", b"request_id", "save_answer", b"save_answer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_run", b"begin_run", "checkpoint", b"checkpoint", "command", b"command", "digest", b"digest", "discard_gradients", b"discard_gradients", "forward_backward", b"forward_backward", "optim_step", b"optim_step", "recipe", b"recipe", "request_id", b"request_id", "save_answer", b"save_answer", "save_id", b"save_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["checkpoint", "forward_backward", "optim_step", "discard_gradients", "begin_run"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
@@ -853,13 +830,52 @@ class TrainingRecord(_message.Message):
 Global___TrainingRecord: _TypeAlias = TrainingRecord  # noqa: Y015
 
 @_typing.final
+class LogOutline(_message.Message):
+    """What a node's log holds, for the nodes of a fleet to agree on what all of them have."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMMANDS_FIELD_NUMBER: _builtins.int
+    NUM_PENDING_FIELD_NUMBER: _builtins.int
+    SAVE_ID_FIELD_NUMBER: _builtins.int
+    WRITTEN_SAVE_ID_FIELD_NUMBER: _builtins.int
+    num_pending: _builtins.int
+    """How many at the end are gradients that wait for their optimizer step."""
+    save_id: _builtins.str
+    """The save that the log builds on; empty when it is another checkpoint, or none."""
+    written_save_id: _builtins.str
+    """A save that this node has written, and may not have published."""
+    @_builtins.property
+    def commands(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Kind and request id of each command, oldest first."""
+
+    def __init__(
+        self,
+        *,
+        commands: _abc.Iterable[_builtins.str] | None = ...,
+        num_pending: _builtins.int = ...,
+        save_id: _builtins.str = ...,
+        written_save_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commands", b"commands", "num_pending", b"num_pending", "save_id", b"save_id", "written_save_id", b"written_save_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogOutline: _TypeAlias = LogOutline  # noqa: Y015
+
+@_typing.final
 class LoggedForwardBackward(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLE_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    IS_SHARE_FIELD_NUMBER: _builtins.int
     role: _types_pb2.Role.ValueType
+    is_share: _builtins.bool
+    """As in ForwardBackwardHeader."""
     @_builtins.property
     def loss(self) -> _loss_pb2.LossConfig:
         """As the caller gave it."""
@@ -872,10 +888,11 @@ class LoggedForwardBackward(_message.Message):
         role: _types_pb2.Role.ValueType = ...,
         loss: _loss_pb2.LossConfig | None = ...,
         samples: _abc.Iterable[_types_pb2.TrainingSample] | None = ...,
+        is_share: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss", "role", b"role", "samples", b"samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_share", b"is_share", "loss", b"loss", "role", b"role", "samples", b"samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -136,6 +136,7 @@ class ReceiveWeightsResponse(_message.Message):
     COPIED_BYTES_FIELD_NUMBER: _builtins.int
     FALLBACK_NAMES_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    SUMS_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     copied_bytes: _builtins.int
     """Bytes copied over all engine ranks."""
@@ -149,6 +150,8 @@ class ReceiveWeightsResponse(_message.Message):
         compare, of all sums with those that were published.
         """
 
+    @_builtins.property
+    def sums(self) -> _weights_pb2.WeightSums: ...
     def __init__(
         self,
         *,
@@ -156,10 +159,11 @@ class ReceiveWeightsResponse(_message.Message):
         copied_bytes: _builtins.int = ...,
         fallback_names: _abc.Iterable[_builtins.str] | None = ...,
         timings: _abc.Iterable[_types_pb2.Timing] | None = ...,
+        sums: _weights_pb2.WeightSums | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sums", b"sums"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copied_bytes", b"copied_bytes", "fallback_names", b"fallback_names", "policy_version", b"policy_version", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copied_bytes", b"copied_bytes", "fallback_names", b"fallback_names", "policy_version", b"policy_version", "sums", b"sums", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from tasuki.v1 import loss_pb2 as _loss_pb2
 from tasuki.v1 import types_pb2 as _types_pb2
 from tasuki.v1 import weights_pb2 as _weights_pb2
@@ -21,14 +22,45 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _SavePart:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SavePartEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SavePart.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SAVE_PART_UNSPECIFIED: _SavePart.ValueType  # 0
+    """All of it."""
+    SAVE_PART_WRITE: _SavePart.ValueType  # 1
+    """Everything is written and durable beside the path. Where another node writes to the same folder, this one does not."""
+    SAVE_PART_PUBLISH: _SavePart.ValueType  # 2
+    """What was written gets its name, and the training log is shortened. Nothing may have been trained since."""
+    SAVE_PART_DROP: _SavePart.ValueType  # 3
+    """What was written is removed."""
+
+class SavePart(_SavePart, metaclass=_SavePartEnumTypeWrapper):
+    """Part of a save that the nodes of a fleet make together: published only once it is written everywhere."""
+
+SAVE_PART_UNSPECIFIED: SavePart.ValueType  # 0
+"""All of it."""
+SAVE_PART_WRITE: SavePart.ValueType  # 1
+"""Everything is written and durable beside the path. Where another node writes to the same folder, this one does not."""
+SAVE_PART_PUBLISH: SavePart.ValueType  # 2
+"""What was written gets its name, and the training log is shortened. Nothing may have been trained since."""
+SAVE_PART_DROP: SavePart.ValueType  # 3
+"""What was written is removed."""
+Global___SavePart: _TypeAlias = SavePart  # noqa: Y015
+
 @_typing.final
 class BeginRunRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     COMMAND_FIELD_NUMBER: _builtins.int
     KEEP_OPTIMIZER_FIELD_NUMBER: _builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
     keep_optimizer: _builtins.bool
     """Whether optimizer state goes on from where it is."""
+    validate_only: _builtins.bool
+    """As in ForwardBackwardHeader."""
     @_builtins.property
     def command(self) -> _types_pb2.CommandId: ...
     def __init__(
@@ -36,10 +68,11 @@ class BeginRunRequest(_message.Message):
         *,
         command: _types_pb2.CommandId | None = ...,
         keep_optimizer: _builtins.bool = ...,
+        validate_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "keep_optimizer", b"keep_optimizer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "keep_optimizer", b"keep_optimizer", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -99,8 +132,16 @@ class ForwardBackwardHeader(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
     LOG_PROBS_OF_FIELD_NUMBER: _builtins.int
+    IS_SHARE_FIELD_NUMBER: _builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
     role: _types_pb2.Role.ValueType
     """POLICY or CRITIC."""
+    is_share: _builtins.bool
+    """Set by a fleet: the samples are this node's share of a call. There may be none, or none that counts in the loss, and `loss` has the
+    denominator of the whole call. The answer has `metric_parts`.
+    """
+    validate_only: _builtins.bool
+    """Looks for everything that the call would be refused for, and changes nothing. The answer has num_samples and num_tokens alone."""
     @_builtins.property
     def command(self) -> _types_pb2.CommandId: ...
     @_builtins.property
@@ -116,10 +157,12 @@ class ForwardBackwardHeader(_message.Message):
         role: _types_pb2.Role.ValueType = ...,
         loss: _loss_pb2.LossConfig | None = ...,
         log_probs_of: _abc.Iterable[_builtins.int] | None = ...,
+        is_share: _builtins.bool = ...,
+        validate_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "log_probs_of", b"log_probs_of", "loss", b"loss", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "is_share", b"is_share", "log_probs_of", b"log_probs_of", "loss", b"loss", "role", b"role", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -169,6 +212,27 @@ class ForwardBackwardResponse(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class MetricPartsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___MetricPart: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___MetricPart | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     LOSS_FIELD_NUMBER: _builtins.int
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
@@ -177,6 +241,7 @@ class ForwardBackwardResponse(_message.Message):
     NUM_MICRO_BATCHES_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     LOG_PROBS_FIELD_NUMBER: _builtins.int
+    METRIC_PARTS_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
     """Over the call, divided by the denominator."""
     num_samples: _builtins.int
@@ -194,6 +259,10 @@ class ForwardBackwardResponse(_message.Message):
     def log_probs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogProbs]:
         """One for each entry of `log_probs_of`, in its order; none in the answer to a repeat over a restart."""
 
+    @_builtins.property
+    def metric_parts(self) -> _containers.MessageMap[_builtins.str, Global___MetricPart]:
+        """By name, to a call that `is_share`: what `metrics` are made of, to be joined with those of other nodes."""
+
     def __init__(
         self,
         *,
@@ -205,14 +274,42 @@ class ForwardBackwardResponse(_message.Message):
         num_micro_batches: _builtins.int = ...,
         seconds: _builtins.float = ...,
         log_probs: _abc.Iterable[Global___TokenLogProbs] | None = ...,
+        metric_parts: _abc.Mapping[_builtins.str, Global___MetricPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["denominator", b"denominator", "log_probs", b"log_probs", "loss", b"loss", "metrics", b"metrics", "num_micro_batches", b"num_micro_batches", "num_samples", b"num_samples", "num_tokens", b"num_tokens", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["denominator", b"denominator", "log_probs", b"log_probs", "loss", b"loss", "metric_parts", b"metric_parts", "metrics", b"metrics", "num_micro_batches", b"num_micro_batches", "num_samples", b"num_samples", "num_tokens", b"num_tokens", "seconds", b"seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ForwardBackwardResponse: _TypeAlias = ForwardBackwardResponse  # noqa: Y015
+
+@_typing.final
+class MetricPart(_message.Message):
+    """A node's part of a metric: totals and weights of a mean add up, of a maximum the greatest total counts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOTAL_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    IS_MAXIMUM_FIELD_NUMBER: _builtins.int
+    total: _builtins.float
+    weight: _builtins.float
+    is_maximum: _builtins.bool
+    def __init__(
+        self,
+        *,
+        total: _builtins.float = ...,
+        weight: _builtins.float = ...,
+        is_maximum: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_maximum", b"is_maximum", "total", b"total", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MetricPart: _TypeAlias = MetricPart  # noqa: Y015
 
 @_typing.final
 class OptimStepRequest(_message.Message):
@@ -222,12 +319,17 @@ class OptimStepRequest(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     LEARNING_RATE_FIELD_NUMBER: _builtins.int
     SCHEDULE_STEP_FIELD_NUMBER: _builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
     role: _types_pb2.Role.ValueType
     """POLICY or CRITIC."""
     learning_rate: _builtins.float
     """Replaces the configured schedule's rate for this step."""
     schedule_step: _builtins.int
     """Position in the schedule; by default the role's optimizer steps since BeginRun."""
+    validate_only: _builtins.bool
+    """As in ForwardBackwardHeader; the answer has the present version. In a fleet's step gradients cross nodes, so a fleet asks all nodes
+    before the first begins.
+    """
     @_builtins.property
     def command(self) -> _types_pb2.CommandId: ...
     def __init__(
@@ -237,10 +339,11 @@ class OptimStepRequest(_message.Message):
         role: _types_pb2.Role.ValueType = ...,
         learning_rate: _builtins.float | None = ...,
         schedule_step: _builtins.int | None = ...,
+        validate_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "_schedule_step", b"_schedule_step", "command", b"command", "learning_rate", b"learning_rate", "schedule_step", b"schedule_step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "_schedule_step", b"_schedule_step", "command", b"command", "learning_rate", b"learning_rate", "role", b"role", "schedule_step", b"schedule_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "_schedule_step", b"_schedule_step", "command", b"command", "learning_rate", b"learning_rate", "role", b"role", "schedule_step", b"schedule_step", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__learning_rate: _TypeAlias = _typing.Literal["learning_rate"]  # noqa: Y015
     _WhichOneofArgType__learning_rate: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate"]  # noqa: Y015
@@ -562,8 +665,13 @@ class SaveCheckpointRequest(_message.Message):
 
     COMMAND_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    SAVE_ID_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """Absolute path of a folder that does not exist yet."""
+    part: Global___SavePart.ValueType
+    save_id: _builtins.str
+    """With `part`: letters, digits and "-"; the same on all nodes and in all parts of one save."""
     @_builtins.property
     def command(self) -> _types_pb2.CommandId: ...
     def __init__(
@@ -571,10 +679,12 @@ class SaveCheckpointRequest(_message.Message):
         *,
         command: _types_pb2.CommandId | None = ...,
         path: _builtins.str = ...,
+        part: Global___SavePart.ValueType = ...,
+        save_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "part", b"part", "path", b"path", "save_id", b"save_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -611,7 +721,10 @@ class LoadCheckpointRequest(_message.Message):
 
     COMMAND_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
     path: _builtins.str
+    validate_only: _builtins.bool
+    """As in ForwardBackwardHeader; tensors are not read. The answer has the checkpoint's policy_version alone."""
     @_builtins.property
     def command(self) -> _types_pb2.CommandId: ...
     def __init__(
@@ -619,10 +732,11 @@ class LoadCheckpointRequest(_message.Message):
         *,
         command: _types_pb2.CommandId | None = ...,
         path: _builtins.str = ...,
+        validate_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "path", b"path", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

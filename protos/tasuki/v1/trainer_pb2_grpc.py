@@ -128,6 +128,8 @@ class TrainerServiceServicer(object):
         """Clips a role's gradients, makes one AdamW step, clears the gradients, and adds 1 to the role's version.
 
         Phase: TRAIN, after at least one ForwardBackward of the role. Repeat: the same request_id gets the first answer.
+        In a fleet all nodes must make it: their gradients are added up. A node that does not fails it everywhere with
+        UNAVAILABLE/PEER_UNAVAILABLE, after trainer.collective_timeout_s at the latest, and the trainer ends.
         Errors: FAILED_PRECONDITION/WRONG_PHASE, FAILED_PRECONDITION/NO_GRADIENTS, DATA_LOSS/GRADIENTS_NOT_FINITE (nothing is
         changed but the gradients, which are cleared) unless trainer.on_non_finite is "skip".
         """
@@ -188,8 +190,8 @@ class TrainerServiceServicer(object):
         """Writes model, optimizer, random state and policy version by torch.distributed.checkpoint: aside, fsynced, renamed.
 
         Phase: TRAIN. Repeat: the same request_id gets the first answer.
-        Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE, INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL,
-        after which nothing is at the path. Without room to shorten the training log alone it succeeds, and the log builds on the checkpoint
+        Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE, INVALID_ARGUMENT/INVALID_ARGUMENT,
+        FAILED_PRECONDITION/VERSION_ORDER to publish what is not the present state, RESOURCE_EXHAUSTED/DISK_FULL, after which nothing is at the path. Without room to shorten the training log alone it succeeds, and the log builds on the checkpoint
         before.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -52,6 +52,8 @@ class TrainerServiceStub:
     """Clips a role's gradients, makes one AdamW step, clears the gradients, and adds 1 to the role's version.
 
     Phase: TRAIN, after at least one ForwardBackward of the role. Repeat: the same request_id gets the first answer.
+    In a fleet all nodes must make it: their gradients are added up. A node that does not fails it everywhere with
+    UNAVAILABLE/PEER_UNAVAILABLE, after trainer.collective_timeout_s at the latest, and the trainer ends.
     Errors: FAILED_PRECONDITION/WRONG_PHASE, FAILED_PRECONDITION/NO_GRADIENTS, DATA_LOSS/GRADIENTS_NOT_FINITE (nothing is
     changed but the gradients, which are cleared) unless trainer.on_non_finite is "skip".
     """
@@ -88,8 +90,8 @@ class TrainerServiceStub:
     """Writes model, optimizer, random state and policy version by torch.distributed.checkpoint: aside, fsynced, renamed.
 
     Phase: TRAIN. Repeat: the same request_id gets the first answer.
-    Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE, INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL,
-    after which nothing is at the path. Without room to shorten the training log alone it succeeds, and the log builds on the checkpoint
+    Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE, INVALID_ARGUMENT/INVALID_ARGUMENT,
+    FAILED_PRECONDITION/VERSION_ORDER to publish what is not the present state, RESOURCE_EXHAUSTED/DISK_FULL, after which nothing is at the path. Without room to shorten the training log alone it succeeds, and the log builds on the checkpoint
     before.
     """
     LoadCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.LoadCheckpointRequest, _trainer_pb2.LoadCheckpointResponse]
@@ -132,6 +134,8 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """Clips a role's gradients, makes one AdamW step, clears the gradients, and adds 1 to the role's version.
 
     Phase: TRAIN, after at least one ForwardBackward of the role. Repeat: the same request_id gets the first answer.
+    In a fleet all nodes must make it: their gradients are added up. A node that does not fails it everywhere with
+    UNAVAILABLE/PEER_UNAVAILABLE, after trainer.collective_timeout_s at the latest, and the trainer ends.
     Errors: FAILED_PRECONDITION/WRONG_PHASE, FAILED_PRECONDITION/NO_GRADIENTS, DATA_LOSS/GRADIENTS_NOT_FINITE (nothing is
     changed but the gradients, which are cleared) unless trainer.on_non_finite is "skip".
     """
@@ -168,8 +172,8 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """Writes model, optimizer, random state and policy version by torch.distributed.checkpoint: aside, fsynced, renamed.
 
     Phase: TRAIN. Repeat: the same request_id gets the first answer.
-    Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE, INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL,
-    after which nothing is at the path. Without room to shorten the training log alone it succeeds, and the log builds on the checkpoint
+    Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE, INVALID_ARGUMENT/INVALID_ARGUMENT,
+    FAILED_PRECONDITION/VERSION_ORDER to publish what is not the present state, RESOURCE_EXHAUSTED/DISK_FULL, after which nothing is at the path. Without room to shorten the training log alone it succeeds, and the log builds on the checkpoint
     before.
     """
     LoadCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.LoadCheckpointRequest, _trainer_pb2.LoadCheckpointResponse]  # type: ignore[assignment]
@@ -227,6 +231,8 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Clips a role's gradients, makes one AdamW step, clears the gradients, and adds 1 to the role's version.
 
         Phase: TRAIN, after at least one ForwardBackward of the role. Repeat: the same request_id gets the first answer.
+        In a fleet all nodes must make it: their gradients are added up. A node that does not fails it everywhere with
+        UNAVAILABLE/PEER_UNAVAILABLE, after trainer.collective_timeout_s at the latest, and the trainer ends.
         Errors: FAILED_PRECONDITION/WRONG_PHASE, FAILED_PRECONDITION/NO_GRADIENTS, DATA_LOSS/GRADIENTS_NOT_FINITE (nothing is
         changed but the gradients, which are cleared) unless trainer.on_non_finite is "skip".
         """
@@ -299,8 +305,8 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Writes model, optimizer, random state and policy version by torch.distributed.checkpoint: aside, fsynced, renamed.
 
         Phase: TRAIN. Repeat: the same request_id gets the first answer.
-        Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE, INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL,
-        after which nothing is at the path. Without room to shorten the training log alone it succeeds, and the log builds on the checkpoint
+        Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE, INVALID_ARGUMENT/INVALID_ARGUMENT,
+        FAILED_PRECONDITION/VERSION_ORDER to publish what is not the present state, RESOURCE_EXHAUSTED/DISK_FULL, after which nothing is at the path. Without room to shorten the training log alone it succeeds, and the log builds on the checkpoint
         before.
         """
 

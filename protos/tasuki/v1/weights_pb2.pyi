@@ -256,3 +256,34 @@ class ManifestEntry(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ManifestEntry: _TypeAlias = ManifestEntry  # noqa: Y015
+
+@_typing.final
+class WeightSums(_message.Message):
+    """What a rollout holds after a verified SYNC, to be compared between nodes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
+    policy_version: _builtins.int
+    layout_digest: _builtins.bytes
+    """SHA-256 of names, dtypes and shapes of all checkpoint tensors, in the order of their names."""
+    @_builtins.property
+    def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Additive checksum of each whole tensor, in the same order; however the tensor is sharded."""
+
+    def __init__(
+        self,
+        *,
+        policy_version: _builtins.int = ...,
+        layout_digest: _builtins.bytes = ...,
+        checksums: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "layout_digest", b"layout_digest", "policy_version", b"policy_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightSums: _TypeAlias = WeightSums  # noqa: Y015

@@ -93,3 +93,13 @@ def remove_dead_socket(path: Path) -> None:
         except OSError as error:
             raise NodeRunning(f"{path} is there and is no socket of a dead server: {error}", address=path) from error
     raise NodeRunning(f"another process serves {path}", address=path)
+
+
+def local_address_towards(target: str) -> str:
+    """Address of this machine's interface that leads to the host of "HOST:PORT". Nothing is sent. Raises OSError without a route."""
+    host, port = split_host_port(target)
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        name: str = probe.getsockname()[0]
+        return name

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import grpc
 import grpc.aio
 
 from tasuki.wire.address import is_beyond_loopback
-from tasuki.wire.credentials import Credentials
+from tasuki.wire.credentials import Credentials, tls_files
 from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.labelled_channel import LabelledChannel
 from tasuki.wire.reloading_channel import ReloadingChannel
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
@@ -27,6 +29,7 @@ _READS = {
     "TrainerService": ["GetTrainerState"],
     "RolloutService": ["GetRolloutState"],
     "CoordinatorService": ["GetState", "ListChangeovers"],
+    "FleetService": ["GetFleet"],
     "MemoryService": ["GetUsage"],
     "MetricsService": ["GetMetrics"],
 }
@@ -84,11 +87,20 @@ PORT_OPTIONS: list[tuple[str, int | str]] = [
 """Of a server on a port, where connections come from strangers."""
 
 
-def open_channel(target: str, *, credentials: Credentials | None = None) -> grpc.aio.Channel:
+def open_channel(
+    target: str, *, credentials: Credentials | None = None, metadata: Sequence[tuple[str, str | bytes]] = ()
+) -> grpc.aio.Channel:
     """An asyncio channel to `target`, e.g. "unix:/run/tasuki/trainer.sock" or "node-a:50051". A unix socket asks for no credentials.
+
+    metadata: of every call on it.
 
     Raises InvalidArgument for a plaintext connection beyond loopback, and for files of `credentials` that cannot be used.
     """
+    channel = _open(target, credentials)
+    return LabelledChannel(channel, metadata) if metadata else channel
+
+
+def _open(target: str, credentials: Credentials | None) -> grpc.aio.Channel:
     if credentials is None or target.startswith("unix:"):
         _refuse_plaintext(target)
         return grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS)
@@ -97,10 +109,17 @@ def open_channel(target: str, *, credentials: Credentials | None = None) -> grpc
     return ReloadingChannel(target, credentials, options=CLIENT_OPTIONS)
 
 
-def open_blocking_channel(target: str) -> grpc.Channel:
-    """A channel without asyncio to a service on this machine, for a few calls. Close it, or use it in a `with` block."""
-    _refuse_plaintext(target)
-    return grpc.insecure_channel(target, options=CLIENT_OPTIONS)
+def open_blocking_channel(target: str, *, credentials: Credentials | None = None) -> grpc.Channel:
+    """A channel without asyncio, as `open_channel`, for a few calls. Close it, or use it in a `with` block.
+
+    Its certificates are those of now; a token goes with each call (`credentials.authorization`). Raises as `open_channel`.
+    """
+    if credentials is None or credentials.ca is None or target.startswith("unix:"):
+        _refuse_plaintext(target)
+        return grpc.insecure_channel(target, options=CLIENT_OPTIONS)
+    tls = tls_files(credentials).read()
+    secured = grpc.ssl_channel_credentials(tls.ca, private_key=tls.key, certificate_chain=tls.cert)
+    return grpc.secure_channel(target, secured, options=CLIENT_OPTIONS)
 
 
 def _refuse_plaintext(target: str) -> None:

@@ -100,6 +100,13 @@ def read_tokens(field: str, path: Path) -> tuple[str, ...]:
     return tokens
 
 
+def authorization(credentials: Credentials | None) -> tuple[tuple[str, str], ...]:
+    """Metadata of a call that shows the token; none without one. Raises as read_tokens."""
+    if credentials is None or credentials.token_file is None:
+        return ()
+    return (("authorization", f"Bearer {read_tokens('credentials.token_file', Path(credentials.token_file))[0]}"),)
+
+
 def check_secret(field: str, path: Path) -> None:
     """Raises InvalidArgument for a file that every user of the machine may read."""
     try:

@@ -177,6 +177,13 @@ class PeerUnavailable(TasukiError):
     code, reason = grpc.StatusCode.UNAVAILABLE, "PEER_UNAVAILABLE"
 
 
+class SamplesLost(PeerUnavailable):
+    """Nodes of a fleet were lost while they generated; the samples of all others came. metadata: `nodes`, and `prompts` without all
+    their samples, such as "0-3,8"."""
+
+    code, reason = grpc.StatusCode.UNAVAILABLE, "SAMPLES_LOST"
+
+
 class PathExists(TasukiError):
     """Something is already at the path that was to be written."""
 
@@ -229,6 +236,36 @@ class ServiceFailed(TasukiError):
     """A service of the node ended by itself. metadata: `service`, `log`."""
 
     code, reason = grpc.StatusCode.ABORTED, "SERVICE_FAILED"
+
+
+class FleetMismatch(TasukiError):
+    """A node that does not fit its fleet. metadata: `field`, `node_rank`, `expected` and `found`."""
+
+    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "FLEET_MISMATCH"
+
+
+class NotJoined(TasukiError):
+    """A node of the fleet has not joined yet, or has to join again. metadata: `node_rank`."""
+
+    code, reason = grpc.StatusCode.UNAVAILABLE, "NOT_JOINED"
+
+
+class HeldByFleet(TasukiError):
+    """The node takes commands from its fleet alone. metadata: `fleet` and `address`, where clients call."""
+
+    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "HELD_BY_FLEET"
+
+
+class FleetEnded(TasukiError):
+    """The fleet has ended, and its nodes with it; the job has to be restarted. metadata: `node_rank`, of the node that is the cause."""
+
+    code, reason = grpc.StatusCode.ABORTED, "FLEET_ENDED"
+
+
+class WeightsDiffer(TasukiError):
+    """Nodes received different weights; none of them serves them. metadata: `nodes`, and `tensors` by place in the order of names."""
+
+    code, reason = grpc.StatusCode.DATA_LOSS, "WEIGHTS_DIFFER"
 
 
 class RewardFailed(TasukiError):

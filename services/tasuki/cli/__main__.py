@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from tasuki.cli.fleet_arguments import add_fleet_commands
 from tasuki.cli.plan_arguments import add_plan_arguments
 from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock
@@ -107,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("config", type=Path, nargs="?", metavar="CONFIG")
     doctor.add_argument("--json", action="store_true", help="the same as a JSON list")
     _add_overrides(doctor)
+    add_fleet_commands(commands)
     track = _command(commands, "track", _track, "give a run's figures to a tracker")
     track.add_argument("output_dir", type=Path, metavar="RUN", help="the run's output folder")
     track.add_argument("--to", required=True, choices=TRACKERS)

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from tasuki.config.load import load_config
-from tasuki.config.places import journal_path, log_path, training_log_path
+from tasuki.config.places import fleet_journal_path, journal_path, log_path, training_log_path
 from tasuki.coordinator.audit.commands import audit_commands
 from tasuki.coordinator.audit.history import read_history
 from tasuki.coordinator.audit.invariants import Invariant, Violation
 from tasuki.coordinator.audit.replay import Audit, audit
-from tasuki.memory.stages import Service
+from tasuki.fleet.audit import FleetAudit, FleetViolation, audit_fleet_journal
+from tasuki.memory.stages import Service, Stage
 from tasuki.rpc.command_log import LoggedLife, read_command_log
 from tasuki.runs.archive import archive_folder
 from tasuki.trainer.durable.training_audit import first_repetition
@@ -37,12 +38,17 @@ def run(path: Path, *, as_json: bool) -> int:
     history = read_history(place.journal)
     found = audit(history)
     found = replace(found, violation=found.violation or audit_commands(history, lives))
+    fleet = _fleet(folder)
+    if fleet is not None and fleet.violation is not None:
+        found = replace(found, violation=found.violation or _of_fleet(fleet.violation))
     records, damage = _training(folder)
     repetition = first_repetition(records)
     if repetition and found.violation is None:
         found = replace(found, violation=Violation(Invariant.TRAINED_ONCE, repetition))
     num_commands = sum(len(life.commands) for of_service in lives.values() for life in of_service)
     counts = {**_counts(found), "num_logged_commands": num_commands, "num_training_records": len(records)}
+    if fleet is not None:
+        counts |= {f"num_fleet_{name}": getattr(fleet, f"num_{name}") for name in ("changeovers", "decisions", "steps")}
     report = AuditReport(found.violation, damage, _not_audited(folder, lives), counts, place)
     sys.stdout.write(_json(report) if as_json else _text(report))
     if found.violation is not None:
@@ -68,6 +74,18 @@ class AuditReport:
     not_audited: tuple[str, ...]
     counts: dict[str, Any]
     place: RunPlace
+
+
+def _fleet(folder: Path) -> FleetAudit | None:
+    """What the journal of the fleet that the node led comes to; None on any other node."""
+    path = fleet_journal_path(folder)
+    return audit_fleet_journal(path) if path.is_file() else None
+
+
+def _of_fleet(violation: FleetViolation) -> Violation:
+    where = "" if violation.node_rank is None else f"on node {violation.node_rank} "
+    stage = Stage(violation.stage) if violation.stage in set(Stage) else None
+    return Violation(violation.invariant, f"{where}{violation.expected}, says the fleet", violation.changeover_id, stage)
 
 
 def _training(folder: Path) -> tuple[list[TrainingRecord], str]:

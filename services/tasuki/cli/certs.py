@@ -51,7 +51,9 @@ def run(folder: Path, *, hosts: Sequence[str], days: int) -> int:
     authority = read_authority(folder)
     until = datetime.now(UTC) + timedelta(days=days)
     names = [*(hosts or [socket.gethostname()]), *_THIS_MACHINE]
-    write_pair(folder, "node", *issue(authority, "tasuki node", hosts=names, until=until))
+    # Nodes of a fleet call each other with it.
+    peer_id = f"{_TRUST_DOMAIN}/tasuki/{CallerRole.PEER.label}"
+    write_pair(folder, "node", *issue(authority, "tasuki node", hosts=names, spiffe_id=peer_id, until=until))
     for role in CallerRole:
         spiffe_id = f"{_TRUST_DOMAIN}/tasuki/{role.label}"
         write_pair(folder, role.label, *issue(authority, f"tasuki {role.label}", spiffe_id=spiffe_id, until=until))
@@ -92,7 +94,7 @@ def read_authority(folder: Path) -> Authority:
 def issue(
     authority: Authority, name: str, *, until: datetime, hosts: Sequence[str] = (), spiffe_id: str | None = None
 ) -> tuple[bytes, bytes]:
-    """PEM of a certificate and its key: a server's with `hosts`, a caller's without.
+    """PEM of a certificate and its key: a server's with `hosts`, a caller's with `spiffe_id` or without `hosts`.
 
     Raises InvalidArgument for a host that is neither a name nor an address.
     """
@@ -105,13 +107,15 @@ def issue(
     names = [_general_name(host) for host in dict.fromkeys(hosts)]
     if spiffe_id is not None:
         names.append(x509.UniformResourceIdentifier(spiffe_id))
-    use = ExtendedKeyUsageOID.SERVER_AUTH if hosts else ExtendedKeyUsageOID.CLIENT_AUTH
+    uses = [ExtendedKeyUsageOID.SERVER_AUTH] if hosts else []
+    if spiffe_id is not None or not hosts:
+        uses.append(ExtendedKeyUsageOID.CLIENT_AUTH)
     builder = _builder(_subject(name), authority.cert.subject, key.public_key(), until=until)
     if names:
         builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
     builder = builder.add_extension(_key_usage(signs_certificates=False), critical=True)
-    builder = builder.add_extension(x509.ExtendedKeyUsage([use]), critical=False)
+    builder = builder.add_extension(x509.ExtendedKeyUsage(uses), critical=False)
     cert = builder.sign(authority.key, hashes.SHA256())
     plain = serialization.NoEncryption()
     return (

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from tasuki.cli.plan_arguments import DEFAULT_HOST_GB
-from tasuki.cli.plan_report import as_table, show
+from tasuki.cli.plan_report import as_table, show, traffic_lines, traffic_table
 from tasuki.config.engine_arguments import uncounted_arguments
 from tasuki.config.load import load_config
 from tasuki.models.shape import ModelShape
@@ -22,6 +22,7 @@ from tasuki.planner.advice import advise
 from tasuki.planner.layout import GB, Checkpointing, Layout, Strategy, named_as_given
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node_plan import node_layout
+from tasuki.planner.node_traffic import check_rate, node_traffic
 from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS, find_preset
 from tasuki.planner.step_tokens import most_tokens, with_fastest_checkpointing
@@ -71,6 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
         _check_picture(arguments.plot)
     with named_as_given(_FLAGS):
         layout = layout_of(arguments.config, wishes)
+    check_rate(arguments.network_gbit)
+    traffic = node_traffic(layout, num_nodes=_num_nodes(arguments))
     planned = plan(layout)
     advice = advise(planned)
     if arguments.plot is not None:
@@ -79,9 +82,17 @@ def run(arguments: argparse.Namespace) -> int:
         draw_plan(planned, arguments.plot)
     not_counted = _not_counted(arguments.config, wishes)
     if arguments.json:
-        sys.stdout.write(json.dumps({**as_table(planned, advice), "not_counted": not_counted}, indent=2) + "\n")
+        sys.stdout.write(
+            json.dumps(
+                {**as_table(planned, advice), **traffic_table(traffic, arguments.network_gbit), "not_counted": not_counted},
+                indent=2,
+            )
+            + "\n"
+        )
     else:
         show(planned, advice, console=Console())
+        for line in traffic_lines(traffic, arguments.network_gbit, fits=planned.fits):
+            sys.stdout.write(f"{line}\n")
         for key in not_counted:
             sys.stdout.write(f"Not counted: {key}. What it takes comes out of the KV cache, or is not there; try it.\n")
     return 0 if planned.fits else DOES_NOT_FIT
@@ -107,6 +118,16 @@ def _of_node(config: Path, wishes: Wishes) -> Layout:
     gpu_bytes = _gpu_bytes(wishes, default=1.0 if node.device == "cpu" else None)
     shape = read_model_shape(node.model.path)
     return node_layout(node, shape, gpu_bytes=gpu_bytes, host_bytes=_host_bytes(wishes), num_gpus=wishes.num_gpus)
+
+
+def _num_nodes(arguments: argparse.Namespace) -> int:
+    if arguments.num_nodes is not None:
+        return arguments.num_nodes
+    config: Path | None = arguments.config
+    if config is None or config.suffix != ".toml":
+        return 1
+    fleet = load_config(config, overrides=arguments.overrides).fleet
+    return 1 if fleet is None else fleet.num_nodes
 
 
 def _not_counted(config: Path | None, wishes: Wishes) -> list[str]:

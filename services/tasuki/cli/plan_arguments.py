@@ -18,6 +18,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu-gb", type=float, metavar="GB", help="memory of one GPU, in 10^9 bytes")
     parser.add_argument("--host-gb", type=float, metavar="GB", help=f"memory of the host (default: {DEFAULT_HOST_GB:g})")
     parser.add_argument(
+        "--nodes", type=int, dest="num_nodes", metavar="N", help="nodes of the fleet (default: [fleet] num_nodes)"
+    )
+    parser.add_argument(
+        "--network-gbit", type=float, metavar="G", help="rate between nodes, of all cards of a node, in 10^9 bits/s"
+    )
+    parser.add_argument(
         "--strategy", choices=[*Strategy], help="v0 both resident, v1 relaunch, v2 one stage, v3 staged (default)"
     )
     model = parser.add_argument_group("for a model or a preset; a node's TOML says these itself (--set A.B=VALUE)")

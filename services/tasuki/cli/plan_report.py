@@ -11,6 +11,7 @@ from rich.table import Table
 from tasuki.memory.stages import HOLDS, RING, Phase, Stage
 from tasuki.planner.advice import Advice, problems
 from tasuki.planner.layout import TAGS, Layout, Part, gb
+from tasuki.planner.node_traffic import Traffic
 from tasuki.planner.plan import Plan, StagePlan
 from tasuki.planner.residency import stay_and_leave
 from tasuki.planner.seconds import expected_seconds
@@ -131,6 +132,33 @@ def as_table(planned: Plan, advice: Advice) -> dict[str, Any]:
             for rung in advice.ladder
         ],
     }
+
+
+def traffic_lines(traffic: Sequence[Traffic], network_gbit: float | None, *, fits: bool) -> list[str]:
+    """What crosses nodes, and how long a network takes for it; nothing for one node."""
+    lines: list[str] = []
+    for each in traffic:
+        took = "" if network_gbit is None else f", {each.seconds(network_gbit):.2g} s at {network_gbit:g} Gb/s"
+        kind = "Crosses nodes" if each.is_available else "  instead"
+        lines.append(f"{kind}, {each.layout}: {gb(each.num_bytes)} GB each way a {each.per}{took}.")
+    if traffic and not fits:
+        lines.append("Every node of a fleet holds the whole model and its optimizer (HSDP): more nodes do not make it fit.")
+    return lines
+
+
+def traffic_table(traffic: Sequence[Traffic], network_gbit: float | None) -> dict[str, Any]:
+    """Nothing for one node."""
+    rows = [
+        {
+            "layout": each.layout,
+            "bytes": each.num_bytes,
+            "per": each.per,
+            "is_available": each.is_available,
+            "seconds": None if network_gbit is None else each.seconds(network_gbit),
+        }
+        for each in traffic
+    ]
+    return {"node_traffic": rows} if rows else {}
 
 
 def groups(planned: Plan) -> list[tuple[str, int]]:

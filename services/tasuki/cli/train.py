@@ -11,7 +11,7 @@ from pathlib import Path
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.config.lock import TRAINING_LOCK, StateLock
-from tasuki.config.places import node_targets
+from tasuki.config.places import client_target
 from tasuki.config.schema import NodeConfig
 from tasuki.runs.archive import archived
 from tasuki.runs.earlier_run import EarlierRun, run_has_ended
@@ -21,6 +21,7 @@ from tasuki.runs.inputs import check_output, read_inputs
 from tasuki.runs.progress import TrainProgress
 from tasuki.runs.resume import begin, go_on, resumable_run
 from tasuki.runs.rl_training import RlTraining
+from tasuki.runs.save_request import SaveRequest
 from tasuki.runs.sft_training import read_sft
 from tasuki.runs.trackers import check_installed
 from tasuki.runs.tracking import tracked
@@ -110,7 +111,10 @@ def _run(
     started: float,
 ) -> int:
     """look: at the output folder, again: another `tasuki train` may have written there until it was this one's alone."""
-    with training.opened((Path.cwd(), config_dir)) as loop, _sole_training(config, training.settings.output_dir):
+    request = SaveRequest()
+    request.install()
+    folders = (Path.cwd(), config_dir)
+    with training.opened(folders, save_now=request.save_now) as loop, _sole_training(config, training.settings.output_dir):
         earlier = look()
         if config.sft is None and config.train is not None:
             sys.stderr.write(f"{expansion(config.train)}\n")
@@ -119,7 +123,7 @@ def _run(
             running_node(config, may_start=may_start),
             explained(config),
         ):
-            _train(config, training, loop, earlier, started=started)
+            _train(config, training, loop, earlier, request, started=started)
     return 0
 
 
@@ -130,8 +134,10 @@ def check_longest_sample(num_tokens: int, *, limit: int) -> None:
         raise InvalidArgument("trainer.micro_batch_tokens", problem, num_tokens=num_tokens, limit=limit)
 
 
-def _train(config: NodeConfig, training: Training, loop: Loop, earlier: EarlierRun | None, *, started: float) -> None:
-    settings, target = training.settings, node_targets(config)["coordinator"]
+def _train(
+    config: NodeConfig, training: Training, loop: Loop, earlier: EarlierRun | None, request: SaveRequest, *, started: float
+) -> None:
+    settings, target = training.settings, client_target(config)
     with Client(target) as client, TrainProgress(target, num_steps=settings.num_steps) as progress:
         check_longest_sample(training.longest_sample, limit=client.trainer_state().micro_batch_tokens)
         num_changeovers = client.state().num_changeovers
@@ -144,6 +150,7 @@ def _train(config: NodeConfig, training: Training, loop: Loop, earlier: EarlierR
             def report(step: Step) -> None:
                 metrics.report(step)
                 progress.report(step)
+                request.end_if_met()
 
             dataset = training.dataset()
             start.seek(dataset, rows_per_step=settings.rows_per_step)

@@ -29,6 +29,24 @@ def node_targets(config: NodeConfig) -> dict[str, str]:
     return {name: unix_target(config.state_dir, service=name) for name in ("coordinator", "trainer", "rollout")}
 
 
+def fleet_target(config: NodeConfig) -> str:
+    """gRPC target of the fleet that the node leads, for callers on this machine."""
+    return unix_target(config.state_dir, service="fleet")
+
+
+def client_target(config: NodeConfig) -> str:
+    """Where clients on this machine find who decides on phases: the coordinator, or on node 0 of a fleet that of the fleet.
+
+    Raises InvalidArgument on any other node of a fleet.
+    """
+    if config.fleet is None:
+        return node_targets(config)["coordinator"]
+    if config.fleet.node_rank:
+        leader = config.fleet.leader
+        raise InvalidArgument("fleet.node_rank", f"is {config.fleet.node_rank}: clients call node 0, at {leader}")
+    return fleet_target(config)
+
+
 def client_checkpoints_dir(state_dir: Path) -> Path:
     """Where callers at ports may have checkpoints and models written, beside the run's output folder."""
     return state_dir / "checkpoints"
@@ -59,6 +77,11 @@ def generate_calls_path(state_dir: Path) -> Path:
 def pool_socket_path(state_dir: Path) -> Path:
     """Where processes of the node join its memory pool."""
     return socket_dir(state_dir) / "pool.sock"
+
+
+def fleet_calls_path(state_dir: Path) -> Path:
+    """The generations of the policy version that the fleet serves; as `generate_calls_path`."""
+    return socket_dir(state_dir) / "fleet-calls"
 
 
 def stall_dir(state_dir: Path) -> Path:
@@ -92,6 +115,11 @@ def training_run_path(state_dir: Path) -> Path:
 def training_output_path(state_dir: Path) -> Path:
     """The output folder of that run."""
     return state_dir / "training.output"
+
+
+def fleet_journal_path(state_dir: Path) -> Path:
+    """On the node that leads a fleet."""
+    return state_dir / "fleet.sqlite"
 
 
 def config_path(state_dir: Path) -> Path:

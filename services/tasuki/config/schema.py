@@ -169,7 +169,7 @@ class TrainerConfig(OptimizerConfig):
     mlp_tile_tokens: PositiveInt | None = None
     """Tokens of which a rank computes an MLP at a time; in backward each tile is computed again. It makes room for long samples. By
     default all tokens at once."""
-    prefix_sharing: Literal["auto"] | bool = "auto"
+    prefix_sharing: Literal["auto"] | bool = False
     """Whether samples of one prompt in a micro-batch compute the prompt once. Results are equal up to rounding, and `micro_batch_tokens`
     counts it once. "auto": on a CPU where that takes fewer operations, on a GPU never. On a GPU true is refused where attention has
     windows, or where its kernel fails a trial at start."""

@@ -19,6 +19,7 @@ from tasuki.config.ports import port_targets
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.disk_full import wait_for_disk
+from tasuki.coordinator.fleet_hold import FleetHold
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.journal_recovery import close_interrupted
 from tasuki.coordinator.memory_record import MemoryRecord
@@ -120,11 +121,13 @@ async def _serve_node(
     config: NodeConfig, node: Node, journal: Journal, peers: GrpcPeers, admission: Admission, *, instance: Instance
 ) -> None:
     planning = Planning(admission, config)
-    servicer = CoordinatorServicer(node, journal, planning, instance=instance, port_targets=port_targets(config))
+    hold = FleetHold(config.fleet, journal)
+    servicer = CoordinatorServicer(node, journal, planning, instance=instance, port_targets=port_targets(config), hold=hold)
     server = RpcServer(
         service="coordinator",
         target=node_targets(config)["coordinator"],
         port=port_of(config, "coordinator"),
+        fleet=config.fleet,
     )
     server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, servicer, "tasuki.v1.CoordinatorService")
     metrics = NodeMetrics(server.registry, config=config, node=node, journal=journal, peers=peers, planning=planning)

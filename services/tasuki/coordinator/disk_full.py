@@ -62,7 +62,12 @@ async def wait_for_disk(open_journal: Callable[[], _Opened], state: pb.NodeState
         failure = DiskFull(error.message, **error.metadata)  # the first one would keep all that it failed in alive
     _log.error("event=no_room error=%s", failure.message)
     state.last_error = f"{failure.reason}: {failure.message}"
-    server = RpcServer(service="coordinator", target=node_targets(config)["coordinator"], port=port_of(config, "coordinator"))
+    server = RpcServer(
+        service="coordinator",
+        target=node_targets(config)["coordinator"],
+        port=port_of(config, "coordinator"),
+        fleet=config.fleet,
+    )
     servicer = DiskFullServicer(state, failure, port_targets=port_targets(config))
     server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, servicer, "tasuki.v1.CoordinatorService")
     await server.start()

@@ -66,6 +66,7 @@ def state_to_proto(state: NodeState, *, instance: Instance) -> coordinator_pb2.N
         last_error=state.last_error,
         instance_id=instance.id,
         lock_path=instance.lock_path,
+        weights_digest=state.weights_digest,
     )
 
 

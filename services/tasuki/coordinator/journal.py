@@ -161,14 +161,33 @@ class Journal:
 
     def published(self) -> Outcome | None:
         """What the last LOAD_WEIGHTS came to: the version, and the answer that SYNC passes on. None when no coordinator learned it."""
+        return self._last(Stage.LOAD_WEIGHTS)
+
+    def _last(self, stage: Stage) -> Outcome | None:
+        """What the last carrying out of a stage with an answer came to."""
         row = self._db.execute(
             "SELECT status, bytes, answer, policy_version FROM stages LEFT JOIN results USING (id)"
             " WHERE stage = ? AND NOT is_undo ORDER BY id DESC LIMIT 1",
-            (Stage.LOAD_WEIGHTS,),
+            (stage,),
         ).fetchone()
         if row is None or row["status"] != Status.DONE or not row["answer"]:
             return None
         return Outcome(row["bytes"], answer=row["answer"], policy_version=row["policy_version"])
+
+    def received(self) -> Outcome | None:
+        """What the last SYNC came to: the version, and the sums of what rollout received. None when no coordinator learned it."""
+        return self._last(Stage.SYNC)
+
+    def fleet_epoch(self, name: str) -> tuple[int, int]:
+        """The highest attempt of a fleet that has commanded the node, and of its lives in that attempt; (0, 0) when none has."""
+        query = "SELECT attempt, epoch FROM fleets WHERE name = ? ORDER BY attempt DESC, epoch DESC LIMIT 1"
+        row = self._db.execute(query, (name,)).fetchone()
+        return (row["attempt"], row["epoch"]) if row else (0, 0)
+
+    def take_fleet_epoch(self, name: str, *, attempt: int, epoch: int) -> None:
+        """Writes down that the node is commanded by a later life of a fleet."""
+        values = (name, attempt, epoch, time.time())
+        self._write("INSERT INTO fleets (name, attempt, epoch, time) VALUES (?, ?, ?, ?)", values)
 
     def published_bytes(self, trainer_boot_id: str) -> int | None:
         """Of the last LOAD_WEIGHTS of this incarnation of the trainer; None when it has published nothing yet."""

@@ -48,6 +48,13 @@ CREATE TABLE IF NOT EXISTS results (
     error_reason TEXT NOT NULL,
     error_message TEXT NOT NULL
 );
+CREATE TABLE IF NOT EXISTS fleets (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    name TEXT NOT NULL,
+    attempt INTEGER NOT NULL,
+    epoch INTEGER NOT NULL,
+    time REAL NOT NULL
+);
 CREATE INDEX IF NOT EXISTS stages_by_changeover ON stages (number);
 """
 SCHEMA_VERSION = 1

@@ -3,46 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from tasuki.coordinator.admission import Admission
-from tasuki.coordinator.attempts import last_attempt, next_attempt_id
+from tasuki.coordinator.attempts import next_attempt_id
 from tasuki.coordinator.changeover import Changeover, Restart
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.journal_recovery import close_interrupted, resolve_intents
-from tasuki.coordinator.operation import Operation, StateUpdate, replayed
+from tasuki.coordinator.operation import Operation
+from tasuki.coordinator.operations import LOSSES, Operations
 from tasuki.coordinator.peers import Observed, Peers
 from tasuki.coordinator.phases import advance, leads_to, phase_of
 from tasuki.coordinator.readiness import ReadinessProbe
 from tasuki.coordinator.records import NodeState, StageEvent, Status
-from tasuki.coordinator.watchers import Watchers
 from tasuki.memory.stages import HOLDS, Phase, Stage
 from tasuki.wire.errors import (
-    ChangeoverRunning,
-    DeadlineExceeded,
     DiskFull,
-    EnginePoisoned,
-    InternalError,
     Interrupted,
-    InvalidArgument,
     PeerUnavailable,
     StageOrder,
     TasukiError,
-    WeightsCorrupt,
 )
 
 _log = logging.getLogger("tasuki.coordinator")
-_KEPT_OPERATIONS = 256
 _POLL_S = 0.2
+_HOLDS_WEIGHTS = (Stage.SYNC, Stage.OFFLOAD, Stage.RESUME_KV, Stage.DRAIN, Stage.PAUSE_KV)
 _MAX_TRIES = 5
-# After these a service is gone, or has to go. The changeover is closed as failed and another one begun when all services are there
-# again; an error that changed nothing, such as a lack of memory, is the caller's.
-_LOSSES = (DeadlineExceeded, EnginePoisoned, InternalError, PeerUnavailable, WeightsCorrupt)
-_UNANSWERED = {error.reason for error in (*_LOSSES, Interrupted)}
 
 
 class Node:
@@ -67,11 +56,9 @@ class Node:
         self._boot_id, self._trainer_target, self._rollout_target = boot_id, trainer_target, rollout_target
         self._at: Stage | None = None
         self._policy_version: int | None = None
-        self._running: Operation | None = None
-        self._turn = asyncio.Lock()
         self._open: Changeover | None = None
-        self._operations: OrderedDict[str, Operation] = OrderedDict()
-        self.watchers = Watchers()
+        self._operations = Operations(journal, state=self.state)
+        self.watchers = self._operations.watchers
         self._num_done = journal.num_done()
         self._last_error = close_interrupted(journal)
 
@@ -87,27 +74,39 @@ class Node:
             rollout_target=self._rollout_target,
             num_changeovers=self._num_done,
             last_error="; ".join(part for part in (self._last_error, poison, self._readiness.waiting) if part),
+            weights_digest=self._weights_digest() if self._at in _HOLDS_WEIGHTS else b"",
         )
+
+    async def look(self) -> NodeState:
+        """The state as the services tell it, after what runs. Without a place when they do not answer, or do not fit together."""
+        async with self._operations.turn:
+            try:
+                await self._look()
+            except (PeerUnavailable, StageOrder) as error:
+                self._at, self._last_error = None, f"{error.reason}: {error.message}"
+            return self.state()
+
+    def _weights_digest(self) -> bytes:
+        received = self._journal.received()
+        return b"" if received is None else hashlib.sha256(received.answer).digest()
 
     def acquire(self, phase: Phase, request_id: str) -> Operation:
         """The operation that brings the node to `phase`: the one this request id began, the one under way, or a new one.
 
         Raises ChangeoverRunning when a different one is under way.
         """
-        subject = f"phase {phase}"
-        if self._running is not None and self._running.subject == subject and request_id not in self._operations:
-            self._remember(request_id, self._running)
-        return self._operation(request_id, subject, lambda: self._bring_to(phase, request_id))
+        self._operations.join(f"phase {phase}", request_id)
+        return self._operations.start(f"phase {phase}", request_id, lambda: self._bring_to(phase, request_id))
 
     def run_stage(self, stage: Stage, request_id: str) -> Operation:
         """The operation that carries one stage out. Raises ChangeoverRunning when another one is under way."""
-        return self._operation(request_id, f"stage {stage}", lambda: self._run_by_hand(stage, request_id))
+        return self._operations.start(f"stage {stage}", request_id, lambda: self._run_by_hand(stage, request_id))
 
     async def recover(self) -> None:
         """Asks the services, once they answer, where the node is; from the middle of the ring it is brought to TRAIN."""
         while self._at is None:
             with suppress(DiskFull, PeerUnavailable, StageOrder):
-                async with self._turn:
+                async with self._operations.turn:
                     await self._look()
                     if self._at is not None and phase_of(self._at) is None:
                         _log.warning("event=recover at=%s", self._at)
@@ -118,43 +117,7 @@ class Node:
 
     async def stop(self) -> None:
         """Cuts the running operation off; its stage stays in the journal as an intent without a result."""
-        if self._running is not None:
-            await self._running.stop()
-
-    def _operation(self, request_id: str, subject: str, work: Callable[[], Awaitable[None]]) -> Operation:
-        known = self._operations.get(request_id)
-        if known is not None and known.subject == subject and known.reason == DiskFull.reason:
-            known = None  # it asked for room, and to be asked again
-        written = None if known is not None else last_attempt(self._journal, request_id)
-        # One that an earlier coordinator left in the middle is not answered by its interruption: it is carried out now.
-        if written is not None and written.error_reason not in (*_UNANSWERED, DiskFull.reason):
-            known = replayed(written, self.state())
-        if known is not None:
-            if known.subject != subject:
-                raise InvalidArgument("request_id", f"{request_id!r} was used for {known.subject} before; choose another one")
-            return known
-        if self._running is not None:
-            raise ChangeoverRunning(
-                f"{self._running.subject} is under way; ask for {subject} when it has ended",
-                changeover_id=self._open.id if self._open else "",
-            )
-
-        async def alone() -> None:
-            try:
-                async with self._turn:
-                    await work()
-            finally:
-                self._running = None
-
-        self._running = Operation(subject)
-        self._running.start(alone())
-        return self._remember(request_id, self._running)
-
-    def _remember(self, request_id: str, operation: Operation) -> Operation:
-        self._operations[request_id] = operation
-        if len(self._operations) > _KEPT_OPERATIONS:
-            self._operations.popitem(last=False)
-        return operation
+        await self._operations.stop()
 
     async def _bring_to(self, phase: Phase, request_id: str) -> None:
         """Tries again, as another changeover, when a service is lost on the way and has come back."""
@@ -168,7 +131,7 @@ class Node:
             go = self._make_room if phase is Phase.ROLLOUT and seen.trainer_is_in_the_way else self._try
             try:
                 await go(phase, next_attempt_id(self._journal, request_id), seen)
-            except (*_LOSSES, Interrupted) as error:
+            except (*LOSSES, Interrupted) as error:
                 if number == _MAX_TRIES:
                     raise
                 _log.warning("event=try_again phase=%s number=%d reason=%s", phase, number + 1, error.reason)
@@ -215,7 +178,7 @@ class Node:
         if lost is None and isinstance(error, StageOrder) and self._at is not None:
             # A single stage without an answer was carried out late, after the services were asked.
             return PeerUnavailable(f"a service went on after it was seen ({error.message})")
-        if lost is None or isinstance(error, _LOSSES):
+        if lost is None or isinstance(error, LOSSES):
             return error
         return PeerUnavailable(f"{lost} was lost in the middle of the changeover ({error.reason}: {error.message})", peer=lost)
 
@@ -284,7 +247,4 @@ class Node:
     def _tell(self, event: StageEvent, at: Stage | None) -> None:
         """Passes an event on to the running operation and to the watchers; the node is at `at` after it."""
         self._at = at
-        update = StateUpdate(event, self.state())
-        if self._running is not None:
-            self._running.tell(update)
-        self.watchers.tell(update)
+        self._operations.tell(event)

@@ -215,7 +215,7 @@ class GrpcPeers:
     async def _receive(self, command: types_pb2.CommandId, published: bytes) -> Outcome:
         request = rollout_pb2.ReceiveWeightsRequest(command=command, weights=weights_pb2.PublishedWeights.FromString(published))
         answer = await _answer(Service.ROLLOUT, self._rollout.ReceiveWeights(request, timeout=self._timeout_s))
-        return Outcome(answer.copied_bytes, policy_version=answer.policy_version)
+        return Outcome(answer.copied_bytes, answer=answer.sums.SerializeToString(), policy_version=answer.policy_version)
 
     async def _drain(self, command: types_pb2.CommandId) -> Outcome:
         request = rollout_pb2.DrainRequest(command=command, grace_ms=round(1000 * self._drain_grace_s))

@@ -106,6 +106,8 @@ class NodeState:
     rollout_target: str
     num_changeovers: int
     last_error: str
+    weights_digest: bytes = b""
+    """SHA-256 of the sums of what rollout holds; empty when nobody knows them."""
 
     @property
     def phase(self) -> Phase | None:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 
 from tasuki.config.instance import Instance
 from tasuki.coordinator.encode import changeover_to_proto, event_to_proto, phase_from_proto, state_for, state_to_proto
+from tasuki.coordinator.fleet_hold import FleetHold
 from tasuki.coordinator.journal import Journal
-from tasuki.coordinator.node import Node
-from tasuki.coordinator.planning import Planning
+from tasuki.coordinator.operation import Operation
 from tasuki.coordinator.records import NodeState, id_number
+from tasuki.coordinator.watchers import Watchers
+from tasuki.memory.stages import Phase, Stage
 from tasuki.rpc.stages import stage_from_proto
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1 import coordinator_pb2_grpc
+from tasuki.v1.fleet_pb2 import FleetCommand
 from tasuki.wire.errors import InvalidArgument
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -26,17 +29,49 @@ _DEFAULT_PAGE_SIZE = 50
 _MAX_PAGE_SIZE = 1000
 
 
+class Operated(Protocol):
+    """What a coordinator operates: its node, or a fleet of nodes."""
+
+    @property
+    def watchers(self) -> Watchers: ...
+
+    def state(self) -> NodeState: ...
+
+    async def look(self) -> NodeState: ...
+
+    def acquire(self, phase: Phase, request_id: str) -> Operation: ...
+
+    def run_stage(self, stage: Stage, request_id: str) -> Operation: ...
+
+
+class Plans(Protocol):
+    """Makes the plan of a node."""
+
+    async def plan(self, *, gpu_bytes: int | None, host_bytes: int | None) -> pb.PlanResponse: ...
+
+
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     """One node's coordinator on the wire."""
 
     def __init__(
-        self, node: Node, journal: Journal, planning: Planning, *, instance: Instance, port_targets: Mapping[str, str]
+        self,
+        node: Operated,
+        journal: Journal,
+        planning: Plans,
+        *,
+        instance: Instance,
+        port_targets: Mapping[str, str],
+        hold: FleetHold,
     ) -> None:
-        """port_targets: addresses of services by name, for callers at the coordinator's port."""
+        """node: a node, or a fleet, which clients see as one.
+
+        port_targets: addresses of services by name, for callers at the coordinator's port."""
+        self._hold = hold
         self._port_targets = port_targets
         self._node, self._journal, self._planning, self._instance = node, journal, planning, instance
 
     async def Acquire(self, request: pb.AcquireRequest, context: _Context) -> AsyncIterator[pb.AcquireResponse]:
+        self._hold.check(_fleet(request))
         phase = phase_from_proto(request.phase)
         if phase is None:
             raise InvalidArgument("phase", "must be PHASE_TRAIN or PHASE_ROLLOUT")
@@ -44,6 +79,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             yield pb.AcquireResponse(event=event_to_proto(update.event), state=self._state(update.state, context))
 
     async def RunStage(self, request: pb.RunStageRequest, context: _Context) -> pb.RunStageResponse:
+        self._hold.check(_fleet(request))
         stage = stage_from_proto(request.stage)
         if stage is None:
             raise InvalidArgument("stage", "must be one of the nine stages")
@@ -52,10 +88,16 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             if update.event.stage is stage:
                 response.event.CopyFrom(event_to_proto(update.event))
             response.state.CopyFrom(self._state(update.state, context))
+        received = self._journal.received() if stage is Stage.SYNC else None
+        if received is not None:
+            response.sums.ParseFromString(received.answer)
         return response
 
     async def GetState(self, request: pb.GetStateRequest, context: _Context) -> pb.GetStateResponse:
-        return pb.GetStateResponse(state=self._state(self._node.state(), context))
+        if not request.HasField("fleet"):
+            return pb.GetStateResponse(state=self._state(self._node.state(), context))
+        self._hold.check(request.fleet)
+        return pb.GetStateResponse(state=self._state(await self._node.look(), context))
 
     async def WatchState(self, request: pb.WatchStateRequest, context: _Context) -> AsyncIterator[pb.WatchStateResponse]:
         with self._node.watchers.watching() as queue:
@@ -83,6 +125,10 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
     def _state(self, state: NodeState, context: _Context) -> pb.NodeState:
         return state_for(context, state_to_proto(state, instance=self._instance), port_targets=self._port_targets)
+
+
+def _fleet(request: pb.AcquireRequest | pb.RunStageRequest) -> FleetCommand | None:
+    return request.fleet if request.HasField("fleet") else None
 
 
 def _request_id(given: str) -> str:

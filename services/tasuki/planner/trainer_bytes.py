@@ -33,6 +33,12 @@ def trainer_tags(layout: Layout) -> Bytes:
     }
 
 
+def gradient_bytes(layout: Layout) -> int:
+    """Of rank 0, of all networks that are trained, without what an arena rounds up."""
+    critic = layout.of_critic()
+    return sum(size for network in (layout, critic) if network is not None for size in _kept_tensors(network)[1])
+
+
 def host_moments(layout: Layout) -> int:
     """Host memory of one rank for optimizer state that never leaves it."""
     critic = layout.of_critic()

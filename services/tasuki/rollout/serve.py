@@ -119,6 +119,7 @@ def _make_server(config: NodeConfig) -> RpcServer:
         service="rollout",
         target=places.node_targets(config)["rollout"],
         port=port_of(config, "rollout"),
+        fleet=config.fleet,
     )
 
 

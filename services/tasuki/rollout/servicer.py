@@ -14,7 +14,7 @@ from tasuki.rollout.rollout import Rollout
 from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.stages import stage_to_proto
 from tasuki.rpc.usage import TAG_VALUES
-from tasuki.v1 import rollout_pb2, rollout_pb2_grpc, types_pb2
+from tasuki.v1 import rollout_pb2, rollout_pb2_grpc, types_pb2, weights_pb2
 
 _REASONS = {
     "stop": types_pb2.FINISH_REASON_STOP,
@@ -63,6 +63,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 copied_bytes=report.copied_bytes,
                 fallback_names=report.fallback_names,
                 timings=[types_pb2.Timing(name=name, seconds=seconds) for name, seconds in report.timings.items()],
+                sums=weights_pb2.WeightSums(
+                    policy_version=report.policy_version, layout_digest=report.layout_digest, checksums=report.checksums
+                ),
             )
 
         return await self._gate.stage(request, receive)

@@ -27,6 +27,7 @@ _IMPORT_TIMEOUT_S = 10.0
 class SyncReport:
     """A sync that every rank made and that was verified.
 
+    layout_digest: SHA-256 of names, dtypes and shapes of the published tensors, in the order of their names; checksums: of each, alike.
     timings: seconds by part, each of the rank that took longest for it; and of the front "ranks", from the command to the last rank's
     answer, and "compare".
     """
@@ -35,6 +36,8 @@ class SyncReport:
     copied_bytes: int
     fallback_names: tuple[str, ...]
     timings: dict[str, float]
+    layout_digest: bytes
+    checksums: Sequence[int]
 
 
 class WeightSync:
@@ -89,10 +92,11 @@ class WeightSync:
             await self._compare(results, imported)
             # A publisher that began the next version meanwhile would have changed what was compared.
             imported.check_version(weights.policy_version)
+            report = partial(_report, weights.policy_version, results, imported.layout_digest(), imported.checksums_by_name())
             compared = time.perf_counter()
         finally:
             imported.release()
-        return _report(weights.policy_version, results, {"ranks": answered - started, "compare": compared - answered})
+        return report({"ranks": answered - started, "compare": compared - answered})
 
     async def _compare(self, results: Sequence[ranks_pb2.ReceiveResult], imported: ImportedWeights) -> None:
         digests = [result.layout_digest for result in results]
@@ -130,7 +134,13 @@ def _sums(result: ranks_pb2.ReceiveResult) -> np.ndarray:
     return np.frombuffer(result.sums, dtype="<u8").astype(np.uint64)
 
 
-def _report(policy_version: int, results: Sequence[ranks_pb2.ReceiveResult], front_timings: Mapping[str, float]) -> SyncReport:
+def _report(
+    policy_version: int,
+    results: Sequence[ranks_pb2.ReceiveResult],
+    layout_digest: bytes,
+    checksums: Sequence[int],
+    front_timings: Mapping[str, float],
+) -> SyncReport:
     slowest: defaultdict[str, float] = defaultdict(float)
     for result in results:
         for timing in result.timings:
@@ -140,4 +150,6 @@ def _report(policy_version: int, results: Sequence[ranks_pb2.ReceiveResult], fro
         copied_bytes=sum(result.copied_bytes for result in results),
         fallback_names=tuple(dict.fromkeys(name for result in results for name in result.fallback_names)),
         timings={**slowest, **front_timings},
+        layout_digest=layout_digest,
+        checksums=checksums,
     )

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from tasuki.config.schema import NodeConfig
 from tasuki.config.security_schema import CallerRole
 from tasuki.rpc.client_paths import ClientPaths
-from tasuki.rpc.methods import Method
+from tasuki.rpc.methods import EPOCH_FIELDS, Method
 from tasuki.wire.credentials import read_tokens
 from tasuki.wire.errors import InvalidArgument, PermissionDenied, Unauthenticated
 from tasuki.wire.reloaded import Reloaded
@@ -55,8 +55,10 @@ class Access:
 
     def check_request(self, method: Method, request: Any, *, role: CallerRole) -> None:
         """Raises PermissionDenied for an epoch or a path that the caller must not give."""
-        if method.epoch_role is not None and request.HasField("epoch") and role < method.epoch_role:
-            raise _denied(Caller("the caller", role), f"{method.name} with `epoch`", method.epoch_role)
+        if method.epoch_role is not None and role < method.epoch_role:
+            for field in EPOCH_FIELDS.intersection(request.DESCRIPTOR.fields_by_name):
+                if request.HasField(field):
+                    raise _denied(Caller("the caller", role), f"{method.name} with `{field}`", method.epoch_role)
         if method.path_use is not None:
             self._paths.check(request.path, use=method.path_use)
 

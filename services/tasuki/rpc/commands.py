@@ -44,19 +44,25 @@ class Commanded(Protocol):
 
 class CommandGate:
     """Runs commands one at a time, each once: a repeated request gets the first answer, or the first error. Only one that is no stage,
-    and that a full disk refused, is tried again.
+    and that ended in a `passing` error, such as a full disk, is tried again.
 
     A request repeats another when request_id, message type and content agree; the same request_id on anything else is refused.
 
     A command outlives its caller: a cancelled or timed-out call leaves it running, and the same request_id finds it again.
     """
 
-    def __init__(self, failpoints: Failpoints = NO_FAILPOINTS, *, boot_id: str = "") -> None:
+    def __init__(
+        self,
+        failpoints: Failpoints = NO_FAILPOINTS,
+        *,
+        boot_id: str = "",
+        passing: tuple[type[TasukiError], ...] = (DiskFull,),
+    ) -> None:
         """failpoints: each command comes to one with its stage's or its own name before it is carried out, and ".done" after.
 
         boot_id: of this life of the service, for the log.
         """
-        self._failpoints, self._boot_id = failpoints, boot_id
+        self._failpoints, self._boot_id, self._passing = failpoints, boot_id, passing
         self.epoch = 0
         self.sequence = 0
         self._looked = 0
@@ -131,6 +137,10 @@ class CommandGate:
 
         return await self._run(request, fence, action)
 
+    def has_begun(self, request: Commanded) -> bool:
+        """Whether a command with this request_id was begun, whatever came of it."""
+        return request.command.request_id in self._answers
+
     def restore(self, request_id: str, *, content: bytes, answer: Message | TasukiError) -> None:
         """Gives `answer` to whoever repeats a command that an earlier life of the service carried out. content: its `digest`."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -163,7 +173,7 @@ class CommandGate:
             raise InvalidArgument(
                 "command.request_id", f"give one of 1 to {_MAX_REQUEST_ID} characters, unique for each intent"
             )
-        if not is_stage and self._was_full(request_id, content):
+        if not is_stage and self._may_try_again(request_id, content):
             del self._answers[request_id]
         if request_id not in self._answers:
             fence()
@@ -178,12 +188,12 @@ class CommandGate:
             raise InvalidArgument("command.request_id", f"{request_id} was used for another request; choose a new one")
         return cast(_Answer, await asyncio.shield(task))
 
-    def _was_full(self, request_id: str, content: bytes) -> bool:
-        """Whether a full disk has refused this very request: it was not carried out, and is when it comes again and there is room."""
+    def _may_try_again(self, request_id: str, content: bytes) -> bool:
+        """Whether this very request ended in an error that passes, as a full disk's does when there is room."""
         first, answer = self._answers.get(request_id, (b"", None))
         if answer is None or first != content or not answer.done() or answer.cancelled():
             return False
-        return isinstance(answer.exception(), DiskFull)
+        return isinstance(answer.exception(), self._passing)
 
     async def _one_at_a_time(self, action: Callable[[], Awaitable[_Answer]], name: str, command: CommandId) -> _Answer:
         async with self._lock:

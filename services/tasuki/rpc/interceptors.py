@@ -22,6 +22,7 @@ from google.protobuf.message import DecodeError
 
 from tasuki.config.security_schema import CallerRole
 from tasuki.rpc.access import Access
+from tasuki.rpc.fleet_caller import FleetFence
 from tasuki.rpc.methods import METHODS, Method, standard_methods, unknown_method
 from tasuki.rpc.metrics import CallMetrics
 from tasuki.rpc.stranger_log import StrangerLog
@@ -39,8 +40,8 @@ class _Outcome:
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Wraps the handlers of tasuki.v1; health and reflection go through untouched."""
 
-    def __init__(self, metrics: CallMetrics) -> None:
-        self._metrics = metrics
+    def __init__(self, metrics: CallMetrics, fence: FleetFence) -> None:
+        self._metrics, self._fence = metrics, fence
 
     async def intercept_service(
         self,
@@ -62,6 +63,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             async def answer_stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
                 async with _observed(method, context, self._metrics):
                     _require_deadline(method, context)
+                    self._fence.check(method, context)
                     async for response in streaming(request, context):
                         yield response
 
@@ -73,6 +75,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             async with _observed(method, context, self._metrics):
                 _require_deadline(method, context)
+                self._fence.check(method, context)
                 return await unary(request, context)
 
         make_unary = grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
@@ -85,8 +88,8 @@ class PortInterceptor(grpc.aio.ServerInterceptor):
     A caller is let in before his first message is read, and again before each answer of a stream: a role that is taken away ends it.
     """
 
-    def __init__(self, metrics: CallMetrics, access: Access) -> None:
-        self._metrics, self._access = metrics, access
+    def __init__(self, metrics: CallMetrics, access: Access, fence: FleetFence) -> None:
+        self._metrics, self._access, self._fence = metrics, access, fence
         self._strangers = StrangerLog()
         self._methods: Mapping[str, Method] = {**METHODS, **standard_methods()}
 
@@ -115,6 +118,7 @@ class PortInterceptor(grpc.aio.ServerInterceptor):
             async with _observed(method, context, self._metrics):
                 role = self._admitted(method, context)
                 _require_deadline(method, context)
+                self._fence.check(method, context, role=role)
                 requests = _decoded(messages, handler.request_deserializer)
                 if not handler.request_streaming:
                     request = await _only(requests)

@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from tasuki.config.security_schema import CallerRole
 from tasuki.rpc.reflection import V1_NAME, describe_v1
-from tasuki.v1 import coordinator_pb2, memory_pb2, metrics_pb2, rollout_pb2, trainer_pb2
+from tasuki.v1 import coordinator_pb2, fleet_pb2, memory_pb2, metrics_pb2, rank_store_pb2, rollout_pb2, trainer_pb2
 
 # They change the phase, but carry no CommandId: they are how one comes to an epoch.
 _COORDINATOR_MUTATIONS = {"Acquire", "RunStage"}
@@ -30,11 +30,23 @@ _ROLES: dict[str, CallerRole] = {
     "tasuki.v1.CoordinatorService/Plan": _VIEWER,
     "tasuki.v1.CoordinatorService/RunStage": _OPERATOR,
     "tasuki.v1.CoordinatorService/WatchState": _VIEWER,
+    "tasuki.v1.FleetService/GetFleet": _VIEWER,
+    "tasuki.v1.FleetService/Heartbeat": _PEER,
+    "tasuki.v1.FleetService/Join": _PEER,
+    "tasuki.v1.FleetService/Measure": _PEER,
     "tasuki.v1.MemoryService/GetUsage": _VIEWER,
     "tasuki.v1.MemoryService/Pause": _PEER,
     "tasuki.v1.MemoryService/Resume": _PEER,
     "tasuki.v1.MemoryService/WatchUsage": _VIEWER,
     "tasuki.v1.MetricsService/GetMetrics": _VIEWER,
+    "tasuki.v1.RankStoreService/AddToKey": _PEER,
+    "tasuki.v1.RankStoreService/CheckKeys": _PEER,
+    "tasuki.v1.RankStoreService/CompareAndSetKey": _PEER,
+    "tasuki.v1.RankStoreService/DeleteKey": _PEER,
+    "tasuki.v1.RankStoreService/JoinRanks": _PEER,
+    "tasuki.v1.RankStoreService/ReadKey": _PEER,
+    "tasuki.v1.RankStoreService/SetKey": _PEER,
+    "tasuki.v1.RankStoreService/WaitForKeys": _PEER,
     "tasuki.v1.RolloutService/Drain": _PEER,
     "tasuki.v1.RolloutService/Generate": _TRAINER,
     "tasuki.v1.RolloutService/GetRolloutState": _VIEWER,
@@ -54,6 +66,8 @@ _ROLES: dict[str, CallerRole] = {
 }
 _EPOCH_ROLE = _PEER
 """The least role that may give an epoch: a service refuses older coordinators from then on."""
+EPOCH_FIELDS = {"epoch", "fleet"}
+"""Optional fields of requests that give one."""
 _WRITES = {"SaveCheckpoint", "ExportModel"}
 _READS = {"LoadCheckpoint"}
 
@@ -77,7 +91,7 @@ class Method:
     role: CallerRole | None
     """The least that may call it at a port; None: nobody."""
     epoch_role: CallerRole | None
-    """The least that may set the request's `epoch`; None: it has none."""
+    """The least that may set the request's `epoch` or `fleet`; None: it has neither."""
     path_use: PathUse | None
     """What the service does at the request's `path`; None: it has none."""
 
@@ -109,7 +123,7 @@ def _described(method: MethodDescriptor) -> Method:
         kind=kinds[method.client_streaming, method.server_streaming],
         needs_deadline=_carries_command(method.input_type) or method.name in _COORDINATOR_MUTATIONS,
         role=_ROLES.get(name),
-        epoch_role=_EPOCH_ROLE if "epoch" in method.input_type.fields_by_name else None,
+        epoch_role=_EPOCH_ROLE if EPOCH_FIELDS.intersection(method.input_type.fields_by_name) else None,
         path_use=_path_use(method.name),
     )
 
@@ -126,7 +140,7 @@ def _methods(services: Iterable[ServiceDescriptor]) -> dict[str, Method]:
 
 METHODS: dict[str, Method] = _methods(
     service
-    for file in (coordinator_pb2, memory_pb2, metrics_pb2, rollout_pb2, trainer_pb2)
+    for file in (coordinator_pb2, fleet_pb2, memory_pb2, metrics_pb2, rank_store_pb2, rollout_pb2, trainer_pb2)
     for service in file.DESCRIPTOR.services_by_name.values()
 )
 """Every method of tasuki.v1 by its path on the wire."""

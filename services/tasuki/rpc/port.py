@@ -10,7 +10,9 @@ import grpc
 from tasuki.config.ports import port_targets
 from tasuki.config.schema import NodeConfig
 from tasuki.rpc.access import Access, access_of
+from tasuki.wire.address import is_beyond_loopback
 from tasuki.wire.credentials import TlsFiles, TlsMaterial
+from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.reloaded import Reloaded
 
 _SETTLE_S = 0.1
@@ -33,6 +35,23 @@ def port_of(config: NodeConfig, service: str) -> Port | None:
     target = port_targets(config).get(service)
     if target is None:
         return None
+    return Port(target=target, access=access_of(config), credentials=_server_credentials(config))
+
+
+def port_at(config: NodeConfig, target: str, *, key: str) -> Port:
+    """A port beside those of the three services, with the same security.
+
+    key: that names the address in the configuration. Raises InvalidArgument naming it, or a key of [security].
+    """
+    security = config.security
+    if security.client_ca is None and not security.tokens.files and not security.insecure:
+        raise InvalidArgument(
+            key, f"= {target} needs security.client_ca or security.tokens, or on loopback security.insecure = true"
+        )
+    if is_beyond_loopback(target) and security.cert is None:
+        raise InvalidArgument(
+            key, f"= {target} is not loopback: set security.cert and security.key (`tasuki certs` makes them)"
+        )
     return Port(target=target, access=access_of(config), credentials=_server_credentials(config))
 
 

@@ -38,6 +38,8 @@ class RankFront(Generic[CommandT, ResultT]):
 
     straggler_timeout_s: float | None = None
     """How long the others may take once a rank has failed; None: as long as the caller waits."""
+    breaking: frozenset[str] = frozenset()
+    """Reasons of errors after which the ranks' state is undefined, though all of them agree."""
 
     def __init__(self, path: Path, result: type[ResultT], *, service: str, num_ranks: int) -> None:
         """path: of the socket, in a private folder. service: names the ranks in errors."""
@@ -154,7 +156,10 @@ class RankFront(Generic[CommandT, ResultT]):
                 raise self._cause
         first = failed[0]
         if len(failed) == len(results) and len({result.error.reason for result in failed}) == 1 and first.error.reason:
-            raise from_reason(first.error.reason, first.error.message, dict(first.error.metadata))
+            agreed = from_reason(first.error.reason, first.error.message, dict(first.error.metadata))
+            if agreed.reason in self.breaking:
+                self._break(agreed)
+            raise agreed
         error = InternalError(f"{self._service} rank {first.rank} failed: {first.error.message}", rank=first.rank)
         self._break(error)
         raise error

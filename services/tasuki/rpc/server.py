@@ -15,6 +15,8 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
+from tasuki.config.fleet_schema import FleetConfig
+from tasuki.rpc.fleet_caller import FleetFence
 from tasuki.rpc.interceptors import CallInterceptor, PortInterceptor
 from tasuki.rpc.metrics import CallMetrics, MetricsServicer
 from tasuki.rpc.port import Port
@@ -33,17 +35,19 @@ class RpcServer:
     target: "unix:/path". registry: of the service's metrics, which MetricsService tells.
     """
 
-    def __init__(self, *, service: str, target: str, port: Port | None = None) -> None:
+    def __init__(self, *, service: str, target: str, port: Port | None = None, fleet: FleetConfig | None = None) -> None:
+        """fleet: that alone may command the service."""
         self.service, self.target = service, target
         self._path = Path(target.removeprefix("unix:"))
         self._port = port
         self.registry = CollectorRegistry()
         self._metrics = CallMetrics(self.registry)
         self.metrics = MetricsServicer(self.registry)
-        self._local = grpc.aio.server(interceptors=[CallInterceptor(self._metrics)], options=SERVER_OPTIONS)
+        fence = FleetFence(fleet)
+        self._local = grpc.aio.server(interceptors=[CallInterceptor(self._metrics, fence)], options=SERVER_OPTIONS)
         self._servers = [self._local]
         if port is not None:
-            interceptor = PortInterceptor(self._metrics, port.access)
+            interceptor = PortInterceptor(self._metrics, port.access, fence)
             self._servers.append(grpc.aio.server(interceptors=[interceptor], options=PORT_OPTIONS))
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]  untyped library
         self._names: list[str] = []

@@ -13,6 +13,7 @@ from tasuki.client.durable import write_durably
 from tasuki.config.places import (
     archived_config_path,
     config_path,
+    fleet_journal_path,
     journal_path,
     log_path,
     memory_record_path,
@@ -67,6 +68,10 @@ def copy_archive(state_dir: Path, output_dir: Path) -> None:
     _copy(training_log_path(state_dir), training_log_path(output_dir))
     _copy(memory_record_path(state_dir), memory_record_path(output_dir))
     _copy(config_path(state_dir), archived_config_path(output_dir))
+    if fleet_journal_path(state_dir).is_file():
+        _copy_journal(fleet_journal_path(state_dir), fleet_journal_path(output_dir))
+    else:
+        fleet_journal_path(output_dir).unlink(missing_ok=True)
     _copy_journal(journal_path(state_dir), journal_path(output_dir))
 
 

@@ -41,7 +41,7 @@ class RlTraining:
         return Dataset(self.inputs.rows, seed=self.inputs.train.seed)
 
     @contextmanager
-    def opened(self, folders: Sequence[Path]) -> Iterator[Loop]:
+    def opened(self, folders: Sequence[Path], *, save_now: Callable[[], bool]) -> Iterator[Loop]:
         inputs, reward = self.inputs, self.inputs.train.reward
         with (
             RewardPool(
@@ -57,7 +57,7 @@ class RlTraining:
             def loop(client: Client, dataset: Dataset[Row], start: Continuation, report: Callable[[Step], None]) -> None:
                 settings = loop_settings(inputs.train)
                 state = EstimatorState.of(start.steps[-1].estimator if start.steps else {})
-                rl = RlLoop(client, dataset, inputs.eval_rows, inputs.tokenizer, rewards, settings, state, dump)
+                rl = RlLoop(client, dataset, inputs.eval_rows, inputs.tokenizer, rewards, settings, state, dump, save_now)
                 rl.run(report, first_step=start.first_step)
 
             yield loop

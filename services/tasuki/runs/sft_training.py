@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tasuki.algorithms.loss_types import Aggregation
@@ -59,11 +60,16 @@ class SftTraining:
         return Dataset(self.samples, seed=self.sft.seed)
 
     @contextmanager
-    def opened(self, folders: Sequence[Path]) -> Iterator[Loop]:
-        yield self._train
+    def opened(self, folders: Sequence[Path], *, save_now: Callable[[], bool]) -> Iterator[Loop]:
+        yield partial(self._train, save_now)
 
     def _train(
-        self, client: Client, dataset: Dataset[TrainingSample], start: Continuation, report: Callable[[Step], None]
+        self,
+        save_now: Callable[[], bool],
+        client: Client,
+        dataset: Dataset[TrainingSample],
+        start: Continuation,
+        report: Callable[[Step], None],
     ) -> None:
         sft = self.sft
         settings = Settings(
@@ -74,7 +80,7 @@ class SftTraining:
             eval_every=sft.eval_every,
             save_every=sft.save_every,
         )
-        SftLoop(client, dataset, self.eval_samples, settings).run(report, first_step=start.first_step)
+        SftLoop(client, dataset, self.eval_samples, settings, save_now).run(report, first_step=start.first_step)
 
     def summary(self, steps: Sequence[Step], *, seconds: float, changeovers: int, policy_version: int) -> dict[str, object]:
         seed = self.sft.seed

@@ -32,8 +32,11 @@ class Training(Protocol):
         """At its beginning."""
         ...
 
-    def opened(self, folders: Sequence[Path]) -> AbstractContextManager[Loop]:
-        """The loop, with its worker processes for as long as the block lasts. folders: where the user's modules are looked for."""
+    def opened(self, folders: Sequence[Path], *, save_now: Callable[[], bool]) -> AbstractContextManager[Loop]:
+        """The loop, with its worker processes for as long as the block lasts.
+
+        folders: where the user's modules are looked for. save_now: asked after each step, whether it is to be saved although not due.
+        """
         ...
 
     def summary(self, steps: Sequence[Step], *, seconds: float, changeovers: int, policy_version: int) -> dict[str, object]:

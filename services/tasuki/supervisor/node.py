@@ -243,7 +243,7 @@ def _spawn_supervisor(config: NodeConfig, *, lock_fd: int, read_fd: int) -> subp
 def _wait_until_serving(config: NodeConfig, *, tell: Tell, supervisor: subprocess.Popen[bytes] | None) -> None:
     started = time.monotonic()
     deadline = started + config.rollout.start_timeout_s + _START_MARGIN_S
-    waiting = {service.name: service for service in node_services(config)}
+    waiting = {service.name: service for service in node_services(config) if service.target}
     while waiting:
         if holder(config.state_dir, name=NODE_LOCK) is None:
             if supervisor is not None:

@@ -176,7 +176,7 @@ class Supervisor:
 
     def _see_who_serves(self) -> None:
         for service in self._pids.values():
-            if service.name not in self._served and listens(service.target):
+            if service.name not in self._served and (not service.target or listens(service.target)):
                 self._served.add(service.name)
 
     def _ended(self) -> list[str]:
@@ -197,6 +197,9 @@ class Supervisor:
 
     def _start_anew(self, name: str) -> str:
         """Kills what is left of the service and has it started again. Returns why it must not be, or nothing."""
+        code = self._exit_codes.get(name)
+        if code in self._services[name].final_codes:
+            return f"{name} ended with exit code {code}"
         if name not in self._served:
             return f"{name} ended by itself before it served"
         pause_s = self._restarts.next_pause(name, now=time.monotonic())

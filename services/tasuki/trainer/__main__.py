@@ -22,7 +22,7 @@ from tasuki.memory.stages import Service
 from tasuki.rpc.gpu_wait import wait_for_rollout_to_leave
 from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.staying import staying_tags
-from tasuki.trainer.environment import LOOPBACK, cache_variables
+from tasuki.trainer.environment import cache_variables, socket_variables
 from tasuki.trainer.launch import Launch, read_launch
 from tasuki.wire.errors import InvalidArgument, TasukiError
 
@@ -35,8 +35,10 @@ def main(argv: list[str] | None = None) -> int:
     configure_logging("trainer")
     try:
         launch = read_launch(os.environ)
-        os.environ |= LOOPBACK
         config = load_config(arguments.config, overrides=arguments.overrides)
+        for name, value in socket_variables(config.fleet).items():
+            os.environ.pop(name, None)
+            os.environ |= {} if value is None else {name: value}
         if launch.num_ranks != config.trainer.num_ranks:
             raise InvalidArgument("trainer.num_ranks", f"is {config.trainer.num_ranks}, but {launch.num_ranks} were started")
         os.environ |= {name: value for name, value in cache_variables(config.state_dir).items() if name not in os.environ}

@@ -75,8 +75,13 @@ class Backend(Protocol):
         """Gives back what forward passes without backward have gathered."""
         ...
 
+    def check_alike(self, numbers: Mapping[str, float]) -> None:
+        """Raises VersionOrder, on every node of a fleet, for a number that is not the same on all of them."""
+        ...
+
     def clip_gradients(self, role: Role) -> float:
-        """Scales the gradients down to the role's max_grad_norm. Returns their L2 norm over all ranks before."""
+        """Sums the gradients over the nodes of a fleet and scales them down to the role's max_grad_norm. Returns their L2 norm over all
+        ranks before. Raises PeerUnavailable when a node is lost."""
         ...
 
     def step_optimizer(self, role: Role, *, learning_rate: float) -> None: ...
@@ -104,6 +109,14 @@ class Backend(Protocol):
 
     def save_checkpoint(self, path: Path, *, facts: LearnerFacts) -> int:
         """Writes everything that training needs. Returns the bytes. Raises PathExists, DiskFull, InvalidArgument."""
+        ...
+
+    def write_checkpoint(self, path: Path, save_id: str, *, facts: LearnerFacts) -> int:
+        """The same, beside `path`, for `durable.saves.publish`. Returns 0 where another node writes to the same folder."""
+        ...
+
+    def check_checkpoint(self, path: Path, *, have: LearnerFacts) -> LearnerFacts:
+        """What load_checkpoint would give. Raises what can be seen without reading tensors."""
         ...
 
     def load_checkpoint(self, path: Path, *, have: LearnerFacts, progressed: Callable[[], None]) -> LearnerFacts:

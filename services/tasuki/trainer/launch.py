@@ -40,7 +40,12 @@ class Launch:
     launcher_fd: int
     """pidfd of the launcher, readable once it has ended."""
     store_path: Path
-    """File, private to this launch, in which the ranks find each other."""
+    """File, private to this launch, in which the ranks of the node find each other."""
+
+    @property
+    def launch_id(self) -> str:
+        """Name of this launch, the same in all its ranks."""
+        return self.store_path.parent.name
 
     def environment(self) -> dict[str, str]:
         """Variables from which `read_launch` makes this value again. The first three are torchrun's."""

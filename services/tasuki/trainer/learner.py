@@ -112,11 +112,13 @@ class Learner:
         """Clips the role's gradients, makes one optimizer step with them and clears them.
 
         learning_rate: replaces the schedule's. schedule_step: place in the schedule; by default steps since begin_run.
-        Raises GradientsNotFinite, with the gradients cleared, unless such steps are skipped.
+        Raises GradientsNotFinite, with the gradients cleared, unless such steps are skipped; in a fleet VersionOrder with nothing changed
+        when nodes differ, and PeerUnavailable when one is lost, after which this rank is of no use.
         """
         state = self.roles[role]
         step = state.version - state.schedule_start if schedule_step is None else schedule_step
         rate = scheduled_rate(state.optimizer, step) if learning_rate is None else learning_rate
+        self.backend.check_alike({f"version of the {role}": state.version, "learning_rate": rate})
         grad_norm = self.backend.clip_gradients(role)
         if not math.isfinite(grad_norm):
             self.discard_gradients(role)
@@ -152,6 +154,14 @@ class Learner:
     def save_checkpoint(self, path: Path) -> int:
         """Returns the bytes written."""
         return self.backend.save_checkpoint(path, facts=self._facts())
+
+    def write_checkpoint(self, path: Path, save_id: str) -> int:
+        """Returns the bytes written."""
+        return self.backend.write_checkpoint(path, save_id, facts=self._facts())
+
+    def check_checkpoint(self, path: Path) -> int:
+        """The policy version of a checkpoint that could be loaded."""
+        return self.backend.check_checkpoint(path, have=self._facts()).versions[Role.POLICY]
 
     def load_checkpoint(self, path: Path) -> None:
         """Raises with nothing changed. Clears the gradients."""

@@ -23,10 +23,11 @@ from tasuki.rpc.rank_server import Handlers
 from tasuki.rpc.server import RpcServer
 from tasuki.rpc.staying import staying_tags
 from tasuki.trainer.backends.fsdp.backend import FsdpBackend
-from tasuki.trainer.backends.fsdp.mesh import start_mesh
+from tasuki.trainer.backends.fsdp.mesh import mesh_device, start_mesh
+from tasuki.trainer.backends.fsdp.replicas import is_fleet, join_nodes, join_store
 from tasuki.trainer.data.checks import BatchLimits
 from tasuki.trainer.data.shared_plan import Sharing
-from tasuki.trainer.durable.restore import restore
+from tasuki.trainer.durable.restore import agree_on_log, restore
 from tasuki.trainer.durable.training_log import TrainingLog
 from tasuki.trainer.launch import Launch
 from tasuki.trainer.learner import Learner, trained_roles
@@ -60,7 +61,10 @@ def run_rank(config: NodeConfig, *, launch: Launch) -> bool:
             timeout_s=trainer.collective_timeout_s,
         )
         cleanup.callback(dist.destroy_process_group)
-        backend = FsdpBackend(config, mesh=mesh)
+        replicas = join_nodes(config, launch, device=mesh_device(mesh))
+        if replicas is not None:
+            cleanup.callback(replicas.close)
+        backend = FsdpBackend(config, mesh=mesh, replicas=replicas)
         cleanup.callback(backend.close)
         backend.warm_up()
         learner = Learner(
@@ -129,6 +133,9 @@ async def serve(config: NodeConfig, *, launch: Launch) -> int:
         )
         log = TrainingLog(training_log_path(config.state_dir), failpoints=failpoints)
         cleanup.callback(log.close)
+        if is_fleet(config):
+            store = await asyncio.to_thread(join_store, config, launch)
+            await agree_on_log(log, store, config=config)
         await restore(training, log, config=config)
         server = _server(training, log, ready=ready, config=config)
         await server.start()
@@ -151,6 +158,7 @@ def _server(training: Training, log: TrainingLog, *, ready: RankReady, config: N
         service="trainer",
         target=node_targets(config)["trainer"],
         port=port_of(config, "trainer"),
+        fleet=config.fleet,
     )
     gpus, state = set(gpus_of(config).trainer), training.state
     metrics = TrainerMetrics(server.registry, num_gpus=len(gpus), policy_version=lambda: state.policy_version)

@@ -8,13 +8,18 @@ peer could have this one run its code. The kernel knows the user at the other en
 from __future__ import annotations
 
 import functools
+import ipaddress
+import json
 import os
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import ProcessGroupGloo
+from torch.distributed import ProcessGroupGloo, Store
 
+from tasuki.wire.address import split_host_port
 from tasuki.wire.errors import PeerUnavailable
 
 _TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
@@ -31,6 +36,72 @@ def check_gloo_peers() -> None:
     if not hasattr(ProcessGroupGloo.__init__, "__wrapped__"):
         # There is no hook: torch and SGLang make their groups from this class, whose constructor returns once all peers are connected.
         ProcessGroupGloo.__init__ = _checked(ProcessGroupGloo.__init__)
+
+
+_CONNECT = ProcessGroupGloo.__init__
+
+
+def connect_over_nodes(
+    store: Store, rank: int, size: int, *, device: Any, timeout: timedelta, meeting: str
+) -> ProcessGroupGloo:
+    """A gloo group whose peers are on other machines. Gloo asks nobody who he is, so the ranks tell each other through `store` which
+    connections they have, and a connection that no rank has at its other end is refused.
+
+    store: takes keys from the ranks alone. meeting: HOST:PORT where it is; this process may connect there meanwhile.
+    Raises PeerUnavailable for a stranger's connection. What passes is neither encrypted nor signed.
+    """
+    options = ProcessGroupGloo._Options()
+    options._devices, options._timeout = [device], timeout
+    group = ProcessGroupGloo.__new__(ProcessGroupGloo)
+    before = _sockets()
+    _CONNECT(group, store, rank, size, options)
+    of_store = _kernel_addresses(meeting)
+    found = _connections(_sockets() - before, num_peers=size - 1)
+    mine = [ends for ends in found if not of_store & {*ends}]
+    store.set(f"connections/{rank}", json.dumps(mine))
+    theirs = [end for peer in range(size) if peer != rank for end in json.loads(store.get(f"connections/{peer}"))]
+    check_mirrored(mine, theirs, num_peers=size - 1)
+    return group
+
+
+def check_mirrored(mine: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]], *, num_peers: int) -> None:
+    """Raises PeerUnavailable unless every connection of `mine` is one of `theirs`, seen from its other end, and there are `num_peers`.
+
+    Each is its local and its remote address.
+    """
+    known = {(remote, local) for local, remote in theirs}
+    strange = [remote for local, remote in mine if (local, remote) not in known]
+    if strange:
+        raise PeerUnavailable(
+            f"{strange[0]} is connected to a gloo port of this rank, and is no rank of the fleet; is there a NAT?"
+        )
+    if len(mine) < num_peers:
+        raise PeerUnavailable(f"{len(mine)} of {num_peers} gloo peers are connected")
+
+
+def _connections(sockets: set[int], *, num_peers: int) -> list[tuple[str, str]]:
+    """Local and remote address of those of `sockets` that are connected."""
+    found: list[tuple[str, str]] = []
+    for _ in range(_NUM_LOOKS):
+        found = [(_comparable(row[1]), _comparable(row[2])) for row in _established() if int(row[9]) in sockets]
+        if len(found) >= num_peers:
+            break
+    return found
+
+
+def _kernel_addresses(target: str) -> set[str]:
+    """Every address of "HOST:PORT" as `_comparable` gives it. The kernel writes words of 4 bytes with the last byte first."""
+    host, port = split_host_port(target)
+    names = {info[4][0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    packed = [ipaddress.ip_address(str(name).partition("%")[0]).packed for name in names]
+    words = ["".join(each[at : at + 4][::-1].hex() for at in range(0, len(each), 4)) for each in packed]
+    return {f"{word.upper()}:{port:04X}" for word in words}
+
+
+def _comparable(address: str) -> str:
+    """The kernel's "ADDRESS:PORT" in hex; an IPv4 address has one form, also behind a socket of IPv6."""
+    host, _, port = address.partition(":")
+    return f"{host.removeprefix('0000000000000000FFFF0000')}:{port}"
 
 
 def _checked(connect: Callable[..., None]) -> Callable[..., None]:
@@ -65,11 +136,15 @@ def check_peers(sockets: set[int], *, num_peers: int) -> None:
 
 def _peers(sockets: set[int]) -> list[int | None]:
     """The user at the other end of each connection; None when that is not on this machine."""
-    lines = [line for table in _TABLES if table.exists() for line in table.read_text().splitlines()[1:]]
-    # Number, local and remote address, state, two queues, timer, retransmits, user, time-out, inode.
-    rows = [row for row in map(str.split, lines) if row[3] == _ESTABLISHED]
+    rows = _established()
     user_of = {(row[1], row[2]): int(row[7]) for row in rows}
     return [user_of.get((row[2], row[1])) for row in rows if int(row[9]) in sockets]
+
+
+def _established() -> list[list[str]]:
+    """Rows of the kernel's tables: number, local and remote address, state, two queues, timer, retransmits, user, time-out, inode."""
+    lines = [line for table in _TABLES if table.exists() for line in table.read_text().splitlines()[1:]]
+    return [row for row in map(str.split, lines) if row[3] == _ESTABLISHED]
 
 
 def _sockets() -> set[int]:

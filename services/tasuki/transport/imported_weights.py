@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Sequence
@@ -37,6 +38,9 @@ class ImportedWeights:
         self._arenas = list(arenas)
         places = {name: place for place, name in enumerate(self.entries)}
         self._places = [np.array([places[entry.name] for entry in arena.manifest.entries], dtype=np.intp) for arena in arenas]
+        self._by_name = np.argsort(np.array(list(self.entries)), kind="stable")
+        whole = ((name, entries[0].dtype, *entries[0].global_shape) for name, entries in sorted(self.entries.items()))
+        self._layout_digest = hashlib.sha256(repr(list(whole)).encode()).digest()
         self._tensors = {
             (entry.name, entry.offsets): (tensor, arena.manifest.rank)
             for arena in arenas
@@ -139,6 +143,14 @@ class ImportedWeights:
         for arena, places in zip(self._arenas, self._places, strict=True):
             np.add.at(totals, places, arena.header.checksums())
         return totals
+
+    def checksums_by_name(self) -> list[int]:
+        """The same in the order of the tensors' names, which depends on no sharding."""
+        return self.checksums()[self._by_name].tolist()
+
+    def layout_digest(self) -> bytes:
+        """SHA-256 of names, dtypes and shapes of the whole tensors, in that order."""
+        return self._layout_digest
 
     def changed_ranks(self, name: str) -> set[int]:
         """Trainer ranks whose slice of the tensor no longer have the checksum that they were published with."""

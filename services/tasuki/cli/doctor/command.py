@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tasuki.cli.doctor.finding import Finding, Verdict, fail, ok
+from tasuki.cli.doctor.fleet import fleet_findings, running_config
 from tasuki.cli.doctor.gpus import gpu_findings, read_gpu_facts, torch_cuda_version
 from tasuki.cli.doctor.host import check_shared_memory, host_findings
 from tasuki.cli.doctor.node import check_passing, node_findings
@@ -55,6 +56,7 @@ def examine(path: Path | None, *, overrides: Sequence[str] = ()) -> Iterator[Fin
         yield from gpu_findings(facts, torch_cuda=torch_cuda_version(), node_runs=runs)
     if config is not None:
         yield from node_findings(config, facts.gpus)
+        yield from fleet_findings(running_config(config))
     else:
         yield check_shared_memory()
         yield check_passing("cpu")

@@ -57,7 +57,7 @@ class Invariant(StrEnum):
 class Violation:
     """The first thing that is wrong. `stage`, `epoch` and `sequence` are None where it is about no single command."""
 
-    invariant: Invariant
+    invariant: StrEnum
     expected: str
     changeover_id: str = ""
     stage: Stage | None = None

@@ -50,8 +50,25 @@ def check_sequences(samples: Samples, *, limits: BatchLimits) -> None:
 
 def check_loss(samples: Samples, *, config: LossConfig, role: Role) -> None:
     """Raises InvalidArgument for a loss that the role cannot have, or a field that the loss needs. Call check_sequences before."""
-    if (role is Role.CRITIC) is not isinstance(config.loss, ValueLoss):
-        raise InvalidArgument("header.loss", f"{type(config.loss).__name__} is no loss of the {role}")
+    check_columns(samples, config=config, role=role)
+    if not samples.columns["loss_mask"].any():
+        raise InvalidArgument("samples[].loss_mask", "masks every token of the call; at least one must count")
+
+
+def check_share(samples: Samples, *, config: LossConfig, role: Role, limits: BatchLimits) -> None:
+    """The checks of a node's share of a fleet's call: there may be no sample, or none that counts. Raises InvalidArgument."""
+    if config.denominator is None:
+        raise InvalidArgument("header.loss.denominator", "missing; a share has that of the whole call")
+    if len(samples):
+        check_sequences(samples, limits=limits)
+        check_columns(samples, config=config, role=role)
+    else:
+        _check_kind(config, role)
+
+
+def check_columns(samples: Samples, *, config: LossConfig, role: Role) -> None:
+    """check_loss without a look at how many tokens count."""
+    _check_kind(config, role)
     for column in sorted(config.required_fields - samples.columns.keys()):
         why = {
             "ref_log_probs": f"kl_coef = {config.kl_coef:g}",
@@ -70,8 +87,6 @@ def check_loss(samples: Samples, *, config: LossConfig, role: Role) -> None:
             problem = "is above 0, so it is the logarithm of no probability; give natural logarithms"
             place = _completion_place(samples, int(wrong[0]), field=name)
             raise InvalidArgument(place, f"{samples.columns[name][wrong[0]]:g} {problem}")
-    if not samples.columns["loss_mask"].any():
-        raise InvalidArgument("samples[].loss_mask", "masks every token of the call; at least one must count")
 
 
 def check_versions(samples: Samples, *, policy_version: int) -> None:
@@ -85,6 +100,11 @@ def check_versions(samples: Samples, *, policy_version: int) -> None:
             have=policy_version,
             want=version,
         )
+
+
+def _check_kind(config: LossConfig, role: Role) -> None:
+    if (role is Role.CRITIC) is not isinstance(config.loss, ValueLoss):
+        raise InvalidArgument("header.loss", f"{type(config.loss).__name__} is no loss of the {role}")
 
 
 def _too_long(index: int, *, num_tokens: int, limits: BatchLimits) -> InvalidArgument:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tasuki.trainer.durable.saves import clear_other_saves, partial_path, written_path
 from tasuki.v1.ranks_pb2 import RankError
 from tasuki.wire.errors import NO_ROOM, DiskFull, InvalidArgument, PathExists, TasukiError, from_reason
 
@@ -30,6 +31,30 @@ def start_aside(path: Path) -> Path:
 
     on_first_rank(make, path=path)
     return aside
+
+
+def claim_aside(path: Path, save_id: str) -> Path | None:
+    """As start_aside, of one save of many nodes; None when another node, with which this one shares the folder, writes it."""
+    aside = partial_path(path, save_id)
+    is_mine = True
+
+    def make() -> None:
+        nonlocal is_mine
+        if path.exists():
+            raise PathExists(f"{path} is already there; name a folder that does not exist", path=path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        clear_other_saves(path, save_id)
+        try:
+            aside.mkdir()
+        except FileExistsError:
+            is_mine = False
+        else:
+            if written_path(path, save_id).exists():  # the other node is done already
+                aside.rmdir()
+                is_mine = False
+
+    on_first_rank(make, path=path)
+    return aside if _broadcast(b"mine" if is_mine else b"theirs") == b"mine" else None
 
 
 def rename_into_place(aside: Path, path: Path, *, last_files: Mapping[str, str]) -> None:

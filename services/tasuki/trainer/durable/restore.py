@@ -2,24 +2,69 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
+from pathlib import Path
+from typing import Protocol
 
 from google.protobuf.message import Message
 
 from tasuki.config.performance_keys import PERFORMANCE_TRAINER_KEYS
+from tasuki.config.places import training_save_path
 from tasuki.config.schema import NodeConfig
+from tasuki.trainer.durable.agreement import agree, outline_of
+from tasuki.trainer.durable.saves import publish
 from tasuki.trainer.durable.training_log import TrainingLog
+from tasuki.trainer.service.saving import read_written
 from tasuki.trainer.service.training import Training
-from tasuki.v1.ranks_pb2 import TrainingRecord
+from tasuki.v1.ranks_pb2 import LogOutline, TrainingRecord
 from tasuki.wire.errors import InvalidArgument, PathNotFound, TasukiError
 
 _log = logging.getLogger("tasuki.trainer")
 
 
+class Store(Protocol):
+    """Of one start of all trainers of a fleet."""
+
+    def set(self, key: str, value: bytes) -> None: ...
+    def get(self, key: str) -> bytes:
+        """Waits until it is there."""
+        ...
+
+
 def recipe(config: NodeConfig) -> str:
     """What the numbers in a log depend on beside its commands."""
-    return f"{config.model.path.resolve()} {config.trainer.model_dump_json(exclude=PERFORMANCE_TRAINER_KEYS)}"
+    alone = f"{config.model.path.resolve()} {config.trainer.model_dump_json(exclude=PERFORMANCE_TRAINER_KEYS)}"
+    return alone if config.fleet is None else f"{alone} node {config.fleet.node_rank} of {config.fleet.num_nodes}"
+
+
+async def agree_on_log(log: TrainingLog, store: Store, *, config: NodeConfig) -> None:
+    """Leaves in the log what all nodes of the fleet have in theirs, so that they carry it out in step.
+
+    store: of this start of all trainers. Raises InvalidArgument when their logs build on different checkpoints.
+    """
+    fleet = config.fleet
+    assert fleet is not None
+    written = read_written(training_save_path(config.state_dir))
+    mine = outline_of(list(log.records()), written_save_id="" if written is None else written.save_id)
+
+    def exchange() -> list[LogOutline]:
+        store.set(f"log/{fleet.node_rank}", mine.SerializeToString())
+        return [LogOutline.FromString(store.get(f"log/{rank}")) for rank in range(fleet.num_nodes)]
+
+    agreement = agree(await asyncio.to_thread(exchange), node_rank=fleet.node_rank)
+    if agreement.publishes_written:
+        assert written is not None
+        await asyncio.to_thread(publish, Path(written.checkpoint.path), written.save_id)
+        await log.saved(written)
+    log.keep(agreement.num_commands)
+    _log.info(
+        "event=log_agreed num_commands=%d had=%d publishes=%s",
+        agreement.num_commands,
+        len(mine.commands),
+        agreement.publishes_written,
+    )
 
 
 async def restore(training: Training, log: TrainingLog, *, config: NodeConfig) -> None:
@@ -67,7 +112,9 @@ async def _carry_out(training: Training, record: TrainingRecord) -> Message:
             return record.save_answer if record.HasField("save_answer") else loaded
         case "forward_backward":
             logged = record.forward_backward
-            role, config, samples = training.decode_forward_backward(logged.role, logged.loss, logged.samples)
+            role, config, samples = training.decode_forward_backward(
+                logged.role, logged.loss, logged.samples, is_share=logged.is_share
+            )
             return await training.forward_backward(role, logged.loss, config, samples)
         case "begin_run":
             return await training.begin_run(record.begin_run)

@@ -51,6 +51,20 @@ class TrainingLog:
     def close(self) -> None:
         os.close(self._fd)
 
+    @property
+    def position(self) -> int:
+        """Grows with every command that is carried out."""
+        return self._end
+
+    def keep(self, num_records: int) -> None:
+        """Forgets all but the oldest `num_records`."""
+        kept = list(self.records())[:num_records]
+        self._end = self._pending_start = 0
+        for record in kept:
+            self._advance(record)
+        os.ftruncate(self._fd, self._end)
+        os.fsync(self._fd)
+
     def records(self) -> Iterator[TrainingRecord]:
         """What was done, oldest first; the first may be the checkpoint that the others build on."""
         return _records(self._fd, self._path)

@@ -67,7 +67,7 @@ class RankCommands:
         kept: list[Tensor] | None = [] if command.returns_log_probs else None
         report = learner.forward_backward(ROLES[command.role], batches, config=config, kept=kept)
         metrics = {
-            name: ranks_pb2.RankMetric(total=part.total, weight=part.weight, is_maximum=part.is_maximum)
+            name: trainer_pb2.MetricPart(total=part.total, weight=part.weight, is_maximum=part.is_maximum)
             for name, part in report.metrics.items()
         }
         log_probs = [log_probs_N.float().cpu().numpy().tobytes() for log_probs_N in kept or ()]
@@ -110,12 +110,15 @@ class RankCommands:
 
     def save_checkpoint(self, request: trainer_pb2.SaveCheckpointRequest) -> trainer_pb2.SaveCheckpointResponse:
         started = time.perf_counter()
-        num_bytes = self._learner.save_checkpoint(Path(request.path))
+        path, is_part = Path(request.path), request.part == trainer_pb2.SAVE_PART_WRITE
+        num_bytes = self._learner.write_checkpoint(path, request.save_id) if is_part else self._learner.save_checkpoint(path)
         return trainer_pb2.SaveCheckpointResponse(
             policy_version=self._learner.policy_version, bytes=num_bytes, seconds=time.perf_counter() - started
         )
 
     def load_checkpoint(self, request: trainer_pb2.LoadCheckpointRequest) -> trainer_pb2.LoadCheckpointResponse:
+        if request.validate_only:
+            return trainer_pb2.LoadCheckpointResponse(policy_version=self._learner.check_checkpoint(Path(request.path)))
         self._learner.load_checkpoint(Path(request.path))
         roles = encode_roles(self._learner)
         return trainer_pb2.LoadCheckpointResponse(policy_version=self._learner.policy_version, roles=roles)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tasuki.rpc.rank_front import RankFront
 from tasuki.v1.ranks_pb2 import RankReady, RankStop, TrainerRankCommand, TrainerRankResult
+from tasuki.wire.errors import PeerUnavailable
 
 # Beyond the collectives' own time-out, for results to arrive.
 _ANSWER_MARGIN_S = 10.0
@@ -19,6 +20,9 @@ def ranks_path(socket_dir: Path) -> Path:
 
 class TrainerRanks(RankFront[TrainerRankCommand, TrainerRankResult]):
     """Calls the trainer ranks, which connect by themselves."""
+
+    # Another node was lost in the middle of a sum of gradients.
+    breaking = frozenset({PeerUnavailable.reason})
 
     def __init__(self, *, socket_dir: Path, num_ranks: int, collective_timeout_s: float) -> None:
         super().__init__(ranks_path(socket_dir), TrainerRankResult, service="trainer", num_ranks=num_ranks)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tasuki.algorithms.loss_types import LossConfig
+from tasuki.config.places import training_save_path
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.stages import Stage
 from tasuki.rpc.commands import Commanded, digest
 from tasuki.rpc.stages import stage_to_proto
 from tasuki.trainer import stages
+from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.durable.restore import recipe
 from tasuki.trainer.durable.training_log import TrainingLog
 from tasuki.trainer.ranks.wire import ROLES
@@ -21,6 +25,7 @@ from tasuki.trainer.roles import Role
 from tasuki.trainer.service import requests
 from tasuki.trainer.service.memory_servicer import TAGS
 from tasuki.trainer.service.metrics import TrainerMetrics
+from tasuki.trainer.service.saving import Saving
 from tasuki.trainer.service.training import Training
 from tasuki.v1 import ranks_pb2, trainer_pb2, weights_pb2
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceServicer
@@ -45,8 +50,15 @@ class TrainerServicer(TrainerServiceServicer):
         self._training, self._log, self._metrics = training, log, metrics
         self._ranks, self._state = training.ranks, training.state
         self._ready, self._config = ready, config
+        self._saving = Saving(training.ranks, log, record_path=training_save_path(config.state_dir))
 
     async def BeginRun(self, request: trainer_pb2.BeginRunRequest, context: Any) -> trainer_pb2.BeginRunResponse:
+        if request.validate_only:
+            async with self._validating(request) as is_repeat:
+                if not is_repeat:
+                    self._training.check_begin_run()
+                return trainer_pb2.BeginRunResponse(policy_version=self._state.policy_version)
+
         async def begin() -> trainer_pb2.BeginRunResponse:
             async with self._state.training(), self._log.command(self._record(request, begin_run=request)):
                 return await self._training.begin_run(request)
@@ -57,23 +69,65 @@ class TrainerServicer(TrainerServiceServicer):
         self, request_iterator: AsyncIterator[trainer_pb2.ForwardBackwardRequest], context: Any
     ) -> trainer_pb2.ForwardBackwardResponse:
         header, samples = await requests.read_forward_backward(request_iterator)
+        if header.validate_only:
+            return await self._validate_forward_backward(header, samples)
 
         async def forward_backward() -> trainer_pb2.ForwardBackwardResponse:
             async with self._state.training():
-                role, config, decoded = self._training.decode_forward_backward(header.role, header.loss, samples)
-                requests.check_log_probs_of(header.log_probs_of, role=role, samples=decoded)
-                logged = ranks_pb2.LoggedForwardBackward(role=header.role, loss=header.loss, samples=samples)
+                role, config, decoded = self._decode(header, samples)
+                logged = ranks_pb2.LoggedForwardBackward(
+                    role=header.role, loss=header.loss, samples=samples, is_share=header.is_share
+                )
                 async with self._log.command(self._record(header, forward_backward=logged)):
                     with self._metrics.using("forward_backward"):
                         answer = await self._training.forward_backward(
                             role, header.loss, config, decoded, log_probs_of=header.log_probs_of
                         )
                 self._metrics.learned(role, decoded, answer, policy_version=self._state.policy_version)
+                if not header.is_share:
+                    answer.metric_parts.clear()
                 return answer
 
         return await self._state.gate.once(header, forward_backward)
 
+    async def _validate_forward_backward(
+        self, header: trainer_pb2.ForwardBackwardHeader, samples: Sequence[TrainingSample]
+    ) -> trainer_pb2.ForwardBackwardResponse:
+        async with self._validating(header) as is_repeat:
+            if is_repeat:
+                return trainer_pb2.ForwardBackwardResponse(num_samples=len(samples))
+            decoded = self._decode(header, samples)[2]
+            num_tokens = int(decoded.columns["loss_mask"].sum())
+            return trainer_pb2.ForwardBackwardResponse(num_samples=len(samples), num_tokens=num_tokens)
+
+    def _decode(
+        self, header: trainer_pb2.ForwardBackwardHeader, samples: Sequence[TrainingSample]
+    ) -> tuple[Role, LossConfig, Samples]:
+        """Raises what the call would be refused for."""
+        role, config, decoded = self._training.decode_forward_backward(
+            header.role, header.loss, samples, is_share=header.is_share
+        )
+        requests.check_log_probs_of(header.log_probs_of, role=role, samples=decoded)
+        return role, config, decoded
+
+    @asynccontextmanager
+    async def _validating(self, request: Commanded) -> AsyncIterator[bool]:
+        """A turn in which a command is looked at. Gives whether it was begun before: then it is not judged by what it has changed.
+
+        Raises what would keep every command from being carried out.
+        """
+        is_repeat = self._state.gate.has_begun(request)
+        async with self._state.training():
+            self._log.check_not_behind()
+            yield is_repeat
+
     async def OptimStep(self, request: trainer_pb2.OptimStepRequest, context: Any) -> trainer_pb2.OptimStepResponse:
+        if request.validate_only:
+            async with self._validating(request) as is_repeat:
+                requests.check_learning_rate(request)
+                state = self._state.roles[ROLES[request.role]] if is_repeat else self._training.check_optim_step(request)
+                return trainer_pb2.OptimStepResponse(version=state.version)
+
         async def step() -> trainer_pb2.OptimStepResponse:
             async with self._state.training():
                 requests.check_learning_rate(request)
@@ -158,19 +212,20 @@ class TrainerServicer(TrainerServiceServicer):
         async def save() -> trainer_pb2.SaveCheckpointResponse:
             requests.check_path(request.path)
             async with self._state.training():
-                self._log.check_not_behind()
                 with self._metrics.using("checkpoint"):
-                    answers = await self._ranks.call(ranks_pb2.TrainerRankCommand(save_checkpoint=request))
-                saved = answers[0].save_checkpoint
-                checkpoint = trainer_pb2.LoadCheckpointRequest(path=request.path)
-                await self._log.saved(self._record(request, checkpoint=checkpoint, save_answer=saved))
-                return saved
+                    return await self._saving.save(request, self._record(request))
 
         return await self._state.gate.once(request, save)
 
     async def LoadCheckpoint(
         self, request: trainer_pb2.LoadCheckpointRequest, context: Any
     ) -> trainer_pb2.LoadCheckpointResponse:
+        if request.validate_only:
+            async with self._validating(request):
+                requests.check_path(request.path)
+                answers = await self._ranks.call(ranks_pb2.TrainerRankCommand(load_checkpoint=request))
+                return answers[0].load_checkpoint
+
         async def load() -> trainer_pb2.LoadCheckpointResponse:
             requests.check_path(request.path)
             async with self._state.training():

@@ -19,9 +19,11 @@ from tasuki.trainer.ranks.front import TrainerRanks
 from tasuki.trainer.ranks.loss import decode_loss
 from tasuki.trainer.ranks.wire import ROLE_MESSAGES, decode_scores, encode_samples
 from tasuki.trainer.roles import Role
+from tasuki.trainer.service.joined import joined_metrics, joined_parts
 from tasuki.trainer.service.requests import decode_role, decode_samples
 from tasuki.trainer.service.state import TrainerState, roles_by_name
 from tasuki.v1 import loss_pb2, ranks_pb2, trainer_pb2
+from tasuki.v1.trainer_pb2 import RoleState
 from tasuki.v1.types_pb2 import Role as RoleMessage
 from tasuki.v1.types_pb2 import TrainingSample
 from tasuki.wire.errors import GradientsNotFinite, GradientsPending, InvalidArgument, NoGradients
@@ -50,23 +52,38 @@ class Training:
     def micro_batch_tokens(self) -> int:
         return self._limits.micro_batch_tokens
 
-    async def begin_run(self, request: trainer_pb2.BeginRunRequest) -> trainer_pb2.BeginRunResponse:
+    def check_begin_run(self) -> None:
         """Raises GradientsPending."""
         if self.state.has_gradients:
             raise GradientsPending("gradients are pending: call OptimStep or DiscardGradients before a run begins")
+
+    async def begin_run(self, request: trainer_pb2.BeginRunRequest) -> trainer_pb2.BeginRunResponse:
+        """Raises as check_begin_run."""
+        self.check_begin_run()
         answers = await self.ranks.call(ranks_pb2.TrainerRankCommand(begin_run=request))
         for state in self.state.roles.values():
             state.schedule_start = state.version
         return answers[0].begin_run
 
     def decode_forward_backward(
-        self, role: RoleMessage.ValueType, loss: loss_pb2.LossConfig, samples: Sequence[TrainingSample]
+        self,
+        role: RoleMessage.ValueType,
+        loss: loss_pb2.LossConfig,
+        samples: Sequence[TrainingSample],
+        *,
+        is_share: bool = False,
     ) -> tuple[Role, LossConfig, Samples]:
-        """What forward_backward takes. Raises InvalidArgument naming sample and field, VersionOrder for a version that is not there yet."""
+        """What forward_backward takes. is_share: of a fleet's call.
+
+        Raises InvalidArgument naming sample and field, VersionOrder for a version that is not there yet.
+        """
         trained = self._trained(role, field="header.role")
         config, decoded = decode_loss(loss), decode_samples(samples)
-        checks.check_sequences(decoded, limits=self._limits)
-        checks.check_loss(decoded, config=config, role=trained)
+        if is_share:
+            checks.check_share(decoded, config=config, role=trained, limits=self._limits)
+        else:
+            checks.check_sequences(decoded, limits=self._limits)
+            checks.check_loss(decoded, config=config, role=trained)
         checks.check_versions(decoded, policy_version=self.state.policy_version)
         return trained, config, decoded
 
@@ -111,12 +128,14 @@ class Training:
         self.state.roles[role].has_gradients = True
         # Ranks that share their micro-batches report the same.
         parts = [answer.forward_backward for answer in answers[:: self._num_sharing]]
+        metric_parts = joined_parts([part.metrics for part in parts])
         return trainer_pb2.ForwardBackwardResponse(
             loss=sum(part.loss for part in parts),
             num_samples=len(samples),
             num_tokens=int(mask_N.sum()),
             denominator=divisor,
-            metrics=_joined([part.metrics for part in parts]),
+            metrics=joined_metrics(metric_parts),
+            metric_parts=metric_parts,
             num_micro_batches=sum(bool(micro_batch) for micro_batches in plan for micro_batch in micro_batches),
             seconds=time.perf_counter() - started,
             log_probs=[
@@ -125,11 +144,16 @@ class Training:
             ],
         )
 
-    async def optim_step(self, request: trainer_pb2.OptimStepRequest) -> trainer_pb2.OptimStepResponse:
-        """Raises NoGradients, or GradientsNotFinite with the gradients cleared."""
+    def check_optim_step(self, request: trainer_pb2.OptimStepRequest) -> RoleState:
+        """The role's state. Raises NoGradients, or InvalidArgument."""
         state = self.state.roles[self._trained(request.role, field="role")]
         if not state.has_gradients:
             raise NoGradients("there are no gradients: call ForwardBackward first")
+        return state
+
+    async def optim_step(self, request: trainer_pb2.OptimStepRequest) -> trainer_pb2.OptimStepResponse:
+        """Raises as check_optim_step, GradientsNotFinite with the gradients cleared, and PeerUnavailable when another node is lost."""
+        state = self.check_optim_step(request)
         try:
             answers = await self.ranks.call(ranks_pb2.TrainerRankCommand(optim_step=request))
         except GradientsNotFinite:
@@ -171,6 +195,8 @@ class Training:
         return decode_role(role, allowed=list(self.state.roles), field=field)
 
     def _plan(self, role: Role, samples: Samples) -> tuple[Samples, MicroBatchPlan]:
+        if not len(samples):
+            return samples, [[] for _ in range(self.ranks.num_ranks // self._num_sharing)]
         return plan_shared(
             samples,
             num_ranks=self.ranks.num_ranks // self._num_sharing,
@@ -203,16 +229,3 @@ def _tokens_only(sample: TrainingSample) -> TrainingSample:
     if sample.HasField("temperature"):
         scored.temperature = sample.temperature
     return scored
-
-
-def _joined(parts: Sequence[Mapping[str, ranks_pb2.RankMetric]]) -> dict[str, float]:
-    """Metrics of the call from those of its ranks; means of nothing are left out."""
-    joined: dict[str, float] = {}
-    for name in sorted({name for part in parts for name in part}):
-        metrics = [part[name] for part in parts if name in part]
-        weight = sum(metric.weight for metric in metrics)
-        if metrics[0].is_maximum:
-            joined[name] = max(metric.total for metric in metrics)
-        elif weight:
-            joined[name] = sum(metric.total for metric in metrics) / weight
-    return joined

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +26,11 @@ from tasuki.trainer.backends.fsdp.boundaries import Boundaries
 from tasuki.trainer.backends.fsdp.checkpoint import (
     CheckpointFacts,
     RoleFacts,
+    check_checkpoint,
     load_checkpoint,
     save_checkpoint,
     training_tensors,
+    write_checkpoint,
 )
 from tasuki.trainer.backends.fsdp.lora import adapters_off, merged_rows, trained_parameters
 from tasuki.trainer.backends.fsdp.memory import ExportChoice, Staying, TrainerMemory
@@ -45,6 +47,7 @@ from tasuki.trainer.backends.fsdp.model import (
 )
 from tasuki.trainer.backends.fsdp.optimizer import ShardedAdamW
 from tasuki.trainer.backends.fsdp.planned import planned_layout
+from tasuki.trainer.backends.fsdp.replicas import NodeReplicas
 from tasuki.trainer.backends.fsdp.sequence_parallel import SequenceGroup
 from tasuki.trainer.backends.fsdp.shards import adapter_shards, local_shards
 from tasuki.trainer.backends.fsdp.streamed_adamw import StreamedAdamW
@@ -69,10 +72,13 @@ class Trained:
 class FsdpBackend:
     """See tasuki.trainer.backend.Backend for what each method promises."""
 
-    def __init__(self, node: NodeConfig, *, mesh: DeviceMesh) -> None:
-        """Loads the start weights. Raises what read_model_config, check_critic and load_shards raise."""
+    def __init__(self, node: NodeConfig, *, mesh: DeviceMesh, replicas: NodeReplicas | None = None) -> None:
+        """Loads the start weights. mesh: of this node. replicas: of this rank on other nodes.
+
+        Raises what read_model_config, check_critic and load_shards raise.
+        """
         config = node.trainer
-        self._node, self._mesh = node, mesh
+        self._node, self._mesh, self._replicas = node, mesh, replicas
         self.device, self.num_ranks = mesh_device(mesh), mesh.size()
         self._model_config = read_model_config(node.model.path)
         check_critic(node)
@@ -128,8 +134,12 @@ class FsdpBackend:
     def end_scoring(self, role: Role) -> None:
         reshard(self._network(role))
 
+    def check_alike(self, numbers: Mapping[str, float]) -> None:
+        if self._replicas is not None:
+            self._replicas.check_alike(numbers)
+
     def clip_gradients(self, role: Role) -> float:
-        return self._trained[role].optimizer.clip()
+        return self._trained[role].optimizer.clip(self._replicas)
 
     def step_optimizer(self, role: Role, *, learning_rate: float) -> None:
         self._trained[role].optimizer.step(learning_rate=learning_rate)
@@ -180,14 +190,17 @@ class FsdpBackend:
         self.memory.wait_for_optimizer()
         return save_checkpoint(path, tensors=self._training_tensors(), facts=self._checkpoint_facts(facts))
 
+    def write_checkpoint(self, path: Path, save_id: str, *, facts: LearnerFacts) -> int:
+        self.memory.wait_for_optimizer()
+        return write_checkpoint(path, save_id, tensors=self._training_tensors(), facts=self._checkpoint_facts(facts))
+
+    def check_checkpoint(self, path: Path, *, have: LearnerFacts) -> LearnerFacts:
+        return _learner_facts(check_checkpoint(path, have=self._checkpoint_facts(have)))
+
     def load_checkpoint(self, path: Path, *, have: LearnerFacts, progressed: Callable[[], None]) -> LearnerFacts:
         self.memory.wait_for_optimizer()
         have_facts = self._checkpoint_facts(have)
-        facts = load_checkpoint(path, tensors=self._training_tensors(), have=have_facts, progressed=progressed)
-        return LearnerFacts(
-            versions={role: each.version for role, each in facts.roles.items()},
-            schedule_starts={role: each.schedule_start for role, each in facts.roles.items()},
-        )
+        return _learner_facts(load_checkpoint(path, tensors=self._training_tensors(), have=have_facts, progressed=progressed))
 
     def export_model(self, path: Path) -> int:
         return export.export_model(path, causal_lm=self._policy.causal_lm, source=self._node.model.path)
@@ -290,3 +303,10 @@ class FsdpBackend:
             socket_path=socket_dir(self._node.state_dir) / f"weights-{rank}.sock",
             memory=memory,
         )
+
+
+def _learner_facts(facts: CheckpointFacts) -> LearnerFacts:
+    return LearnerFacts(
+        versions={role: each.version for role, each in facts.roles.items()},
+        schedule_starts={role: each.schedule_start for role, each in facts.roles.items()},
+    )

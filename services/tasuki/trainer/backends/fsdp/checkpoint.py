@@ -22,12 +22,19 @@ from torch.optim import Optimizer
 
 from tasuki.trainer.backends.fsdp.checkpoint_files import DamagedFile, TensorReader, TensorWriter, damaged
 from tasuki.trainer.backends.fsdp.lora import trained_parameters
-from tasuki.trainer.durable.atomic_folder import cannot_write, drop_aside, folder_bytes, rename_into_place, start_aside
+from tasuki.trainer.durable.atomic_folder import (
+    cannot_write,
+    claim_aside,
+    drop_aside,
+    folder_bytes,
+    rename_into_place,
+    start_aside,
+)
 from tasuki.trainer.durable.regular_file import read_regular
+from tasuki.trainer.durable.saves import FACTS_FILE, written_path
 from tasuki.trainer.roles import Role
 from tasuki.wire.errors import InvalidArgument, PathNotFound, VersionOrder
 
-_FACTS_FILE = "checkpoint.json"
 _FORMAT = 3
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _Version = Annotated[int, Field(ge=0, lt=2**63)]
@@ -64,6 +71,23 @@ def save_checkpoint(path: Path, *, tensors: Mapping[str, Tensor], facts: Checkpo
     nothing is there, and what earlier saves wrote is as it was.
     """
     aside = start_aside(path)
+    _write(aside, path, tensors=tensors)
+    rename_into_place(aside, path, last_files={FACTS_FILE: _text(facts)})
+    return folder_bytes(path)
+
+
+def write_checkpoint(path: Path, save_id: str, *, tensors: Mapping[str, Tensor], facts: CheckpointFacts) -> int:
+    """The same, but for its name, which `durable.saves.publish` gives it. Returns 0 where another node writes to the same folder."""
+    aside = claim_aside(path, save_id)
+    if aside is None:
+        return 0
+    _write(aside, path, tensors=tensors)
+    written = written_path(path, save_id)
+    rename_into_place(aside, written, last_files={FACTS_FILE: _text(facts, save_id=save_id)})
+    return folder_bytes(written)
+
+
+def _write(aside: Path, path: Path, *, tensors: Mapping[str, Tensor]) -> None:
     try:
         dcp.save({**tensors, _random_key(): torch.get_rng_state()}, storage_writer=TensorWriter(aside, sync_files=True))
     except CheckpointException as error:
@@ -72,18 +96,19 @@ def save_checkpoint(path: Path, *, tensors: Mapping[str, Tensor], facts: Checkpo
             if isinstance(failure, OSError):
                 raise cannot_write(path, failure) from error
         raise InvalidArgument("path", f"{path} cannot be written: {_cause(error)}") from error
-    fields = {"format": _FORMAT, **_Facts.dump_python(facts, mode="json")}
-    rename_into_place(aside, path, last_files={_FACTS_FILE: json.dumps(fields, indent=2)})
-    return folder_bytes(path)
+
+
+def _text(facts: CheckpointFacts, **more: str) -> str:
+    return json.dumps({"format": _FORMAT, **more, **_Facts.dump_python(facts, mode="json")}, indent=2)
 
 
 def read_facts(path: Path) -> CheckpointFacts:
     """Raises PathNotFound without a checkpoint at `path`, InvalidArgument when it is not one of ours or cannot be read."""
-    file = path / _FACTS_FILE
+    file = path / FACTS_FILE
     try:
         content = read_regular(file)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise PathNotFound(f"{path} is no checkpoint: it has no {_FACTS_FILE}", path=path) from error
+        raise PathNotFound(f"{path} is no checkpoint: it has no {FACTS_FILE}", path=path) from error
     except OSError as error:
         raise InvalidArgument("path", f"{file} cannot be read as user {os.getuid()}: {error.strerror}") from error
     try:
@@ -92,6 +117,14 @@ def read_facts(path: Path) -> CheckpointFacts:
         return _Facts.validate_json(content, strict=True)
     except ValidationError as error:
         raise damaged(file, error) from error
+
+
+def check_checkpoint(path: Path, *, have: CheckpointFacts) -> CheckpointFacts:
+    """What a checkpoint says of itself, without its tensors. Raises as load_checkpoint for what can be seen so."""
+    facts = read_facts(path)
+    _check_fits(path, facts, have=have)
+    TensorReader(path, progressed=lambda: None)
+    return facts
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from tasuki.config.schema import OptimizerConfig
 from tasuki.trainer.backends.fsdp.memory import TrainerMemory
+from tasuki.trainer.backends.fsdp.replicas import NodeReplicas
 
 
 class ShardedAdamW:
@@ -35,9 +36,11 @@ class ShardedAdamW:
         self._make_state()
 
     @torch.no_grad()
-    def clip(self) -> float:
-        """Scales the gradients down to max_grad_norm. Returns their L2 norm over all ranks before."""
-        norm = self._norm()
+    def clip(self, replicas: NodeReplicas | None = None) -> float:
+        """Adds the gradients up over nodes, and scales them down to max_grad_norm. Returns their L2 norm over all ranks before."""
+        if replicas is not None:
+            replicas.add_up(self._gradients)
+        norm = self._norm() if replicas is None else replicas.greatest(self._norm())
         if self._max_grad_norm < norm < math.inf:
             torch._foreach_mul_(self._gradients, self._max_grad_norm / (norm + 1e-6))
         return norm

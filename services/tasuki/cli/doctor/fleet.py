@@ -1,0 +1,172 @@
+"""What `tasuki doctor CONFIG` looks at on a node of a running fleet: who is in it, and the connection to its leader."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tasuki.cli.doctor.finding import Finding, fail, ok, warn
+from tasuki.config.load import load_config
+from tasuki.config.lock import NODE_LOCK, holder
+from tasuki.config.places import config_path
+from tasuki.config.schema import NodeConfig
+from tasuki.planner.model_shape import read_model_shape
+from tasuki.rpc.peer_credentials import peer_credentials
+from tasuki.v1 import fleet_pb2
+from tasuki.v1.fleet_pb2_grpc import FleetServiceStub
+from tasuki.wire.address import is_beyond_loopback
+from tasuki.wire.channel import open_channel
+from tasuki.wire.errors import TasukiError, from_rpc_error
+
+_TIMEOUT_S = 10.0
+_MEASURE_TIMEOUT_S = 60.0
+_MEASURED_BYTES = 256 << 20
+_CHUNK_BYTES = 1 << 20
+_MAX_SKEW_S = 1.0
+_NUM_LOOKS = 5
+_SLOW_RATE, _NO_RATE = 1e9 / 8, 1e8 / 8
+"""Bytes a second, of one connection between machines: 1 and 0.1 Gb/s."""
+_GRADIENT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """To the leader, as it was measured. rate: bytes a second; skew_s: the leader's clock less this node's."""
+
+    seconds: float
+    rate: float
+    skew_s: float
+
+
+def running_config(config: NodeConfig) -> NodeConfig:
+    """What the node on the state folder runs with, whose [fleet] `tasuki fleet up` has filled; `config` where none runs."""
+    path = config_path(config.state_dir)
+    return load_config(path) if path.is_file() and holder(config.state_dir, name=NODE_LOCK) is not None else config
+
+
+def fleet_findings(config: NodeConfig) -> Iterator[Finding]:
+    """Every check. Beside a node that is not up, only that it is not."""
+    if config.fleet is None:
+        return
+    try:
+        fleet, unreachable, connection = asyncio.run(_look(config))
+    except TasukiError as error:
+        yield fail(
+            "fleet", f"{error.reason}: {error.message}", f"start all nodes; then look again. Leader: {config.fleet.leader}"
+        )
+        return
+    yield from member_findings(fleet)
+    yield _reached(fleet, unreachable)
+    yield clock_finding(connection)
+    yield rate_finding(connection, config)
+
+
+async def _look(config: NodeConfig) -> tuple[fleet_pb2.GetFleetResponse, list[str], Connection]:
+    """The fleet, the addresses of its nodes that do not answer, and the connection to the leader. Raises TasukiError."""
+    assert config.fleet is not None
+    credentials = peer_credentials(config.security)
+    async with open_channel(config.fleet.leader, credentials=credentials) as channel:
+        stub = FleetServiceStub(channel)
+        try:
+            fleet = await stub.GetFleet(fleet_pb2.GetFleetRequest(), timeout=_TIMEOUT_S)
+            connection = await measure(stub, num_bytes=_MEASURED_BYTES)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+    targets = [target for member in fleet.members for target in _targets(member.node) if not target.startswith("unix:")]
+    answers = await asyncio.gather(*(_answers(target, config) for target in targets))
+    return fleet, [target for target, answer in zip(targets, answers, strict=True) if not answer], connection
+
+
+def _targets(node: fleet_pb2.FleetNode) -> tuple[str, str, str]:
+    return node.coordinator_target, node.trainer_target, node.rollout_target
+
+
+async def _answers(target: str, config: NodeConfig) -> bool:
+    """Whether a service of a node answers a call, over TLS where the fleet has it."""
+    async with open_channel(target, credentials=peer_credentials(config.security)) as channel:
+        try:
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return False
+    return True
+
+
+async def measure(stub: FleetServiceStub, *, num_bytes: int) -> Connection:
+    """Sends `num_bytes`, and compares clocks by the quickest of a few empty calls. Raises AioRpcError."""
+
+    async def send(total: int) -> AsyncIterator[fleet_pb2.MeasureRequest]:
+        for start in range(0, total, _CHUNK_BYTES):
+            yield fleet_pb2.MeasureRequest(padding=bytes(min(_CHUNK_BYTES, total - start)))
+
+    looks: list[tuple[float, float]] = []
+    for _ in range(_NUM_LOOKS):
+        before, started = time.time(), time.perf_counter()
+        answer = await stub.Measure(send(0), timeout=_TIMEOUT_S)
+        seconds = time.perf_counter() - started
+        looks.append((seconds, answer.time.ToNanoseconds() * 1e-9 - (before + seconds / 2)))
+    started = time.perf_counter()
+    answer = await stub.Measure(send(num_bytes), timeout=_MEASURE_TIMEOUT_S)
+    rate = answer.num_bytes / (time.perf_counter() - started)
+    return Connection(statistics.median(look[0] for look in looks), rate, min(looks)[1])
+
+
+def member_findings(fleet: fleet_pb2.GetFleetResponse) -> Iterator[Finding]:
+    """Whether all nodes are there, and alike."""
+    found = f"{len(fleet.members)} of {fleet.num_nodes} nodes of {fleet.name!r}, attempt {fleet.attempt}"
+    if fleet.ended_by:
+        yield fail("fleet", f"has ended: {fleet.ended_by}", "restart the job")
+    elif len(fleet.members) < fleet.num_nodes:
+        here = {member.node.node_rank for member in fleet.members}
+        missing = ", ".join(str(rank) for rank in range(fleet.num_nodes) if rank not in here)
+        yield fail("fleet", f"{found}; missing: {missing}", "read the logs of the missing nodes")
+    else:
+        yield ok("fleet", found)
+    for name, field in (("versions", "version"), ("configurations", "config_digest"), ("models", "model_digest")):
+        yield _alike(name, [(member.node.node_rank, getattr(member.node, field)) for member in fleet.members])
+
+
+def _alike(name: str, values: Sequence[tuple[int, str]]) -> Finding:
+    other = [rank for rank, value in values if value != values[0][1]]
+    if other:
+        ranks = ", ".join(map(str, other))
+        return fail(f"fleet {name}", f"nodes {ranks} differ from node {values[0][0]}", f"give all nodes the same {name}")
+    shown = values[0][1][:16] if values else "none"
+    return ok(f"fleet {name}", f"{shown} on all nodes")
+
+
+def _reached(fleet: fleet_pb2.GetFleetResponse, unreachable: Sequence[str]) -> Finding:
+    num_ports = sum(not target.startswith("unix:") for member in fleet.members for target in _targets(member.node))
+    if unreachable:
+        return fail(
+            "fleet ports",
+            f"{len(unreachable)} of {num_ports} do not answer: {', '.join(unreachable)}",
+            "open them between nodes",
+        )
+    return ok("fleet ports", f"{num_ports} answer from here")
+
+
+def clock_finding(connection: Connection) -> Finding:
+    found = f"{1000 * connection.skew_s:+.1f} ms against node 0, round trip {1000 * connection.seconds:.1f} ms"
+    if abs(connection.skew_s) > _MAX_SKEW_S:
+        return warn("fleet clock", found, "run chrony or ntpd on all nodes: certificates and journals have times")
+    return ok("fleet clock", found)
+
+
+def rate_finding(connection: Connection, config: NodeConfig) -> Finding:
+    """By what was transferred; between machines a slow connection fails."""
+    assert config.fleet is not None
+    gradients = _GRADIENT_BYTES * read_model_shape(config.model.path).num_parameters
+    found = (
+        f"{8e-9 * connection.rate:.2f} Gb/s to node 0 by one gRPC connection; a step's {gradients / 1e9:.2f} GB of gradients would take "
+        f"{gradients / connection.rate:.2f} s at that rate (NCCL and gloo use others, which are not measured)"
+    )
+    advice = "look at the interface, its driver and the route to node 0 (ip route get, ethtool)"
+    if not is_beyond_loopback(config.fleet.leader) or connection.rate >= _SLOW_RATE:
+        return ok("fleet rate", found)
+    return (fail if connection.rate < _NO_RATE else warn)("fleet rate", found, advice)

@@ -1,0 +1,174 @@
+"""`tasuki fleet`: a node that is part of a fleet, from its start by a scheduler to its end, and the fleet's state."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.protobuf.json_format import MessageToDict
+from rich.console import Console
+from rich.table import Table
+
+from tasuki.config.fleet_environment import fleet_table
+from tasuki.config.load import load_config
+from tasuki.config.lock import TRAINING_LOCK, holder
+from tasuki.config.places import client_target
+from tasuki.config.schema import NodeConfig
+from tasuki.fleet import EXIT_FLEET_ENDED
+from tasuki.supervisor.node import start_node, to_stderr
+from tasuki.supervisor.post_mortem import why_it_ended
+from tasuki.v1 import coordinator_pb2, fleet_pb2, types_pb2
+from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from tasuki.v1.fleet_pb2_grpc import FleetServiceStub
+from tasuki.wire.channel import open_blocking_channel
+from tasuki.wire.errors import FleetEnded, InvalidArgument, from_rpc_error
+
+INTERRUPTED = 130
+_READ_TIMEOUT_S = 5.0
+_TICK_S = 0.2
+
+
+def fleet_config(
+    path: Path, *, overrides: Sequence[str], flags: Mapping[str, Any], environment: Mapping[str, str]
+) -> NodeConfig:
+    """The configuration with [fleet] filled: by `flags` that are not None, else by `--set` and the file, else by the environment.
+
+    Raises InvalidArgument naming what nobody tells.
+    """
+    given = {key: value for key, value in flags.items() if value is not None}
+    told = [f"fleet.{key}={_toml(value)}" for key, value in fleet_table(environment).items()]
+    own = [*overrides, *(f"fleet.{key}={_toml(value)}" for key, value in given.items())]
+    try:
+        return _required(load_config(path, overrides=[*_not_in(path, told), *own]))
+    except InvalidArgument as error:
+        field = error.metadata.get("field", "")
+        if field.startswith("fleet.") and "required" in error.message:
+            key = field.removeprefix("fleet.")
+            flag = f"--{key.replace('_', '-')}"
+            raise InvalidArgument(
+                field, f"nobody tells it: give {flag}, or run under Slurm, a JobSet or torchrun's variables"
+            ) from error
+        raise
+
+
+def _not_in(path: Path, told: Sequence[str]) -> list[str]:
+    """What the environment tells, but for the keys that the file sets itself."""
+    try:
+        own = tomllib.loads(path.read_text()).get("fleet", {})
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError):  # told by load_config
+        own = {}
+    return [one for one in told if one.partition("=")[0].removeprefix("fleet.") not in own]
+
+
+def _toml(value: object) -> str:
+    return json.dumps(value)
+
+
+def _required(config: NodeConfig) -> NodeConfig:
+    if config.fleet is None:
+        raise InvalidArgument(
+            "fleet.name", "nobody tells it: give --name, or run under Slurm, a JobSet or torchrun's variables"
+        )
+    return config
+
+
+def up(config: NodeConfig, *, grace_s: float) -> int:
+    """Starts the node, which joins, and stays until the fleet ends, the node ends, or a signal asks it to.
+
+    grace_s: how long the node goes on after SIGTERM, so that a run can save what it has; on node 0 no longer than a run is there.
+    Returns EXIT_FLEET_ENDED when the fleet has ended, 130 after a signal, 0 after `tasuki down`. Raises why the node itself has ended.
+    """
+    assert config.fleet is not None
+    fleet = config.fleet
+    to_stderr(
+        f"node {fleet.node_rank} of {fleet.num_nodes} in fleet {fleet.name!r}, attempt {fleet.attempt}, led at {fleet.leader}"
+    )
+    node = start_node(config)
+    asked = _StopSignal(config, grace_s=grace_s)
+    try:
+        while node.process.poll() is None:
+            if asked.is_over():
+                return INTERRUPTED
+            time.sleep(_TICK_S)
+        if node.wait() == 0:
+            return 0
+        error = why_it_ended(config)
+        if not isinstance(error, FleetEnded):
+            raise error
+        to_stderr(f"tasuki: error {error.reason}: {error.message}")
+        return EXIT_FLEET_ENDED
+    finally:
+        node.stop()
+
+
+class _StopSignal:
+    """SIGTERM and SIGINT while the node is up. A second one ends the grace."""
+
+    def __init__(self, config: NodeConfig, *, grace_s: float) -> None:
+        assert config.fleet is not None
+        self._config, self._grace_s, self._leads = config, grace_s, config.fleet.node_rank == 0
+        self._ends: float | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self._asked())
+
+    def _asked(self) -> None:
+        now = time.monotonic()
+        self._ends = now if self._ends is not None else now + self._grace_s
+
+    def is_over(self) -> bool:
+        """Whether the node is to end now. A node that is not the leader cannot see whether a run is there."""
+        if self._ends is None:
+            return False
+        has_run = not self._leads or holder(self._config.state_dir, name=TRAINING_LOCK) is not None
+        return time.monotonic() >= self._ends or not has_run
+
+
+def show_state(config: NodeConfig, *, as_json: bool, must_serve: bool) -> int:
+    """Prints the fleet's state, on node 0. must_serve: 1 is returned while nodes are missing or the fleet is at no phase."""
+    with open_blocking_channel(client_target(config)) as channel:
+        fleet: fleet_pb2.GetFleetResponse = _answer(FleetServiceStub(channel).GetFleet, fleet_pb2.GetFleetRequest())
+        request = coordinator_pb2.GetStateRequest()
+        state: coordinator_pb2.NodeState = _answer(CoordinatorServiceStub(channel).GetState, request).state
+    if as_json:
+        shown = {"fleet": _plain(fleet), "state": _plain(state)}
+        sys.stdout.write(json.dumps(shown, indent=2) + "\n")
+    else:
+        _draw(fleet, state)
+    is_whole = len(fleet.members) == fleet.num_nodes and not fleet.ended_by and state.phase != types_pb2.PHASE_UNSPECIFIED
+    return 1 if must_serve and not is_whole else 0
+
+
+def _answer(call: Callable[..., Any], request: Any) -> Any:
+    try:
+        return call(request, timeout=_READ_TIMEOUT_S)
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from error
+
+
+def _draw(fleet: fleet_pb2.GetFleetResponse, state: coordinator_pb2.NodeState) -> None:
+    table = Table("rank", "coordinator", "GPUs", "tasuki", "silent", box=None, header_style="bold")
+    for member in fleet.members:
+        node = member.node
+        cells = (node.node_rank, node.coordinator_target, node.num_gpus, node.version, f"{member.silent_s:.1f} s")
+        table.add_row(*map(str, cells))
+    console = Console()
+    console.print(
+        f"fleet {fleet.name!r}, attempt {fleet.attempt}, epoch {fleet.epoch}: {len(fleet.members)} of {fleet.num_nodes} nodes, "
+        f"{types_pb2.Phase.Name(state.phase)}, last stage {types_pb2.Stage.Name(state.stage)}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if fleet.ended_by or state.last_error:
+        console.print(f"error: {fleet.ended_by or state.last_error}", highlight=False, markup=False, soft_wrap=True)
+    console.print(table)
+
+
+def _plain(message: Any) -> dict[str, Any]:
+    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)

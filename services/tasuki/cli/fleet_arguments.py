@@ -1,0 +1,73 @@
+"""The command line of `tasuki fleet`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_FLAGS: dict[str, tuple[type, str]] = {
+    "name": (str, "of the fleet"),
+    "num_nodes": (int, "nodes of the fleet"),
+    "node_rank": (int, "this node's place among them, from 0"),
+    "leader": (str, "HOST:PORT of the fleet's port on node 0"),
+    "attempt": (int, "restarts of the job"),
+}
+
+
+def add_fleet_commands(commands: _Commands) -> None:
+    text = "several nodes as one: start this machine's part, or look at all"
+    fleet = commands.add_parser("fleet", help=text, description=text)
+    verbs = fleet.add_subparsers(required=True, metavar="VERB")
+    text = "start this machine's node, join its fleet, and stay until either ends"
+    up = verbs.add_parser("up", help=text, description=text)
+    up.add_argument("config", type=Path, metavar="CONFIG")
+    for name, (kind, what) in _FLAGS.items():
+        flag = f"--{name.replace('_', '-')}"
+        up.add_argument(flag, type=kind, help=f"{what}; by default [fleet] of CONFIG, else the scheduler's variables")
+    up.add_argument(
+        "--grace-s", type=float, default=60.0, metavar="SECONDS", help="how long a run may go on after SIGTERM, to save (60)"
+    )
+    _add_overrides(up)
+    up.set_defaults(run=_up)
+    text = "show the nodes of a fleet, its phase and its stage; on node 0"
+    state = verbs.add_parser("state", help=text, description=text)
+    which = state.add_mutually_exclusive_group(required=True)
+    which.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="the file that the node was started with")
+    which.add_argument("--state-dir", type=Path, help="the node's state folder")
+    state.add_argument("--json", action="store_true", help="the same as one JSON object")
+    state.add_argument("--serving", action="store_true", help="end with 1 while nodes are missing or the fleet is at no phase")
+    _add_overrides(state)
+    state.set_defaults(run=_state)
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="A.B=VALUE", help="overrides one key of CONFIG"
+    )
+
+
+def _up(arguments: argparse.Namespace) -> int:
+    import os
+
+    from tasuki.cli.fleet import fleet_config, up
+
+    flags: dict[str, Any] = {name: getattr(arguments, name) for name in _FLAGS}
+    config = fleet_config(arguments.config, overrides=arguments.overrides, flags=flags, environment=os.environ)  # noqa: TID251 - of the scheduler; config.fleet_environment reads it
+    return up(config, grace_s=arguments.grace_s)
+
+
+def _state(arguments: argparse.Namespace) -> int:
+    from tasuki.cli.fleet import show_state
+    from tasuki.config.load import load_config
+    from tasuki.config.places import config_path
+    from tasuki.wire.errors import NodeDown
+
+    given = None if arguments.config is None else load_config(arguments.config, overrides=arguments.overrides)
+    state_dir: Path = arguments.state_dir if given is None else given.state_dir
+    if not config_path(state_dir).is_file():
+        raise NodeDown(f"no node runs on {state_dir}; start one with: tasuki fleet up CONFIG", state_dir=state_dir)
+    return show_state(load_config(config_path(state_dir)), as_json=arguments.json, must_serve=arguments.serving)

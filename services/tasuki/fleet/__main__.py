@@ -1,0 +1,94 @@
+"""Runs a node's part in its fleet: python -m tasuki.fleet --config node.toml [--set a.b=c]...
+
+Node 0 leads. Every node joins, tells that it lives, and ends with FLEET_ENDED when the fleet has ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+import uuid
+from pathlib import Path
+
+import uvloop
+
+from tasuki.config.instance import read_instance
+from tasuki.config.load import load_config
+from tasuki.config.lock import StateLock
+from tasuki.config.places import socket_dir
+from tasuki.config.schema import NodeConfig
+from tasuki.fleet import EXIT_FLEET_ENDED
+from tasuki.fleet.digests import this_member
+from tasuki.fleet.lead import lead
+from tasuki.fleet.membership import Membership
+from tasuki.rpc.heartbeat import Heartbeat
+from tasuki.rpc.logs import configure_logging
+from tasuki.rpc.peer_credentials import peer_credentials
+from tasuki.wire.channel import open_channel
+from tasuki.wire.errors import FleetEnded, InvalidArgument, TasukiError
+
+_log = logging.getLogger("tasuki.fleet")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tasuki.fleet")
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=VALUE")
+    arguments = parser.parse_args(argv)
+    configure_logging("fleet")
+    try:
+        config = load_config(arguments.config, overrides=arguments.overrides)
+        if config.fleet is None:
+            raise InvalidArgument("fleet", "the configuration has no table [fleet]; `tasuki fleet up` writes it")
+        with StateLock.take(config.state_dir, name="fleet"):
+            uvloop.run(_run(config))
+    except FleetEnded as error:
+        sys.stderr.write(f"tasuki: error {error.reason}: {error.message}\n")
+        return EXIT_FLEET_ENDED
+    except TasukiError as error:
+        sys.stderr.write(f"tasuki: error {error.reason}: {error.message}\n")
+        return 2
+    return 0
+
+
+async def _run(config: NodeConfig) -> None:
+    """Until SIGTERM or SIGINT. Raises what ends the node's part in the fleet."""
+    assert config.fleet is not None
+    socket_dir(config.state_dir)
+    heartbeat = Heartbeat(config.state_dir, "fleet")
+    heartbeat.beat_in_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    member = await asyncio.to_thread(this_member, config, boot_id=read_instance(config.state_dir).id or uuid.uuid4().hex)
+    channel = open_channel(config.fleet.leader, credentials=peer_credentials(config.security))
+    membership = Membership(channel, member, config.fleet, start_timeout_s=config.rollout.start_timeout_s)
+    leads = config.fleet.node_rank == 0
+    serving = asyncio.create_task(lead(config, member, stop) if leads else _wait(stop))
+    joining = asyncio.create_task(membership.run())
+    try:
+        done, _ = await asyncio.wait({serving, joining}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stop.set()
+        joining.cancel()
+        with contextlib.suppress(asyncio.CancelledError, TasukiError):
+            await joining
+        await channel.close(None)
+        heartbeat.close()
+        outcome = (await asyncio.gather(serving, return_exceptions=True))[0]
+    for task in done:
+        task.result()
+    if isinstance(outcome, BaseException):
+        raise outcome
+
+
+async def _wait(stop: asyncio.Event) -> None:
+    await stop.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,269 @@
+"""Replays a fleet's journal, and names the first promise that it shows broken. What each node did, its own journal's audit tells."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import TypeVar
+
+from tasuki.coordinator.records import Status, id_text
+from tasuki.fleet.rules import COMMIT, PREPARE, ROLLOUT, TO_TRAIN, Step
+from tasuki.memory.stages import RULES, Phase, Stage
+from tasuki.wire.errors import InvalidArgument, PathNotFound
+
+_Row = TypeVar("_Row")
+_STAGES = frozenset(Stage)
+
+
+class FleetInvariant(StrEnum):
+    """What must be true of every fleet's journal."""
+
+    LOOKED = "looked"
+    """A stage is asked of a node only where its place is known: nothing is sent again blindly."""
+    RING = "ring"
+    """A stage comes after the one that the ring has before it."""
+    BARRIER = "barrier"
+    """Before the decision, and on the way to TRAIN, a stage begins on a node when every node has ended the one before."""
+    COMPARED = "compared"
+    """A decision comes when every node of the fleet has received the decided weights."""
+    DECIDED = "decided"
+    """OFFLOAD and RESUME_KV come after the decision, on nodes that hold the decided weights."""
+    ONE_VERSION = "one-version"
+    """All nodes that serve, serve what was decided last."""
+    FORWARD = "forward"
+    """After a decision no way leads to TRAIN before every node has served."""
+    VERSIONS_GROW = "versions-grow"
+    """In one attempt of the job no older version is decided than before."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetViolation:
+    """The first thing that is wrong."""
+
+    invariant: FleetInvariant
+    expected: str
+    changeover_id: str = ""
+    node_rank: int | None = None
+    stage: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """A row of `steps` with its result. place: None without a result or with an error; "" where the node did not know."""
+
+    id: int
+    number: int
+    rank: int
+    step: str
+    epoch: int
+    place: str | None
+    weights_digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionRow:
+    """A row of `decisions`."""
+
+    number: int
+    policy_version: int
+    weights_digest: bytes
+    last_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class FleetHistory:
+    """A fleet's journal. attempts: of each epoch, with the number of nodes. changeovers: (target, epoch, whether done) by number."""
+
+    attempts: dict[int, tuple[int, int]]
+    changeovers: dict[int, tuple[Phase, int, bool]]
+    steps: tuple[StepRow, ...]
+    decisions: tuple[DecisionRow, ...]
+
+
+@dataclass(slots=True)
+class FleetAudit:
+    """What a journal holds, up to the first violation, if there is one."""
+
+    num_epochs: int = 0
+    num_changeovers: int = 0
+    num_done: int = 0
+    num_steps: int = 0
+    num_unanswered: int = 0
+    num_decisions: int = 0
+    violation: FleetViolation | None = None
+
+
+def read_fleet_history(path: Path) -> FleetHistory:
+    """The journal at `path`. Raises PathNotFound, and InvalidArgument for a file that is no fleet's journal."""
+    if not path.is_file():
+        raise PathNotFound(f"there is no journal at {path}", path=path)
+    # Without a write-ahead log nobody writes, and the file is all there is; then nothing is put beside it.
+    options = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "mode=ro&immutable=1"
+    try:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?{options}", uri=True, isolation_level=None)) as db:
+            db.row_factory = sqlite3.Row
+            db.execute("BEGIN")  # one moment for all tables
+            return _read(db)
+    except (sqlite3.Error, ValueError) as error:
+        raise InvalidArgument("journal", f"{path} cannot be read as a fleet's: {error}", path=path) from error
+
+
+def _read(db: sqlite3.Connection) -> FleetHistory:
+    def rows(query: str, make: Callable[[sqlite3.Row], _Row]) -> tuple[_Row, ...]:
+        return tuple(make(row) for row in db.execute(query))
+
+    changeovers = "SELECT number, target, epoch, status FROM changeovers LEFT JOIN outcomes USING (number)"
+    steps = "SELECT * FROM steps LEFT JOIN step_results USING (id) ORDER BY id"
+    return FleetHistory(
+        attempts={row["epoch"]: (row["attempt"], row["num_nodes"]) for row in db.execute("SELECT * FROM attempts")},
+        changeovers={
+            row["number"]: (Phase(row["target"]), row["epoch"], row["status"] == Status.DONE) for row in db.execute(changeovers)
+        },
+        steps=rows(steps, _step),
+        decisions=rows(
+            "SELECT * FROM decisions ORDER BY number",
+            lambda row: DecisionRow(row["number"], row["policy_version"], row["weights_digest"], row["last_step"]),
+        ),
+    )
+
+
+def _step(row: sqlite3.Row) -> StepRow:
+    place = None if row["place"] is None or row["error_reason"] else row["place"]
+    digest = row["weights_digest"] or b""
+    return StepRow(row["id"], row["number"], row["node_rank"], row["step"], row["epoch"], place, digest)
+
+
+def audit_fleet(history: FleetHistory) -> FleetAudit:
+    """Replays the history until its end or the first violation."""
+    found = FleetAudit(
+        num_epochs=len(history.attempts),
+        num_changeovers=len(history.changeovers),
+        num_done=sum(done for _, _, done in history.changeovers.values()),
+        num_steps=len(history.steps),
+        num_unanswered=sum(step.place is None for step in history.steps),
+        num_decisions=len(history.decisions),
+    )
+    try:
+        _check_decisions(history)
+        _Replay(history).run()
+    except _Broken as broken:
+        found.violation = broken.violation
+    return found
+
+
+class _Broken(Exception):
+    def __init__(self, violation: FleetViolation) -> None:
+        super().__init__(violation.expected)
+        self.violation = violation
+
+
+def _check_decisions(history: FleetHistory) -> None:
+    highest: dict[int, int] = {}
+    for decision in history.decisions:
+        attempt = history.attempts[history.changeovers[decision.number][1]][0]
+        if decision.policy_version < highest.get(attempt, 0):
+            expected = f"version {highest[attempt]} or later, found {decision.policy_version}"
+            raise _Broken(FleetViolation(FleetInvariant.VERSIONS_GROW, expected, id_text(decision.number)))
+        highest[attempt] = decision.policy_version
+        _check_forward(history, decision, attempt=attempt)
+
+
+def _check_forward(history: FleetHistory, decision: DecisionRow, *, attempt: int) -> None:
+    for number in sorted(number for number in history.changeovers if number >= decision.number):
+        target, epoch, is_done = history.changeovers[number]
+        if history.attempts[epoch][0] != attempt or (target is Phase.ROLLOUT and is_done):
+            return
+        if target is Phase.TRAIN:
+            expected = f"every node to serve version {decision.policy_version} first"
+            raise _Broken(FleetViolation(FleetInvariant.FORWARD, expected, id_text(number)))
+
+
+@dataclass(slots=True)
+class _Node:
+    """Where a node is known to be; `place` None while nobody knows. epoch: of the fleet that knows it."""
+
+    place: str | None = None
+    weights_digest: bytes = b""
+    epoch: int = 0
+    begun: Stage | None = None
+    """A stage that was asked of it and not answered: it may be there, too."""
+
+
+@dataclass(slots=True)
+class _Replay:
+    history: FleetHistory
+    nodes: dict[int, _Node] = field(default_factory=dict)
+    decision: DecisionRow | None = None
+
+    def run(self) -> None:
+        decisions = list(self.history.decisions)
+        for step in self.history.steps:
+            while decisions and decisions[0].last_step < step.id:
+                self._decide(decisions.pop(0))
+            self._take_over(step)
+            if step.step in _STAGES:
+                self._check_stage(step, Stage(step.step))
+            self._apply(step)
+            self._check_served(step)
+        for decision in decisions:
+            self._decide(decision)
+
+    def _take_over(self, step: StepRow) -> None:
+        """A decision ends when the way to TRAIN begins, or another attempt."""
+        target, epoch, _ = self.history.changeovers[step.number]
+        if self.decision is not None:
+            decided_in = self.history.attempts[self.history.changeovers[self.decision.number][1]][0]
+            if target is Phase.TRAIN or self.history.attempts[epoch][0] != decided_in:
+                self.decision = None
+
+    def _decide(self, decision: DecisionRow) -> None:
+        num_nodes = self.history.attempts[self.history.changeovers[decision.number][1]][1]
+        for rank in range(num_nodes):
+            node = self.nodes.get(rank, _Node())
+            if node.place != Stage.SYNC or node.weights_digest != decision.weights_digest:
+                expected = (
+                    f"node {rank} to have received the weights of version {decision.policy_version}, it is at {node.place}"
+                )
+                raise _Broken(FleetViolation(FleetInvariant.COMPARED, expected, id_text(decision.number), rank))
+        self.decision = decision
+
+    def _check_stage(self, step: StepRow, stage: Stage) -> None:
+        node, before = self.nodes.setdefault(step.rank, _Node()), RULES[stage].after
+        if node.epoch != step.epoch or not node.place:
+            raise self._broken(step, FleetInvariant.LOOKED, "a look at the node first")
+        if node.place != before:
+            raise self._broken(step, FleetInvariant.RING, f"the node at {before}, it is at {node.place}")
+        if stage in COMMIT:
+            if self.decision is None:
+                raise self._broken(step, FleetInvariant.DECIDED, "a decision first")
+            if node.weights_digest != self.decision.weights_digest:
+                raise self._broken(step, FleetInvariant.DECIDED, "the weights that were decided")
+        if (stage in PREPARE and self.decision is None) or stage in TO_TRAIN:
+            for rank, other in self.nodes.items():
+                if other.place not in (before, stage) and other.begun is not stage:
+                    raise self._broken(step, FleetInvariant.BARRIER, f"node {rank} at {before}, it is at {other.place}")
+
+    def _apply(self, step: StepRow) -> None:
+        begun = Stage(step.step) if step.step in _STAGES and step.place is None else None
+        if step.place is None and step.step == Step.LOOK:
+            begun = self.nodes.get(step.rank, _Node()).begun
+        self.nodes[step.rank] = _Node(step.place, step.weights_digest, step.epoch, begun)
+
+    def _check_served(self, step: StepRow) -> None:
+        node = self.nodes[step.rank]
+        if node.place == ROLLOUT and self.decision is not None and node.weights_digest != self.decision.weights_digest:
+            raise self._broken(
+                step, FleetInvariant.ONE_VERSION, f"version {self.decision.policy_version} as the one that is served"
+            )
+
+    def _broken(self, step: StepRow, invariant: FleetInvariant, expected: str) -> _Broken:
+        return _Broken(FleetViolation(invariant, expected, id_text(step.number), step.rank, step.step))
+
+
+def audit_fleet_journal(path: Path) -> FleetAudit:
+    """Reads and replays a journal. Raises as `read_fleet_history`."""
+    return audit_fleet(read_fleet_history(path))

@@ -1,0 +1,77 @@
+"""One call at every node of a fleet, and what its errors say of the node."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol, TypeVar
+
+import grpc
+import grpc.aio
+
+from tasuki.fleet.nodes import NodeChannels
+from tasuki.wire.errors import PeerUnavailable, TasukiError, from_reason, from_rpc_error
+
+_Answer = TypeVar("_Answer")
+NO_DEADLINE_S = 600.0
+"""Of a read whose caller gives no deadline; rpc/ refuses a mutating call without one."""
+
+
+class Nodes(Protocol):
+    """All nodes of a fleet; FleetNodes."""
+
+    @property
+    def num_nodes(self) -> int: ...
+
+    def all(self) -> Sequence[NodeChannels]:
+        """By rank. Raises NotJoined and FleetEnded."""
+        ...
+
+
+async def on_all(nodes: Sequence[NodeChannels], call: Callable[[int, NodeChannels], Awaitable[_Answer]]) -> list[_Answer]:
+    """The answers of all nodes, in their order. Waits until all have answered, so that no call is under way when one has failed.
+
+    call: gets a node's rank and its channels. Raises the error that tells the most: one that a node gave before the absence of
+    another, and of those the lowest node's.
+    """
+    calls = (_named(rank, call(rank, node)) for rank, node in enumerate(nodes))
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    raise_first([answer for answer in answers if isinstance(answer, BaseException)])
+    return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+
+def raise_first(errors: Sequence[BaseException]) -> None:
+    """Raises the first error that is no mere absence of a node, else the first; returns when there is none."""
+    for error in (*(error for error in errors if type(error) is not PeerUnavailable), *errors):
+        raise error
+
+
+async def _named(rank: int, call: Awaitable[_Answer]) -> _Answer:
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise error_of_node(rank, from_rpc_error(error)) from error
+
+
+def error_of_node(rank: int, error: TasukiError) -> TasukiError:
+    """The same error, that says which node it comes from. A text that begins with the field's name still does."""
+    field = error.metadata.get("field")
+    message = error.message if field is not None else f"node {rank}: {error.message}"
+    return from_reason(error.reason, message, {**error.metadata, "node": str(rank)})
+
+
+def renumbered(error: TasukiError, *, field: str, positions: Sequence[int]) -> TasukiError:
+    """An error about `field[i]` of a node's share, as one about the call's own. positions: in the call, of the share's parts."""
+    pattern = re.compile(rf"\b{field}\[(\d+)\]")
+
+    def named(text: str) -> str:
+        return pattern.sub(lambda found: f"{field}[{positions[int(found[1])]}]", text)
+
+    return from_reason(error.reason, named(error.message), {key: named(value) for key, value in error.metadata.items()})
+
+
+def remaining_s(context: grpc.aio.ServicerContext) -> float:
+    """Until the call's deadline."""
+    remaining = context.time_remaining()
+    return NO_DEADLINE_S if remaining is None else remaining

@@ -1,0 +1,255 @@
+"""One changeover of all nodes: a barrier at each stage, one decision, and the way back before it or forward after it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from tasuki.coordinator.records import Intent, Outcome, StageEvent, Status
+from tasuki.fleet.journal import FleetJournal, StepIntent, StepResult
+from tasuki.fleet.node_peer import NodePeer
+from tasuki.fleet.records import Decision, NodeView, StageAnswer, Sums
+from tasuki.fleet.rules import COMMIT, PREPARE, TO_TRAIN, TRAIN, Step, agreed, common_place, step_forward, worst
+from tasuki.memory.stages import Phase, Stage
+from tasuki.wire.errors import DeadlineExceeded, FleetEnded, HeldByFleet, StageOrder, StaleEpoch, TasukiError
+
+_log = logging.getLogger("tasuki.fleet")
+_PAUSE_S = 0.2
+_HOPELESS = (FleetEnded, HeldByFleet, StaleEpoch)
+"""Errors that no other try cures."""
+_Answer = TypeVar("_Answer")
+
+Tell = Callable[[StageEvent], None]
+
+
+class FleetChangeover:
+    """Runs the stages of one hand-over on every node. `views`: the nodes as they told last, by rank."""
+
+    def __init__(
+        self,
+        changeover_id: str,
+        target: Phase,
+        *,
+        views: Sequence[NodeView],
+        journal: FleetJournal,
+        peers: Sequence[NodePeer],
+        tell: Tell,
+        patience_s: float,
+    ) -> None:
+        """patience_s: how long a node that was missed is asked again."""
+        self.id, self.target, self.views = changeover_id, target, list(views)
+        self.started = time.perf_counter()
+        self._journal, self._peers, self._tell, self._patience_s = journal, peers, tell, patience_s
+        self._finished: list[Stage] = []
+        self._received: Sums | None = None
+
+    async def bring_to_rollout(self) -> None:
+        """From TRAIN, or by the decision that holds from wherever the nodes are.
+
+        A miss before the decision takes all nodes back and is raised. After it raises FleetEnded when a node cannot be brought forward.
+        """
+        decision = self._journal.decision()
+        if decision is None:
+            decision = await self._prepare()
+        await self.commit(decision)
+
+    async def _prepare(self) -> Decision:
+        try:
+            if common_place(self.views) is not TRAIN:
+                await self.go_back()
+            for stage in PREPARE:
+                await self.run(stage)
+            return self._decide()
+        except TasukiError as error:
+            await self._take_back(error)
+            raise
+
+    async def run(self, stage: Stage) -> None:
+        """Carries a stage out on all nodes. SYNC ends with the comparison, OFFLOAD begins with the decision.
+
+        Raises WeightsDiffer, and StageOrder when nothing was compared that could be decided.
+        """
+        if stage is COMMIT[0] and self._journal.decision() is None:
+            self._decide()
+        answers = await self._run_everywhere(stage)
+        if stage is PREPARE[-1]:
+            self._received = agreed({answer.view.rank: answer.sums for answer in answers})
+
+    def _decide(self) -> Decision:
+        received = self._received
+        if received is None:
+            text = "what the nodes received was not compared, or differs; acquire phase TRAIN, which takes it back"
+            raise StageOrder(text, stage=COMMIT[0])
+        decision = self._journal.decide(self.id, received)
+        _log.info("event=decided changeover=%s version=%d nodes=%d", self.id, received.policy_version, len(self._peers))
+        return decision
+
+    async def commit(self, decision: Decision) -> None:
+        """The stages after the decision. Raises FleetEnded when a node does not follow in `patience_s`."""
+        for stage in COMMIT:
+            if all(view.weights_digest == decision.weights_digest and view.at is _before(stage) for view in self.views):
+                try:
+                    await self._run_everywhere(stage)
+                    continue
+                except TasukiError as error:
+                    _log.warning("event=forward changeover=%s stage=%s reason=%s", self.id, stage, error.reason)
+            try:
+                await self._everywhere(lambda peer, stage=stage: self._bring_forward(peer, decision, until=stage))
+            except TasukiError as error:
+                rank = error.metadata.get("node_rank", "")
+                text = f"version {decision.policy_version} was decided, and not every node serves it: {error.message}"
+                raise FleetEnded(text, node_rank=rank, cause=error.reason) from error
+
+    async def bring_to_train(self) -> None:
+        """The same stages on all nodes; those that miss one come alone. Raises the error of a node that does not come in `patience_s`."""
+        try:
+            for stage in TO_TRAIN:
+                if common_place(self.views) is _before(stage):
+                    await self._run_everywhere(stage)
+        except TasukiError as error:
+            _log.warning("event=alone changeover=%s reason=%s", self.id, error.reason)
+        if common_place(self.views) is not TRAIN:
+            await self.go_back()
+
+    async def go_back(self) -> None:
+        """Brings every node to TRAIN, each by itself. Raises the error of one that does not come in `patience_s`."""
+        await self._everywhere(self._bring_back)
+
+    async def _take_back(self, cause: TasukiError) -> None:
+        """As `go_back`, for a caller that raises `cause`: an error on the way is journalled and logged."""
+        try:
+            await self.go_back()
+        except TasukiError as error:
+            _log.error("event=undo_failed changeover=%s cause=%s reason=%s", self.id, cause.reason, error.reason)
+            return
+        for stage in reversed(self._finished):
+            intent = self._journal.intend(stage, self.id, is_undo=True, trainer_boot_id="", rollout_boot_id="")
+            self._tell(self._journal.done(intent, Outcome(), seconds=0.0))
+
+    async def _run_everywhere(self, stage: Stage) -> list[StageAnswer]:
+        """Carries a stage out on all nodes at once and waits for all. Raises the worst error, after all have answered."""
+        intent, steps = self._journal.intend_everywhere(stage, self.id, num_nodes=len(self._peers))
+        self._tell(StageEvent(self.id, stage, Status.STARTED, time=intent.time))
+        started = time.perf_counter()
+
+        async def run(peer: NodePeer, step: StepIntent) -> tuple[StageAnswer | None, StepResult]:
+            answer, result = await _timed(step, peer.run_stage(stage, self._request_id(step)))
+            return answer, replace(result, view=None if answer is None else answer.view)
+
+        ran = await asyncio.gather(*map(run, self._peers, steps))
+        results = [result for _, result in ran]
+        self._note(results)
+        errors = [(result.intent.rank, result.error) for result in results if result.error is not None]
+        seconds = time.perf_counter() - started
+        if errors:
+            error = worst(errors)
+            self._report(intent, self._journal.failed(intent, error, seconds=seconds))
+            raise error
+        answers = [answer for answer, _ in ran if answer is not None]
+        num_bytes = sum(answer.num_bytes for answer in answers)
+        version = answers[0].sums.policy_version if answers[0].sums is not None else None
+        self._finished.append(stage)
+        self._report(intent, self._journal.done(intent, Outcome(num_bytes, policy_version=version), seconds=seconds))
+        return answers
+
+    def _report(self, intent: Intent, event: StageEvent) -> None:
+        _log.info(
+            "event=stage changeover=%s stage=%s status=%s seconds=%.4f reason=%s",
+            self.id,
+            intent.stage,
+            event.status,
+            event.seconds,
+            event.error_reason or "-",
+        )
+        self._tell(event)
+
+    async def _everywhere(self, act: Callable[[NodePeer], Awaitable[None]]) -> None:
+        """Does something with every node at once; raises the worst error, after all have come to an end."""
+        outcomes = await asyncio.gather(*map(act, self._peers), return_exceptions=True)
+        errors: list[tuple[int, TasukiError]] = []
+        for peer, outcome in zip(self._peers, outcomes, strict=True):
+            if isinstance(outcome, TasukiError):
+                errors.append((peer.rank, outcome))
+            elif isinstance(outcome, BaseException):
+                raise outcome
+        if errors:
+            raise worst(errors)
+
+    async def _bring_forward(self, peer: NodePeer, decision: Decision, *, until: Stage) -> None:
+        async def act(view: NodeView) -> bool:
+            following = step_forward(view, decision, until=until)
+            if following is None:
+                return True
+            if isinstance(following, Stage):
+                await self._step(peer, following, lambda name: _viewed(peer.run_stage(following, name)))
+            else:
+                await self._step(peer, following, peer.acquire_train)
+            return False
+
+        await self._until(peer, act)
+
+    async def _bring_back(self, peer: NodePeer) -> None:
+        async def act(view: NodeView) -> bool:
+            if view.at is TRAIN:
+                return True
+            await self._step(peer, Step.ACQUIRE_TRAIN, peer.acquire_train)
+            return False
+
+        await self._until(peer, act)
+
+    async def _until(self, peer: NodePeer, act: Callable[[NodeView], Awaitable[bool]]) -> None:
+        """Looks at a node and acts until `act` says that it is there. Raises the last error when that takes longer than `patience_s`."""
+        clock = asyncio.get_running_loop().time
+        ends = clock() + self._patience_s
+        while True:
+            try:
+                if await act(await self._step(peer, Step.LOOK, lambda _: peer.look())):
+                    return
+                if clock() > ends:
+                    raise DeadlineExceeded(f"the node is still not there after {self._patience_s:g} s")
+            except TasukiError as error:
+                if isinstance(error, _HOPELESS) or clock() > ends:
+                    raise
+                _log.warning("event=miss changeover=%s node_rank=%d reason=%s", self.id, peer.rank, error.reason)
+                await asyncio.sleep(_PAUSE_S)
+
+    async def _step(self, peer: NodePeer, step: Stage | Step, ask: Callable[[str], Awaitable[NodeView]]) -> NodeView:
+        (intent,) = self._journal.begin_steps(step, self.id, ranks=[peer.rank])
+        view, result = await _timed(intent, ask(self._request_id(intent)))
+        self._note([replace(result, view=view)])
+        if result.error is not None:
+            raise result.error
+        assert view is not None
+        return view
+
+    def _note(self, results: Sequence[StepResult]) -> None:
+        self._journal.end_steps(results)
+        for result in results:
+            rank = result.intent.rank
+            self.views[rank] = result.view if result.view is not None else replace(self.views[rank], at=None)
+
+    def _request_id(self, step: StepIntent) -> str:
+        return f"fleet-{self._journal.epoch}-{step.id}"
+
+
+async def _timed(step: StepIntent, asked: Awaitable[_Answer]) -> tuple[_Answer | None, StepResult]:
+    """The answer, None for an error, and the result without a view."""
+    started = time.perf_counter()
+    try:
+        answer = await asked
+    except TasukiError as error:
+        return None, StepResult(step, time.perf_counter() - started, error=error)
+    return answer, StepResult(step, time.perf_counter() - started)
+
+
+async def _viewed(asked: Awaitable[StageAnswer]) -> NodeView:
+    return (await asked).view
+
+
+def _before(stage: Stage) -> Stage:
+    ring = (TRAIN, *PREPARE, *COMMIT, *TO_TRAIN)
+    return ring[ring.index(stage, 1) - 1]

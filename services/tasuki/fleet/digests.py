@@ -1,0 +1,106 @@
+"""What must be the same on all nodes of a fleet, as digests, and a node as it joins."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from tasuki.config.gpus import gpus_of
+from tasuki.config.places import node_targets
+from tasuki.config.ports import port_targets
+from tasuki.config.schema import NodeConfig
+from tasuki.fleet.member import Member
+from tasuki.wire.errors import PathNotFound
+
+_PER_NODE = {
+    "coordinator": ("listen",),
+    "trainer": ("listen", "devices"),
+    "rollout": ("listen", "devices"),
+    "metrics": ("listen",),
+    "fleet": ("node_rank", "interface"),
+}
+"""Keys that may differ between nodes. So may every path, [security], [paths], [track] and failpoints."""
+_PER_NODE_TABLES = ("security", "paths", "track", "failpoints")
+_SMALL_BYTES = 64 * 1024 * 1024
+
+
+def this_member(config: NodeConfig, *, boot_id: str) -> Member:
+    """The node of `config` as it joins its fleet. Raises PathNotFound for a model folder that cannot be read."""
+    assert config.fleet is not None
+    gpus = gpus_of(config)
+    targets = {**node_targets(config), **port_targets(config)}
+    return Member(
+        node_rank=config.fleet.node_rank,
+        boot_id=boot_id,
+        coordinator_target=targets["coordinator"],
+        trainer_target=targets["trainer"],
+        rollout_target=targets["rollout"],
+        version=_tasuki_version(),
+        config_digest=config_digest(config),
+        num_ranks=config.trainer.num_ranks,
+        num_gpus=len({*gpus.trainer, *gpus.rollout}) if config.device == "cuda" else 0,
+        model_digest=model_digest(config.model.path),
+    )
+
+
+def config_digest(config: NodeConfig) -> str:
+    """SHA-256, in hex, of what a configuration means, without what may differ between nodes."""
+    dump = config.model_dump(mode="python", exclude_none=True)
+    for table, keys in _PER_NODE.items():
+        for key in keys:
+            dump.get(table, {}).pop(key, None)
+    for table in _PER_NODE_TABLES:
+        dump.pop(table, None)
+    return hashlib.sha256(json.dumps(_without_paths(dump), sort_keys=True, default=str).encode()).hexdigest()
+
+
+def model_digest(folder: Path) -> str:
+    """SHA-256, in hex, of a model folder: its JSON and tokenizer files, and names, dtypes, shapes and sizes of its tensors.
+
+    Values of weights are not read: a SYNC compares them.
+    """
+    if not (folder / "config.json").is_file():
+        raise PathNotFound(f"there is no config.json in {folder}", path=folder)
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.is_file():
+            for part in _meaning(path):
+                digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
+def _meaning(path: Path) -> Iterator[bytes]:
+    if path.suffix == ".safetensors":
+        yield path.name.encode()
+        yield _header(path)
+    elif path.suffix in (".json", ".model", ".txt", ".jinja") and path.stat().st_size < _SMALL_BYTES:
+        yield path.name.encode()
+        yield path.read_bytes()
+
+
+def _header(path: Path) -> bytes:
+    """The JSON header of a safetensors file, which its length precedes, and the file's size."""
+    with path.open("rb") as file:
+        length = file.read(8)
+        num_bytes = struct.unpack("<Q", length)[0] if len(length) == 8 else 0
+        return file.read(min(num_bytes, _SMALL_BYTES)) + str(path.stat().st_size).encode()
+
+
+def _without_paths(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_paths(item) for key, item in value.items() if not isinstance(item, Path)}
+    if isinstance(value, list | tuple):
+        return [_without_paths(item) for item in value if not isinstance(item, Path)]
+    return value
+
+
+def _tasuki_version() -> str:
+    try:
+        return version("tasuki")
+    except PackageNotFoundError:  # run from a checkout
+        return "unknown"

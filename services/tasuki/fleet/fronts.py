@@ -1,0 +1,43 @@
+"""Rollout and trainer of a whole fleet, as its leader serves them beside the fleet's coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tasuki.config.instance import read_instance
+from tasuki.config.places import fleet_calls_path
+from tasuki.config.schema import NodeConfig
+from tasuki.fleet.calls import Nodes
+from tasuki.fleet.rollout_front import CallSeeds, RolloutFront
+from tasuki.fleet.trainer_front import TrainerFront
+from tasuki.planner.model_shape import read_model_file
+from tasuki.rollout.seeds import CallNumbers
+from tasuki.rpc.server import RpcServer
+from tasuki.trainer.data.cost import sample_cost
+from tasuki.trainer.data.shares import deal_samples
+from tasuki.v1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
+from tasuki.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
+
+
+def add_fronts(server: RpcServer, nodes: Nodes, config: NodeConfig, *, epoch: int) -> None:
+    """Adds both services. epoch: of the fleet's coordinator. Raises as read_model_file for the leader's model."""
+    calls = CallNumbers(fleet_calls_path(config.state_dir), instance_id=read_instance(config.state_dir).id)
+    # SGLang samples by seeds on a CPU alone.
+    seeds = CallSeeds(config.rollout.seed, calls) if config.device == "cpu" else None
+    server.add(add_RolloutServiceServicer_to_server, RolloutFront(nodes, seeds=seeds), "tasuki.v1.RolloutService")
+    trainer = TrainerFront(nodes, epoch=epoch, deal=sample_dealer(config, num_nodes=nodes.num_nodes))
+    server.add(add_TrainerServiceServicer_to_server, trainer, "tasuki.v1.TrainerService")
+
+
+def sample_dealer(config: NodeConfig, *, num_nodes: int) -> Callable[[Sequence[int]], list[list[int]]]:
+    """Deals samples by their cost under the policy; that under another role differs by a factor, which deals them alike."""
+    trainer = config.trainer
+    cost = sample_cost(read_model_file(config.model.path), is_frozen=trainer.lora is not None)
+    num_ranks = trainer.num_ranks // trainer.sequence_parallel
+
+    def deal(lengths: Sequence[int]) -> list[list[int]]:
+        # A sample that is too long is for its node to refuse.
+        most = max(config.most_micro_batch_tokens, *lengths)
+        return deal_samples(lengths, num_nodes=num_nodes, num_ranks=num_ranks, max_tokens=most, cost=cost)
+
+    return deal

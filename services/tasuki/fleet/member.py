@@ -1,0 +1,133 @@
+"""A node as it joins a fleet, and what makes the leader refuse it. Pure: no I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tasuki.config.fleet_schema import FleetConfig
+from tasuki.v1 import fleet_pb2
+from tasuki.wire.address import is_beyond_loopback, reachable, split_host_port
+from tasuki.wire.errors import FleetMismatch, InvalidArgument, StaleEpoch
+
+_TARGETS = ("coordinator_target", "trainer_target", "rollout_target")
+_LOCAL = ("unix:", "ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D")
+"""How gRPC names a caller on the leader's machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One start of a node. digests: SHA-256 in hex; num_gpus: 0 on a CPU; targets: gRPC targets as the leader calls them."""
+
+    node_rank: int
+    boot_id: str
+    coordinator_target: str
+    trainer_target: str
+    rollout_target: str
+    version: str
+    config_digest: str
+    num_ranks: int
+    num_gpus: int
+    model_digest: str
+
+    def to_proto(self) -> fleet_pb2.FleetNode:
+        return fleet_pb2.FleetNode(**{name: getattr(self, name) for name in self.__slots__})
+
+
+def member_from_proto(node: fleet_pb2.FleetNode, *, peer: str) -> Member:
+    """peer: where the call came from, as gRPC names it. Raises InvalidArgument for a target that cannot be called from the leader."""
+    targets = {name: _callable_target(name, getattr(node, name), peer=peer) for name in _TARGETS}
+    return Member(
+        node_rank=node.node_rank,
+        boot_id=node.boot_id,
+        version=node.version,
+        config_digest=node.config_digest,
+        num_ranks=node.num_ranks,
+        num_gpus=node.num_gpus,
+        model_digest=node.model_digest,
+        **targets,
+    )
+
+
+def check_member(member: Member, leader: Member, *, config: FleetConfig, num_nodes: int, name: str, attempt: int) -> None:
+    """Refuses a node that does not fit the leader: StaleEpoch for another attempt, else FleetMismatch naming the first field.
+
+    num_nodes, name, attempt: as the node gave them.
+    """
+    _require("name", config.name, name, member)
+    if attempt != config.attempt:
+        whose = "the node" if attempt < config.attempt else "the leader"
+        raise StaleEpoch(
+            f"node {member.node_rank} belongs to attempt {attempt} of the job and the leader to {config.attempt}; stop {whose}, "
+            "which the job has left behind",
+            epoch=attempt,
+            current_epoch=config.attempt,
+        )
+    _require("num_nodes", config.num_nodes, num_nodes, member)
+    if member.node_rank >= config.num_nodes:
+        raise _mismatch("node_rank", f"below {config.num_nodes}", member.node_rank, member)
+    for field in ("version", "num_ranks", "num_gpus", "config_digest", "model_digest"):
+        _require(field, getattr(leader, field), getattr(member, field), member)
+
+
+def check_rank(member: Member, holder: Member | None) -> None:
+    """Refuses a rank that another start of a node has. Raises FleetMismatch."""
+    if holder is not None and holder.boot_id != member.boot_id:
+        raise FleetMismatch(
+            f"node_rank: {member.node_rank} belongs to the node at {holder.coordinator_target}; give each node its own rank, and "
+            "restart the job when a node was restarted",
+            field="node_rank",
+            node_rank=member.node_rank,
+            expected=holder.boot_id,
+            found=member.boot_id,
+        )
+
+
+_ADVICE = {
+    "version": "install the same tasuki on all nodes",
+    "num_ranks": "give all nodes the same trainer.num_ranks",
+    "num_gpus": "use nodes with the same number of GPUs",
+    "config_digest": "start all nodes from the same configuration",
+    "model_digest": "give all nodes the same model folder",
+}
+
+
+def _require(field: str, expected: object, found: object, member: Member) -> None:
+    if expected != found:
+        raise _mismatch(field, expected, found, member)
+
+
+def _mismatch(field: str, expected: object, found: object, member: Member) -> FleetMismatch:
+    advice = _ADVICE.get(field, "start all nodes with the same [fleet]")
+    text = f"{field}: node {member.node_rank} has {found}, the fleet has {expected}; {advice}"
+    return FleetMismatch(text, field=field, node_rank=member.node_rank, expected=expected, found=found)
+
+
+def _callable_target(field: str, target: str, *, peer: str) -> str:
+    is_local = peer.startswith(_LOCAL)
+    if target.startswith("unix:"):
+        if not is_local:
+            raise InvalidArgument(
+                field, f"{target} is no address for another machine: set {_service(field)}.listen to HOST:PORT"
+            )
+        return target
+    try:
+        split_host_port(target)
+    except ValueError as error:
+        raise InvalidArgument(field, str(error)) from error
+    found = reachable(target, seen_from=_host_port(peer))
+    if not is_local and not is_beyond_loopback(found):
+        raise InvalidArgument(
+            field, f"{target} is loopback, which the leader cannot call: set {_service(field)}.listen to HOST:PORT"
+        )
+    return found
+
+
+def _service(field: str) -> str:
+    return field.removesuffix("_target")
+
+
+def _host_port(peer: str) -> str:
+    """ "10.0.0.2:4711" of gRPC's "ipv4:10.0.0.2:4711"."""
+    if peer.startswith("unix:"):
+        return peer
+    return peer.partition(":")[2].replace("%5B", "[").replace("%5D", "]")

@@ -1,0 +1,166 @@
+"""The nodes of a fleet, as its leader knows and calls them: by rank, once they have joined."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc.aio
+
+from tasuki.config.schema import NodeConfig
+from tasuki.fleet.member import Member, check_rank
+from tasuki.rpc.fleet_caller import fleet_metadata
+from tasuki.rpc.peer_credentials import peer_credentials
+from tasuki.v1 import fleet_pb2
+from tasuki.wire.channel import open_channel
+from tasuki.wire.errors import FleetEnded, NotJoined, TasukiError
+
+_log = logging.getLogger("tasuki.fleet")
+_BEATS_PER_TIMEOUT = 5
+_OLD_CALLS_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeChannels:
+    """Channels to the services of one node. Their calls name the fleet, without which a node of a fleet refuses them."""
+
+    coordinator: grpc.aio.Channel
+    trainer: grpc.aio.Channel
+    rollout: grpc.aio.Channel
+
+    async def close(self) -> None:
+        for channel in (self.coordinator, self.trainer, self.rollout):
+            await channel.close(_OLD_CALLS_S)
+
+
+@dataclass(slots=True)
+class Joined:
+    """A node that has joined. times: seconds since 1970, and of a monotonic clock."""
+
+    member: Member
+    channels: NodeChannels
+    join_time: float
+    heard: float
+
+
+class FleetNodes:
+    """Made inside an event loop by the leader. `command` is what every call to a node carries."""
+
+    def __init__(self, config: NodeConfig, *, epoch: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """config: with a table [fleet]. epoch: of the fleet's coordinator."""
+        assert config.fleet is not None
+        self.config = config.fleet
+        self.command = fleet_pb2.FleetCommand(name=config.fleet.name, attempt=config.fleet.attempt, epoch=epoch)
+        self._credentials = peer_credentials(config.security)
+        self._clock = clock
+        self._joined: dict[int, Joined] = {}
+        self._all_joined = asyncio.Event()
+        self._ended: asyncio.Future[FleetEnded] = asyncio.get_running_loop().create_future()
+
+    @property
+    def num_nodes(self) -> int:
+        return self.config.num_nodes
+
+    @property
+    def heartbeat_s(self) -> float:
+        """How often a node tells that it lives."""
+        return self.config.node_timeout_s / _BEATS_PER_TIMEOUT
+
+    @property
+    def joined(self) -> list[Joined]:
+        """By rank."""
+        return [self._joined[rank] for rank in sorted(self._joined)]
+
+    @property
+    def error(self) -> FleetEnded | None:
+        """What ended the fleet; None while it lives."""
+        return self._ended.result() if self._ended.done() else None
+
+    def __getitem__(self, rank: int) -> NodeChannels:
+        """Raises NotJoined for a node that has not joined yet, and FleetEnded when the fleet has ended."""
+        if self.error is not None:
+            raise self.error
+        found = self._joined.get(rank)
+        if found is None:
+            raise NotJoined(f"node {rank} of fleet {self.config.name!r} has not joined yet", node_rank=rank)
+        return found.channels
+
+    def all(self) -> list[NodeChannels]:
+        """Of every node, by rank. Raises as [] does."""
+        return [self[rank] for rank in range(self.num_nodes)]
+
+    async def wait_all(self, *, timeout_s: float) -> None:
+        """Returns when all nodes have joined. Raises NotJoined naming those that have not in time."""
+        try:
+            await asyncio.wait_for(self._all_joined.wait(), timeout_s)
+        except TimeoutError as error:
+            missing = [rank for rank in range(self.num_nodes) if rank not in self._joined]
+            text = f"of fleet {self.config.name!r} nodes {', '.join(map(str, missing))} have not joined in {timeout_s:g} s"
+            raise NotJoined(text, node_rank=missing[0] if missing else "") from error
+
+    async def join(self, member: Member) -> None:
+        """Takes a node in that fits the leader's. Raises FleetMismatch for a rank that another start of a node has, and FleetEnded."""
+        if self.error is not None:
+            raise self.error
+        known = self._joined.get(member.node_rank)
+        check_rank(member, None if known is None else known.member)
+        if known is not None and known.member == member:
+            known.heard = self._clock()
+            return
+        self._joined[member.node_rank] = Joined(member, self._open(member), time.time(), self._clock())
+        _log.info("event=joined node_rank=%d coordinator=%s", member.node_rank, member.coordinator_target)
+        if len(self._joined) == self.num_nodes:
+            self._all_joined.set()
+        if known is not None:
+            await known.channels.close()
+
+    def beat(self, rank: int, *, boot_id: str) -> None:
+        """The node lives. Raises NotJoined when this start of it has not joined, and FleetEnded."""
+        if self.error is not None:
+            raise self.error
+        known = self._joined.get(rank)
+        if known is None or known.member.boot_id != boot_id:
+            raise NotJoined(f"node {rank} has not joined since it was started; join again", node_rank=rank)
+        known.heard = self._clock()
+
+    def silent_s(self, joined: Joined) -> float:
+        return self._clock() - joined.heard
+
+    def end(self, error: TasukiError, *, node_rank: int | None = None) -> None:
+        """Ends the fleet: from now on every call raises. The first cause counts."""
+        if not self._ended.done():
+            _log.error("event=fleet_ended reason=%s message=%s", error.reason, error.message)
+            rank = {} if node_rank is None else {"node_rank": node_rank}
+            self._ended.set_result(
+                FleetEnded(f"the fleet has ended: {error.message}; restart the job", cause=error.reason, **rank)
+            )
+
+    async def ended(self) -> FleetEnded:
+        """Returns what ended the fleet."""
+        return await asyncio.shield(self._ended)
+
+    async def watch_silence(self) -> None:
+        """Ends the fleet when a node that has joined is silent for `fleet.node_timeout_s`."""
+        while self.error is None:
+            await asyncio.sleep(self.heartbeat_s / 2)
+            for joined in self.joined:
+                silent_s = self.silent_s(joined)
+                if silent_s > self.config.node_timeout_s:
+                    rank = joined.member.node_rank
+                    text = f"node {rank} was silent for {silent_s:.1f} s, longer than fleet.node_timeout_s"
+                    lost = FleetEnded(text, node_rank=rank)
+                    self.end(lost, node_rank=rank)
+
+    async def close(self) -> None:
+        for joined in self.joined:
+            await joined.channels.close()
+
+    def _open(self, member: Member) -> NodeChannels:
+        def channel(target: str) -> grpc.aio.Channel:
+            return open_channel(target, credentials=self._credentials, metadata=fleet_metadata(self.command))
+
+        targets = (member.coordinator_target, member.trainer_target, member.rollout_target)
+        return NodeChannels(*map(channel, targets))

@@ -1,0 +1,60 @@
+"""What the fleet knows of its nodes, as values."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from tasuki.memory.stages import Stage
+from tasuki.v1.weights_pb2 import WeightSums
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """A node as it told last. `at`: the stage it completed last; None when it does not know, as while a service is gone."""
+
+    rank: int
+    at: Stage | None
+    boot_id: str = ""
+    policy_version: int | None = None
+    weights_digest: bytes = b""
+    last_error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """What a node's rollout received and verified. checksums: of each whole tensor, in the order of their names."""
+
+    policy_version: int
+    layout_digest: bytes
+    checksums: tuple[int, ...]
+
+    @property
+    def digest(self) -> bytes:
+        """As the node tells it in its state."""
+        return hashlib.sha256(self.to_proto().SerializeToString()).digest()
+
+    def to_proto(self) -> WeightSums:
+        return WeightSums(policy_version=self.policy_version, layout_digest=self.layout_digest, checksums=self.checksums)
+
+    @classmethod
+    def from_proto(cls, sums: WeightSums) -> Sums:
+        return cls(sums.policy_version, sums.layout_digest, tuple(sums.checksums))
+
+
+@dataclass(frozen=True, slots=True)
+class StageAnswer:
+    """A stage that a node carried out. `sums`: of SYNC alone, where the node knows them."""
+
+    view: NodeView
+    num_bytes: int = 0
+    sums: Sums | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """That all nodes serve these weights: from here on there is no way but forward. number: of the changeover."""
+
+    number: int
+    policy_version: int
+    weights_digest: bytes

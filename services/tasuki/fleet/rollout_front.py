@@ -1,0 +1,239 @@
+"""tasuki.v1.RolloutService over the nodes of a fleet: clients see one engine, only larger."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import grpc
+import grpc.aio
+
+from tasuki.fleet.calls import Nodes, error_of_node, on_all, remaining_s, renumbered
+from tasuki.fleet.dealing import deal_prompts
+from tasuki.fleet.nodes import NodeChannels
+from tasuki.fleet.states import merged_rollout_state
+from tasuki.rollout.seeds import CallNumbers
+from tasuki.v1 import rollout_pb2, rollout_pb2_grpc
+from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
+from tasuki.wire.errors import (
+    InvalidArgument,
+    PeerUnavailable,
+    PermissionDenied,
+    SamplesLost,
+    TasukiError,
+    VersionOrder,
+    from_rpc_error,
+)
+
+_READ_TIMEOUT_S = 10.0
+_MAX_REQUEST_ID = 128
+_SEED_BITS = 62
+
+
+@dataclass(frozen=True, slots=True)
+class CallSeeds:
+    """Seeds of calls that give none, where engines sample by seeds. A call that is repeated under its id gets the same."""
+
+    seed: int
+    """`rollout.seed`."""
+    calls: CallNumbers
+
+    def of(self, request: rollout_pb2.GenerateRequest, *, version: int) -> int:
+        """Depends on the version, on what is asked, and on how often that was asked before."""
+        asked = rollout_pb2.GenerateRequest()
+        asked.CopyFrom(request)
+        asked.ClearField("request_id")
+        question = hashlib.sha256(asked.SerializeToString(deterministic=True)).hexdigest()
+        self.calls.begin_version(version)
+        number = self.calls.number(question, call_id=request.request_id or uuid.uuid4().hex)
+        digest = hashlib.sha256(f"{self.seed}/{version}/{question}/{number}".encode()).digest()
+        return int.from_bytes(digest[:8], "big") >> (64 - _SEED_BITS)
+
+
+@dataclass(slots=True)
+class _Part:
+    """A run of neighbouring prompts at one node."""
+
+    node: int
+    """Its rank."""
+    prompts: range
+    missing: dict[int, int] = field(default_factory=dict)
+    """Samples that have not come, for each prompt's position in the call."""
+    error: TasukiError | None = None
+
+
+class RolloutFront(rollout_pb2_grpc.RolloutServiceServicer):
+    """Deals the prompts of a call to the nodes, and merges what they stream."""
+
+    def __init__(self, nodes: Nodes, *, seeds: CallSeeds | None) -> None:
+        """seeds: None where engines do not sample by seeds."""
+        self._nodes, self._seeds = nodes, seeds
+        self._loads = [0] * nodes.num_nodes
+        """Samples that each node owes. Nobody else may generate there, so this is what runs and what waits."""
+
+    async def Generate(
+        self, request: rollout_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
+        _check(request)
+        nodes = self._nodes.all()
+        request = await self._with_seed(request, leader=nodes[0])
+        prompts = [prompt.token_ids for prompt in request.prompts]
+        shares = deal_prompts(prompts, num_samples=request.num_samples, loads=self._loads)
+        parts = [
+            _Part(node, run, dict.fromkeys(run, request.num_samples)) for node, share in enumerate(shares) for run in share
+        ]
+        async with aclosing(self._merged(nodes, request, parts, timeout_s=remaining_s(context))) as responses:
+            async for response in responses:
+                yield response
+        lost = [part for part in parts if part.error is not None]
+        if lost:
+            raise _samples_lost(lost)
+
+    async def _with_seed(self, request: rollout_pb2.GenerateRequest, *, leader: NodeChannels) -> rollout_pb2.GenerateRequest:
+        """Every sample is then drawn as it would be on one node, wherever its prompt goes."""
+        if self._seeds is None or request.sampling_params.HasField("sampling_seed"):
+            return request
+        state = (await _states([leader]))[0]
+        if not state.HasField("policy_version"):
+            return request  # the node says why it does not generate
+        seeded = rollout_pb2.GenerateRequest()
+        seeded.CopyFrom(request)
+        seeded.sampling_params.sampling_seed = self._seeds.of(request, version=state.policy_version)
+        return seeded
+
+    async def _merged(
+        self,
+        nodes: Sequence[NodeChannels],
+        request: rollout_pb2.GenerateRequest,
+        parts: Sequence[_Part],
+        *,
+        timeout_s: float,
+    ) -> AsyncGenerator[rollout_pb2.GenerateResponse]:
+        """What all parts stream, by the call's positions. The loss of a node is left in its part's `error`; any other error ends all."""
+        arrivals: asyncio.Queue[rollout_pb2.GenerateResponse | BaseException | None] = asyncio.Queue()
+
+        async def read(part: _Part) -> None:
+            try:
+                async with aclosing(self._part(nodes[part.node], request, part, timeout_s=timeout_s)) as responses:
+                    async for response in responses:
+                        arrivals.put_nowait(response)
+            except BaseException as error:  # handed on to who reads the queue
+                arrivals.put_nowait(error)
+                raise
+            arrivals.put_nowait(None)
+
+        for part in parts:
+            self._loads[part.node] += sum(part.missing.values())
+        readers = [asyncio.create_task(read(part)) for part in parts]
+        versions: dict[int, int] = {}
+        num_open = len(parts)
+        try:
+            while num_open:
+                arrival = await arrivals.get()
+                if isinstance(arrival, BaseException):
+                    raise arrival
+                if arrival is None:
+                    num_open -= 1
+                    continue
+                versions.update((sample.policy_version, sample.prompt_index) for sample in arrival.samples)
+                _check_one_version(versions)
+                yield arrival
+        finally:
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+            for part in parts:
+                self._loads[part.node] -= sum(part.missing.values())
+
+    async def _part(
+        self, node: NodeChannels, request: rollout_pb2.GenerateRequest, part: _Part, *, timeout_s: float
+    ) -> AsyncGenerator[rollout_pb2.GenerateResponse]:
+        share = rollout_pb2.GenerateRequest(
+            request_id=request.request_id,
+            prompts=[request.prompts[position] for position in part.prompts],
+            num_samples=request.num_samples,
+            sampling_params=request.sampling_params,
+            first_prompt=request.first_prompt + part.prompts.start,
+        )
+        try:
+            async for response in RolloutServiceStub(node.rollout).Generate(share, timeout=timeout_s):
+                for sample in response.samples:
+                    sample.prompt_index += part.prompts.start
+                    part.missing[sample.prompt_index] -= 1
+                    self._loads[part.node] -= 1
+                yield response
+        except grpc.aio.AioRpcError as rpc_error:
+            error = renumbered(from_rpc_error(rpc_error), field="prompts", positions=part.prompts)
+            if type(error) is not PeerUnavailable:
+                raise error_of_node(part.node, error) from rpc_error
+            part.error = error_of_node(part.node, error)
+            return
+        if any(part.missing.values()):
+            text = f"node {part.node} ended its stream without all samples"
+            part.error = PeerUnavailable(text, node=part.node)
+
+    async def GetRolloutState(
+        self, request: rollout_pb2.GetRolloutStateRequest, context: grpc.aio.ServicerContext
+    ) -> rollout_pb2.GetRolloutStateResponse:
+        return merged_rollout_state(await _states(self._nodes.all()))
+
+    async def ReceiveWeights(
+        self, request: rollout_pb2.ReceiveWeightsRequest, context: grpc.aio.ServicerContext
+    ) -> rollout_pb2.ReceiveWeightsResponse:
+        raise no_stage_here("ReceiveWeights")
+
+    async def Drain(self, request: rollout_pb2.DrainRequest, context: grpc.aio.ServicerContext) -> rollout_pb2.DrainResponse:
+        raise no_stage_here("Drain")
+
+
+async def _states(nodes: Sequence[NodeChannels]) -> list[rollout_pb2.GetRolloutStateResponse]:
+    request = rollout_pb2.GetRolloutStateRequest()
+    return await on_all(
+        nodes, lambda _, node: RolloutServiceStub(node.rollout).GetRolloutState(request, timeout=_READ_TIMEOUT_S)
+    )
+
+
+def _samples_lost(lost: Sequence[_Part]) -> SamplesLost:
+    prompts = as_ranges(position for part in lost for position, missing in part.missing.items() if missing)
+    causes = "; ".join(sorted({part.error.message for part in lost if part.error is not None}))
+    nodes = ",".join(map(str, sorted({part.node for part in lost})))
+    text = f"node {nodes} was lost while it generated, and prompts {prompts} lack samples: {causes}"
+    return SamplesLost(text, nodes=nodes, prompts=prompts)
+
+
+def no_stage_here(name: str) -> PermissionDenied:
+    return PermissionDenied(f"{name} is a stage, which a fleet's coordinator runs on every node; ask it: RunStage, Acquire")
+
+
+def as_ranges(positions: Iterable[int]) -> str:
+    """E.g. "0-3,8"."""
+    runs: list[list[int]] = []
+    for position in sorted(positions):
+        if runs and runs[-1][-1] == position - 1:
+            runs[-1][1:] = [position]
+        else:
+            runs.append([position])
+    return ",".join("-".join(map(str, run)) for run in runs)
+
+
+def _check(request: rollout_pb2.GenerateRequest) -> None:
+    """What no single node sees. Raises InvalidArgument."""
+    if not request.prompts:
+        raise InvalidArgument("prompts", "give at least one")
+    if request.num_samples < 1:
+        raise InvalidArgument("num_samples", "must be at least 1")
+    if len(request.request_id) > _MAX_REQUEST_ID:
+        raise InvalidArgument("request_id", f"has {len(request.request_id)} characters; at most {_MAX_REQUEST_ID}")
+
+
+def _check_one_version(versions: dict[int, int]) -> None:
+    """versions: a prompt that each was seen with. Raises VersionOrder when the nodes serve two."""
+    if len(versions) > 1:
+        (have, prompt), (want, other), *_ = versions.items()
+        raise VersionOrder(
+            f"nodes serve two versions: {have} for prompt {prompt}, {want} for prompt {other}", have=have, want=want
+        )

@@ -1,0 +1,92 @@
+"""FleetService: decode, call, encode. And what the fleet's CoordinatorService lets node 0 answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from tasuki.fleet.member import Member, check_member, member_from_proto
+from tasuki.fleet.nodes import FleetNodes, Joined
+from tasuki.v1 import coordinator_pb2, fleet_pb2, fleet_pb2_grpc
+from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from tasuki.wire.errors import InvalidArgument, StaleEpoch, from_rpc_error
+
+_PLAN_TIMEOUT_S = 60.0
+_MAX_MEASURED_BYTES = 4 << 30
+_Context = grpc.aio.ServicerContext
+
+
+class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
+    """Who is in the fleet. leader: node 0, which the others must be like."""
+
+    def __init__(self, nodes: FleetNodes, leader: Member) -> None:
+        self._nodes, self._leader = nodes, leader
+
+    async def Join(self, request: fleet_pb2.JoinRequest, context: _Context) -> fleet_pb2.JoinResponse:
+        member = member_from_proto(request.node, peer=context.peer())
+        config = self._nodes.config
+        check_member(
+            member, self._leader, config=config, num_nodes=request.num_nodes, name=request.name, attempt=request.attempt
+        )
+        await self._nodes.join(member)
+        return fleet_pb2.JoinResponse(num_joined=len(self._nodes.joined), heartbeat_s=self._nodes.heartbeat_s)
+
+    async def Heartbeat(self, request: fleet_pb2.HeartbeatRequest, context: _Context) -> fleet_pb2.HeartbeatResponse:
+        config = self._nodes.config
+        if (request.name, request.attempt) != (config.name, config.attempt):
+            raise StaleEpoch(
+                f"this is attempt {config.attempt} of fleet {config.name!r}, and not {request.attempt} of {request.name!r}",
+                epoch=request.attempt,
+                current_epoch=config.attempt,
+            )
+        self._nodes.beat(request.node_rank, boot_id=request.boot_id)
+        return fleet_pb2.HeartbeatResponse(num_joined=len(self._nodes.joined))
+
+    async def GetFleet(self, request: fleet_pb2.GetFleetRequest, context: _Context) -> fleet_pb2.GetFleetResponse:
+        nodes = self._nodes
+        return fleet_pb2.GetFleetResponse(
+            name=nodes.config.name,
+            attempt=nodes.config.attempt,
+            epoch=nodes.command.epoch,
+            num_nodes=nodes.num_nodes,
+            members=[self._member(joined) for joined in nodes.joined],
+            ended_by="" if nodes.error is None else f"{nodes.error.reason}: {nodes.error.message}",
+        )
+
+    async def Measure(
+        self, request_iterator: AsyncIterator[fleet_pb2.MeasureRequest], context: _Context
+    ) -> fleet_pb2.MeasureResponse:
+        num_bytes = 0
+        async for request in request_iterator:
+            num_bytes += len(request.padding)
+            if num_bytes > _MAX_MEASURED_BYTES:
+                raise InvalidArgument("padding", f"more than {_MAX_MEASURED_BYTES} bytes in one call; measure with fewer")
+        now = Timestamp()
+        now.FromNanoseconds(time.time_ns())
+        return fleet_pb2.MeasureResponse(num_bytes=num_bytes, time=now)
+
+    def _member(self, joined: Joined) -> fleet_pb2.FleetMember:
+        joined_at = Timestamp()
+        joined_at.FromNanoseconds(int(joined.join_time * 1e9))
+        return fleet_pb2.FleetMember(
+            node=joined.member.to_proto(), join_time=joined_at, silent_s=round(self._nodes.silent_s(joined), 3)
+        )
+
+
+class PlanOfNodes:
+    """A plan is of one node, and the same on all: node 0 makes it."""
+
+    def __init__(self, nodes: FleetNodes) -> None:
+        self._nodes = nodes
+
+    async def plan(self, *, gpu_bytes: int | None, host_bytes: int | None) -> coordinator_pb2.PlanResponse:
+        request = coordinator_pb2.PlanRequest(gpu_bytes=gpu_bytes, host_bytes=host_bytes)
+        stub: Any = CoordinatorServiceStub(self._nodes[0].coordinator)
+        try:
+            return await stub.Plan(request, timeout=_PLAN_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error

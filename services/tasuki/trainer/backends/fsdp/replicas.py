@@ -1,0 +1,153 @@
+"""Replicas of a rank's shard on the other nodes of a fleet: gradients are added up over them, once an optimizer step.
+
+Together with FSDP2 over a node's ranks this is HSDP (arXiv:2304.11277 sec. 3.2.2). FSDP2's own crosses nodes in backward, so that all nodes
+need as many micro-batches and a lost node breaks any call; here the collectives of all other calls end at the node.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tasuki.config.fleet_schema import FleetConfig
+from tasuki.config.performance_keys import PERFORMANCE_TRAINER_KEYS
+from tasuki.config.schema import NodeConfig
+from tasuki.rpc.peer_credentials import peer_credentials
+from tasuki.trainer.launch import Launch
+from tasuki.trainer.rank_store import FleetStore, join_ranks
+from tasuki.transport.gloo_peers import connect_over_nodes
+from tasuki.wire.address import local_address_towards
+from tasuki.wire.errors import PeerUnavailable, VersionOrder
+
+
+class NodeReplicas:
+    """The ranks of all nodes that hold the same shard. Each node's makes the same calls in the same order."""
+
+    def __init__(self, group: Any, *, fleet: FleetConfig, device: torch.device) -> None:
+        """group: a process group of torch, by node rank."""
+        self._group, self._fleet, self._device = group, fleet, device
+
+    @classmethod
+    def connect(cls, store: FleetStore, *, config: NodeConfig, launch: Launch, device: torch.device) -> NodeReplicas:
+        """Returns when the same rank of every node has called it. Raises PeerUnavailable when one does not, or a stranger connects."""
+        fleet = config.fleet
+        assert fleet is not None
+        timeout = timedelta(seconds=config.trainer.collective_timeout_s)
+        shared = dist.PrefixStore(f"replicate/{launch.local_rank}", store)
+        with _lost_peers(fleet):
+            if device.type == "cuda":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timeout
+                group = dist.ProcessGroupNCCL(shared, fleet.node_rank, fleet.num_nodes, options)
+            else:
+                group = connect_over_nodes(
+                    shared,
+                    fleet.node_rank,
+                    fleet.num_nodes,
+                    device=_gloo_device(fleet),
+                    timeout=timeout,
+                    meeting=fleet.leader,
+                )
+        return cls(group, fleet=fleet, device=device)
+
+    @torch.no_grad()
+    def check_alike(self, numbers: Mapping[str, float]) -> None:
+        """Raises VersionOrder on every node when a number is not the same on all of them; a collective."""
+        signed = [sign * number for number in numbers.values() for sign in (1.0, -1.0)]
+        greatest = self._greatest(signed)
+        for name, high, low in zip(numbers, greatest[::2], greatest[1::2], strict=True):
+            if high != -low:
+                raise VersionOrder(
+                    f"{name} is {-low:g} to {high:g} on the nodes of the fleet; load the same checkpoint on all of them",
+                    have=numbers[name],
+                    want=high,
+                )
+
+    @torch.no_grad()
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        """The sums over all nodes, in place. After an error the content is undefined."""
+        with _lost_peers(self._fleet):
+            works = [self._group.allreduce([tensor]) for tensor in tensors if tensor.numel()]
+            for work in works:
+                work.wait()
+
+    def greatest(self, number: float) -> float:
+        """Of all nodes: rounding may differ where their collectives take another order."""
+        return self._greatest([number])[0]
+
+    def close(self) -> None:
+        if self._device.type == "cuda":
+            self._group.abort()
+
+    def _greatest(self, numbers: Sequence[float]) -> list[float]:
+        values = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        with _lost_peers(self._fleet):
+            self._group.allreduce([values], options).wait()
+        return values.tolist()
+
+
+def join_nodes(config: NodeConfig, launch: Launch, *, device: torch.device) -> NodeReplicas | None:
+    """The replicas of this rank, once the trainers of all nodes are there; None on a node by itself. Raises as join_store."""
+    if not is_fleet(config):
+        return None
+    return NodeReplicas.connect(join_store(config, launch), config=config, launch=launch, device=device)
+
+
+def is_fleet(config: NodeConfig) -> bool:
+    """Whether there is another node to train with."""
+    return config.fleet is not None and config.fleet.num_nodes > 1
+
+
+def join_store(config: NodeConfig, launch: Launch) -> FleetStore:
+    """The store of this start of all trainers. Raises as join_ranks."""
+    assert config.fleet is not None
+    return join_ranks(
+        config.fleet,
+        peer_credentials(config.security),
+        num_ranks=launch.num_ranks,
+        launch_id=launch.launch_id,
+        recipe=_recipe(config),
+        timeout_s=config.trainer.collective_timeout_s,
+    )
+
+
+def _recipe(config: NodeConfig) -> str:
+    """Digest of what decides the numbers; the model's path may differ, its configuration may not."""
+    digest = hashlib.sha256(config.trainer.model_dump_json(exclude={*PERFORMANCE_TRAINER_KEYS, "critic"}).encode())
+    critic = config.trainer.critic
+    paths = [config.model.path]
+    if critic is not None:
+        digest.update(critic.model_dump_json(exclude={"path"}).encode())
+        paths += [] if critic.path is None else [critic.path]
+    for path in paths:
+        digest.update((path / "config.json").read_bytes())
+    return digest.hexdigest()
+
+
+def _gloo_device(fleet: FleetConfig) -> Any:
+    """Of the configured interface, or of the address from which this machine reaches the leader."""
+    if fleet.interface is not None:
+        return dist.ProcessGroupGloo.create_device(interface=fleet.interface)
+    return dist.ProcessGroupGloo.create_device(hostname=local_address_towards(fleet.leader))
+
+
+@contextmanager
+def _lost_peers(fleet: FleetConfig) -> Iterator[None]:
+    """Torch says RuntimeError for whatever happens to a connection."""
+    try:
+        yield
+    except RuntimeError as error:
+        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise PeerUnavailable(
+            f"node {fleet.node_rank} lost another of the {fleet.num_nodes} nodes of the fleet {fleet.name}: {first_line}",
+            peer="node",
+        ) from error

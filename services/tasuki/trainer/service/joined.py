@@ -1,0 +1,44 @@
+"""One answer from those of several ranks or nodes. Pure, and without torch, for a fleet's front, too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tasuki.v1.trainer_pb2 import ForwardBackwardResponse, MetricPart
+
+
+def joined_parts(parts: Sequence[Mapping[str, MetricPart]]) -> dict[str, MetricPart]:
+    """Metrics over all that gave a part."""
+    joined: dict[str, MetricPart] = {}
+    for name in sorted({name for part in parts for name in part}):
+        metrics = [part[name] for part in parts if name in part]
+        totals = [metric.total for metric in metrics]
+        joined[name] = MetricPart(
+            total=max(totals) if metrics[0].is_maximum else sum(totals),
+            weight=sum(metric.weight for metric in metrics),
+            is_maximum=metrics[0].is_maximum,
+        )
+    return joined
+
+
+def joined_metrics(parts: Mapping[str, MetricPart]) -> dict[str, float]:
+    """Means and maxima; means of nothing are left out."""
+    return {
+        name: part.total if part.is_maximum else part.total / part.weight
+        for name, part in parts.items()
+        if part.is_maximum or part.weight
+    }
+
+
+def joined_answers(answers: Sequence[ForwardBackwardResponse]) -> ForwardBackwardResponse:
+    """The answer to a fleet's call from those of its shares, without log_probs, whose order the caller knows."""
+    parts = joined_parts([answer.metric_parts for answer in answers])
+    return ForwardBackwardResponse(
+        loss=sum(answer.loss for answer in answers),
+        num_samples=sum(answer.num_samples for answer in answers),
+        num_tokens=sum(answer.num_tokens for answer in answers),
+        denominator=answers[0].denominator,
+        metrics=joined_metrics(parts),
+        num_micro_batches=sum(answer.num_micro_batches for answer in answers),
+        seconds=max(answer.seconds for answer in answers),
+    )

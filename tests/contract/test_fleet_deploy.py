@@ -1,0 +1,198 @@
+"""deploy/slurm and deploy/kubernetes: what they name exists, and a scheduler would take them. Needs no cluster."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tasuki.cli.__main__ import USER_ERROR, _parser
+from tasuki.config.fleet_environment import fleet_table
+from tasuki.fleet import EXIT_FLEET_ENDED
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+SBATCH = DEPLOY / "slurm" / "fleet.sbatch"
+SCRIPT = SBATCH.read_text()
+JOB_SET: dict[str, Any] = yaml.safe_load((DEPLOY / "kubernetes" / "jobset.yaml").read_text())
+# What jobset.x-k8s.io/v1alpha2 and batch/v1 know of what we use; {} where anything goes below.
+SCHEMA: dict[str, Any] = {
+    "apiVersion": str,
+    "kind": str,
+    "metadata": {"name": str, "labels": {}},
+    "spec": {
+        "network": {"enableDNSHostnames": bool},
+        "failurePolicy": {"maxRestarts": int, "rules": [{"action": str, "onJobFailureReasons": [str]}]},
+        "successPolicy": {"operator": str, "targetReplicatedJobs": [str]},
+        "replicatedJobs": [
+            {
+                "name": str,
+                "replicas": int,
+                "template": {
+                    "spec": {
+                        "parallelism": int,
+                        "completions": int,
+                        "completionMode": str,
+                        "backoffLimit": int,
+                        "podFailurePolicy": {
+                            "rules": [{"action": str, "onExitCodes": {"containerName": str, "operator": str, "values": [int]}}]
+                        },
+                        "template": {
+                            "spec": {
+                                "restartPolicy": str,
+                                "terminationGracePeriodSeconds": int,
+                                "containers": [
+                                    {
+                                        "name": str,
+                                        "image": str,
+                                        "command": [str],
+                                        "args": [str],
+                                        "env": [{"name": str, "value": str, "valueFrom": {"fieldRef": {"fieldPath": str}}}],
+                                        "resources": {"limits": {}},
+                                        "securityContext": {},
+                                        "volumeMounts": [{"name": str, "mountPath": str, "readOnly": bool}],
+                                    }
+                                ],
+                                "volumes": [
+                                    {
+                                        "name": str,
+                                        "configMap": {},
+                                        "secret": {"secretName": str, "defaultMode": int},
+                                        "persistentVolumeClaim": {},
+                                        "emptyDir": {},
+                                    }
+                                ],
+                            }
+                        },
+                    }
+                },
+            }
+        ],
+    },
+}
+
+
+def problems(value: Any, schema: Any, path: str = "") -> list[str]:
+    """Keys that the schema does not have, and values of another type."""
+    if isinstance(schema, dict):
+        if not isinstance(value, dict):
+            return [f"{path} is no table"]
+        unknown = [f"{path}.{key} is unknown" for key in value if schema and key not in schema]
+        return unknown + [one for key in value if key in schema for one in problems(value[key], schema[key], f"{path}.{key}")]
+    if isinstance(schema, list):
+        if not isinstance(value, list):
+            return [f"{path} is no list"]
+        return [one for index, item in enumerate(value) for one in problems(item, schema[0], f"{path}[{index}]")]
+    return [] if type(value) is schema else [f"{path} is {value!r}"]
+
+
+def jobs() -> dict[str, Any]:
+    return {job["name"]: job["template"]["spec"] for job in JOB_SET["spec"]["replicatedJobs"]}
+
+
+def container(name: str) -> dict[str, Any]:
+    (only,) = jobs()[name]["template"]["spec"]["containers"]
+    return only
+
+
+def environment(name: str, labels: dict[str, str]) -> dict[str, str]:
+    """Of a pod with these labels."""
+
+    def value(entry: dict[str, Any]) -> str:
+        if "value" in entry:
+            return entry["value"]
+        return labels[re.fullmatch(r"metadata\.labels\['(.*)'\]", entry["valueFrom"]["fieldRef"]["fieldPath"])[1]]  # type: ignore[index]
+
+    return {entry["name"]: value(entry) for entry in container(name)["env"]}
+
+
+def commands_of(text: str) -> list[list[str]]:
+    """Every call of tasuki in a script, as words."""
+    found = re.findall(r"(?:^|[\s;&|(])tasuki ([^\n;&|>)]*)", text)
+    return [
+        shlex.split(re.sub(r'"\$config"|/config/node.toml', "node.toml", each).replace('"$grace_s"', "90")) for each in found
+    ]
+
+
+def test_the_job_set_is_one_that_the_api_takes() -> None:
+    assert problems(JOB_SET, SCHEMA) == []
+    assert (JOB_SET["apiVersion"], JOB_SET["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    names = {job["name"] for job in JOB_SET["spec"]["replicatedJobs"]}
+    assert set(JOB_SET["spec"]["successPolicy"]["targetReplicatedJobs"]) <= names
+    actions = {"FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"}
+    assert {rule["action"] for rule in JOB_SET["spec"]["failurePolicy"]["rules"]} <= actions
+
+
+def test_a_wrong_key_or_type_is_found() -> None:
+    wrong = yaml.safe_load((DEPLOY / "kubernetes" / "jobset.yaml").read_text())
+    wrong["spec"]["network"]["dns"] = True
+    wrong["spec"]["failurePolicy"]["maxRestarts"] = "8"
+    assert problems(wrong, SCHEMA) == [
+        ".spec.network.dns is unknown",
+        ".spec.failurePolicy.maxRestarts is '8'",
+    ]
+
+
+@pytest.mark.parametrize(("name", "index"), [("leader", "0"), ("worker", "1")])
+def test_pods_tell_each_node_its_place_and_the_restarts(name: str, index: str) -> None:
+    labels = {
+        "jobset.sigs.k8s.io/job-global-index": index,
+        "jobset.sigs.k8s.io/restart-attempt": "3",
+        "jobset.sigs.k8s.io/jobset-uid": "7f",
+    }
+    table = fleet_table(environment(name, labels))
+    leader = f"{JOB_SET['metadata']['name']}-leader-0-0.{JOB_SET['metadata']['name']}:29400"
+    assert table == {"num_nodes": 2, "node_rank": int(index), "attempt": 3, "name": "7f", "leader": leader}
+    num_pods = sum(job["replicas"] for job in JOB_SET["spec"]["replicatedJobs"])
+    assert num_pods == table["num_nodes"]
+
+
+def test_a_refused_node_fails_the_job_set_and_a_lost_one_restarts_it() -> None:
+    for job in jobs().values():
+        (rule,) = job["podFailurePolicy"]["rules"]
+        assert rule["onExitCodes"]["values"] == [USER_ERROR] and EXIT_FLEET_ENDED not in rule["onExitCodes"]["values"]
+        assert rule["onExitCodes"]["containerName"] == "node" and job["backoffLimit"] == 0
+
+
+def test_every_mount_has_its_volume() -> None:
+    for job in jobs().values():
+        spec = job["template"]["spec"]
+        mounts = {mount["name"] for mount in spec["containers"][0]["volumeMounts"]}
+        assert mounts == {volume["name"] for volume in spec["volumes"]}
+
+
+@pytest.mark.parametrize("text", [SCRIPT, *(container(name)["args"][0] for name in jobs())])
+def test_commands_are_those_that_tasuki_has(text: str) -> None:
+    commands = commands_of(text)
+    assert {tuple(words[:2])[: 1 if words[0] != "fleet" else 2] for words in commands} >= {
+        ("fleet", "up"),
+        ("fleet", "state"),
+        ("train",),
+    }
+    for words in commands:
+        assert _parser().parse_args(words).config == Path("node.toml")
+
+
+@pytest.mark.parametrize("text", [SCRIPT, *(container(name)["args"][0] for name in jobs())])
+def test_scripts_are_bash(text: str) -> None:
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", "--shell=bash", "--exclude=SC2016,SC2086", "-"], input=text, text=True, check=True)
+
+
+def test_directives_of_the_batch_script() -> None:
+    directives = re.findall(r"^#SBATCH (--[\w-]+)(?:=(.*))?$", SCRIPT, re.MULTILINE)
+    given = dict(directives)
+    assert len(given) == len(directives) == SCRIPT.count("#SBATCH")
+    # They count only before the first command.
+    assert SCRIPT.rindex("#SBATCH") < SCRIPT.index("set -uo pipefail")
+    assert given["--requeue"] == "" and given["--open-mode"] == "append" and given["--ntasks-per-node"] == "1"
+    signal, seconds = re.fullmatch(r"B:(\w+)@(\d+)", given["--signal"]).groups()  # type: ignore[union-attr]
+    grace_s = int(re.search(r"^grace_s=(\d+)$", SCRIPT, re.MULTILINE)[1])  # type: ignore[index]
+    assert f"trap stop {signal}" in SCRIPT and int(seconds) > grace_s
+    assert "attempt-$attempt" in SCRIPT and "scontrol requeue" in SCRIPT

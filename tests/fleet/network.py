@@ -1,0 +1,69 @@
+"""Where the nodes of a fleet run on one machine: network namespaces joined by a veth pair, or one namespace for all."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Of one node. prefix: of every command that is to run there."""
+
+    host: str
+    interface: str
+    prefix: tuple[str, ...] = ()
+
+    def received_bytes(self) -> int:
+        """That have come in over the interface."""
+        path = f"/sys/class/net/{self.interface}/statistics/rx_bytes"
+        return int(subprocess.check_output([*self.prefix, "cat", path], text=True))
+
+
+def can_make_namespaces() -> bool:
+    """Whether this process may, as root of a whole machine may."""
+    if os.geteuid() != 0:
+        return False
+    name = f"tasuki-try-{os.getpid()}"
+    try:
+        subprocess.run(["ip", "netns", "add", name], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    subprocess.run(["ip", "netns", "delete", name], check=True)
+    return True
+
+
+@contextmanager
+def two_namespaces() -> Iterator[list[Place]]:
+    """Two, that reach each other over 10.77.0.0/24 and nothing else."""
+    names = [f"tasuki-{os.getpid()}-{rank}" for rank in range(2)]
+    links = [f"tk{os.getpid() % 10**6}-{rank}" for rank in range(2)]
+    made: list[str] = []
+    try:
+        for name in names:
+            _ip("netns", "add", name)
+            made.append(name)
+        _ip("link", "add", links[0], "type", "veth", "peer", "name", links[1])
+        for rank, (name, link) in enumerate(zip(names, links, strict=True)):
+            _ip("link", "set", link, "netns", name)
+            _ip("-n", name, "address", "add", f"10.77.0.{rank + 1}/24", "dev", link)
+            _ip("-n", name, "link", "set", link, "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+        yield [
+            Place(f"10.77.0.{rank + 1}", link, ("ip", "netns", "exec", name))
+            for rank, (name, link) in enumerate(zip(names, links, strict=True))
+        ]
+    finally:
+        for name in made:
+            _ip("netns", "delete", name)
+
+
+def one_namespace(num_nodes: int) -> list[Place]:
+    return [Place("127.0.0.1", "lo")] * num_nodes
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)

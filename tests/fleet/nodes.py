@@ -1,0 +1,125 @@
+"""Fleets of real nodes on one machine: each by `tasuki fleet up`, with real engines and trainers on the CPU."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.conftest import ENVIRONMENT
+from tests.fleet.network import Place
+from tests.integration.port_node import mtls
+from tests.ports import free_port
+
+START_S = 400
+SERVICES = ("coordinator", "trainer", "rollout")
+
+
+@dataclass(slots=True)
+class FleetNode:
+    """One node of a fleet, and the command that runs it."""
+
+    rank: int
+    place: Place
+    config: Path
+    state_dir: Path
+    settings: Sequence[str]
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self, environment: dict[str, str]) -> None:
+        argv = [*self.place.prefix, sys.executable, "-m", "tasuki.cli", "fleet", "up", self.config, "--grace-s", "0"]
+        argv += [part for setting in self.settings for part in ("--set", setting)]
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(argv, env={**ENVIRONMENT, **environment}, stdout=output, stderr=output)
+
+    def wait(self, timeout_s: float) -> int:
+        assert self.process is not None
+        return self.process.wait(timeout_s)
+
+    def logs(self) -> str:
+        """The ends of all logs, for a test that fails."""
+        files = [self.log, *sorted((self.state_dir / "logs").glob("*.log"))]
+        return "".join(f"\n--- node {self.rank} {file.name}\n{file.read_text(errors='replace')[-2500:]}" for file in files)
+
+
+@dataclass(slots=True)
+class RealFleet:
+    nodes: list[FleetNode]
+    leader: str
+    name: str = "lab"
+    attempt: int = 0
+    started: list[float] = field(default_factory=list)
+
+    def start(self, *, ranks: Sequence[int] | None = None) -> None:
+        """Starts the nodes, as a scheduler does: the place of each is in its environment."""
+        host, _, port = self.leader.rpartition(":")
+        for node in self.nodes if ranks is None else [self.nodes[rank] for rank in ranks]:
+            node.start(
+                {
+                    "NNODES": str(len(self.nodes)),
+                    "NODE_RANK": str(node.rank),
+                    "MASTER_ADDR": host,
+                    "MASTER_PORT": port,
+                    "TASUKI_FLEET": self.name,
+                    "TASUKI_ATTEMPT": str(self.attempt),
+                }
+            )
+
+    def wait_until_up(self) -> None:
+        deadline = time.monotonic() + START_S
+        while not all("the node is up" in node.log.read_text() for node in self.nodes) or self.state("--serving").returncode:
+            ended = [node.rank for node in self.nodes if node.process is not None and node.process.poll() is not None]
+            assert not ended and time.monotonic() < deadline, f"nodes {ended} ended{self.logs()}"
+            time.sleep(0.5)
+
+    def state(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.tasuki("fleet", "state", "--state-dir", self.nodes[0].state_dir, *arguments)
+
+    def tasuki(self, *arguments: str | Path, rank: int = 0, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+        """The command line, beside a node."""
+        return subprocess.run(
+            [*self.nodes[rank].place.prefix, sys.executable, "-m", "tasuki.cli", *arguments],
+            env=ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+    def logs(self) -> str:
+        return "".join(node.logs() for node in self.nodes)
+
+    def stop(self) -> None:
+        running = [node for node in self.nodes if node.process is not None and node.process.poll() is None]
+        for node in running:
+            assert node.process is not None
+            node.process.send_signal(signal.SIGTERM)
+        for node in running:
+            node.wait(60)
+
+
+@contextmanager
+def real_fleet(
+    folder: Path, places: Sequence[Place], *, base: Path, settings: Sequence[str] = (), certs: Path | None = None
+) -> Iterator[RealFleet]:
+    """Nodes that are not started yet. base: the configuration. certs: for mTLS; without, all is on loopback and insecure."""
+    ports = {service: [free_port() for _ in places] for service in (*SERVICES, "leader")}
+    nodes: list[FleetNode] = []
+    for rank, place in enumerate(places):
+        state_dir = folder / f"node{rank}"
+        listens = [f"{service}.listen={place.host}:{ports[service][rank]}" for service in SERVICES]
+        security = ["security.insecure=true"] if certs is None else mtls(certs)
+        own = [f"state_dir={state_dir}", f"fleet.interface={place.interface}", "rollout.start_timeout_s=300"]
+        all_settings = [*own, *listens, *security, *settings]
+        nodes.append(FleetNode(rank, place, base, state_dir, all_settings, folder / f"node{rank}.log"))
+    fleet = RealFleet(nodes, f"{places[0].host}:{ports['leader'][0]}")
+    try:
+        yield fleet
+    finally:
+        fleet.stop()

@@ -1,0 +1,111 @@
+"""The fleet's own service between two network namespaces, with mTLS: it joins, refuses strangers, and ends when the link is cut."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tasuki.cli import certs
+from tasuki.config.load import load_config
+from tasuki.config.places import config_path
+from tasuki.config.save import save_config
+from tasuki.fleet import EXIT_FLEET_ENDED
+from tests.conftest import ENVIRONMENT
+from tests.fleet.network import Place, can_make_namespaces, two_namespaces
+from tests.integration.port_node import mtls
+from tests.models import make_model, save_checkpoint
+
+pytestmark = [
+    pytest.mark.skipif(not can_make_namespaces(), reason="makes network namespaces, which needs root"),
+    pytest.mark.timeout(120),
+]
+TIMEOUT_S = 2.0
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="tasuki-"))
+    save_checkpoint(make_model("qwen2", seed=0), folder / "model")
+    yield folder
+    shutil.rmtree(folder)
+
+
+def _configured(folder: Path, rank: int, place: Place, *, authority: Path, attempt: int = 0) -> Path:
+    """The node's state folder, with its configuration in it."""
+    file = folder / "node.toml"
+    file.write_text(f'state_dir = "x"\n[model]\npath = "{folder}/model"\n')
+    state_dir = folder / f"node{rank}"
+    listens = [
+        f"{service}.listen={place.host}:{7001 + index}" for index, service in enumerate(("coordinator", "trainer", "rollout"))
+    ]
+    fleet = {"name": "lab", "num_nodes": 2, "node_rank": rank, "leader": "10.77.0.1:7000", "attempt": attempt}
+    tables = [f"fleet.{key}={value}" for key, value in {**fleet, "node_timeout_s": TIMEOUT_S}.items()]
+    overrides = [f"state_dir={state_dir}", "rollout.start_timeout_s=5", *listens, *tables, *mtls(authority)]
+    config = load_config(file, overrides=overrides)
+    state_dir.mkdir(exist_ok=True)
+    save_config(config, config_path(state_dir))
+    return state_dir
+
+
+@contextmanager
+def _running(place: Place, state_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
+    argv = [*place.prefix, sys.executable, "-m", "tasuki.fleet", "--config", str(config_path(state_dir))]
+    with (state_dir / "fleet.log").open("wb") as log:
+        process = subprocess.Popen(argv, env=ENVIRONMENT, stdout=log, stderr=log)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _members(state_dir: Path) -> int:
+    argv = [sys.executable, "-m", "tasuki.cli", "fleet", "state", "--state-dir", str(state_dir), "--json"]
+    told = subprocess.run(argv, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    return len(json.loads(told.stdout)["fleet"]["members"]) if told.returncode == 0 else 0
+
+
+def _wait(is_so, *, seconds: float = 40.0) -> None:
+    ends = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < ends
+        time.sleep(0.2)
+
+
+def _authority(folder: Path, name: str) -> Path:
+    assert certs.run(folder / name, hosts=["10.77.0.1", "10.77.0.2"], days=1) == 0
+    return folder / name
+
+
+def test_nodes_join_over_the_link_and_all_end_when_it_is_cut(folder: Path) -> None:
+    authority = _authority(folder, "certs")
+    with two_namespaces() as places:
+        states = [_configured(folder, rank, place, authority=authority) for rank, place in enumerate(places)]
+        with _running(places[0], states[0]) as leader, _running(places[1], states[1]) as follower:
+            _wait(lambda: _members(states[0]) == 2)
+            subprocess.run([*places[1].prefix, "ip", "link", "set", places[1].interface, "down"], check=True)
+            assert leader.wait(30) == EXIT_FLEET_ENDED, (states[0] / "fleet.log").read_text()
+            assert follower.wait(30) == EXIT_FLEET_ENDED, (states[1] / "fleet.log").read_text()
+            assert "node 1 was silent" in (states[0] / "fleet.log").read_text()
+
+
+@pytest.mark.parametrize(("name", "attempt", "words"), [("other", 0, ""), ("certs", 1, "STALE_EPOCH")])
+def test_a_foreign_certificate_and_another_attempt_do_not_join(folder: Path, name: str, attempt: int, words: str) -> None:
+    authority, other = _authority(folder, "certs"), _authority(folder, "other")
+    with two_namespaces() as places:
+        lead = _configured(folder, 0, places[0], authority=authority)
+        stranger = _configured(folder, 1, places[1], authority={"other": other, "certs": authority}[name], attempt=attempt)
+        with _running(places[0], lead), _running(places[1], stranger) as process:
+            _wait(lambda: _members(lead) == 1)
+            assert process.wait(40) == 2
+            assert words in (stranger / "fleet.log").read_text()
+            assert _members(lead) == 1

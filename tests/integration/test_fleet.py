@@ -1,0 +1,265 @@
+"""A fleet over real gRPC: nodes join, change over together, and take commands from nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from tasuki.config.fleet_schema import FleetConfig
+from tasuki.config.instance import Instance
+from tasuki.config.schema import NodeConfig
+from tasuki.coordinator.fleet_hold import FleetHold
+from tasuki.coordinator.journal import Journal
+from tasuki.coordinator.servicer import CoordinatorServicer
+from tasuki.fleet.digests import this_member
+from tasuki.fleet.fleet import Fleet
+from tasuki.fleet.journal import FleetJournal
+from tasuki.fleet.lead import make_server
+from tasuki.fleet.member import Member
+from tasuki.fleet.membership import Membership
+from tasuki.fleet.node_peer import GrpcNodePeer
+from tasuki.fleet.nodes import FleetNodes
+from tasuki.rpc.fleet_caller import fleet_metadata
+from tasuki.rpc.server import RpcServer
+from tasuki.v1 import coordinator_pb2, fleet_pb2, rollout_pb2, types_pb2
+from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub, add_CoordinatorServiceServicer_to_server
+from tasuki.v1.fleet_pb2 import FleetCommand
+from tasuki.v1.fleet_pb2_grpc import FleetServiceStub
+from tasuki.v1.rollout_pb2_grpc import RolloutServiceServicer, RolloutServiceStub, add_RolloutServiceServicer_to_server
+from tasuki.wire.channel import open_channel
+from tasuki.wire.errors import (
+    FleetEnded,
+    FleetMismatch,
+    HeldByFleet,
+    InvalidArgument,
+    NotJoined,
+    StaleEpoch,
+    StaleSequence,
+    TasukiError,
+    from_rpc_error,
+)
+from tests.ports import free_port
+from tests.unit.simulated_fleet import MemberNode
+
+TIMEOUT_S = 20.0
+MODEL = (
+    '{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128,'
+    ' "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 64}'
+)
+TRAIN, ROLLOUT = types_pb2.PHASE_TRAIN, types_pb2.PHASE_ROLLOUT
+
+
+def config_of(folder: Path, rank: int, leader: str, *, node_timeout_s: float = 30.0) -> NodeConfig:
+    model = folder / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(MODEL)
+    fleet = {"name": "f", "num_nodes": 2, "node_rank": rank, "leader": leader, "attempt": 1, "node_timeout_s": node_timeout_s}
+    return NodeConfig.model_validate(
+        {
+            "state_dir": folder / f"n{rank}",
+            "model": {"path": model},
+            "security": {"insecure": True},
+            "fleet": fleet,
+        }
+    )
+
+
+@asynccontextmanager
+async def serving_node(config: NodeConfig) -> AsyncIterator[MemberNode]:
+    """A node's coordinator and a rollout that generates nothing, on their sockets."""
+    assert config.fleet is not None
+    config.state_dir.mkdir(exist_ok=True)
+    node = MemberNode(config.state_dir, config.fleet.node_rank, config.fleet, on_served=lambda: None)
+    member = this_member(config, boot_id="b")
+    Path(member.coordinator_target.removeprefix("unix:")).parent.mkdir(exist_ok=True)
+    servicer = CoordinatorServicer(
+        node.node, node._journal, SimpleNamespace(), instance=Instance(), port_targets={}, hold=node.hold
+    )
+    servers = [RpcServer(service="coordinator", target=member.coordinator_target, fleet=config.fleet)]
+    servers[0].add(add_CoordinatorServiceServicer_to_server, servicer, "tasuki.v1.CoordinatorService")
+    servers.append(RpcServer(service="rollout", target=member.rollout_target, fleet=config.fleet))
+    servers[1].add(add_RolloutServiceServicer_to_server, RolloutServiceServicer(), "tasuki.v1.RolloutService")
+    for server in servers:
+        await server.start()
+    try:
+        yield node
+    finally:
+        for server in servers:
+            await server.stop(grace_s=0)
+        await node.close()
+
+
+@asynccontextmanager
+async def leading(config: NodeConfig) -> AsyncIterator[FleetNodes]:
+    """The leader's server."""
+    assert config.fleet is not None
+    config.state_dir.mkdir(exist_ok=True)
+    (config.state_dir / "run").mkdir(mode=0o700, exist_ok=True)
+    journal = FleetJournal(config.state_dir / "fleet.sqlite")
+    nodes = FleetNodes(config, epoch=journal.begin_life("l", attempt=config.fleet.attempt, num_nodes=config.fleet.num_nodes))
+    peers = [GrpcNodePeer(nodes, rank, config.coordinator) for rank in range(nodes.num_nodes)]
+    fleet = Fleet(journal, peers, boot_id="l", target=config.fleet.leader, patience_s=20.0, end=nodes.end)
+    server = make_server(config, fleet, journal, nodes, this_member(config, boot_id="b0"))
+    await server.start()
+    tasks = [asyncio.create_task(fleet.recover()), asyncio.create_task(nodes.watch_silence())]
+    try:
+        yield nodes
+    finally:
+        for task in tasks:
+            task.cancel()
+        await fleet.stop()
+        await server.stop(grace_s=0)
+        await nodes.close()
+        journal.close()
+
+
+def leader_address() -> str:
+    return f"127.0.0.1:{free_port()}"
+
+
+async def caught(call: Any) -> TasukiError:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call
+    return from_rpc_error(raised.value)
+
+
+async def join(channel: grpc.aio.Channel, member: Member, *, attempt: int = 1, name: str = "f") -> fleet_pb2.JoinResponse:
+    request = fleet_pb2.JoinRequest(name=name, attempt=attempt, num_nodes=2, node=member.to_proto())
+    return await FleetServiceStub(channel).Join(request, timeout=TIMEOUT_S)
+
+
+async def acquire(stub: Any, phase: int, **given: Any) -> list[coordinator_pb2.AcquireResponse]:
+    request = coordinator_pb2.AcquireRequest(phase=phase, **given)
+    return [answer async for answer in stub.Acquire(request, timeout=TIMEOUT_S)]
+
+
+async def test_two_nodes_change_over_together_and_the_fleet_looks_like_a_node(tmp_path: Path) -> None:
+    leader = leader_address()
+    configs = [config_of(tmp_path, rank, leader) for rank in range(2)]
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(leading(configs[0]))
+        first, second = [await stack.enter_async_context(serving_node(config)) for config in configs]
+        async with open_channel(leader) as channel:
+            fleet = CoordinatorServiceStub(channel)
+            for config in configs:
+                await join(channel, this_member(config, boot_id=f"b{config.fleet.node_rank}"))
+            told = await acquire(fleet, ROLLOUT)
+            assert told[-1].state.phase == ROLLOUT
+            stages = [
+                types_pb2.Stage.Name(answer.event.stage) for answer in told if answer.event.status == 2 and answer.event.stage
+            ]
+            assert stages == [f"STAGE_{name}" for name in ("LOAD_WEIGHTS", "RESUME_WEIGHTS", "SYNC", "OFFLOAD", "RESUME_KV")]
+            assert first.serves == second.serves == (0, 0)
+            state = (await fleet.GetState(coordinator_pb2.GetStateRequest(), timeout=TIMEOUT_S)).state
+            assert (state.policy_version, state.trainer_target, state.rollout_target) == (0, leader, leader)
+            told = await acquire(fleet, TRAIN)
+            assert told[-1].state.phase == TRAIN
+            listed = await fleet.ListChangeovers(coordinator_pb2.ListChangeoversRequest(), timeout=TIMEOUT_S)
+            assert [len(one.stages) for one in listed.changeovers] == [4, 5]
+            seen = await FleetServiceStub(channel).GetFleet(fleet_pb2.GetFleetRequest(), timeout=TIMEOUT_S)
+            assert ([member.node.boot_id for member in seen.members], seen.num_nodes) == (["b0", "b1"], 2)
+
+
+async def test_a_node_of_a_fleet_refuses_clients_other_fleets_and_older_lives(tmp_path: Path) -> None:
+    config = config_of(tmp_path, 1, "10.0.0.1:50050")
+    target = this_member(config, boot_id="b").coordinator_target
+
+    def command(**changed: Any) -> FleetCommand:
+        return FleetCommand(**{"name": "f", "attempt": 1, "epoch": 5, "sequence": 1, **changed})
+
+    async with serving_node(config), open_channel(target) as beside:
+        error = await caught(acquire_first(CoordinatorServiceStub(beside), TRAIN))
+        assert isinstance(error, HeldByFleet)
+        assert error.metadata == {"fleet": "f", "address": "10.0.0.1:50050"}
+        rollout = this_member(config, boot_id="b").rollout_target
+        async with open_channel(rollout) as clients:
+            generate = RolloutServiceStub(clients).Generate(rollout_pb2.GenerateRequest(), timeout=TIMEOUT_S)
+            assert isinstance(await caught(generate.read()), HeldByFleet)
+        for changed, expected in (({"name": "g"}, HeldByFleet), ({"attempt": 0}, StaleEpoch), ({"attempt": 2}, StaleEpoch)):
+            other = command(**changed)
+            async with open_channel(target, metadata=fleet_metadata(other)) as channel:
+                assert isinstance(await caught(acquire_first(CoordinatorServiceStub(channel), TRAIN, fleet=other)), expected)
+        async with open_channel(target, metadata=fleet_metadata(command())) as channel:
+            stub = CoordinatorServiceStub(channel)
+            assert isinstance(await caught(acquire_first(stub, TRAIN)), HeldByFleet)  # without its own numbers
+            look = coordinator_pb2.GetStateRequest(fleet=command(sequence=7))
+            assert (await stub.GetState(look, timeout=TIMEOUT_S)).state.phase == TRAIN
+            late = acquire_first(stub, TRAIN, fleet=command(sequence=6))
+            assert isinstance(await caught(late), StaleSequence)
+            assert isinstance(await caught(acquire_first(stub, TRAIN, fleet=command(epoch=4, sequence=9))), StaleEpoch)
+            assert (await acquire(stub, TRAIN, fleet=command(epoch=6)))[-1].state.phase == TRAIN
+    # The numbers are on disk.
+    journal = Journal(config.state_dir / "journal.sqlite")
+    with pytest.raises(StaleEpoch):
+        FleetHold(config.fleet, journal).check(command(sequence=99))
+    journal.close()
+
+
+async def acquire_first(stub: Any, phase: int, **given: Any) -> coordinator_pb2.AcquireResponse:
+    return (await acquire(stub, phase, **given))[0]
+
+
+async def test_a_node_without_a_fleet_refuses_one(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite")
+    hold = FleetHold(None, journal)
+    hold.check(None)
+    with pytest.raises(InvalidArgument, match="belongs to no fleet"):
+        hold.check(FleetCommand(name="f"))
+    journal.close()
+
+
+async def test_the_leader_takes_a_rank_once_and_a_node_that_fits(tmp_path: Path) -> None:
+    leader = leader_address()
+    config = config_of(tmp_path, 0, leader)
+    member = replace(this_member(config, boot_id="b1"), node_rank=1)
+    async with leading(config) as nodes, open_channel(leader) as channel:
+        with pytest.raises(NotJoined):
+            nodes.all()
+        assert isinstance(await caught(join(channel, replace(member, num_ranks=9))), FleetMismatch)
+        assert isinstance(await caught(join(channel, member, attempt=0)), StaleEpoch)
+        assert (await join(channel, member)).num_joined == 1
+        assert (await join(channel, member)).num_joined == 1
+        assert isinstance(await caught(join(channel, replace(member, boot_id="b2"))), FleetMismatch)
+        beat = fleet_pb2.HeartbeatRequest(name="f", attempt=1, node_rank=1, boot_id="b2")
+        assert isinstance(await caught(FleetServiceStub(channel).Heartbeat(beat, timeout=TIMEOUT_S)), NotJoined)
+
+
+async def test_a_silent_node_ends_the_fleet_and_the_others_hear_of_it(tmp_path: Path) -> None:
+    leader = leader_address()
+    configs = [config_of(tmp_path, rank, leader, node_timeout_s=0.5) for rank in range(2)]
+    async with leading(configs[0]) as nodes, open_channel(leader) as channel:
+        members = [replace(this_member(config, boot_id=f"b{rank}"), node_rank=rank) for rank, config in enumerate(configs)]
+        living = asyncio.create_task(Membership(channel, members[0], configs[0].fleet, start_timeout_s=5.0).run())
+        await join(channel, members[1])  # and never again a word
+        with pytest.raises(FleetEnded) as told:
+            await asyncio.wait_for(living, 10.0)
+        assert told.value.metadata["node_rank"] == "1"
+        assert "was silent" in told.value.message
+        with pytest.raises(FleetEnded):
+            nodes.all()
+        assert isinstance(await caught(join(channel, members[1])), FleetEnded)
+
+
+async def test_a_node_joins_again_when_the_leader_was_restarted_and_ends_when_it_stays_away(tmp_path: Path) -> None:
+    leader = leader_address()
+    config = config_of(tmp_path, 0, leader, node_timeout_s=2.0)
+    assert isinstance(config.fleet, FleetConfig)
+    async with open_channel(leader) as channel:
+        membership = Membership(channel, this_member(config, boot_id="b0"), config.fleet, start_timeout_s=30.0)
+        living = asyncio.create_task(membership.run())
+        for _ in range(2):
+            async with leading(config) as nodes:
+                async with asyncio.timeout(10.0):
+                    while not nodes.joined:
+                        await asyncio.sleep(0.05)
+        with pytest.raises(FleetEnded, match="the leader at"):
+            await asyncio.wait_for(living, 15.0)

@@ -1,0 +1,141 @@
+"""`tasuki doctor` on a node of a fleet: the real port with mTLS, and measured transfers."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tasuki.cli.doctor.finding import Verdict
+from tasuki.cli.doctor.fleet import Connection, clock_finding, fleet_findings, measure, member_findings, rate_finding
+from tasuki.config.load import load_config
+from tasuki.config.places import fleet_target, socket_dir
+from tasuki.config.schema import NodeConfig
+from tasuki.fleet.member import Member
+from tasuki.fleet.nodes import FleetNodes
+from tasuki.fleet.servicer import FleetServicer
+from tasuki.rpc.port import port_at
+from tasuki.rpc.server import RpcServer
+from tasuki.v1 import fleet_pb2
+from tasuki.v1.fleet_pb2_grpc import FleetServiceStub, add_FleetServiceServicer_to_server
+from tasuki.wire.channel import open_channel
+from tests.integration.port_node import make_certs, mtls
+from tests.models import make_model, save_checkpoint
+from tests.ports import free_port
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="tasuki-") as name:
+        save_checkpoint(make_model("qwen2", seed=0), Path(name) / "model")
+        yield Path(name)
+
+
+@pytest.fixture(scope="module")
+def config(folder: Path) -> NodeConfig:
+    file = folder / "node.toml"
+    file.write_text(f'state_dir = "{folder}/state"\n[model]\npath = "{folder}/model"\n')
+    fleet = ["fleet.name=lab", "fleet.num_nodes=2", "fleet.node_rank=0", f"fleet.leader=localhost:{free_port()}"]
+    return load_config(file, overrides=[*fleet, *mtls(make_certs(folder / "certs"))])
+
+
+def _member(rank: int, *, port: int, version: str = "1") -> Member:
+    target = f"localhost:{port}"
+    return Member(rank, f"b{rank}", target, target, target, version, "c" * 64, 1, 0, "m" * 64)
+
+
+@contextmanager
+def leader(config: NodeConfig, members: list[Member]) -> Iterator[None]:
+    """The leader's FleetService in a thread, where `members` have joined."""
+    started, stop = threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        assert config.fleet is not None
+        socket_dir(config.state_dir)
+        nodes = FleetNodes(config, epoch=1)
+        for member in members:
+            await nodes.join(member)
+        listen = config.fleet.leader.replace("localhost", "127.0.0.1")
+        server = RpcServer(service="fleet", target=fleet_target(config), port=port_at(config, listen, key="fleet.leader"))
+        server.add(add_FleetServiceServicer_to_server, FleetServicer(nodes, members[0]), "tasuki.v1.FleetService")
+        await server.start()
+        started.set()
+        await asyncio.to_thread(stop.wait)
+        await server.stop(grace_s=0)
+        await nodes.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    assert started.wait(20)
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(20)
+
+
+def _port(config: NodeConfig) -> int:
+    assert config.fleet is not None
+    return int(config.fleet.leader.rpartition(":")[2])
+
+
+def test_a_whole_fleet_passes_with_measured_figures(config: NodeConfig) -> None:
+    with leader(config, [_member(rank, port=_port(config)) for rank in range(2)]):
+        found = {finding.name: finding for finding in fleet_findings(config)}
+    assert {finding.verdict for finding in found.values()} == {Verdict.OK}, found
+    assert "Gb/s" in found["fleet rate"].found and "6 answer" in found["fleet ports"].found
+
+
+def test_missing_unlike_and_unreachable_nodes_fail(config: NodeConfig) -> None:
+    with leader(config, [_member(0, port=_port(config)), _member(1, port=free_port(), version="2")]):
+        verdicts = {finding.name: finding.verdict for finding in fleet_findings(config)}
+    assert verdicts["fleet versions"] is Verdict.FAIL and verdicts["fleet configurations"] is Verdict.OK
+    assert verdicts["fleet ports"] is Verdict.FAIL
+    with leader(config, [_member(0, port=_port(config))]):
+        (first, *_) = fleet_findings(config)
+    assert first.verdict is Verdict.FAIL and "missing: 1" in first.found
+
+
+def test_a_fleet_that_is_not_up_fails_and_a_node_without_one_is_not_asked(config: NodeConfig) -> None:
+    (finding,) = fleet_findings(config)
+    assert finding.verdict is Verdict.FAIL
+    assert list(fleet_findings(config.model_copy(update={"fleet": None}))) == []
+
+
+def test_an_ended_fleet_fails() -> None:
+    fleet = fleet_pb2.GetFleetResponse(
+        num_nodes=1, ended_by="FLEET_ENDED: node 1 was silent", members=[fleet_pb2.FleetMember()]
+    )
+    assert next(iter(member_findings(fleet))).verdict is Verdict.FAIL
+
+
+@pytest.mark.parametrize(
+    ("leader_at", "rate", "verdict"),
+    [
+        ("localhost:1", 1e6, Verdict.OK),
+        ("10.0.0.1:1", 1e6, Verdict.FAIL),
+        ("10.0.0.1:1", 5e7, Verdict.WARN),
+        ("10.0.0.1:1", 1e9, Verdict.OK),
+    ],
+)
+def test_between_machines_a_rate_is_asserted(config: NodeConfig, leader_at: str, rate: float, verdict: Verdict) -> None:
+    assert config.fleet is not None
+    elsewhere = config.model_copy(update={"fleet": config.fleet.model_copy(update={"leader": leader_at})})
+    assert rate_finding(Connection(0.001, rate, 0.0), elsewhere).verdict is verdict
+
+
+def test_a_clock_that_is_wrong_is_told() -> None:
+    assert clock_finding(Connection(0.001, 1e9, -3.0)).verdict is Verdict.WARN
+    assert clock_finding(Connection(0.001, 1e9, 0.01)).verdict is Verdict.OK
+
+
+async def test_a_measurement_counts_what_was_sent(config: NodeConfig) -> None:
+    with leader(config, [_member(0, port=_port(config))]):
+        async with open_channel(fleet_target(config)) as channel:
+            done = await measure(FleetServiceStub(channel), num_bytes=(5 << 20) + 7)
+    assert done.rate > 1e6 and abs(done.skew_s) < 0.1

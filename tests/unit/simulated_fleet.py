@@ -1,0 +1,301 @@
+"""A fleet in one thread and in virtual time: the real fleet and coordinators, simulated services, and a network that fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tasuki.config.fleet_schema import FleetConfig
+from tasuki.coordinator.fleet_hold import FleetHold
+from tasuki.coordinator.operation import Operation
+from tasuki.coordinator.records import NodeState
+from tasuki.fleet.audit import FleetAudit, audit_fleet, read_fleet_history
+from tasuki.fleet.fleet import Fleet
+from tasuki.fleet.journal import FleetJournal
+from tasuki.fleet.records import NodeView, StageAnswer, Sums
+from tasuki.memory.stages import Phase, Service, Stage
+from tasuki.v1.fleet_pb2 import FleetCommand
+from tasuki.v1.weights_pb2 import WeightSums
+from tasuki.wire.errors import FleetEnded, PeerUnavailable, TasukiError
+from tests.unit.simulated_faults import Crash, JournalFailpoints
+from tests.unit.simulated_node import SimulatedNode
+
+PATIENCE_S = 150.0
+_LATENCY_S, _LATE_S, _RESTART_S, _NEVER_S = 0.001, 0.5, 0.5, 7200.0
+_Answer = TypeVar("_Answer")
+
+
+class FleetFault(StrEnum):
+    """What happens to one message from the fleet to a node."""
+
+    DROP = "the request is lost"
+    LOSE = "the answer is lost"
+    LATE = "the fleet hears that the connection broke, and the request arrives a moment later"
+    DUPLICATE = "the request arrives twice"
+    DIFFER = "what the node's SYNC receives is not what the others receive, and nobody on the node notices"
+    KILL_COORDINATOR = "the node's coordinator dies before the request arrives"
+    KILL_COORDINATOR_WITHIN = "the node's coordinator dies while it carries out the request"
+    KILL_TRAINER = "the node's trainer dies"
+    KILL_ROLLOUT = "the node's rollout dies"
+    CRASH = "the fleet's process dies while the node works"
+    CRASH_LATE = "the fleet's process dies, and its request arrives when the next one has looked"
+
+
+class MemberNode(SimulatedNode):
+    """A node of the fleet, with its fence. rank: its number."""
+
+    def __init__(self, folder: Path, rank: int, config: FleetConfig, *, on_served: Callable[[], None]) -> None:
+        self.rank, self.config, self._on_served = rank, config, on_served
+        self.prefix = f"{rank}-"
+        folder.mkdir(exist_ok=True)
+        super().__init__(folder, fault=lambda: None, waits_for_room=False)
+
+    def _start_coordinator(self) -> None:
+        super()._start_coordinator()
+        self.hold = FleetHold(self.config, self._journal)
+
+    def _see_served(self, version: int) -> None:
+        super()._see_served(version)
+        self._on_served()
+
+    @property
+    def serves(self) -> tuple[int, int] | None:
+        """Version and flavour of what clients could get here."""
+        rollout = self.rollout
+        return None if rollout is None or rollout.served is None else (rollout.served, rollout.flavour)
+
+    def view(self, state: NodeState) -> NodeView:
+        return NodeView(
+            self.rank,
+            state.at,
+            boot_id=state.boot_id,
+            policy_version=state.policy_version,
+            weights_digest=state.weights_digest,
+            last_error=state.last_error,
+        )
+
+    def sums(self) -> Sums | None:
+        received = self._journal.received()
+        return None if received is None else Sums.from_proto(WeightSums.FromString(received.answer))
+
+
+class SimulatedNodePeer:
+    """The fleet's way to one node."""
+
+    def __init__(self, fleet: SimulatedFleet, rank: int, epoch: int) -> None:
+        self.rank, self._fleet, self._epoch = rank, fleet, epoch
+        self._sequence = 0
+
+    async def look(self) -> NodeView:
+        async def look(node: MemberNode) -> NodeView:
+            return node.view(await node.node.look())
+
+        return await self._fleet.call(self.rank, self._command(), look)
+
+    async def run_stage(self, stage: Stage, request_id: str) -> StageAnswer:
+        async def run(node: MemberNode) -> StageAnswer:
+            await _follow(node.node.run_stage(stage, request_id))
+            sums = node.sums() if stage is Stage.SYNC else None
+            return StageAnswer(node.view(node.node.state()), 1000, sums)
+
+        return await self._fleet.call(self.rank, self._command(), run)
+
+    async def acquire_train(self, request_id: str) -> NodeView:
+        async def acquire(node: MemberNode) -> NodeView:
+            await _follow(node.node.acquire(Phase.TRAIN, request_id))
+            return node.view(node.node.state())
+
+        return await self._fleet.call(self.rank, self._command(), acquire)
+
+    def _command(self) -> FleetCommand:
+        self._sequence += 1
+        config = self._fleet.config
+        return FleetCommand(name=config.name, attempt=config.attempt, epoch=self._epoch, sequence=self._sequence)
+
+
+class SimulatedFleet:
+    """Nodes, and one fleet over them at a time. fault: asked at each message what goes wrong with it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        num_nodes: int,
+        fault: Callable[[], FleetFault | None] = lambda: None,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self.path, self._fault, self._patience_s = folder / "fleet.sqlite", fault, patience_s
+        self.deaf_once_decided: int | None = None
+        """Rank of a node that no message reaches once a decision holds."""
+        self.config = FleetConfig(name="f", num_nodes=num_nodes, node_rank=0, leader="127.0.0.1:1", attempt=1)
+        self.failpoints = JournalFailpoints(self._crash)
+        self.num_calls = self.num_crashes = 0
+        self.ended: TasukiError | None = None
+        self.broken: AssertionError | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.nodes: list[MemberNode] = []
+        for rank in range(num_nodes):
+            self.nodes.append(MemberNode(folder / str(rank), rank, self.config, on_served=self._check_served))
+        self._start()
+
+    def _start(self) -> None:
+        self._crashed = asyncio.Event()
+        self._journal = FleetJournal(self.path, failpoints=self.failpoints)
+        self.epoch = self._journal.begin_life("fleet", attempt=self.config.attempt, num_nodes=len(self.nodes))
+        peers = [SimulatedNodePeer(self, rank, self.epoch) for rank in range(len(self.nodes))]
+        self.fleet = Fleet(self._journal, peers, boot_id="fleet", target="", patience_s=self._patience_s, end=self._end)
+        self._recovery = self._task(self.fleet.recover())
+
+    def _end(self, error: TasukiError) -> None:
+        self.ended = self.ended or error
+
+    def _crash(self) -> None:
+        self.num_crashes += 1
+        self._crashed.set()
+
+    async def _bury(self) -> None:
+        self._journal.close()
+        self._recovery.cancel()
+        await self.fleet.stop()
+
+    async def ask(self, operation: Callable[[], Operation]) -> TasukiError | None:
+        """Has the fleet, and its successors, carry an operation out, as a client that asks again does. Returns its error."""
+        async with asyncio.timeout(_NEVER_S):
+            while True:
+                following = self._task(_outcome(operation))
+                crashed = self._task(self._crashed.wait())
+                await asyncio.wait({following, crashed}, return_when=asyncio.FIRST_COMPLETED)
+                crashed.cancel()
+                if not self._crashed.is_set():
+                    return following.result()
+                following.cancel()
+                await self.restart()
+
+    async def restart(self) -> None:
+        """The fleet's process, after SIGKILL."""
+        await self._bury()
+        await asyncio.sleep(_RESTART_S)
+        self._start()
+
+    async def acquire(self, phase: Phase, request_id: str) -> TasukiError | None:
+        return await self.ask(lambda: self.fleet.acquire(phase, request_id))
+
+    async def run_stage(self, stage: Stage, request_id: str) -> TasukiError | None:
+        return await self.ask(lambda: self.fleet.run_stage(stage, request_id))
+
+    async def learn(self, sample: str) -> None:
+        """One step on every node, each repeated until it is made."""
+        for node in self.nodes:
+            for number in range(60):
+                error = await node.learn(sample)
+                if error is None:
+                    break
+                assert number < 59, f"node {node.rank} does not learn: {error}"
+                await asyncio.sleep(1.0)
+
+    # The network.
+
+    async def call(self, rank: int, command: FleetCommand, act: Callable[[MemberNode], Awaitable[_Answer]]) -> _Answer:
+        self.num_calls += 1
+        fault, node = self._fault(), self.nodes[rank]
+        await asyncio.sleep(_LATENCY_S)
+        await self._strike(node, fault)
+        if fault in (FleetFault.LATE, FleetFault.CRASH_LATE):
+            self._later(_LATE_S if fault is FleetFault.LATE else 3 * _RESTART_S, lambda: self._arrive(node, command, act))
+        if fault is FleetFault.CRASH_LATE:
+            self._crash()
+            raise Crash
+        is_deaf = rank == self.deaf_once_decided and self._journal.decision() is not None
+        if is_deaf or fault in (FleetFault.DROP, FleetFault.LATE, FleetFault.KILL_COORDINATOR):
+            raise PeerUnavailable("connection reset")
+        working = self._arrive(node, command, act)
+        if fault is FleetFault.DUPLICATE:
+            self._arrive(node, command, act)
+        if fault is FleetFault.CRASH:
+            self._crash()
+            raise Crash
+        if fault is FleetFault.KILL_COORDINATOR_WITHIN:
+            await asyncio.sleep(0.05)
+            await node.restart_coordinator()
+        await asyncio.wait({working})
+        if working.cancelled() or fault is FleetFault.LOSE:
+            raise PeerUnavailable("connection reset")
+        return working.result()
+
+    async def _strike(self, node: MemberNode, fault: FleetFault | None) -> None:
+        if fault is FleetFault.KILL_COORDINATOR:
+            await node.restart_coordinator()
+        if fault is FleetFault.KILL_TRAINER:
+            node.kill(Service.TRAINER)
+        if fault is FleetFault.KILL_ROLLOUT:
+            node.kill(Service.ROLLOUT)
+        if fault is FleetFault.DIFFER and node.rollout is not None:
+            node.rollout.weather.differs = node.rank + 1
+
+    def _arrive(
+        self, node: MemberNode, command: FleetCommand, act: Callable[[MemberNode], Awaitable[_Answer]]
+    ) -> asyncio.Task[_Answer]:
+        async def carry_out() -> _Answer:
+            node.hold.check(command)
+            return await act(node)
+
+        return self._task(carry_out())
+
+    def _later(self, seconds: float, action: Callable[[], object]) -> None:
+        asyncio.get_running_loop().call_later(seconds, action)
+
+    def _task(self, work: Coroutine[Any, Any, _Answer]) -> asyncio.Task[_Answer]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+        return task
+
+    def _task_ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and isinstance(task.exception(), AssertionError):
+            self.broken = task.exception()
+
+    # What must always hold.
+
+    def serving(self) -> set[tuple[int, int]]:
+        return {served for node in self.nodes if (served := node.serves) is not None}
+
+    def _check_served(self) -> None:
+        served = self.serving()
+        if len(served) > 1:
+            self.broken = AssertionError(f"two versions are served: {served}")
+
+    async def close(self) -> FleetAudit:
+        """Stops everything and audits all journals. Raises AssertionError for whatever was not as it must be."""
+        await self._bury()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for node in self.nodes:
+            await node.close()
+        if self.broken is not None:
+            raise self.broken
+        found = audit_fleet(read_fleet_history(self.path))
+        assert found.violation is None, found.violation
+        return found
+
+
+async def _follow(operation: Operation) -> None:
+    async for _ in operation.follow():
+        pass
+
+
+async def _outcome(operation: Callable[[], Operation]) -> TasukiError | None:
+    try:
+        await _follow(operation())
+    except FleetEnded as error:
+        return error
+    except TasukiError as error:
+        return error
+    with suppress(asyncio.CancelledError):
+        return None

@@ -1,0 +1,172 @@
+"""The audit of a fleet's journal: clean for what a fleet writes, and each promise found broken where the journal is changed."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tasuki.cli.audit import BROKEN, CLEAN, run
+from tasuki.coordinator.journal import Journal
+from tasuki.fleet.audit import FleetInvariant, audit_fleet_journal
+from tasuki.fleet.records import Decision, NodeView, Sums
+from tasuki.fleet.rules import Step, agreed, step_forward
+from tasuki.memory.stages import Phase, Stage
+from tasuki.wire.errors import FleetEnded, InvalidArgument, PathNotFound, WeightsDiffer
+from tests.unit.simulated_fleet import SimulatedFleet
+from tests.unit.virtual_time import VirtualTimeLoop
+
+
+async def two_rounds(folder: Path) -> None:
+    fleet = SimulatedFleet(folder, num_nodes=2)
+    for step in range(2):
+        await fleet.learn(f"sample {step}")
+        assert await fleet.acquire(Phase.ROLLOUT, f"r{step}") is None
+        assert await fleet.acquire(Phase.TRAIN, f"t{step}") is None
+    await fleet.close()
+
+
+@pytest.fixture(scope="module")
+def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fleet")
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(two_rounds(folder))
+    return folder / "fleet.sqlite"
+
+
+CHANGES = {
+    FleetInvariant.COMPARED: "UPDATE step_results SET weights_digest = x'00' WHERE id = (SELECT max(id) FROM steps WHERE step = 'SYNC')",
+    FleetInvariant.DECIDED: "DELETE FROM decisions WHERE number = 1",
+    FleetInvariant.RING: "UPDATE steps SET step = 'RESUME_WEIGHTS' WHERE id = (SELECT min(id) FROM steps WHERE step = 'LOAD_WEIGHTS')",
+    FleetInvariant.LOOKED: "DELETE FROM step_results WHERE id = (SELECT min(id) FROM steps WHERE step = 'RESUME_WEIGHTS')",
+    FleetInvariant.FORWARD: "UPDATE outcomes SET status = 'FAILED' WHERE number = 1",
+    FleetInvariant.VERSIONS_GROW: "UPDATE decisions SET policy_version = 0 WHERE number = 3",
+    FleetInvariant.ONE_VERSION: (
+        "UPDATE step_results SET weights_digest = x'00' WHERE id = (SELECT min(id) FROM steps WHERE step = 'RESUME_KV')"
+    ),
+}
+
+
+@pytest.mark.parametrize("invariant", list(CHANGES))
+def test_a_broken_promise_is_named(invariant: FleetInvariant, journal: Path, tmp_path: Path) -> None:
+    assert audit_fleet_journal(journal).violation is None
+    changed = Path(shutil.copy(journal, tmp_path / "changed.sqlite"))
+    with closing(sqlite3.connect(changed)) as db:
+        assert db.execute(CHANGES[invariant]).rowcount > 0
+        db.commit()
+    violation = audit_fleet_journal(changed).violation
+    assert violation is not None
+    assert violation.invariant is invariant
+
+
+def test_a_stage_before_another_node_ended_the_last_one_breaks_the_barrier(journal: Path, tmp_path: Path) -> None:
+    changed = Path(shutil.copy(journal, tmp_path / "changed.sqlite"))
+    with closing(sqlite3.connect(changed)) as db:
+        # Node 1's answer of LOAD_WEIGHTS tells that it is still where it was.
+        first = "(SELECT min(id) FROM steps WHERE step = 'LOAD_WEIGHTS' AND node_rank = 1)"
+        db.execute(f"UPDATE step_results SET place = 'LOAD_TRAINER' WHERE id = {first}")
+        db.commit()
+    violation = audit_fleet_journal(changed).violation
+    assert violation is not None
+    assert (violation.invariant, violation.stage) == (FleetInvariant.BARRIER, "RESUME_WEIGHTS")
+
+
+def test_the_command_audits_the_fleets_journal_beside_the_nodes(
+    journal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(journal.parent / "0" / "journal.sqlite", tmp_path)
+    fleets = Path(shutil.copy(journal, tmp_path))
+    assert run(tmp_path, as_json=False) == CLEAN
+    assert "fleet_decisions=2" in capsys.readouterr().out
+    with closing(sqlite3.connect(fleets)) as db:
+        db.execute(CHANGES[FleetInvariant.DECIDED])
+        db.commit()
+    assert run(tmp_path, as_json=False) == BROKEN
+    told = capsys.readouterr().out
+    assert "broken: decided" in told
+    assert "on node 0 a decision first, says the fleet" in told
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PathNotFound):
+        audit_fleet_journal(tmp_path / "fleet.sqlite")
+    Journal(tmp_path / "journal.sqlite").close()
+    with pytest.raises(InvalidArgument, match="as a fleet's"):
+        audit_fleet_journal(tmp_path / "journal.sqlite")
+
+
+def test_weights_that_differ_are_named_by_node_and_place_and_served_by_nobody(tmp_path: Path) -> None:
+    async def work() -> None:
+        fleet = SimulatedFleet(tmp_path, num_nodes=3)
+        assert fleet.nodes[2].rollout is not None
+        assert await fleet.acquire(Phase.TRAIN, "first") is None
+        fleet.nodes[2].rollout.weather.differs = 1
+        error = await fleet.acquire(Phase.ROLLOUT, "r")
+        assert isinstance(error, WeightsDiffer)
+        assert error.metadata == {"nodes": "2", "tensors": "1"}
+        assert fleet.serving() == set()
+        assert fleet.fleet.state().phase is Phase.TRAIN
+        assert await fleet.acquire(Phase.ROLLOUT, "again") is None
+        assert fleet.serving() == {(0, 0)}
+        await fleet.close()
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(work())
+
+
+def test_a_node_that_cannot_follow_the_decision_ends_the_fleet(tmp_path: Path) -> None:
+    async def work() -> None:
+        fleet = SimulatedFleet(tmp_path, num_nodes=2, patience_s=5.0)
+        assert await fleet.acquire(Phase.TRAIN, "first") is None
+        fleet.deaf_once_decided = 1
+        error = await fleet.acquire(Phase.ROLLOUT, "r")
+        assert isinstance(error, FleetEnded)
+        assert fleet.ended is error
+        assert error.metadata["node_rank"] == "1"
+        assert fleet.serving() == set()  # the other waits for it at OFFLOAD
+        await fleet.close()
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(work())
+
+
+DECISION = Decision(1, 4, b"digest")
+
+
+@pytest.mark.parametrize(
+    ("at", "digest", "until", "expected"),
+    [
+        (Stage.SYNC, b"digest", Stage.OFFLOAD, Stage.OFFLOAD),
+        (Stage.OFFLOAD, b"digest", Stage.OFFLOAD, None),
+        (Stage.OFFLOAD, b"digest", Stage.RESUME_KV, Stage.RESUME_KV),
+        (Stage.RESUME_KV, b"digest", Stage.RESUME_KV, None),
+        (Stage.RESUME_KV, b"digest", Stage.OFFLOAD, None),
+        (Stage.LOAD_TRAINER, b"", Stage.OFFLOAD, Stage.LOAD_WEIGHTS),
+        (Stage.RESUME_WEIGHTS, b"", Stage.OFFLOAD, Stage.SYNC),
+        (Stage.SYNC, b"other", Stage.OFFLOAD, Step.ACQUIRE_TRAIN),
+        (Stage.DRAIN, b"digest", Stage.RESUME_KV, Step.ACQUIRE_TRAIN),
+        (None, b"", Stage.OFFLOAD, Step.ACQUIRE_TRAIN),
+    ],
+)
+def test_forward_is_the_next_stage_or_the_weights_again(
+    at: Stage | None, digest: bytes, until: Stage, expected: Stage | Step | None
+) -> None:
+    assert step_forward(NodeView(0, at, weights_digest=digest), DECISION, until=until) is expected
+
+
+def test_sums_agree_or_tell_what_differs() -> None:
+    most = Sums(3, b"l", (1, 2, 3))
+    assert agreed({0: most, 1: most}) == most
+    for other, text in (
+        (Sums(2, b"l", (1, 2, 3)), "version 2 in place of 3"),
+        (Sums(3, b"k", (1, 2, 3)), "names, dtypes or shapes"),
+        (Sums(3, b"l", (1, 9, 9)), "2 of 3 tensors differ.*1, 2"),
+        (None, "do not know what they received"),
+    ):
+        with pytest.raises(WeightsDiffer, match=text) as caught:
+            agreed({0: most, 1: other, 2: most})
+        assert caught.value.metadata["nodes"] == "1"

@@ -1,0 +1,80 @@
+"""`tasuki fleet up` before anything starts: where [fleet] comes from, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasuki.cli.__main__ import _parser
+from tasuki.cli.fleet import fleet_config
+from tasuki.config.places import client_target, fleet_target, node_targets
+from tasuki.config.schema import NodeConfig
+from tasuki.fleet import EXIT_FLEET_ENDED
+from tasuki.supervisor.services import EXIT_REFUSED, node_services
+from tasuki.wire.errors import InvalidArgument
+
+ENVIRONMENT = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node-a", "TASUKI_FLEET": "first", "TASUKI_ATTEMPT": "3"}
+
+
+def read(
+    folder: Path, *, table: str = "", overrides: tuple[str, ...] = (), environment: dict[str, str] = ENVIRONMENT, **flags: Any
+) -> NodeConfig:
+    file = folder / "node.toml"
+    file.write_text(f'state_dir = "state"\n[model]\npath = "model"\n{table}')
+    return fleet_config(file, overrides=overrides, flags=flags, environment=environment)
+
+
+def test_the_environment_fills_the_table(tmp_path: Path) -> None:
+    fleet = read(tmp_path).fleet
+    assert fleet is not None
+    assert (fleet.name, fleet.num_nodes, fleet.node_rank, fleet.attempt) == ("first", 2, 1, 3)
+    assert fleet.leader == "node-a:29400"
+
+
+def test_flags_come_before_the_file_and_the_file_before_the_environment(tmp_path: Path) -> None:
+    table = '[fleet]\nname = "lab"\nnum_nodes = 4\nnode_timeout_s = 5.0\n'
+    fleet = read(tmp_path, table=table, overrides=("fleet.attempt=9",), node_rank=2, leader=None).fleet
+    assert fleet is not None
+    assert (fleet.name, fleet.num_nodes, fleet.node_rank, fleet.attempt, fleet.node_timeout_s) == ("lab", 4, 2, 9, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags", "field", "words"),
+    [
+        ({}, {}, "fleet.name", "--name"),
+        ({"TASUKI_FLEET": "lab", "NNODES": "2", "NODE_RANK": "0"}, {}, "fleet.leader", "--leader"),
+        ({**ENVIRONMENT, "NODE_RANK": "2"}, {}, "fleet", "node_rank = 2 needs num_nodes > 2"),
+        (ENVIRONMENT, {"leader": "node-a"}, "fleet.leader", "host and a port"),
+        ({**ENVIRONMENT, "NNODES": "many"}, {}, "NNODES", "must be a number"),
+    ],
+)
+def test_what_nobody_tells_and_what_is_wrong_is_named(
+    tmp_path: Path, environment: dict[str, str], flags: dict[str, str], field: str, words: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=words) as raised:
+        read(tmp_path, environment=environment, **flags)
+    assert raised.value.metadata["field"] == field
+
+
+def test_a_node_of_a_fleet_has_one_more_service_which_ends_it_for_good(tmp_path: Path) -> None:
+    config = read(tmp_path)
+    services = {service.name: service for service in node_services(config)}
+    assert list(services) == ["fleet", "coordinator", "rollout", "trainer"]
+    assert set(services["fleet"].final_codes) == {EXIT_REFUSED, EXIT_FLEET_ENDED}
+    assert "fleet" not in {service.name for service in node_services(config.model_copy(update={"fleet": None}))}
+
+
+def test_clients_on_the_machine_call_the_fleet_on_node_0_and_nobody_elsewhere(tmp_path: Path) -> None:
+    leader = read(tmp_path, node_rank=0)
+    assert client_target(leader) == fleet_target(leader)
+    assert client_target(leader.model_copy(update={"fleet": None})) == node_targets(leader)["coordinator"]
+    with pytest.raises(InvalidArgument, match="node-a:29400"):
+        client_target(read(tmp_path))
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    arguments = _parser().parse_args(["fleet", "up", "node.toml", "--node-rank", "1", "--grace-s", "5", "--set", "a.b=1"])
+    assert (arguments.node_rank, arguments.num_nodes, arguments.grace_s, arguments.overrides) == (1, None, 5.0, ["a.b=1"])
+    assert _parser().parse_args(["fleet", "state", "--state-dir", "x", "--serving"]).serving

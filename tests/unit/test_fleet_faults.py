@@ -1,0 +1,135 @@
+"""A fleet in foul weather: every message cut, every process killed, every journal write interrupted; never two versions that serve.
+
+Here a sample of the places and seeds, in `make chaos` all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from tasuki.fleet.audit import FleetAudit
+from tasuki.memory.stages import Phase
+from tests.extent import IS_WHOLE
+from tests.unit.simulated_fleet import FleetFault, SimulatedFleet
+from tests.unit.test_simulation import memory_folder
+from tests.unit.virtual_time import VirtualTimeLoop
+
+NUM_SEEDS, NUM_CHUNKS, NUM_STEPS = (150, 15, 3) if IS_WHOLE else (9, 3, 2)
+STRIDE = 1 if IS_WHOLE else 7
+"""Of the places of the grid one in so many."""
+POINTS = ("intend", "intended", "begin", "begun", "end", "ended", "note", "noted", "decide", "decided")
+
+
+def in_virtual_time(work: Callable[[], Awaitable[FleetAudit]]) -> FleetAudit:
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        return runner.run(work())
+
+
+async def reach(fleet: SimulatedFleet, phase: Phase, request_id: str) -> None:
+    """As a user does who asks again after an error."""
+    for attempt in range(50):
+        error = await fleet.acquire(phase, f"{request_id} {attempt}")
+        if error is None:
+            return
+        assert fleet.ended is None, fleet.ended
+    raise AssertionError(f"phase {phase} was not reached: {error}")
+
+
+async def round_trip(fleet: SimulatedFleet, step: int) -> None:
+    await fleet.learn(f"sample {step}")
+    await reach(fleet, Phase.ROLLOUT, f"serve {step}")
+    assert [node.serves for node in fleet.nodes] == [(step + 1, 0)] * len(fleet.nodes)
+    await reach(fleet, Phase.TRAIN, f"train {step}")
+    assert fleet.serving() == set()
+
+
+class At:
+    """One fault, at the message of that number."""
+
+    def __init__(self, place: int, fault: FleetFault) -> None:
+        self._place, self._fault, self._number = place, fault, 0
+        self.is_on = False
+
+    def __call__(self) -> FleetFault | None:
+        self._number += self.is_on
+        return self._fault if self.is_on and self._number == self._place else None
+
+
+async def once(place: int, fault: FleetFault) -> tuple[FleetAudit, int]:
+    with tempfile.TemporaryDirectory(dir=memory_folder()) as folder:
+        at = At(place, fault)
+        fleet = SimulatedFleet(Path(folder), num_nodes=2, fault=at)
+        await reach(fleet, Phase.TRAIN, "first")
+        at.is_on, before = True, fleet.num_calls
+        await round_trip(fleet, 0)
+        num_calls, at.is_on = fleet.num_calls - before, False
+        await round_trip(fleet, 1)
+        return await fleet.close(), num_calls
+
+
+NUM_MESSAGES = 22
+"""Of a round trip of two nodes in fair weather: for each node a look on either way, and nine stages."""
+
+
+def test_a_round_trip_takes_so_many_messages() -> None:
+    found, num_calls = asyncio.Runner(loop_factory=VirtualTimeLoop).run(once(0, FleetFault.DROP))
+    assert (num_calls, found.num_unanswered, found.num_decisions) == (NUM_MESSAGES, 0, 2)
+
+
+@pytest.mark.parametrize("fault", list(FleetFault), ids=lambda fault: fault.name)
+def test_one_fault_at_any_message_leaves_one_version_and_the_way_on(fault: FleetFault) -> None:
+    for place in range(1, NUM_MESSAGES + 1, STRIDE):
+        found, _ = asyncio.Runner(loop_factory=VirtualTimeLoop).run(once(place, fault))
+        assert found.num_decisions >= 2, place
+
+
+async def interrupted(point: str, number: int, *, is_full: bool) -> FleetAudit:
+    with tempfile.TemporaryDirectory(dir=memory_folder()) as folder:
+        fleet = SimulatedFleet(Path(folder), num_nodes=2)
+        await reach(fleet, Phase.TRAIN, "first")
+        fleet.failpoints.is_full, fleet.failpoints.armed = is_full, (point, number)
+        await round_trip(fleet, 0)
+        fleet.failpoints.armed = None
+        await round_trip(fleet, 1)
+        return await fleet.close()
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["killed", "disk full"])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_write_that_is_cut_off_leaves_one_version_and_the_way_on(point: str, is_full: bool) -> None:
+    for number in range(0, 12, STRIDE):
+        found = in_virtual_time(lambda number=number: interrupted(point, number, is_full=is_full))
+        assert found.num_decisions >= 2
+
+
+async def simulate(seed: int) -> FleetAudit:
+    """A few rounds with one message in ten or so going wrong, and the fleet dying at a write now and then."""
+    draw = random.Random(seed)
+    share, is_calm = draw.choice((0.03, 0.1, 0.2)), False
+
+    def fault() -> FleetFault | None:
+        return None if is_calm or draw.random() > share else draw.choice(list(FleetFault))
+
+    with tempfile.TemporaryDirectory(dir=memory_folder()) as folder:
+        fleet = SimulatedFleet(Path(folder), num_nodes=3, fault=fault)
+        for step in range(NUM_STEPS):
+            if draw.random() < share:
+                fleet.failpoints.armed = draw.choice(POINTS), draw.randrange(12)
+            await fleet.learn(f"sample {step}")
+            await reach(fleet, Phase.ROLLOUT, f"serve {step}")
+            await reach(fleet, Phase.TRAIN, f"train {step}")
+        is_calm, fleet.failpoints.armed = True, None
+        await round_trip(fleet, NUM_STEPS)
+        return await fleet.close()
+
+
+@pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
+def test_every_seed_ends_with_one_version_and_clean_journals(chunk: int) -> None:
+    for seed in range(chunk, NUM_SEEDS, NUM_CHUNKS):
+        assert in_virtual_time(lambda seed=seed: simulate(seed)).num_decisions > NUM_STEPS, seed

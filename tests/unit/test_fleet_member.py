@@ -1,0 +1,117 @@
+"""Which nodes a fleet takes: same version, configuration, GPUs and model, each rank once, one attempt of the job."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasuki.config.fleet_schema import FleetConfig
+from tasuki.config.schema import NodeConfig
+from tasuki.fleet.digests import config_digest, model_digest
+from tasuki.fleet.member import Member, check_member, check_rank, member_from_proto
+from tasuki.wire.errors import FleetMismatch, InvalidArgument, PathNotFound, StaleEpoch, TasukiError
+
+CONFIG = FleetConfig(name="run-1", num_nodes=4, node_rank=0, leader="10.0.0.1:50050", attempt=2)
+LEADER = Member(0, "b0", "10.0.0.1:1", "10.0.0.1:2", "10.0.0.1:3", "0.1.0", "c", 8, 8, "m")
+NODE = replace(LEADER, node_rank=3, boot_id="b3")
+
+
+def check(member: Member = NODE, **changed: Any) -> None:
+    given = {"config": CONFIG, "num_nodes": 4, "name": "run-1", "attempt": 2, **changed}
+    check_member(member, LEADER, **given)
+
+
+def refusal(member: Member = NODE, **changed: Any) -> TasukiError:
+    with pytest.raises(TasukiError) as caught:
+        check(member, **changed)
+    return caught.value
+
+
+def test_a_node_like_the_leader_is_taken() -> None:
+    check()
+
+
+@pytest.mark.parametrize(
+    ("field", "found"),
+    [("version", "0.2.0"), ("num_ranks", 4), ("num_gpus", 0), ("config_digest", "d"), ("model_digest", "n")],
+)
+def test_a_node_that_differs_is_refused_by_field(field: str, found: object) -> None:
+    error = refusal(replace(NODE, **{field: found}))
+    assert isinstance(error, FleetMismatch)
+    assert (error.metadata["field"], error.metadata["node_rank"], error.metadata["found"]) == (field, "3", str(found))
+    assert error.metadata["expected"] == str(getattr(LEADER, field))
+
+
+def test_another_fleet_another_size_and_a_rank_beyond_it_are_refused() -> None:
+    assert refusal(name="run-2").metadata["field"] == "name"
+    assert refusal(num_nodes=2).metadata["field"] == "num_nodes"
+    assert refusal(replace(NODE, node_rank=4)).metadata["field"] == "node_rank"
+
+
+@pytest.mark.parametrize(("attempt", "left_behind"), [(1, "stop the node"), (3, "stop the leader")])
+def test_another_attempt_is_stale_on_the_older_side(attempt: int, left_behind: str) -> None:
+    error = refusal(attempt=attempt)
+    assert isinstance(error, StaleEpoch)
+    assert left_behind in error.message
+
+
+def test_a_rank_belongs_to_one_start_of_a_node() -> None:
+    check_rank(NODE, None)
+    check_rank(NODE, replace(NODE, coordinator_target="10.0.0.9:1"))
+    with pytest.raises(FleetMismatch) as caught:
+        check_rank(NODE, replace(NODE, boot_id="other"))
+    assert caught.value.metadata["field"] == "node_rank"
+
+
+def test_an_address_that_listens_everywhere_is_that_of_the_caller() -> None:
+    told = replace(NODE, coordinator_target="0.0.0.0:50051", rollout_target="[::]:50053").to_proto()
+    found = member_from_proto(told, peer="ipv4:10.0.0.4:4711")
+    assert (found.coordinator_target, found.rollout_target) == ("10.0.0.4:50051", "10.0.0.4:50053")
+    assert found.trainer_target == NODE.trainer_target
+
+
+@pytest.mark.parametrize("target", ["unix:/run/trainer.sock", "127.0.0.1:50052", "0.0.0.0", ""])
+def test_an_address_that_the_leader_cannot_call_is_refused(target: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        member_from_proto(replace(NODE, trainer_target=target).to_proto(), peer="ipv4:10.0.0.4:4711")
+    assert caught.value.metadata["field"] == "trainer_target"
+
+
+def test_sockets_are_for_nodes_on_the_leaders_machine() -> None:
+    local = replace(NODE, coordinator_target="unix:/a", trainer_target="unix:/b", rollout_target="127.0.0.1:50053")
+    assert member_from_proto(local.to_proto(), peer="ipv4:127.0.0.1:4711") == local
+
+
+def node_config(folder: Path, rank: int, **changed: Any) -> NodeConfig:
+    tables = {
+        "state_dir": folder / str(rank),
+        "model": {"path": folder / f"model-{rank}"},
+        "coordinator": {"listen": f"127.0.0.1:{50050 + rank}"},
+        "security": {"insecure": True},
+        "fleet": {"name": "f", "num_nodes": 2, "node_rank": rank, "leader": "127.0.0.1:50040"},
+    }
+    return NodeConfig.model_validate({**tables, **changed})
+
+
+def test_digests_of_configurations_leave_out_what_is_a_nodes_own(tmp_path: Path) -> None:
+    first = config_digest(node_config(tmp_path, 0))
+    assert config_digest(node_config(tmp_path, 1)) == first
+    assert config_digest(node_config(tmp_path, 1, trainer={"seed": 1})) != first
+
+
+def test_digests_of_models_are_of_files_and_layout_but_not_of_the_folder(tmp_path: Path) -> None:
+    header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        tensors = len(header).to_bytes(8, "little") + header + b"\0\0\0\0"
+        (tmp_path / name / "model.safetensors").write_bytes(tensors)
+    first = model_digest(tmp_path / "a")
+    assert model_digest(tmp_path / "b") == first
+    (tmp_path / "b" / "config.json").write_text('{"hidden_size": 1}')
+    assert model_digest(tmp_path / "b") != first
+    with pytest.raises(PathNotFound):
+        model_digest(tmp_path)

@@ -1,0 +1,58 @@
+"""Bytes that cross nodes, against the arithmetic of two known models, and what `tasuki plan` says of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tasuki.cli.__main__ import main
+from tasuki.planner.layout import GB, Layout
+from tasuki.planner.node_traffic import node_traffic
+from tasuki.planner.presets import MODELS
+from tasuki.wire.errors import InvalidArgument
+
+LAYOUT = Layout(model=MODELS["qwen2.5-7b"], num_gpus=8, num_ranks=8, gpu_bytes=141 * GB, host_bytes=2000 * GB, num_engines=8)
+
+
+def test_gradients_of_a_7b_model_on_two_nodes_cross_once_in_float32() -> None:
+    ours, half, fsdp = node_traffic(LAYOUT, num_nodes=2)
+    num_parameters = LAYOUT.model.num_parameters
+    # Shards of FSDP2 are padded to equal size.
+    assert ours.num_bytes == pytest.approx(4 * num_parameters, rel=1e-3)
+    assert half.num_bytes == pytest.approx(2 * num_parameters, rel=1e-3)
+    assert fsdp.num_bytes == pytest.approx(4 * num_parameters, rel=1e-3)
+    assert [each.is_available for each in (ours, half, fsdp)] == [True, False, False]
+    assert ours.seconds(3200) == pytest.approx(ours.num_bytes * 8 / 3.2e12)
+
+
+def test_more_nodes_approach_twice_the_gradients() -> None:
+    one, many = (node_traffic(LAYOUT, num_nodes=nodes)[0].num_bytes for nodes in (2, 64))
+    assert many == pytest.approx(one * 2 * 63 / 64, rel=1e-6)
+
+
+def test_one_node_sends_nothing_and_no_node_is_refused() -> None:
+    assert node_traffic(LAYOUT, num_nodes=1) == ()
+    with pytest.raises(InvalidArgument, match="nodes"):
+        node_traffic(LAYOUT, num_nodes=0)
+
+
+def test_the_command_prints_bytes_and_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--preset", "balanced", "--nodes", "2", "--network-gbit", "400"]
+    assert main(arguments) == 0
+    assert "Crosses nodes, HSDP: " in (printed := capsys.readouterr().out)
+    assert "s at 400 Gb/s" in printed
+    main([*arguments, "--json"])
+    rows = json.loads(capsys.readouterr().out)["node_traffic"]
+    assert rows[0]["is_available"] and rows[0]["seconds"] == pytest.approx(rows[0]["bytes"] / 50e9)
+
+
+def test_a_model_that_one_node_cannot_hold_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--preset", "70b+", "--nodes", "4"]) == 1
+    assert "more nodes do not make it fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rate", ["0", "-1", "nan", "inf"])
+def test_a_rate_that_is_none_is_refused(rate: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--preset", "balanced", "--nodes", "2", "--network-gbit", rate]) != 0
+    assert "network-gbit" in capsys.readouterr().err

@@ -1,0 +1,38 @@
+"""How a call is dealt to nodes: nothing is lost, work is even, and the divisor is that of the whole."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tasuki.algorithms.loss_types import Aggregation, LossConfig
+from tasuki.trainer.data.cost import SampleCost
+from tasuki.trainer.data.shares import call_denominator, deal_samples
+
+COST = SampleCost(linear=1.0, quadratic=0.01)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 3, 16])
+@pytest.mark.parametrize("num_samples", [1, 5, 64])
+def test_every_sample_goes_to_one_node(num_nodes: int, num_samples: int) -> None:
+    lengths = np.random.default_rng(num_samples).integers(2, 200, size=num_samples).tolist()
+    shares = deal_samples(lengths, num_nodes=num_nodes, num_ranks=2, max_tokens=256, cost=COST)
+    assert sorted(position for share in shares for position in share) == list(range(num_samples))
+    assert len(shares) == num_nodes and all(share == sorted(share) for share in shares)
+    assert sum(map(bool, shares)) == min(num_nodes, num_samples)
+
+
+def test_nodes_have_about_as_much_to_compute() -> None:
+    lengths = np.random.default_rng(0).integers(2, 4000, size=256)
+    shares = deal_samples(lengths.tolist(), num_nodes=4, num_ranks=8, max_tokens=8192, cost=COST)
+    costs = [COST.flops(lengths[share]).sum() for share in shares]
+    assert max(costs) < 1.05 * np.mean(costs)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [(Aggregation.TOKEN_MEAN, 4.0), (Aggregation.SEQUENCE_MEAN_TOKEN_MEAN, 2.0), (Aggregation.SEQUENCE_MEAN_TOKEN_SUM, 2.0)],
+)
+def test_the_divisor_counts_the_whole_call(aggregation: Aggregation, expected: float) -> None:
+    masks = [[], [1.0, 0.0], [0.0]]
+    assert call_denominator(masks, [3, 2, 1], config=LossConfig(aggregation=aggregation)) == expected
