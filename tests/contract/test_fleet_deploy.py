@@ -106,7 +106,7 @@ def environment(name: str, labels: dict[str, str]) -> dict[str, str]:
     def value(entry: dict[str, Any]) -> str:
         if "value" in entry:
             return entry["value"]
-        return labels[re.fullmatch(r"metadata\.labels\['(.*)'\]", entry["valueFrom"]["fieldRef"]["fieldPath"])[1]]  # type: ignore[index]
+        return labels[re.fullmatch(r"metadata\.labels\['(.*)'\]", entry["valueFrom"]["fieldRef"]["fieldPath"])[1]]
 
     return {entry["name"]: value(entry) for entry in container(name)["env"]}
 
@@ -192,7 +192,7 @@ def test_directives_of_the_batch_script() -> None:
     # They count only before the first command.
     assert SCRIPT.rindex("#SBATCH") < SCRIPT.index("set -uo pipefail")
     assert given["--requeue"] == "" and given["--open-mode"] == "append" and given["--ntasks-per-node"] == "1"
-    signal, seconds = re.fullmatch(r"B:(\w+)@(\d+)", given["--signal"]).groups()  # type: ignore[union-attr]
-    grace_s = int(re.search(r"^grace_s=(\d+)$", SCRIPT, re.MULTILINE)[1])  # type: ignore[index]
+    signal, seconds = re.fullmatch(r"B:(\w+)@(\d+)", given["--signal"]).groups()
+    grace_s = int(re.search(r"^grace_s=(\d+)$", SCRIPT, re.MULTILINE)[1])
     assert f"trap stop {signal}" in SCRIPT and int(seconds) > grace_s
     assert "attempt-$attempt" in SCRIPT and "scontrol requeue" in SCRIPT

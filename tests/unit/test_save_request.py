@@ -55,7 +55,7 @@ def test_the_step_after_the_signal_is_saved_and_the_run_ends(tmp_path: Path, req
 def test_a_supervised_run_too(tmp_path: Path, request_to_save: SaveRequest) -> None:
     settings = sft_loop.Settings(num_steps=9, samples_per_step=2, output_dir=tmp_path, aggregation=Aggregation.TOKEN_MEAN)
     client, steps = SftClient(), list[Step]()
-    loop = sft_loop.SftLoop(client, Dataset(SAMPLES, seed=1), [], settings, request_to_save.save_now)  # type: ignore[arg-type]
+    loop = sft_loop.SftLoop(client, Dataset(SAMPLES, seed=1), [], settings, request_to_save.save_now)
     with pytest.raises(KeyboardInterrupt):
         loop.run(_reporting(request_to_save, steps))
     assert [step.step for step in steps] == [0, 1, 2] and len(client.of("save")) == 1

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -17,7 +18,7 @@ def score(folder: Path, problems: Path, *, reward: str, max_new_tokens: int) -> 
     """reward: name of a function of rewards.py."""
     rewarded = getattr(importlib.import_module("rewards"), reward)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     rows = [json.loads(line) for line in problems.open()]
     scores: list[float] = []
     for start in range(0, len(rows), BATCH_SIZE):

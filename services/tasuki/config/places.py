@@ -107,6 +107,11 @@ def training_log_path(state_dir: Path) -> Path:
     return state_dir / "training.log"
 
 
+def training_save_path(state_dir: Path) -> Path:
+    """The checkpoint that the node has written as its part of a fleet's save."""
+    return state_dir / "training.save"
+
+
 def training_run_path(state_dir: Path) -> Path:
     """The id of the run that trained last on the node; it goes with the training log."""
     return state_dir / "training.run"

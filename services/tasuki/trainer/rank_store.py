@@ -51,11 +51,13 @@ class FleetStore(Store):
         request = pb.ReadKeyRequest(store=self._name, key=key, timeout_s=timeout_s)
         return self._call(self._stub.ReadKey, request, timeout_s=timeout_s).value
 
-    def add(self, key: str, amount: int) -> int:
-        return self._call(self._stub.AddToKey, pb.AddToKeyRequest(store=self._name, key=key, amount=amount)).total
+    def add(self, key: str, value: int) -> int:
+        return self._call(self._stub.AddToKey, pb.AddToKeyRequest(store=self._name, key=key, amount=value)).total
 
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        request = pb.CompareAndSetKeyRequest(store=self._name, key=key, expected=_bytes(expected), value=_bytes(desired))
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        request = pb.CompareAndSetKeyRequest(
+            store=self._name, key=key, expected=_bytes(expected_value), value=_bytes(desired_value)
+        )
         return self._call(self._stub.CompareAndSetKey, request).value
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:

@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroupGloo, Store
 from tasuki.wire.address import split_host_port
 from tasuki.wire.errors import PeerUnavailable
 
+_gloo: Any = ProcessGroupGloo
 _TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 _ESTABLISHED = "01"
 _NUM_LOOKS = 5
@@ -50,7 +51,7 @@ def connect_over_nodes(
     store: takes keys from the ranks alone. meeting: HOST:PORT where it is; this process may connect there meanwhile.
     Raises PeerUnavailable for a stranger's connection. What passes is neither encrypted nor signed.
     """
-    options = ProcessGroupGloo._Options()
+    options: Any = _gloo._Options()
     options._devices, options._timeout = [device], timeout
     group = ProcessGroupGloo.__new__(ProcessGroupGloo)
     before = _sockets()

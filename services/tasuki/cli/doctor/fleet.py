@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -104,14 +105,16 @@ async def measure(stub: FleetServiceStub, *, num_bytes: int) -> Connection:
         for start in range(0, total, _CHUNK_BYTES):
             yield fleet_pb2.MeasureRequest(padding=bytes(min(_CHUNK_BYTES, total - start)))
 
+    # The stub's types are those of a blocking channel.
+    send_bytes: Any = stub.Measure
     looks: list[tuple[float, float]] = []
     for _ in range(_NUM_LOOKS):
         before, started = time.time(), time.perf_counter()
-        answer = await stub.Measure(send(0), timeout=_TIMEOUT_S)
+        answer = await send_bytes(send(0), timeout=_TIMEOUT_S)
         seconds = time.perf_counter() - started
         looks.append((seconds, answer.time.ToNanoseconds() * 1e-9 - (before + seconds / 2)))
     started = time.perf_counter()
-    answer = await stub.Measure(send(num_bytes), timeout=_MEASURE_TIMEOUT_S)
+    answer = await send_bytes(send(num_bytes), timeout=_MEASURE_TIMEOUT_S)
     rate = answer.num_bytes / (time.perf_counter() - started)
     return Connection(statistics.median(look[0] for look in looks), rate, min(looks)[1])
 

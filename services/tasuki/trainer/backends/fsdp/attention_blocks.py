@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class OwnBlocks:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
         """See attention_shared.Blocks."""
         places = self.padded.places_T
-        parts = [_forward(*block, _causal(block[0], settings), settings) for block in self._blocks(q, k, v)]
+        parts = [_forward(*block, seen=_causal(block[0], settings), settings=settings) for block in self._blocks(q, k, v)]
         out = torch.cat([_rows(out) for out, _ in parts])
         lse = torch.cat([_rows(lse) for _, lse in parts])
         return out.index_select(0, places), lse.index_select(0, places).T
@@ -61,11 +61,11 @@ class OwnBlocks:
         # Places without a token have no gradient, so that none comes from them.
         grad_P = grad.new_zeros(len(padded.rows_P), *grad.shape[1:]).index_copy_(0, padded.places_T, grad)
         blocks = zip(self._split(grad_P), self._blocks(q, k, v, out, lse.T), strict=True)
-        parts = [_backward(g, *block, _causal(g, settings), settings) for g, block in blocks]
+        parts = [_backward(g, *block, seen=_causal(g, settings), settings=settings) for g, block in blocks]
         dq, dk, dv = (torch.cat([_rows(x) for x in each]).index_select(0, padded.places_T) for each in zip(*parts, strict=True))
         return dq, dk, dv
 
-    def _blocks(self, *tensors_T: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    def _blocks(self, *tensors_T: Tensor) -> Iterator[Any]:
         """For each group, [B, H, L, ...] of each tensor."""
         return zip(*(self._split(x.index_select(0, self.padded.rows_P)) for x in tensors_T), strict=True)
 
@@ -83,7 +83,7 @@ class PromptBlocks:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
         """See attention_shared.Blocks."""
-        parts = [_forward(*block, seen, settings) for block, seen in self._blocks((q,), k, v, settings=settings)]
+        parts = [_forward(*block, seen=seen, settings=settings) for block, seen in self._blocks((q,), k, v, settings=settings)]
         return torch.cat([_rows(out) for out, _ in parts]), torch.cat([_rows(lse) for _, lse in parts]).T
 
     def backward(
@@ -97,9 +97,7 @@ class PromptBlocks:
         dq, dk, dv = (torch.cat([_rows(x) for x in each]) for each in zip(*parts, strict=True))
         return dq, dk, dv
 
-    def _blocks(
-        self, queries: tuple[Tensor, ...], k: Tensor, v: Tensor, *, settings: Settings
-    ) -> Iterator[tuple[tuple[Tensor, ...], Seen]]:
+    def _blocks(self, queries: tuple[Tensor, ...], k: Tensor, v: Tensor, *, settings: Settings) -> Iterator[tuple[Any, Seen]]:
         prompts = self.prompts
         split = [x.split(prompts.num_suffix) for x in (*queries, prompts.positions_X)]
         split += [x.split(prompts.num_prefix) for x in (k, v)]

@@ -26,5 +26,5 @@ def _tiled(forward: Callable[[Tensor], Tensor], num_tokens: int, hidden_states: 
         return forward(hidden_states)
     tiles = hidden_states.split(num_tokens, dim=_TOKENS_DIM)
     # An MLP draws no random numbers.
-    parts = [checkpoint(forward, tile, use_reentrant=False, preserve_rng_state=False) for tile in tiles]
+    parts: list[Any] = [checkpoint(forward, tile, use_reentrant=False, preserve_rng_state=False) for tile in tiles]
     return torch.cat(parts, dim=_TOKENS_DIM)

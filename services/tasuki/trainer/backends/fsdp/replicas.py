@@ -89,7 +89,7 @@ class NodeReplicas:
     def _greatest(self, numbers: Sequence[float]) -> list[float]:
         values = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         with _lost_peers(self._fleet):
             self._group.allreduce([values], options).wait()
         return values.tolist()
