@@ -3,6 +3,7 @@
 import gc
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -149,7 +150,11 @@ def test_a_peer_killed_while_holding_leaves_nothing_behind(weights, peers):
     export.close()
     assert block[5] == b"\x04"
     assert native.pause([weights]) == 32 * MIB
-    assert host_shared_bytes() < awake - 24 * MIB
+    # The figure is the machine's: memory of other tests comes and goes.
+    deadline = time.monotonic() + 20
+    while host_shared_bytes() >= awake - 24 * MIB:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     native.resume([weights])
 
 
