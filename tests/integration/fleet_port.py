@@ -18,6 +18,9 @@ from tasuki.v1.rank_store_pb2_grpc import add_RankStoreServiceServicer_to_server
 from tests.integration.port_node import make_certs, mtls
 from tests.ports import free_port
 
+FLEET = "lab"
+"""Name of the fleet."""
+
 
 @dataclass(frozen=True)
 class FleetPort:
@@ -29,13 +32,13 @@ class FleetPort:
 
     def fleet(self, node_rank: int, *, attempt: int = 0) -> FleetConfig:
         return FleetConfig(
-            name="lab", num_nodes=self.num_nodes, node_rank=node_rank, leader=self.leader, attempt=attempt, interface="lo"
+            name=FLEET, num_nodes=self.num_nodes, node_rank=node_rank, leader=self.leader, attempt=attempt, interface="lo"
         )
 
     def tables(self, node_rank: int, *, interface: str = "lo") -> str:
         """The tables [fleet] and [security] of a node."""
         security = "\n".join(f'{key} = "{path}"' for key, path in self.files().items())
-        fleet = f'name = "lab"\nnum_nodes = {self.num_nodes}\nnode_rank = {node_rank}\nleader = "{self.leader}"'
+        fleet = f'name = "{FLEET}"\nnum_nodes = {self.num_nodes}\nnode_rank = {node_rank}\nleader = "{self.leader}"'
         return f'[fleet]\n{fleet}\ninterface = "{interface}"\n[security]\n{security}\n'
 
     def files(self) -> dict[str, Path]:
@@ -57,7 +60,7 @@ def fleet_port(folder: Path, *, num_nodes: int, host: str = "localhost", attempt
 
     async def serve() -> None:
         server = RpcServer(service="fleet", target=f"unix:{folder}/fleet.sock", port=port_of(config, "coordinator"))
-        servicer = RankStoreServicer(fleet="lab", attempt=attempt, num_nodes=num_nodes)
+        servicer = RankStoreServicer(fleet=FLEET, attempt=attempt, num_nodes=num_nodes)
         server.add(add_RankStoreServiceServicer_to_server, servicer, NAME)
         await server.start()
         started.set()

@@ -12,20 +12,22 @@ from pathlib import Path
 
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.planner.model_shape import read_model_file
+from tasuki.rpc.fleet_caller import fleet_metadata
 from tasuki.trainer.data.cost import sample_cost
 from tasuki.trainer.data.shares import call_denominator, deal_samples
 from tasuki.trainer.ranks.loss import decode_loss
 from tasuki.trainer.service.joined import joined_answers
 from tasuki.v1 import loss_pb2, trainer_pb2
+from tasuki.v1.fleet_pb2 import FleetCommand
 from tasuki.v1.types_pb2 import ROLE_POLICY, Role, TrainingSample
-from tests.integration.fleet_port import FleetPort, fleet_port
+from tasuki.wire.channel import open_channel
+from tests.integration.fleet_port import FLEET, FleetPort, fleet_port
 from tests.integration.trainer_process import (
     CALL_TIMEOUT_S,
     PPO,
     TrainerClient,
     TrainerProcess,
     command,
-    connect,
     start_trainer,
 )
 
@@ -76,7 +78,8 @@ def start_node(
 @asynccontextmanager
 async def fleet_of(nodes: Sequence[TrainerProcess], model: Path, *, num_ranks: int = 1) -> AsyncIterator[Fleet]:
     async with AsyncExitStack() as stack:
-        channels = [await stack.enter_async_context(connect(node)) for node in nodes]
+        metadata = fleet_metadata(FleetCommand(name=FLEET))
+        channels = [await stack.enter_async_context(open_channel(node.target, metadata=metadata)) for node in nodes]
         yield Fleet([TrainerClient(channel) for channel in channels], model, num_ranks)
 
 
