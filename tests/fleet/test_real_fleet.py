@@ -64,10 +64,10 @@ def _fleet(folder: Path, places: Sequence[Place], base: Path, *settings: str) ->
 
 
 def test_the_demo_learns_on_two_nodes_as_on_one(folder: Path, task: Path) -> None:
-    with _places(2) as places, _fleet(folder, places, task) as fleet:
+    run = folder / "run"
+    with _places(2) as places, _fleet(folder, places, task, f"train.output_dir={run}") as fleet:
         fleet.start()
         fleet.wait_until_up()
-        run = folder / "run"
         before = [place.received_bytes() for place in places]
         trained = fleet.tasuki(
             "train", task, "--no-start", "--set", f"state_dir={fleet.nodes[0].state_dir}", "--set", f"train.output_dir={run}",
