@@ -82,7 +82,7 @@ def _wait(is_so, *, seconds: float = 40.0) -> None:
 
 
 def _authority(folder: Path, name: str) -> Path:
-    assert certs.run(folder / name, hosts=["10.77.0.1", "10.77.0.2"], days=1) == 0
+    assert certs.run(folder / name, hosts=["10.77.0.1", "10.77.0.2"], days=1, is_fleet=True) == 0
     return folder / name
 
 

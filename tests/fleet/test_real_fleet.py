@@ -58,7 +58,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def _fleet(folder: Path, places: Sequence[Place], base: Path, *settings: str) -> Iterator[RealFleet]:
     certs_dir = folder / "certs"
-    assert certs.run(certs_dir, hosts=[*{place.host for place in places}, "localhost"], days=1) == 0
+    assert certs.run(certs_dir, hosts=[*{place.host for place in places}, "localhost"], days=1, is_fleet=True) == 0
     with real_fleet(folder, places, base=base, certs=certs_dir, settings=[*ALIKE, *settings]) as fleet:
         yield fleet
 

@@ -50,7 +50,7 @@ class FleetPort:
 def fleet_port(folder: Path, *, num_nodes: int, host: str = "localhost", attempt: int = 0) -> Iterator[FleetPort]:
     """Serves with mTLS until the block ends. folder: takes the certificates."""
     folder.mkdir(parents=True, exist_ok=True)
-    certs = make_certs(folder / "certs", host=host)
+    certs = make_certs(folder / "certs", host=host, is_fleet=True)
     port = FleetPort(f"{host}:{free_port()}", certs, num_nodes)
     file = folder / "leader.toml"
     file.write_text(f'state_dir = "{folder}/leader"\n[model]\npath = "model"\n')

@@ -17,7 +17,14 @@ from tasuki.config.ports import port_targets
 from tasuki.config.schema import NodeConfig
 from tasuki.rpc.port import port_of
 from tasuki.rpc.server import RpcServer
-from tasuki.v1 import coordinator_pb2_grpc, memory_pb2_grpc, rollout_pb2_grpc, trainer_pb2_grpc
+from tasuki.v1 import (
+    coordinator_pb2_grpc,
+    fleet_pb2_grpc,
+    memory_pb2_grpc,
+    rank_store_pb2_grpc,
+    rollout_pb2_grpc,
+    trainer_pb2_grpc,
+)
 from tests.integration.scripted_node import ScriptedNode
 from tests.ports import free_port
 
@@ -53,9 +60,9 @@ def certificate(folder: Path, name: str) -> Credentials:
     return Credentials(ca=folder / "ca.pem", cert=folder / f"{name}.pem", key=folder / f"{name}.key")
 
 
-def make_certs(folder: Path, *, host: str = "localhost") -> Path:
+def make_certs(folder: Path, *, host: str = "localhost", is_fleet: bool = False) -> Path:
     """What `tasuki certs` makes."""
-    assert certs.run(folder, hosts=[host], days=1) == 0
+    assert certs.run(folder, hosts=[host], days=1, is_fleet=is_fleet) == 0
     return folder
 
 
@@ -111,6 +118,10 @@ async def port_node(config: NodeConfig, folder: Path) -> AsyncIterator[PortNode]
         if name != "coordinator":
             memory = memory_pb2_grpc.MemoryServiceServicer()
             server.add(memory_pb2_grpc.add_MemoryServiceServicer_to_server, memory, "tasuki.v1.MemoryService")
+        if name == "trainer":  # any of them; a fleet's leader serves them in truth
+            fleet, store = fleet_pb2_grpc.FleetServiceServicer(), rank_store_pb2_grpc.RankStoreServiceServicer()
+            server.add(fleet_pb2_grpc.add_FleetServiceServicer_to_server, fleet, "tasuki.v1.FleetService")
+            server.add(rank_store_pb2_grpc.add_RankStoreServiceServicer_to_server, store, "tasuki.v1.RankStoreService")
         await server.start()
         servers.append(server)
     try:

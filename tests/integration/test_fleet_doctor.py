@@ -41,7 +41,7 @@ def config(folder: Path) -> NodeConfig:
     file = folder / "node.toml"
     file.write_text(f'state_dir = "{folder}/state"\n[model]\npath = "{folder}/model"\n')
     fleet = ["fleet.name=lab", "fleet.num_nodes=2", "fleet.node_rank=0", f"fleet.leader=localhost:{free_port()}"]
-    return load_config(file, overrides=[*fleet, *mtls(make_certs(folder / "certs"))])
+    return load_config(file, overrides=[*fleet, *mtls(make_certs(folder / "certs", is_fleet=True))])
 
 
 def _member(rank: int, *, port: int, version: str = "1") -> Member:

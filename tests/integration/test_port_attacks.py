@@ -30,6 +30,7 @@ ANSWERS = {
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.ABORTED,
     grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.PERMISSION_DENIED,  # of a field that only a peer may set
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.DEADLINE_EXCEEDED,  # of a watch, or a changeover, on a busy machine
 }

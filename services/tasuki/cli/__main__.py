@@ -103,6 +103,9 @@ def _parser() -> argparse.ArgumentParser:
     certs.add_argument(
         "--host", dest="hosts", action="append", default=[], help="name or address of a node's machine; this one's by default"
     )
+    certs.add_argument(
+        "--fleet", action="store_true", help="give the node's certificate the role peer: nodes of a fleet call each other"
+    )
     certs.add_argument("--days", type=int, default=90, help="how long the certificates are good (90)")
     doctor = _command(commands, "doctor", _doctor, "judge the machine, and whether a node would run on it")
     doctor.add_argument("config", type=Path, nargs="?", metavar="CONFIG")
@@ -214,7 +217,7 @@ def _audit(arguments: argparse.Namespace) -> int:
 def _certs(arguments: argparse.Namespace) -> int:
     from tasuki.cli.certs import run
 
-    return run(arguments.folder, hosts=arguments.hosts, days=arguments.days)
+    return run(arguments.folder, hosts=arguments.hosts, days=arguments.days, is_fleet=arguments.fleet)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -34,8 +34,10 @@ class Authority:
     key: EllipticCurvePrivateKey
 
 
-def run(folder: Path, *, hosts: Sequence[str], days: int) -> int:
+def run(folder: Path, *, hosts: Sequence[str], days: int, is_fleet: bool = False) -> int:
     """Writes ca, node, viewer, trainer, operator and peer into `folder`, each as .pem and .key. An authority that is there stays.
+
+    is_fleet: whether nodes call each other with the node's certificate, which then has the role peer.
 
     Raises InvalidArgument for a host or a number of days that cannot be, and without the package that makes certificates.
     """
@@ -51,8 +53,7 @@ def run(folder: Path, *, hosts: Sequence[str], days: int) -> int:
     authority = read_authority(folder)
     until = datetime.now(UTC) + timedelta(days=days)
     names = [*(hosts or [socket.gethostname()]), *_THIS_MACHINE]
-    # Nodes of a fleet call each other with it.
-    peer_id = f"{_TRUST_DOMAIN}/tasuki/{CallerRole.PEER.label}"
+    peer_id = f"{_TRUST_DOMAIN}/tasuki/{CallerRole.PEER.label}" if is_fleet else None
     write_pair(folder, "node", *issue(authority, "tasuki node", hosts=names, spiffe_id=peer_id, until=until))
     for role in CallerRole:
         spiffe_id = f"{_TRUST_DOMAIN}/tasuki/{role.label}"
