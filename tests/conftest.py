@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PYTHON_PATH = [*(str(ROOT / folder) for folder in ("protos", "services", "client")), os.environ.get("PYTHONPATH", "")]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, PYTHON_PATH))}
+
+_MODELS = threading.Lock()
+"""Models are drawn from torch's one generator: nodes that start side by side would have others."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -79,7 +83,8 @@ def started_node(*, tables: str = "", overrides: Sequence[str] = (), residency: 
 
     # Not pytest's own folder: a unix socket's path must be short.
     folder = Path(tempfile.mkdtemp(prefix="tasuki-"))
-    model = save_checkpoint(make_model("qwen2", seed=0), folder / "model")
+    with _MODELS:
+        model = save_checkpoint(make_model("qwen2", seed=0), folder / "model")
     config, state_dir = folder / "node.toml", folder / "node"
     config.write_text(
         f"""
