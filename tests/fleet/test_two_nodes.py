@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
+import grpc
 import pytest
 
 from tasuki.client import Client, Phase
@@ -44,14 +45,22 @@ def digests(nodes: Sequence[RunningNode]) -> list[bytes]:
     return found
 
 
+def joined(leader: str) -> list[int]:
+    """Ranks of the nodes that the fleet has; none while its leader is away."""
+    with open_blocking_channel(leader) as channel:
+        try:
+            seen = FleetServiceStub(channel).GetFleet(fleet_pb2.GetFleetRequest(), timeout=TIMEOUT_S)
+        except grpc.RpcError:
+            return []
+    return [member.node.node_rank for member in seen.members]
+
+
 @pytest.mark.timeout(900)
 def test_two_nodes_change_over_under_one_fleet_and_outlive_its_death() -> None:
     leader = f"127.0.0.1:{free_port()}"
     with ExitStack() as first, ExitStack() as second, ThreadPoolExecutor() as threads:
         nodes = list(threads.map(start, range(2), (leader, leader), (first, second)))
-        with open_blocking_channel(leader) as channel:
-            seen = FleetServiceStub(channel).GetFleet(fleet_pb2.GetFleetRequest(), timeout=TIMEOUT_S)
-        assert [member.node.node_rank for member in seen.members] == [0, 1]
+        assert joined(leader) == [0, 1]
         with Client(leader) as client:
             client.acquire(Phase.ROLLOUT)
             one, other = digests(nodes)
@@ -64,6 +73,9 @@ def test_two_nodes_change_over_under_one_fleet_and_outlive_its_death() -> None:
             os.kill(pid, signal.SIGKILL)
             ends = time.monotonic() + TIMEOUT_S
             while holder(nodes[0].state_dir, name="fleet") in (None, pid):
+                assert time.monotonic() < ends
+                time.sleep(0.2)
+            while joined(leader) != [0, 1]:
                 assert time.monotonic() < ends
                 time.sleep(0.2)
             client.acquire(Phase.TRAIN)
