@@ -87,7 +87,7 @@ def join_ranks(
     Raises DeadlineExceeded naming the nodes that are missing, PeerUnavailable when the leader does not answer within `timeout_s`, and what
     JoinRanks raises.
     """
-    # Lives as long as the process: torch asks a store at times of its own.
+    # Lives as long as the process: torch asks a store at any time.
     stub = RankStoreServiceStub(open_blocking_channel(fleet.leader, credentials=credentials))
     metadata = authorization(credentials)
     request = pb.JoinRanksRequest(

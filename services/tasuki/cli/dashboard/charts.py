@@ -42,7 +42,7 @@ _REST = "Others"
 
 
 def draw(thinned: dict[str, Any]) -> list[dict[str, Any]]:
-    """The charts that have any figure, with their series; what no chart takes has one of its own below `Others`."""
+    """The charts that have any figure, with their series; what no chart takes gets another chart below `Others`."""
     left = {name: series for name, series in thinned["series"].items() if name not in _SKIPPED and _has_any(series)}
     charts: list[dict[str, Any]] = []
     for chart in CHARTS:

@@ -59,6 +59,6 @@ def make_server(folder: Path | None, *, config: NodeConfig | None, listen: str) 
     is_open = is_beyond or (config is not None and config.security.insecure)
     token = None if is_open else make_token()
     server = Dashboard(Feed(place), listen, token=token, guard_config=config if is_beyond else None)
-    # What is behind the # is sent to nobody, and stands in no log.
+    # What is behind the # is sent to nobody, and is in no log.
     server.url = f"{'https' if is_beyond else 'http'}://{listen}/{'' if token is None else f'#token={token}'}"
     return server

@@ -26,7 +26,7 @@ def outline_of(records: Sequence[TrainingRecord], *, written_save_id: str) -> Lo
     first = records[0] if kinds[:1] == ["checkpoint"] else None
     names = [f"{kind} {record.request_id}" for kind, record in zip(kinds, records, strict=True)]
     if first is not None:
-        # A save has another request on each node, and a folder of its own.
+        # A save has another request and another folder on each node.
         names[0] = f"checkpoint {first.save_id or first.request_id}"
     return LogOutline(
         commands=names,

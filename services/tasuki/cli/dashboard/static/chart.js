@@ -291,7 +291,7 @@ function mark(parts, from, to) {
   parts.zoom.setAttribute("visibility", "visible");
 }
 
-/** A colour for each place; the tenth is the last of its own. */
+/** A colour for each place; colours repeat after the tenth. */
 export function color(place) {
   return `var(--c${place % 10})`;
 }
