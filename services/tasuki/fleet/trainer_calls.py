@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tasuki.fleet.calls import on_all, renumbered
-from tasuki.fleet.chunks import chunks
 from tasuki.fleet.nodes import NodeChannels
+from tasuki.rpc.chunks import chunks
 from tasuki.v1 import trainer_pb2
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
 from tasuki.v1.types_pb2 import CommandId, TrainingSample

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from tasuki.algorithms.loss_types import LossConfig
 from tasuki.config.places import training_save_path
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.stages import Stage
+from tasuki.rpc.chunks import chunks
 from tasuki.rpc.commands import Commanded, digest
 from tasuki.rpc.stages import stage_to_proto
 from tasuki.trainer import stages
@@ -31,7 +32,6 @@ from tasuki.v1 import ranks_pb2, trainer_pb2, weights_pb2
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceServicer
 from tasuki.v1.types_pb2 import ROLE_CRITIC, TrainingSample
 from tasuki.v1.types_pb2 import Role as RoleMessage
-from tasuki.wire.channel import MAX_CHUNK_BYTES
 from tasuki.wire.errors import GradientsPending
 
 
@@ -153,14 +153,14 @@ class TrainerServicer(TrainerServiceServicer):
     ) -> AsyncIterator[trainer_pb2.ComputeLogProbsResponse]:
         header, samples = await requests.read_compute_log_probs(request_iterator)
         requests.decode_role(header.role, allowed=(Role.POLICY, Role.REFERENCE), field="header.role")
-        for chunk in _chunks([trainer_pb2.TokenLogProbs(log_probs=row) for row in await self._score(header.role, samples)]):
+        for chunk in chunks([trainer_pb2.TokenLogProbs(log_probs=row) for row in await self._score(header.role, samples)]):
             yield trainer_pb2.ComputeLogProbsResponse(samples=chunk)
 
     async def ComputeValues(
         self, request_iterator: AsyncIterator[trainer_pb2.ComputeValuesRequest], context: Any
     ) -> AsyncIterator[trainer_pb2.ComputeValuesResponse]:
         samples = await requests.read_compute_values(request_iterator)
-        for chunk in _chunks([trainer_pb2.TokenValues(values=row) for row in await self._score(ROLE_CRITIC, samples)]):
+        for chunk in chunks([trainer_pb2.TokenValues(values=row) for row in await self._score(ROLE_CRITIC, samples)]):
             yield trainer_pb2.ComputeValuesResponse(samples=chunk)
 
     async def _score(self, role: RoleMessage.ValueType, samples: Sequence[TrainingSample]) -> list[NDArray[np.float32]]:
@@ -275,20 +275,3 @@ class TrainerServicer(TrainerServiceServicer):
         return ranks_pb2.TrainingRecord(
             request_id=request.command.request_id, digest=digest(request), recipe=recipe(self._config), **content
         )
-
-
-_Scored = TypeVar("_Scored", trainer_pb2.TokenLogProbs, trainer_pb2.TokenValues)
-
-
-def _chunks(scored: Sequence[_Scored]) -> Iterator[list[_Scored]]:
-    """Runs of samples that fit into a message; a single one always does, since so did the request."""
-    chunk: list[_Scored] = []
-    chunk_bytes = 0
-    for sample in scored:
-        sample_bytes = sample.ByteSize()
-        if chunk and chunk_bytes + sample_bytes > MAX_CHUNK_BYTES:
-            yield chunk
-            chunk, chunk_bytes = [], 0
-        chunk.append(sample)
-        chunk_bytes += sample_bytes
-    yield chunk

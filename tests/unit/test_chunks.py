@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tasuki.fleet.chunks import chunks
+from tasuki.rpc.chunks import chunks
 from tasuki.v1.types_pb2 import TrainingSample
 from tasuki.wire.channel import MAX_CHUNK_BYTES
 
