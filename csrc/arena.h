@@ -51,6 +51,10 @@ class Arena {
   Status release(uintptr_t address);
   // From now on the bytes at `address` do not change until their block is released: a pause saves them once.
   void freeze(uintptr_t address, size_t bytes) { frozen_.add({address - base_, bytes}); }
+  // Nobody uses these bytes until told otherwise. Chunks that hold nothing else go, and do not come with a resume; chunks that are needed
+  // again come. All or nothing; while the arena sleeps no page moves.
+  Status set_idle(Ranges idle, uint64_t* mapped_bytes, uint64_t* given_back);
+  bool has_idle() const { return !blocks_.idle().is_empty(); }
   bool contains(uintptr_t address) const { return address >= base_ && address - base_ < capacity_; }
 
   // Pause, in this order. Each step leaves the arena as it was when it fails.
@@ -98,6 +102,10 @@ class Arena {
   // needed_bytes: of the whole chunks that it takes in addition.
   Status back_exactly(const Range& block, bool grow_ahead, size_t* needed_bytes);
   void trim(const Range& block);
+  // Maps what is needed and not there.
+  Status grow(uint64_t* mapped_bytes);
+  // Gives back what is there and not needed.
+  Status shrink(uint64_t* given_back);
 
   Driver& driver_;
   std::string tag_;

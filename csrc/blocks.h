@@ -7,15 +7,9 @@
 #include <utility>
 #include <vector>
 
+#include "ranges.h"
+
 namespace tasuki {
-
-struct Range {
-  size_t offset;
-  size_t bytes;
-
-  size_t end() const { return offset + bytes; }
-  bool overlaps(const Range& other) const { return offset < other.end() && other.offset < end(); }
-};
 
 class Blocks {
  public:
@@ -30,6 +24,11 @@ class Blocks {
   bool release(size_t offset, Range* block);
 
   bool is_in_use(const Range& range) const;
+  // Bytes of blocks that nobody uses for now; a block's end with the block.
+  const Ranges& idle() const { return idle_; }
+  void set_idle(Ranges idle) { idle_ = std::move(idle); }
+  // Whether a part of a block that is not idle lies in `range`.
+  bool is_needed(const Range& range) const;
   // Blocks in use, neighbours joined.
   std::vector<Range> runs() const;
   size_t used_bytes() const { return used_bytes_; }
@@ -43,6 +42,7 @@ class Blocks {
   std::map<size_t, size_t> free_;             // offset -> bytes
   std::set<std::pair<size_t, size_t>> fits_;  // (bytes, offset) of every free range
   size_t used_bytes_ = 0;
+  Ranges idle_;
 };
 
 }  // namespace tasuki

@@ -42,9 +42,10 @@ class Chunks {
 
   Indices mapped() const;
   Indices kept() const;
-  // Chunks without memory, or without address, that hold a part of a block in use.
+  // Chunks without memory, or without address, that hold a part of a block that is needed; and those mapped that hold none.
   Indices absent_in(const Blocks& blocks) const;
   Indices unmapped_in(const Blocks& blocks) const;
+  Indices spare_in(const Blocks& blocks) const;
   Indices overlapping(const Range& range) const;
 
   uint64_t bytes_of(const Indices& indices) const;

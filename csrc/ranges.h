@@ -2,12 +2,20 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
+#include <iterator>
 #include <map>
 #include <vector>
 
-#include "blocks.h"
-
 namespace tasuki {
+
+struct Range {
+  size_t offset;
+  size_t bytes;
+
+  size_t end() const { return offset + bytes; }
+  bool overlaps(const Range& other) const { return offset < other.end() && other.offset < end(); }
+};
 
 class Ranges {
  public:
@@ -44,6 +52,7 @@ class Ranges {
     return gaps;
   }
 
+  bool is_empty() const { return ends_.empty(); }
   void clear() { ends_.clear(); }
 
  private:

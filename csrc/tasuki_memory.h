@@ -14,7 +14,7 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
-#define TASUKI_ABI_VERSION 4
+#define TASUKI_ABI_VERSION 5
 
 enum tasuki_code {
   TASUKI_OK = 0,
@@ -90,6 +90,11 @@ typedef struct {
   uint64_t num_ours;      /* taken by this process */
 } tasuki_pool_usage;
 
+typedef struct {
+  uint64_t address;
+  uint64_t bytes;
+} tasuki_span;
+
 /* Elements in rows and columns that lie in `held`, in `source` and at indices of a whole tensor; strides in elements. */
 typedef struct {
   const void* source; /* copied to `held` first; NULL: summed where they are */
@@ -134,6 +139,11 @@ int tasuki_free(void* address);
 /* The bytes at `address` do not change from now on until their block is freed: pauses that keep content copy them once. *is_ours is 0, and
  * nothing happens, for an address in no arena. */
 int tasuki_freeze(void* address, uint64_t bytes, int* is_ours);
+
+/* Nobody uses the bytes of these spans until the next call: of the arena's chunks, those that hold nothing else are given back and do not
+ * come with a resume, and those that are needed again come. All or nothing; while the arena sleeps no page moves. Not for an arena whose
+ * pauses keep something. */
+int tasuki_set_idle(uint64_t arena, const tasuki_span* spans, size_t num_spans, uint64_t* mapped_bytes, uint64_t* given_back_bytes);
 
 /* Pins at most max_bytes of the host memory that a pause of the arena copies to, now or when it holds total_bytes, and says how much it still
  * lacks: so that no pause has to. Nothing where a pause keeps no content. Other calls go on meanwhile. */

@@ -19,7 +19,7 @@ from tasuki.wire.errors import (
     WrongPhase,
 )
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 LIBRARY_PATH = Path(__file__).with_name("libtasuki_memory.so")
 NUM_SLOTS = 8
 
@@ -51,6 +51,7 @@ def _library() -> ctypes.CDLL:
         "tasuki_allocate": [u64, u64, pointer],
         "tasuki_free": [pointer],
         "tasuki_freeze": [pointer, u64, pointer],
+        "tasuki_set_idle": [u64, pointer, ctypes.c_size_t, pointer, pointer],
         "tasuki_reserve_host": [u64, u64, u64, pointer],
         "tasuki_set_policy": [u64, ctypes.c_uint32],
         "tasuki_pause": [pointer, ctypes.c_size_t, pointer],
