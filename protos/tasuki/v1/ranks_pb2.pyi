@@ -522,6 +522,8 @@ class EngineRankCommand(_message.Message):
     RESUME_FIELD_NUMBER: _builtins.int
     GET_USAGE_FIELD_NUMBER: _builtins.int
     GET_LOAD_FIELD_NUMBER: _builtins.int
+    GROW_CACHE_FIELD_NUMBER: _builtins.int
+    SHRINK_CACHE_FIELD_NUMBER: _builtins.int
     call: _builtins.int
     reply_address: _builtins.str
     """ZMQ address of the front: the rank answers there, and from then on hears commands from there."""
@@ -535,6 +537,10 @@ class EngineRankCommand(_message.Message):
     def get_usage(self) -> _memory_pb2.GetUsageRequest: ...
     @_builtins.property
     def get_load(self) -> Global___GetLoadCommand: ...
+    @_builtins.property
+    def grow_cache(self) -> Global___GrowCacheCommand: ...
+    @_builtins.property
+    def shrink_cache(self) -> Global___ShrinkCacheCommand: ...
     def __init__(
         self,
         *,
@@ -545,12 +551,14 @@ class EngineRankCommand(_message.Message):
         resume: _memory_pb2.ResumeRequest | None = ...,
         get_usage: _memory_pb2.GetUsageRequest | None = ...,
         get_load: Global___GetLoadCommand | None = ...,
+        grow_cache: Global___GrowCacheCommand | None = ...,
+        shrink_cache: Global___ShrinkCacheCommand | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "get_load", b"get_load", "get_usage", b"get_usage", "pause", b"pause", "receive", b"receive", "resume", b"resume"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "get_load", b"get_load", "get_usage", b"get_usage", "grow_cache", b"grow_cache", "pause", b"pause", "receive", b"receive", "resume", b"resume", "shrink_cache", b"shrink_cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "command", b"command", "get_load", b"get_load", "get_usage", b"get_usage", "pause", b"pause", "receive", b"receive", "reply_address", b"reply_address", "resume", b"resume"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "command", b"command", "get_load", b"get_load", "get_usage", b"get_usage", "grow_cache", b"grow_cache", "pause", b"pause", "receive", b"receive", "reply_address", b"reply_address", "resume", b"resume", "shrink_cache", b"shrink_cache"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["receive", "pause", "resume", "get_usage", "get_load"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["receive", "pause", "resume", "get_usage", "get_load", "grow_cache", "shrink_cache"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -572,6 +580,80 @@ class GetLoadCommand(_message.Message):
 Global___GetLoadCommand: _TypeAlias = GetLoadCommand  # noqa: Y015
 
 @_typing.final
+class GrowCacheCommand(_message.Message):
+    """Serves KV cache that all ranks have mapped, and maps more. Tokens; a rank's cache bounds both."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVED_TOKENS_FIELD_NUMBER: _builtins.int
+    MAPPED_TOKENS_FIELD_NUMBER: _builtins.int
+    served_tokens: _builtins.int
+    mapped_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        served_tokens: _builtins.int = ...,
+        mapped_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mapped_tokens", b"mapped_tokens", "served_tokens", b"served_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GrowCacheCommand: _TypeAlias = GrowCacheCommand  # noqa: Y015
+
+@_typing.final
+class ShrinkCacheCommand(_message.Message):
+    """Gives back the KV cache above every slot that is in use, cached prefixes with it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShrinkCacheCommand: _TypeAlias = ShrinkCacheCommand  # noqa: Y015
+
+@_typing.final
+class CacheResult(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    MAPPED_TOKENS_FIELD_NUMBER: _builtins.int
+    SERVED_TOKENS_FIELD_NUMBER: _builtins.int
+    MAPPED_BYTES_FIELD_NUMBER: _builtins.int
+    RELEASED_BYTES_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    """Tokens of the whole cache, and of its part that is mapped and served after the command."""
+    mapped_tokens: _builtins.int
+    served_tokens: _builtins.int
+    mapped_bytes: _builtins.int
+    """By the command."""
+    released_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        num_tokens: _builtins.int = ...,
+        mapped_tokens: _builtins.int = ...,
+        served_tokens: _builtins.int = ...,
+        mapped_bytes: _builtins.int = ...,
+        released_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mapped_bytes", b"mapped_bytes", "mapped_tokens", b"mapped_tokens", "num_tokens", b"num_tokens", "released_bytes", b"released_bytes", "served_tokens", b"served_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheResult: _TypeAlias = CacheResult  # noqa: Y015
+
+@_typing.final
 class LoadResult(_message.Message):
     """Of one replica; its ranks have the same."""
 
@@ -580,20 +662,24 @@ class LoadResult(_message.Message):
     NUM_RUNNING_FIELD_NUMBER: _builtins.int
     NUM_QUEUED_FIELD_NUMBER: _builtins.int
     NUM_KV_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_SERVED_KV_TOKENS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_queued: _builtins.int
     num_kv_tokens: _builtins.int
     """Of the KV cache, held by running requests."""
+    num_served_kv_tokens: _builtins.int
+    """Of the KV cache, that requests may take: all of it, but while it grows."""
     def __init__(
         self,
         *,
         num_running: _builtins.int = ...,
         num_queued: _builtins.int = ...,
         num_kv_tokens: _builtins.int = ...,
+        num_served_kv_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_kv_tokens", b"num_kv_tokens", "num_queued", b"num_queued", "num_running", b"num_running"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_kv_tokens", b"num_kv_tokens", "num_queued", b"num_queued", "num_running", b"num_running", "num_served_kv_tokens", b"num_served_kv_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -647,6 +733,8 @@ class EngineRankResult(_message.Message):
     RESUME_FIELD_NUMBER: _builtins.int
     GET_USAGE_FIELD_NUMBER: _builtins.int
     GET_LOAD_FIELD_NUMBER: _builtins.int
+    GROW_CACHE_FIELD_NUMBER: _builtins.int
+    SHRINK_CACHE_FIELD_NUMBER: _builtins.int
     call: _builtins.int
     rank: _builtins.int
     """Place among all engine ranks: those of the first replica come first."""
@@ -664,6 +752,10 @@ class EngineRankResult(_message.Message):
     def get_usage(self) -> _memory_pb2.GetUsageResponse: ...
     @_builtins.property
     def get_load(self) -> Global___LoadResult: ...
+    @_builtins.property
+    def grow_cache(self) -> Global___CacheResult: ...
+    @_builtins.property
+    def shrink_cache(self) -> Global___CacheResult: ...
     def __init__(
         self,
         *,
@@ -675,12 +767,14 @@ class EngineRankResult(_message.Message):
         resume: _memory_pb2.ResumeResponse | None = ...,
         get_usage: _memory_pb2.GetUsageResponse | None = ...,
         get_load: Global___LoadResult | None = ...,
+        grow_cache: Global___CacheResult | None = ...,
+        shrink_cache: Global___CacheResult | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "get_load", b"get_load", "get_usage", b"get_usage", "pause", b"pause", "receive", b"receive", "result", b"result", "resume", b"resume"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "get_load", b"get_load", "get_usage", b"get_usage", "grow_cache", b"grow_cache", "pause", b"pause", "receive", b"receive", "result", b"result", "resume", b"resume", "shrink_cache", b"shrink_cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "error", b"error", "get_load", b"get_load", "get_usage", b"get_usage", "pause", b"pause", "rank", b"rank", "receive", b"receive", "result", b"result", "resume", b"resume"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "error", b"error", "get_load", b"get_load", "get_usage", b"get_usage", "grow_cache", b"grow_cache", "pause", b"pause", "rank", b"rank", "receive", b"receive", "result", b"result", "resume", b"resume", "shrink_cache", b"shrink_cache"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["receive", "pause", "resume", "get_usage", "get_load"]  # noqa: Y015
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["receive", "pause", "resume", "get_usage", "get_load", "grow_cache", "shrink_cache"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 

@@ -260,6 +260,7 @@ class GetRolloutStateResponse(_message.Message):
     IS_IN_STAGE_FIELD_NUMBER: _builtins.int
     DP_SIZE_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    KV_CACHE_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.str
     """Changes with every start of the service."""
     epoch: _builtins.int
@@ -291,6 +292,10 @@ class GetRolloutStateResponse(_message.Message):
         generation_config.json and tokenizer, ascending.
         """
 
+    @_builtins.property
+    def kv_cache(self) -> Global___KvCacheState:
+        """Absent while the cache sleeps, and without rollout.kv_growth."""
+
     def __init__(
         self,
         *,
@@ -311,10 +316,11 @@ class GetRolloutStateResponse(_message.Message):
         is_in_stage: _builtins.bool = ...,
         dp_size: _builtins.int = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        kv_cache: Global___KvCacheState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_received_version", b"_received_version", "policy_version", b"policy_version", "received_version", b"received_version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_received_version", b"_received_version", "kv_cache", b"kv_cache", "policy_version", b"policy_version", "received_version", b"received_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_received_version", b"_received_version", "boot_id", b"boot_id", "context_length", b"context_length", "dp_size", b"dp_size", "epoch", b"epoch", "is_in_stage", b"is_in_stage", "is_poisoned", b"is_poisoned", "model_path", b"model_path", "num_running", b"num_running", "poison_reason", b"poison_reason", "policy_version", b"policy_version", "received_version", b"received_version", "resident_tags", b"resident_tags", "sequence", b"sequence", "stage", b"stage", "stop_token_ids", b"stop_token_ids", "tp_size", b"tp_size", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_received_version", b"_received_version", "boot_id", b"boot_id", "context_length", b"context_length", "dp_size", b"dp_size", "epoch", b"epoch", "is_in_stage", b"is_in_stage", "is_poisoned", b"is_poisoned", "kv_cache", b"kv_cache", "model_path", b"model_path", "num_running", b"num_running", "poison_reason", b"poison_reason", "policy_version", b"policy_version", "received_version", b"received_version", "resident_tags", b"resident_tags", "sequence", b"sequence", "stage", b"stage", "stop_token_ids", b"stop_token_ids", "tp_size", b"tp_size", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
     _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
@@ -326,3 +332,45 @@ class GetRolloutStateResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__received_version) -> _WhichOneofReturnType__received_version | None: ...
 
 Global___GetRolloutStateResponse: _TypeAlias = GetRolloutStateResponse  # noqa: Y015
+
+@_typing.final
+class KvCacheState(_message.Message):
+    """Tokens of one replica's KV cache that grows behind RESUME_KV."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    MAPPED_TOKENS_FIELD_NUMBER: _builtins.int
+    SERVED_TOKENS_FIELD_NUMBER: _builtins.int
+    IS_GROWING_FIELD_NUMBER: _builtins.int
+    IS_STALLED_FIELD_NUMBER: _builtins.int
+    NEEDED_BYTES_FIELD_NUMBER: _builtins.int
+    FREE_BYTES_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    """Of the whole cache, and of what is mapped and served now. Requests that need more wait."""
+    mapped_tokens: _builtins.int
+    served_tokens: _builtins.int
+    is_growing: _builtins.bool
+    is_stalled: _builtins.bool
+    """Whether no part has come for restart.progress_s. It goes on all the same."""
+    needed_bytes: _builtins.int
+    """What the last part needed and found, per rank, while there is no room for it."""
+    free_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        num_tokens: _builtins.int = ...,
+        mapped_tokens: _builtins.int = ...,
+        served_tokens: _builtins.int = ...,
+        is_growing: _builtins.bool = ...,
+        is_stalled: _builtins.bool = ...,
+        needed_bytes: _builtins.int = ...,
+        free_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_bytes", b"free_bytes", "is_growing", b"is_growing", "is_stalled", b"is_stalled", "mapped_tokens", b"mapped_tokens", "needed_bytes", b"needed_bytes", "num_tokens", b"num_tokens", "served_tokens", b"served_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvCacheState: _TypeAlias = KvCacheState  # noqa: Y015

@@ -478,6 +478,7 @@ class TagUsage(_message.Message):
     KEPT_BYTES_FIELD_NUMBER: _builtins.int
     HOST_COPY_BYTES_FIELD_NUMBER: _builtins.int
     STAYS_FIELD_NUMBER: _builtins.int
+    FOLLOWING_BYTES_FIELD_NUMBER: _builtins.int
     tag: Global___MemoryTag.ValueType
     device: _builtins.str
     """Torch's name of the device, e.g. "cuda:0" or "cpu"."""
@@ -494,6 +495,8 @@ class TagUsage(_message.Message):
     """Bytes of pinned host memory that hold, or are kept to hold, the content over a pause."""
     stays: _builtins.bool
     """Whether the tag keeps its pages while the other service works: the planner found room for both."""
+    following_bytes: _builtins.int
+    """Of total_bytes, what a resume leaves for later: mapped while the service works, as memory becomes free."""
     def __init__(
         self,
         *,
@@ -506,10 +509,11 @@ class TagUsage(_message.Message):
         kept_bytes: _builtins.int = ...,
         host_copy_bytes: _builtins.int = ...,
         stays: _builtins.bool = ...,
+        following_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "host_copy_bytes", b"host_copy_bytes", "is_paused", b"is_paused", "kept_bytes", b"kept_bytes", "mapped_bytes", b"mapped_bytes", "rank", b"rank", "stays", b"stays", "tag", b"tag", "total_bytes", b"total_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "following_bytes", b"following_bytes", "host_copy_bytes", b"host_copy_bytes", "is_paused", b"is_paused", "kept_bytes", b"kept_bytes", "mapped_bytes", b"mapped_bytes", "rank", b"rank", "stays", b"stays", "tag", b"tag", "total_bytes", b"total_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -48,6 +48,9 @@ def check_constraints(config: NodeConfig) -> None:
         raise SettingsConflict("rollout.lora", f'= "adapter" cannot serve adapters of {", ".join(fused)}; leave it at "merged"')
     if config.rollout.kv_tokens == "needed" and config.train is None:
         raise SettingsConflict("rollout.kv_tokens", '= "needed" needs a table [train], which tells the samples of a step')
+    if config.rollout.kv_growth and config.memory.host_budget_bytes is not None and not config.memory.pool:
+        # Each process has a share of a budget, which does not tell what the other service holds.
+        raise SettingsConflict("rollout.kv_growth", "with memory.host_budget_bytes needs memory.pool = true")
     _check_residency(config)
     _check_critic(config)
     _check_failpoints(config)

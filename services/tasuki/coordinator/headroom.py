@@ -42,8 +42,14 @@ class Shortage:
 
 
 def taken_by(stage: Stage, usage: ServiceUsage) -> Bytes:
-    """What the tags of `stage` take when they wake: nothing for those that are awake, or whose memory was kept."""
-    return _sums((one.device, one.total_bytes - one.mapped_bytes - one.kept_bytes) for one in _of(stage, usage, TAKES))
+    """What the tags of `stage` take when they wake: nothing for those that are awake, or whose memory was kept.
+
+    Nor what follows later, as memory becomes free.
+    """
+    return _sums(
+        (one.device, max(0, one.total_bytes - one.following_bytes - one.mapped_bytes - one.kept_bytes))
+        for one in _of(stage, usage, TAKES)
+    )
 
 
 def given_by(stage: Stage, usage: ServiceUsage) -> Bytes:

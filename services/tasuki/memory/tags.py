@@ -29,6 +29,7 @@ class TagUsage:
     kept_bytes: int  # physical memory without an address
     host_copy_bytes: int
     stays: bool = False  # over a changeover, by the planner's decision
+    following_bytes: int = 0  # of the total, what comes after a resume, as memory becomes free
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rpc.usage import joined
-from tasuki.v1 import memory_pb2
+from tasuki.v1 import memory_pb2, ranks_pb2
 from tasuki.wire.errors import Busy, OutOfGpuMemory
 
 _IDLE_TIMEOUT_S = 5.0
@@ -18,11 +18,13 @@ _IDLE_POLL_S = 0.005
 class EngineMemory:
     """Memory of all engine ranks by tag, awake when the engine has started. Pause and resume are idempotent and all-or-nothing.
 
-    staying: tags that the ranks do not let go of.
+    staying: tags that the ranks do not let go of. growth_timeout_s: for one step of a growing KV cache.
     """
 
-    def __init__(self, calls: RankCalls, *, staying: frozenset[MemoryTag] = frozenset()) -> None:
-        self._calls, self._staying = calls, staying
+    def __init__(
+        self, calls: RankCalls, *, staying: frozenset[MemoryTag] = frozenset(), growth_timeout_s: float = 600.0
+    ) -> None:
+        self._calls, self._staying, self._growth_timeout_s = calls, staying, growth_timeout_s
         self._awake = {MemoryTag.WEIGHTS, MemoryTag.KV_CACHE}
 
     @property
@@ -61,6 +63,16 @@ class EngineMemory:
             raise
         self._awake |= set(tags)
         return sum(answer.mapped_bytes for answer in answers)
+
+    async def grow_cache(self, *, served_tokens: int, mapped_tokens: int) -> Sequence[ranks_pb2.CacheResult]:
+        """Serves KV cache that every rank has mapped, and maps more. Raises OutOfGpuMemory when a rank has no room for it."""
+        return await self._calls.grow_cache(
+            served_tokens=served_tokens, mapped_tokens=mapped_tokens, timeout_s=self._growth_timeout_s
+        )
+
+    async def shrink_cache(self) -> Sequence[ranks_pb2.CacheResult]:
+        """Gives back the KV cache that no request uses."""
+        return await self._calls.shrink_cache(timeout_s=self._growth_timeout_s)
 
     async def usage(self, *, timeout_s: float) -> memory_pb2.GetUsageResponse:
         """Of every rank, by the ranks themselves. Raises DeadlineExceeded when they are busy for longer."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,7 +29,10 @@ from tasuki.rpc.rank_server import Handlers, answer_command
 from tasuki.rpc.usage import TAGS, usage_response
 from tasuki.transport.verify import HeldSlice
 from tasuki.v1 import memory_pb2, ranks_pb2, types_pb2
-from tasuki.wire.errors import Busy
+from tasuki.wire.errors import Busy, InvalidArgument
+
+if TYPE_CHECKING:
+    from tasuki.rollout.growing_cache import GrowingCache
 
 COMMAND_LOADER = "tasuki.rollout.rank_commands.run_command"
 """The name under which SGLang finds `run_command`."""
@@ -39,7 +43,8 @@ class EngineRank:
 
     rank: place among all engine ranks, which names the process. scheduler: SGLang's, or None for a model without an engine around it.
     lock: the scheduler's, which it releases while it waits.
-    adapter: what is received in the place of the model, which then stays as it was loaded. staying: tags that never sleep.
+    adapter: what is received in the place of the model, which then stays as it was loaded. staying: tags that never sleep. cache: the
+    scheduler's KV cache where it grows.
     """
 
     def __init__(
@@ -52,8 +57,10 @@ class EngineRank:
         lock: EngineLock | None = None,
         adapter: EngineModel | None = None,
         staying: frozenset[MemoryTag] = frozenset(),
+        cache: GrowingCache | None = None,
     ) -> None:
         self.rank = rank
+        self._cache = cache
         self._lock = EngineLock() if lock is None else lock
         self._layout: tuple[Sequence[HeldSlice], bytes] = (), b""
         self.receiver = WeightReceiver(model if adapter is None else adapter)
@@ -61,13 +68,15 @@ class EngineRank:
         self._heartbeat: Heartbeat | None = None
         self._failpoints = NO_FAILPOINTS
         slot_table = None if scheduler is None else scheduler.req_to_token_pool.req_to_token
-        self.memory = RankMemory(allocator, model, slot_table=slot_table, staying=staying)
+        self.memory = RankMemory(allocator, model, slot_table=slot_table, staying=staying, cache=cache)
         self._handlers: Handlers = {
             "receive": self._receive,
             "pause": self._pause,
             "resume": self._resume,
             "get_usage": self._usage,
             "get_load": self._load,
+            "grow_cache": self._grow_cache,
+            "shrink_cache": self._shrink_cache,
         }
 
     def join_node(self, config: NodeConfig) -> None:
@@ -122,6 +131,23 @@ class EngineRank:
         if not self._scheduler.flush_cache(empty_cache=False):
             raise Busy("requests run", num_running=len(self._scheduler.running_batch.reqs))
 
+    def _grow_cache(self, command: ranks_pb2.GrowCacheCommand) -> ranks_pb2.CacheResult:
+        mapped = self._growing().grow(mapped_tokens=command.mapped_tokens, served_tokens=command.served_tokens)
+        return self._cache_result(mapped_bytes=mapped)
+
+    def _shrink_cache(self, _: ranks_pb2.ShrinkCacheCommand) -> ranks_pb2.CacheResult:
+        return self._cache_result(released_bytes=self._growing().shrink())
+
+    def _growing(self) -> GrowingCache:
+        if self._cache is None:
+            raise InvalidArgument("rollout.kv_growth", "is false: this engine's KV cache is mapped as a whole")
+        return self._cache
+
+    def _cache_result(self, *, mapped_bytes: int = 0, released_bytes: int = 0) -> ranks_pb2.CacheResult:
+        return ranks_pb2.CacheResult(
+            **asdict(self._growing().extent()), mapped_bytes=mapped_bytes, released_bytes=released_bytes
+        )
+
     def _usage(self, _: memory_pb2.GetUsageRequest) -> memory_pb2.GetUsageResponse:
         return usage_response(self.memory.usage(), device_usage(self._allocator.device, self.rank))
 
@@ -134,6 +160,7 @@ class EngineRank:
             num_running=len(scheduler.running_batch.reqs),
             num_queued=len(scheduler.waiting_queue),
             num_kv_tokens=max(0, num_kv_tokens),
+            num_served_kv_tokens=scheduler.max_total_num_tokens if self._cache is None else self._cache.extent().served_tokens,
         )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,6 +16,9 @@ from tasuki.memory.pool import pool_usage
 from tasuki.memory.tags import MemoryTag, TagUsage
 from tasuki.rollout.record import EngineModel
 
+if TYPE_CHECKING:
+    from tasuki.rollout.growing_cache import GrowingCache
+
 # Beside the cache itself SGLang keeps tables of its layers' addresses in the same region.
 _MAX_CACHE_TABLE_BYTES = 64 * 1024
 # What is used only while tokens are generated sleeps together.
@@ -23,18 +28,23 @@ Span = tuple[int, int]
 """Address and bytes."""
 
 
-def rank_allocator(device: str) -> NativeAllocator:
-    """Arenas for what an engine rank holds; nothing is kept by the arenas themselves. device: "cpu" or "cuda:<number>"."""
+def rank_allocator(device: str, *, chunk_bytes: Mapping[MemoryTag, int] = MappingProxyType({})) -> NativeAllocator:
+    """Arenas for what an engine rank holds; nothing is kept by the arenas themselves. device: "cpu" or "cuda:<number>".
+
+    chunk_bytes: size of a tag's chunks, where it is not the default.
+    """
     tags = [MemoryTag.WEIGHTS, MemoryTag.KV_CACHE]
     # On a CPU nothing is captured.
-    return NativeAllocator(tags=tags if device == "cpu" else [*tags, MemoryTag.CUDA_GRAPH], device=device)
+    return NativeAllocator(
+        tags=tags if device == "cpu" else [*tags, MemoryTag.CUDA_GRAPH], device=device, chunk_bytes=chunk_bytes
+    )
 
 
 class RankMemory:
     """Pauses and resumes a rank's tags. Parameters come back by a sync, the KV cache empty, and everything else as it was.
 
     slot_table: SGLang's map from requests to cache slots, which lies in the cache's region and must never hold slots that do not exist.
-    staying: tags that never sleep, whatever is asked.
+    staying: tags that never sleep, whatever is asked. cache: where a resume of the KV cache takes only the least of it.
     """
 
     def __init__(
@@ -44,7 +54,9 @@ class RankMemory:
         *,
         slot_table: torch.Tensor | None = None,
         staying: frozenset[MemoryTag] = frozenset(),
+        cache: GrowingCache | None = None,
     ) -> None:
+        self._cache = cache
         self._allocator, self._model, self._slot_table, self._staying = allocator, model, slot_table, staying
         # New memory of a host is zeros; what a pool lends, or a GPU gives, holds what was there before.
         self._is_zeroed = allocator.device == "cpu" and pool_usage("cpu") is None
@@ -63,6 +75,8 @@ class RankMemory:
         """Takes pages at the same addresses and returns their bytes. Raises OutOfGpuMemory with every tag still asleep."""
         tags = self._all_of(tags)
         woken = [tag for tag in tags if self._is_paused(tag)]
+        if MemoryTag.KV_CACHE in woken and self._cache is not None:
+            self._cache.reset()
         mapped = self._allocator.resume(tags)
         for tag in woken:
             if tag in self._kept:
@@ -79,6 +93,7 @@ class RankMemory:
                 usage,
                 host_copy_bytes=usage.host_copy_bytes + (self._kept[usage.tag].host_bytes if usage.tag in self._kept else 0),
                 stays=usage.tag in self._staying,
+                following_bytes=self._cache.following_bytes if self._cache and usage.tag is MemoryTag.KV_CACHE else 0,
             )
             for usage in self._allocator.usage()
         ]
@@ -101,7 +116,8 @@ class RankMemory:
     def _find_spans_to_keep(self, tag: MemoryTag) -> list[Span]:
         blocks = self._allocator.blocks(tag)
         if tag is MemoryTag.KV_CACHE:
-            return [(address, num_bytes) for address, num_bytes in blocks if num_bytes <= _MAX_CACHE_TABLE_BYTES]
+            rows = () if self._cache is None else self._cache.addresses
+            return [span for span in blocks if span[1] <= _MAX_CACHE_TABLE_BYTES and span[0] not in rows]
         return without(blocks, [_span(parameter.data) for _, parameter in self._model.named_parameters()])
 
 

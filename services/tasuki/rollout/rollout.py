@@ -23,6 +23,7 @@ from tasuki.rollout.generate import (
     log_prob_temperature,
     sampling_of,
 )
+from tasuki.rollout.kv_growth import KvGrowth
 from tasuki.rollout.memory import EngineMemory
 from tasuki.rollout.seeds import CallNumbers, sample_seed
 from tasuki.rollout.stages import check_idle, check_stage, check_tags, is_serving
@@ -59,6 +60,7 @@ class Drained:
 class Rollout:
     """One engine, its weights' version, its memory, and where the service is in the ring of stages.
 
+    growth_stall_s: where the KV cache grows behind RESUME_KV, when that counts as stalled; None where RESUME_KV maps all of it.
     calls, seed: of the seeds of samples whose request gives none. on_serving: called whenever generation opens or closes. on_poison: called
     when the engine's memory can no longer be trusted.
     """
@@ -73,12 +75,18 @@ class Rollout:
         seed: int,
         on_serving: Callable[[bool], Awaitable[None]],
         on_poison: Callable[[], None],
+        growth_stall_s: float | None = None,
     ) -> None:
         self.boot_id = uuid.uuid4().hex
         self.engine = engine
         self.stage: Stage | None = None
         self.poison_reason: str | None = None
         self.memory = memory
+        self.growth: KvGrowth | None = None
+        if growth_stall_s is not None:
+            self.growth = KvGrowth(
+                memory, stall_s=growth_stall_s, on_failure=lambda error: self._poison(Stage.RESUME_KV, error)
+            )
         self._sync = sync
         self._on_serving, self._on_poison = on_serving, on_poison
         self._calls, self._rollout_seed = calls, seed
@@ -115,6 +123,8 @@ class Rollout:
         check_tags(stage, tags)
         with self._poisoning(stage, unless=OutOfGpuMemory):
             mapped = await self.memory.resume(tags, timeout_s=timeout_s)
+            if is_serving(stage) and self.growth is not None:
+                await self.growth.begin()
         self.stage = stage
         if is_serving(stage):
             self._highest_served = self._held_version
@@ -130,8 +140,11 @@ class Rollout:
         if self.poison_reason is None:
             check_idle(stage, num_running=self.num_running)
         await self._close()
+        await self._stop_growth()
         with self._poisoning(stage):
             released = await self.memory.pause(tags, timeout_s=timeout_s)
+        if stage is Stage.PAUSE_KV and self.growth is not None:
+            self.growth.forget()
         if stage is Stage.PAUSE_WEIGHTS:
             self._held_version = None
         self.stage = stage
@@ -166,14 +179,20 @@ class Rollout:
     async def drain(self, *, grace_s: float, timeout_s: float) -> Drained:
         """DRAIN: closes the door, lets running samples finish for `grace_s`, then cuts the rest.
 
-        Raises DeadlineExceeded, and poisons the engine, when it has not let go of them within `timeout_s`.
+        A KV cache that grows gives back what the last samples do not use. Raises DeadlineExceeded, and poisons the engine, when it has not
+        let go of them within `timeout_s`.
         """
         check_stage(Stage.DRAIN, after=self.stage, poison_reason=self.poison_reason)
         await self._close()
+        await self._stop_growth()
         finished, cut = self.engine.num_finished, self.engine.num_cut
         started = time.monotonic()
         with self._poisoning(Stage.DRAIN):
+            num_running = 0
             while self.num_running:
+                if self.growth is not None and self.num_running != num_running:
+                    num_running = self.num_running
+                    await self.growth.shrink()
                 seconds = time.monotonic() - started
                 if seconds >= timeout_s:
                     raise DeadlineExceeded(f"the engine did not let go of {self.num_running} requests", stage=Stage.DRAIN)
@@ -254,6 +273,16 @@ class Rollout:
             self._is_open = False
             await self._on_serving(False)
 
+    async def _stop_growth(self) -> None:
+        if self.growth is not None:
+            await self.growth.stop()
+
+    def _poison(self, stage: Stage, error: BaseException) -> None:
+        self.poison_reason = f"{stage} failed: {type(error).__name__}: {error}"
+        self._held_version = None
+        _log.error("event=poisoned reason=%s", self.poison_reason)
+        self._on_poison()
+
     @contextmanager
     def _poisoning(self, stage: Stage, *, unless: type[TasukiError] | tuple[()] = ()) -> Iterator[None]:
         """After a failure half-way the engine's memory can no longer be trusted. `unless`: a refusal, which changed nothing.
@@ -265,10 +294,7 @@ class Rollout:
         except unless:
             raise
         except BaseException as error:
-            self.poison_reason = f"{stage} failed: {type(error).__name__}: {error}"
-            self._held_version = None
-            _log.error("event=poisoned reason=%s", self.poison_reason)
-            self._on_poison()
+            self._poison(stage, error)
             if isinstance(error, TasukiError) and error.code in REFUSALS:
                 text = f"{stage} failed half-way, and the engine is restarted: {error.message}"
                 raise InternalError(text, **error.metadata) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from sglang.srt.environ import envs
 from sglang.srt.layers import sampler as sglang_sampler
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.managers import scheduler as sglang_scheduler
-from sglang.srt.model_executor import model_runner
+from sglang.srt.model_executor import model_runner, model_runner_kv_cache_mixin
 from sglang.srt.server_args import PortArgs, ServerArgs, get_global_server_args
 
 from tasuki.config.gpus import gpu_not_shown
@@ -21,10 +21,13 @@ from tasuki.config.places import pool_socket_path
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import set_host_budget
+from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.adapter import AdapterBuffers, UnpinnedLora, serve_adapter
 from tasuki.rollout.cpu_attention import BatchedAttention
 from tasuki.rollout.engine_lock import EngineLock
 from tasuki.rollout.float32_logits import install_float32_logits
+from tasuki.rollout.growing_cache import GrowingCache, growing_cache
+from tasuki.rollout.kv_slots import BoundedPagedSlots, BoundedSlots, BoundedTokenSlots, EverySlot
 from tasuki.rollout.memory_saver import install_saver
 from tasuki.rollout.rank_commands import EngineRank, register_rank
 from tasuki.rollout.rank_memory import rank_allocator
@@ -34,6 +37,9 @@ from tasuki.rollout.seeded_sampling import multinomial_with_seed
 from tasuki.rpc.staying import staying_of_engine_rank
 from tasuki.transport.gloo_peers import check_gloo_peers
 from tasuki.transport.pool_socket import join_pool
+
+# Small enough for a layer's keys to have several: the first slots of every layer need theirs, and no more. Not measured on a GPU.
+_GROWING_CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 128 * 2**20}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,10 @@ class RankSetup:
     allocator: NativeAllocator
     pipe_writer: Connection
 
+    @property
+    def grows_cache(self) -> bool:
+        return self.config is not None and self.config.rollout.kv_growth
+
 
 class ReportingScheduler(sglang_scheduler.Scheduler):
     """SGLang's scheduler as an engine rank of ours, which reports why it could not start, or what it holds."""
@@ -85,6 +95,14 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
     def init_tokenizer(self) -> None:
         super().init_tokenizer()
         self.tokenizer = StopTokens.of(self.model_config.hf_eos_token_id)
+
+    def init_pool_stats_observer(self) -> None:
+        super().init_pool_stats_observer()
+        slots = self.token_to_kv_pool_allocator
+        if isinstance(slots, BoundedSlots):
+            # SGLang ends an engine whose account of the cache does not add up.
+            every = cast(Any, EverySlot(slots))
+            self.pool_stats_observer = replace(self.pool_stats_observer, token_to_kv_pool_allocator=every)
 
     def get_init_info(self) -> dict[str, Any]:
         report = super().get_init_info()
@@ -114,12 +132,19 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
             lock=lock,
             adapter=self._served_adapter(),
             staying=frozenset() if setup.config is None else staying_of_engine_rank(setup.config, setup.rank),
+            cache=self._growing_cache(),
         )
         lock.acquire()
         self.request_receiver = LendingReceiver(self.request_receiver, lock)
         if setup.config is not None:
             engine_rank.join_node(setup.config)
         register_rank(engine_rank)
+
+    def _growing_cache(self) -> GrowingCache | None:
+        if not self._setup.grows_cache:
+            return None
+        with reporting(self._setup.pipe_writer):
+            return growing_cache(self._setup.allocator.arena(MemoryTag.KV_CACHE), self)
 
     def _served_adapter(self) -> AdapterBuffers | None:
         config = self._setup.config
@@ -154,7 +179,11 @@ def run_scheduler(
         join_pool(pool_socket_path(config.state_dir), device="cpu", timeout_s=config.rollout.start_timeout_s)
     elif config is not None and config.memory.host_budget_bytes is not None:
         set_host_budget(config.memory.host_budget_bytes // config.num_engine_ranks)
-    allocator = rank_allocator("cpu" if server_args.device == "cpu" else f"{server_args.device}:{gpu_id}")
+    grows_cache = config is not None and config.rollout.kv_growth
+    allocator = rank_allocator(
+        "cpu" if server_args.device == "cpu" else f"{server_args.device}:{gpu_id}",
+        chunk_bytes={MemoryTag.KV_CACHE: _GROWING_CHUNK_BYTES[server_args.device]} if grows_cache else {},
+    )
     install_saver(allocator)
     _meet_in_private(port_args)
     number = tp_rank if rank is None else rank
@@ -186,6 +215,9 @@ def _select_gpu(gpu_id: int, pipe_writer: Connection) -> bool:
 def _install_scheduler(setup: RankSetup, *, device: str | None) -> None:
     """Has SGLang make our scheduler in place of SGLang's, and ours in place of unsupported parts."""
     sglang_scheduler.Scheduler = cast(Any, functools.partial(ReportingScheduler, setup=setup))
+    if setup.grows_cache:
+        model_runner_kv_cache_mixin.TokenToKVPoolAllocator = BoundedTokenSlots
+        model_runner_kv_cache_mixin.PagedTokenToKVPoolAllocator = BoundedPagedSlots
     if setup.config is not None and setup.config.rollout.float32_logits:
         install_float32_logits()
     if device == "cpu":

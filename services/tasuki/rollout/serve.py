@@ -60,10 +60,15 @@ async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, de
         rollout = Rollout(
             engine,
             sync,
-            EngineMemory(calls, staying=frozenset(TAGS[tag] for tag in staying_tags(config, Service.ROLLOUT))),
+            EngineMemory(
+                calls,
+                staying=frozenset(TAGS[tag] for tag in staying_tags(config, Service.ROLLOUT)),
+                growth_timeout_s=config.coordinator.stage_timeout_s,
+            ),
             calls=numbers,
             seed=config.rollout.seed,
             on_poison=shutdown.on_poison,
+            growth_stall_s=config.restart.progress_s if config.rollout.kv_growth else None,
             on_serving=lambda is_serving: server.set_serving(f"{_SERVICE}/Generate", is_serving),
         )
         gate = CommandGate(Failpoints.of(config, "rollout"), boot_id=rollout.boot_id)

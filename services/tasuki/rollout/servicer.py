@@ -9,6 +9,7 @@ import grpc.aio
 
 from tasuki.rollout.decode import remaining_s
 from tasuki.rollout.generate import GenerationRequest, Sample
+from tasuki.rollout.kv_growth import KvGrowth
 from tasuki.rollout.metrics import GenerationMetrics
 from tasuki.rollout.rollout import Rollout
 from tasuki.rpc.commands import CommandGate
@@ -102,7 +103,23 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             model_path=engine.model.path,
             is_in_stage=self._gate.is_in_stage,
             stop_token_ids=engine.model.stop_token_ids,
+            kv_cache=_encode_growth(rollout.growth),
         )
+
+
+def _encode_growth(growth: KvGrowth | None) -> rollout_pb2.KvCacheState | None:
+    if growth is None or growth.extent is None:
+        return None
+    lacking = {} if growth.shortage is None else growth.shortage.metadata
+    return rollout_pb2.KvCacheState(
+        num_tokens=growth.extent.num_tokens,
+        mapped_tokens=growth.extent.mapped_tokens,
+        served_tokens=growth.extent.served_tokens,
+        is_growing=growth.is_growing,
+        is_stalled=growth.is_stalled,
+        needed_bytes=int(lacking.get("needed_bytes", 0)),
+        free_bytes=int(lacking.get("free_bytes", 0)),
+    )
 
 
 def _bundles(samples: Sequence[Sample]) -> Iterator[list[Sample]]:

@@ -70,6 +70,12 @@ GPU_SECONDS = MetricName(
 RUNNING_REQUESTS = MetricName("tasuki_rollout_running_requests", "gauge", (), "Samples that are being generated.")
 QUEUED_REQUESTS = MetricName("tasuki_rollout_queued_requests", "gauge", (), "Samples that wait for room in the engine.")
 KV_TOKENS = MetricName("tasuki_rollout_kv_tokens", "gauge", (), "Tokens of the KV cache that running samples hold.")
+KV_SERVED = MetricName(
+    "tasuki_rollout_kv_served_tokens",
+    "gauge",
+    (),
+    "Tokens of the KV cache that samples may take: fewer than it has room for while it grows.",
+)
 KV_CAPACITY = MetricName("tasuki_rollout_kv_capacity_tokens", "gauge", (), "Tokens that the KV cache has room for.")
 ROLLOUT_TOKENS = MetricName("tasuki_rollout_tokens_total", "counter", (), "Tokens of completed samples.")
 ROLLOUT_SAMPLES = MetricName(
@@ -103,6 +109,6 @@ RUN_METRIC = MetricName("tasuki_run_metric", "gauge", ("name",), "Each metric of
 
 ALL = (
     SERVICE_UP, PHASE, STAGE_SECONDS, CHANGEOVERS, POLICY_VERSION, MEMORY_MAPPED, MEMORY_PLANNED, DEVICE_FREE, DEVICE_TOTAL, GPUS,
-    GPU_SECONDS, RUNNING_REQUESTS, QUEUED_REQUESTS, KV_TOKENS, KV_CAPACITY, ROLLOUT_TOKENS, ROLLOUT_SAMPLES, TRAINER_TOKENS,
+    GPU_SECONDS, RUNNING_REQUESTS, QUEUED_REQUESTS, KV_TOKENS, KV_SERVED, KV_CAPACITY, ROLLOUT_TOKENS, ROLLOUT_SAMPLES, TRAINER_TOKENS,
     TRAINER_SAMPLES, TRAINER_STEPS, LOG_PROB_GAP, STALENESS, RUN_STEP, RUN_REWARD, RUN_EVAL_SCORE, RUN_STEP_SECONDS, RUN_METRIC,
 )  # fmt: skip

@@ -1,0 +1,101 @@
+"""SGLang's allocators of KV cache slots, of which only low slots are given out: those whose pages are mapped.
+
+A page is SGLang's, `page_size` slots; page 0 takes the writes of padding and is never given out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
+
+if TYPE_CHECKING:
+    _Allocator = BaseTokenToKVPoolAllocator
+else:
+    _Allocator = object
+
+
+class BoundedSlots(_Allocator):
+    """Withholds the slots above a bound. Those in use there stay so until they are freed.
+
+    A withheld slot is not available, so that requests which need it wait in SGLang's queue. Every rank of a replica must get the same bound
+    between the same two batches.
+    """
+
+    free_pages: torch.Tensor
+    release_pages: torch.Tensor
+    _withheld: torch.Tensor
+    _num_pages_served: int | None = None
+    """Counted with page 0; None: all."""
+
+    def clear(self) -> None:
+        super().clear()  # pyright: ignore[reportAbstractUsage]  SGLang's allocator comes next
+        self._withheld = self.free_pages[:0]
+        self._withhold()
+
+    def free(self, free_index: torch.Tensor) -> None:
+        super().free(free_index)  # pyright: ignore[reportAbstractUsage]
+        if self.is_not_in_free_group and self._num_in_use_above():
+            self._withhold()
+
+    def serve(self, num_slots: int) -> None:
+        """From now on the first `num_slots` slots, page 0 with them, are given out, the lowest free ones first."""
+        self._num_pages_served = num_slots // self.page_size
+        is_served = self._withheld < self._num_pages_served
+        free = torch.cat((self.free_pages, self.release_pages, self._withheld[is_served]))
+        self.free_pages, self.release_pages = torch.sort(free).values, self.release_pages[:0]
+        self._withheld = self._withheld[~is_served]
+        self._withhold()
+
+    @property
+    def num_withheld(self) -> int:
+        """Slots."""
+        return len(self._withheld) * self.page_size
+
+    def num_slots_in_use(self) -> int:
+        """Up to the highest one that is in use, page 0 with them."""
+        is_used = torch.ones(self._num_pages + 1, dtype=torch.bool, device=self.free_pages.device)
+        for pages in (self.free_pages, self.release_pages, self._withheld):
+            is_used[pages] = False
+        return (int(is_used.nonzero().max()) + 1) * self.page_size
+
+    @property
+    def _num_pages(self) -> int:
+        return self.size // self.page_size
+
+    def _num_in_use_above(self) -> int:
+        if self._num_pages_served is None:
+            return 0
+        return max(0, self._num_pages + 1 - self._num_pages_served) - len(self._withheld)
+
+    def _withhold(self) -> None:
+        if self._num_pages_served is None:
+            return
+        for name in ("free_pages", "release_pages"):
+            pages = getattr(self, name)
+            is_above = pages >= self._num_pages_served
+            self._withheld = torch.cat((self._withheld, pages[is_above]))
+            setattr(self, name, pages[~is_above])
+
+
+class BoundedTokenSlots(BoundedSlots, TokenToKVPoolAllocator):
+    """Slots one by one."""
+
+
+class BoundedPagedSlots(BoundedSlots, PagedTokenToKVPoolAllocator):
+    """Slots by pages, for attention kernels that want them so."""
+
+
+class EverySlot:
+    """The allocator as SGLang's account of the cache sees it: what is withheld is in use by nobody."""
+
+    def __init__(self, slots: BoundedSlots) -> None:
+        self._slots = slots
+
+    def available_size(self) -> int:
+        return int(self._slots.available_size()) + self._slots.num_withheld
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._slots, name)

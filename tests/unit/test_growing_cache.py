@@ -1,0 +1,206 @@
+"""A KV cache of which a part is mapped: whatever requests take and free while it grows and shrinks, what they hold is there."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from tasuki.memory.allocator import NativeAllocator
+from tasuki.memory.arena import set_host_budget, totals
+from tasuki.memory.tags import MemoryTag
+from tasuki.rollout.growing_cache import GrowingCache, growing_cache
+from tasuki.rollout.kv_slots import BoundedPagedSlots, BoundedSlots, BoundedTokenSlots, EverySlot
+from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory
+
+KV = MemoryTag.KV_CACHE
+CHUNK = 16 << 10
+NUM_TOKENS, ROW, LEAST = 256, 512, 40
+
+
+def bounded(page_size: int) -> BoundedSlots:
+    if page_size == 1:
+        return BoundedTokenSlots(NUM_TOKENS, torch.uint8, "cpu", SimpleNamespace(), need_sort=False)
+    return BoundedPagedSlots(NUM_TOKENS, page_size, torch.uint8, "cpu", SimpleNamespace(), need_sort=False)
+
+
+class Cache:
+    """Keys and values of two layers, slots, and what requests have written to theirs."""
+
+    def __init__(self, page_size: int) -> None:
+        self.allocator = NativeAllocator(tags=[KV], device="cpu", chunk_bytes={KV: CHUNK})
+        with self.allocator.region(KV):
+            self.buffers = [torch.zeros(NUM_TOKENS + page_size, ROW, dtype=torch.uint8) for _ in range(4)]
+        self.slots = bounded(page_size)
+        self.held: list[torch.Tensor] = []
+        self.growing = GrowingCache(
+            self.allocator.arena(KV), self.slots, self.buffers, least_tokens=LEAST, forget_prefixes=lambda: None
+        )
+
+    def take(self, num_slots: int) -> bool:
+        slots = self.slots.alloc(num_slots)
+        if slots is None:
+            return False
+        for number, buffer in enumerate(self.buffers):
+            buffer[slots] = (slots[:, None] + number).to(torch.uint8)
+        self.held.append(slots)
+        return True
+
+    def mapped_bytes(self) -> int:
+        return self.allocator.arena(KV).usage().mapped_bytes
+
+    def close(self) -> None:
+        self.buffers.clear()
+        del self.growing
+        gc.collect()
+        self.allocator.close()
+
+
+class Requests(RuleBasedStateMachine):
+    page_size = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = Cache(self.page_size)
+
+    @rule(num_pages=st.integers(1, 60))
+    def take(self, num_pages: int) -> None:
+        num_slots = num_pages * self.page_size
+        has_room = num_slots <= self.cache.slots.available_size()
+        assert self.cache.take(num_slots) is has_room
+
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        if self.cache.held:
+            number = data.draw(st.integers(0, len(self.cache.held) - 1))
+            self.cache.slots.free(self.cache.held.pop(number))
+
+    @rule()
+    def free_together(self) -> None:
+        self.cache.slots.free_group_begin()
+        while self.cache.held:
+            self.cache.slots.free(self.cache.held.pop())
+        self.cache.slots.free_group_end()
+
+    @rule(mapped=st.integers(0, 2 * NUM_TOKENS), served=st.integers(0, 2 * NUM_TOKENS))
+    def grow(self, mapped: int, served: int) -> None:
+        before = self.cache.growing.extent()
+        self.cache.growing.grow(mapped_tokens=mapped, served_tokens=served)
+        after = self.cache.growing.extent()
+        assert after.mapped_tokens == max(before.mapped_tokens, min(mapped, NUM_TOKENS))
+        assert after.served_tokens == max(before.served_tokens, min(served, before.mapped_tokens))
+
+    @rule()
+    def shrink(self) -> None:
+        before = self.cache.mapped_bytes()
+        given_back = self.cache.growing.shrink()
+        assert self.cache.mapped_bytes() == before - given_back
+        assert self.cache.growing.extent().served_tokens == LEAST
+
+    @rule()
+    def sleep_and_wake(self) -> None:
+        self.cache.held.clear()
+        self.cache.slots.clear()
+        self.cache.allocator.pause([KV])
+        self.cache.growing.reset()
+        self.cache.allocator.resume([KV])
+        whole = self.cache.allocator.arena(KV).usage().total_bytes
+        assert self.cache.mapped_bytes() == whole - self.cache.growing.following_bytes
+
+    @invariant()
+    def what_requests_hold_is_there(self) -> None:
+        for slots in self.cache.held:
+            for number, buffer in enumerate(self.cache.buffers):
+                assert torch.equal(buffer[slots], (slots[:, None] + number).to(torch.uint8).expand(-1, ROW))
+
+    @invariant()
+    def every_slot_is_counted_once(self) -> None:
+        num_held = sum(len(slots) for slots in self.cache.held)
+        assert EverySlot(self.cache.slots).available_size() + num_held == NUM_TOKENS
+        taken = torch.cat([*self.cache.held, torch.zeros(1, dtype=torch.int64)])
+        assert len(torch.unique(taken)) == num_held + 1
+        assert self.cache.slots.num_slots_in_use() == (int(taken.max()) // self.page_size + 1) * self.page_size
+
+    @invariant()
+    def nothing_is_given_out_beyond_what_is_served(self) -> None:
+        extent = self.cache.growing.extent()
+        assert LEAST <= extent.served_tokens <= extent.mapped_tokens <= NUM_TOKENS
+        free = self.cache.slots.free_pages
+        assert free.numel() == 0 or int(free.max()) * self.page_size < extent.served_tokens + self.page_size
+
+    def teardown(self) -> None:
+        self.cache.held.clear()
+        self.cache.close()
+
+
+class PagedRequests(Requests):
+    page_size = 8
+
+
+TestRequests = Requests.TestCase
+TestRequests.settings = settings(max_examples=12, stateful_step_count=25, deadline=None)
+TestPagedRequests = PagedRequests.TestCase
+TestPagedRequests.settings = settings(max_examples=12, stateful_step_count=25, deadline=None)
+
+
+def test_growth_maps_a_prefix_of_every_buffer_and_low_slots_come_first() -> None:
+    cache = Cache(1)
+    least = cache.mapped_bytes()
+    # 41 rows of 512 bytes in each of four buffers.
+    assert least == 4 * 2 * CHUNK
+    assert cache.growing.following_bytes == cache.allocator.arena(KV).usage().total_bytes - least
+    assert not cache.take(LEAST + 1)
+    assert cache.growing.grow(mapped_tokens=NUM_TOKENS, served_tokens=0) == cache.growing.following_bytes
+    assert not cache.take(LEAST + 1)
+    cache.growing.grow(mapped_tokens=0, served_tokens=100)
+    assert cache.take(60)
+    assert cache.held[0].tolist() == list(range(1, 61))
+    cache.held.clear()
+    cache.close()
+
+
+def test_growth_without_room_leaves_what_is_mapped_and_serves_it() -> None:
+    cache = Cache(1)
+    cache.growing.grow(mapped_tokens=100, served_tokens=0)
+    held = totals()
+    set_host_budget(held.mapped_bytes + held.kept_bytes + CHUNK)
+    try:
+        with pytest.raises(OutOfGpuMemory) as raised:
+            cache.growing.grow(mapped_tokens=NUM_TOKENS, served_tokens=100)
+    finally:
+        set_host_budget(0)
+    assert raised.value.metadata["free_bytes"] == str(CHUNK)
+    assert (cache.growing.extent().mapped_tokens, cache.growing.extent().served_tokens) == (100, 100)
+    assert cache.take(100)
+    cache.held.clear()
+    cache.close()
+
+
+def test_shrinking_gives_back_what_lies_above_the_highest_slot_in_use() -> None:
+    cache = Cache(1)
+    cache.growing.grow(mapped_tokens=NUM_TOKENS, served_tokens=0)
+    cache.growing.grow(mapped_tokens=0, served_tokens=NUM_TOKENS)
+    assert cache.take(100) and cache.take(100)
+    assert cache.growing.shrink() > 0
+    assert cache.growing.extent().mapped_tokens == 200
+    assert cache.slots.available_size() == 0
+    cache.slots.free(cache.held.pop())
+    assert cache.slots.available_size() == 0
+    cache.slots.free(cache.held.pop())
+    assert cache.slots.available_size() == LEAST
+    cache.growing.shrink()
+    assert cache.growing.extent().mapped_tokens == LEAST
+    cache.close()
+
+
+def test_a_cache_that_is_not_made_of_rows_is_refused_by_its_name() -> None:
+    class HybridPool: ...
+
+    slots = SimpleNamespace(size=8, page_size=1, get_kvcache=lambda: HybridPool())
+    with pytest.raises(InvalidArgument, match="rollout.kv_growth.*HybridPool"):
+        growing_cache(Cache(1).allocator.arena(KV), SimpleNamespace(token_to_kv_pool_allocator=slots))
