@@ -170,11 +170,10 @@ def test_growth_without_room_leaves_what_is_mapped_and_serves_it() -> None:
     held = totals()
     set_host_budget(held.mapped_bytes + held.kept_bytes + CHUNK)
     try:
-        with pytest.raises(OutOfGpuMemory) as raised:
+        with pytest.raises(OutOfGpuMemory, match="kv_cache"):
             cache.growing.grow(mapped_tokens=NUM_TOKENS, served_tokens=100)
     finally:
         set_host_budget(0)
-    assert raised.value.metadata["free_bytes"] == str(CHUNK)
     assert (cache.growing.extent().mapped_tokens, cache.growing.extent().served_tokens) == (100, 100)
     assert cache.take(100)
     cache.held.clear()
