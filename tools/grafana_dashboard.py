@@ -73,7 +73,11 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     (
         "KV cache (tokens)",
         "short",
-        (("tasuki_rollout_kv_tokens{NODE}", "used"), ("tasuki_rollout_kv_capacity_tokens{NODE}", "capacity")),
+        (
+            ("tasuki_rollout_kv_tokens{NODE}", "used"),
+            ("tasuki_rollout_kv_served_tokens{NODE}", "served"),
+            ("tasuki_rollout_kv_capacity_tokens{NODE}", "capacity"),
+        ),
     ),
     (
         "Samples a second",

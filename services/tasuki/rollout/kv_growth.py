@@ -61,7 +61,7 @@ class KvGrowth:
         self._task: asyncio.Task[None] | None = None
         self._is_stopping = False
         self.extent: KvExtent | None = None
-        """None while the cache sleeps."""
+        """None while the cache sleeps, and until the ranks have said it."""
         self.shortage: OutOfGpuMemory | None = None
         """What the last step lacked; None while it had room."""
         self.is_stalled = False
@@ -71,10 +71,10 @@ class KvGrowth:
         return self._task is not None and not self._task.done()
 
     async def begin(self) -> None:
-        """Starts to grow in the background, from what is mapped. Raises what the ranks say to that."""
+        """Starts to grow in the background, from what is mapped."""
         await self.stop()
-        self._is_stopping, self.is_stalled, self.shortage = False, False, None
-        self.extent = KvExtent.of(await self._calls.grow_cache(served_tokens=0, mapped_tokens=0))
+        self.forget()
+        self._is_stopping = False
         self._task = asyncio.create_task(self._grow())
 
     async def stop(self) -> None:
@@ -97,8 +97,10 @@ class KvGrowth:
     async def _grow(self) -> None:
         started = progressed = time.monotonic()
         try:
-            while not self._is_stopping and self.extent is not None and not self.extent.is_whole:
-                if await self._step(self.extent):
+            extent = self.extent = KvExtent.of(await self._calls.grow_cache(served_tokens=0, mapped_tokens=0))
+            while not self._is_stopping and not extent.is_whole:
+                if grown := await self._step(extent):
+                    extent = self.extent = grown
                     progressed, self.is_stalled = time.monotonic(), False
                     continue
                 if not self.is_stalled and time.monotonic() - progressed >= self._stall_s:
@@ -110,8 +112,8 @@ class KvGrowth:
             return
         _log.info("event=kv_grown seconds=%.3f %s", time.monotonic() - started, self._numbers())
 
-    async def _step(self, extent: KvExtent) -> bool:
-        """Serves what all ranks have mapped and maps a part more. False when a rank had no room; others may have mapped theirs."""
+    async def _step(self, extent: KvExtent) -> KvExtent | None:
+        """Serves what all ranks have mapped and maps a part more. None when a rank had no room; others may have mapped theirs."""
         part = -(-extent.num_tokens // NUM_STEPS)
         try:
             answers = await self._calls.grow_cache(
@@ -119,9 +121,9 @@ class KvGrowth:
             )
         except OutOfGpuMemory as error:
             self.shortage = error
-            return False
-        self.extent, self.shortage = KvExtent.of(answers), None
-        return True
+            return None
+        self.shortage = None
+        return KvExtent.of(answers)
 
     def _numbers(self) -> str:
         extent, shortage = self.extent, self.shortage

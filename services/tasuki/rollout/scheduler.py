@@ -182,7 +182,7 @@ def run_scheduler(
     grows_cache = config is not None and config.rollout.kv_growth
     allocator = rank_allocator(
         "cpu" if server_args.device == "cpu" else f"{server_args.device}:{gpu_id}",
-        chunk_bytes={MemoryTag.KV_CACHE: _GROWING_CHUNK_BYTES[server_args.device]} if grows_cache else {},
+        chunk_bytes={MemoryTag.KV_CACHE: _GROWING_CHUNK_BYTES[str(server_args.device)]} if grows_cache else {},
     )
     install_saver(allocator)
     _meet_in_private(port_args)
