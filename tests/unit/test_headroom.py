@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from tasuki.config.schema import ModelConfig, NodeConfig
-from tasuki.coordinator.headroom import Shortage, refusal
+from tasuki.coordinator.headroom import Shortage, refusal, taken_by
 from tasuki.memory.stages import Stage
-from tasuki.memory.tags import MemoryTag
+from tasuki.memory.tags import MemoryTag, ServiceUsage, TagUsage
 from tests.unit.sized_services import GB
 
 
@@ -20,3 +20,15 @@ def test_message_about_many_devices_stays_short() -> None:
     assert error.metadata["device"] == "cuda:15"
     assert "12 more devices" in error.message
     assert len(error.message) < 1000
+
+
+def test_what_follows_a_resume_is_not_needed_before_it() -> None:
+    def cache(mapped_bytes: int) -> ServiceUsage:
+        tag = TagUsage(
+            MemoryTag.KV_CACHE, "cuda:0", mapped_bytes, 10 * GB, is_paused=not mapped_bytes, kept_bytes=0, host_copy_bytes=0
+        )
+        return ServiceUsage((replace(tag, following_bytes=9 * GB),), ())
+
+    assert taken_by(Stage.RESUME_KV, cache(0)) == {"cuda:0": GB}
+    # A drain that is taken back: what has grown is there.
+    assert taken_by(Stage.RESUME_KV, cache(4 * GB)) == {}
