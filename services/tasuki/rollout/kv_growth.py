@@ -83,6 +83,12 @@ class KvGrowth:
         if self._task is not None:
             await asyncio.wait([self._task])
 
+    async def close(self) -> None:
+        """Ends growth at once, also in the middle of a step; for an engine that ends."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
     async def shrink(self) -> int:
         """Gives back what no request uses; growth must have stopped. Returns the bytes given back over all ranks."""
         assert not self.is_growing

@@ -264,6 +264,11 @@ class Rollout:
                 raise Draining("rollout is draining; acquire phase ROLLOUT again")
             raise Asleep(f"rollout serves no version now (last stage {self.stage or START}); acquire phase ROLLOUT")
 
+    async def close(self) -> None:
+        """Ends what goes on in the background."""
+        if self.growth is not None:
+            await self.growth.close()
+
     async def _open(self) -> None:
         self._is_open = True
         await self._on_serving(True)

@@ -88,6 +88,7 @@ async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, de
         await server.serve(shutdown.stop)
         # What still runs waits for an engine that is gone.
         await server.stop(grace_s=0.0 if shutdown.is_death else _GRACE_S)
+        await rollout.close()
     finally:
         ranks.unwatch()
         heartbeat.close()
