@@ -106,7 +106,7 @@ class ResumeResponse(_message.Message):
 
     MAPPED_BYTES_FIELD_NUMBER: _builtins.int
     mapped_bytes: _builtins.int
-    """Bytes taken from the system over all ranks."""
+    """Bytes taken from the system over all ranks; without TagUsage.following_bytes, which come later."""
     def __init__(
         self,
         *,
