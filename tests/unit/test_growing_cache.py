@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +19,7 @@ from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.growing_cache import GrowingCache, growing_cache
 from tasuki.rollout.kv_slots import BoundedPagedSlots, BoundedSlots, BoundedTokenSlots, EverySlot
 from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory
+from tests.extent import IS_WHOLE
 
 KV = MemoryTag.KV_CACHE
 CHUNK = 16 << 10
@@ -142,10 +145,11 @@ class PagedRequests(Requests):
     page_size = 8
 
 
+_EXTENT = settings(max_examples=60 if IS_WHOLE else 8, stateful_step_count=25, deadline=None)
 TestRequests = Requests.TestCase
-TestRequests.settings = settings(max_examples=12, stateful_step_count=25, deadline=None)
+TestRequests.settings = _EXTENT
 TestPagedRequests = PagedRequests.TestCase
-TestPagedRequests.settings = settings(max_examples=12, stateful_step_count=25, deadline=None)
+TestPagedRequests.settings = _EXTENT
 
 
 def test_growth_maps_a_prefix_of_every_buffer_and_low_slots_come_first() -> None:
@@ -194,6 +198,29 @@ def test_shrinking_gives_back_what_lies_above_the_highest_slot_in_use() -> None:
     assert cache.slots.available_size() == LEAST
     cache.growing.shrink()
     assert cache.growing.extent().mapped_tokens == LEAST
+    cache.close()
+
+
+def test_changeovers_leave_no_descriptor_and_no_address() -> None:
+    cache = Cache(8)
+
+    def change_over() -> None:
+        cache.growing.grow(mapped_tokens=NUM_TOKENS, served_tokens=0)
+        cache.growing.shrink()
+        cache.allocator.pause([KV])
+        cache.growing.reset()
+        cache.allocator.resume([KV])
+
+    def held() -> tuple[int, int, int]:
+        return len(os.listdir("/proc/self/fd")), len(Path("/proc/self/maps").read_text().splitlines()), cache.mapped_bytes()
+
+    change_over()
+    before = held()
+    for _ in range(10_000 if IS_WHOLE else 1_000):
+        change_over()
+    after = held()
+    # Python's own heap may have come or gone by a few ranges.
+    assert (after[0], after[2]) == (before[0], before[2]) and after[1] <= before[1] + 8
     cache.close()
 
 
