@@ -134,3 +134,16 @@ async def test_it_stops_between_two_steps_and_goes_on_from_there() -> None:
     assert ranks.served == [NUM_TOKENS] * 2
     growth.forget()
     assert growth.extent is None
+
+
+async def test_an_engine_that_ends_does_not_wait_for_a_step_without_an_answer() -> None:
+    class SilentRanks(Ranks):
+        async def grow_cache(self, *, served_tokens: int, mapped_tokens: int) -> list[CacheResult]:
+            await asyncio.Event().wait()
+            return []
+
+    growth = growth_of(SilentRanks())
+    await growth.begin()
+    assert growth.is_growing
+    await asyncio.wait_for(growth.close(), timeout=5)
+    assert not growth.is_growing
