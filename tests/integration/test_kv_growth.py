@@ -1,4 +1,4 @@
-"""A real engine of two ranks whose KV cache grows behind RESUME_KV, beside a process that holds the memory it grows into."""
+"""A real engine whose KV cache grows behind RESUME_KV, beside a process that holds the memory it grows into."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.models import make_model
 pytestmark = pytest.mark.timeout(600)
 KV, WEIGHTS = types_pb2.MEMORY_TAG_KV_CACHE, types_pb2.MEMORY_TAG_WEIGHTS
 MIB = 1 << 20
-# 2 layers, keys and values, 2 heads of 16, bfloat16: 256 MiB, half of it on each rank.
+# 2 layers, keys and values, 2 heads of 16, bfloat16: 256 MiB.
 NUM_TOKENS = (256 * MIB) // (2 * 2 * 2 * 16 * 2)
 POOL_BYTES = 320 * MIB
 STALL_S = 4.0
@@ -56,7 +56,6 @@ class Node:
             model,
             f"rollout.kv_tokens={NUM_TOKENS}",
             "rollout.kv_growth=true",
-            "rollout.tp_size=2",
             "memory.pool=true",
             f"memory.host_budget_bytes={POOL_BYTES}",
             "restart.stall_s=2",
@@ -135,19 +134,9 @@ def is_short(state: KvCacheState) -> bool:
 
 
 async def kv_bytes(rollout: RolloutClient) -> tuple[int, int, int]:
-    """Mapped, total, and what follows a resume, on both ranks."""
-    tags = [one for one in (await usage_of(rollout)).tags if one.tag == KV]
-    assert len(tags) == 2
-    return (
-        sum(tag.mapped_bytes for tag in tags),
-        sum(tag.total_bytes for tag in tags),
-        sum(tag.following_bytes for tag in tags),
-    )
-
-
-async def least_bytes(rollout: RolloutClient) -> int:
-    """What rollout takes before it serves."""
-    return sum(tag.total_bytes - tag.following_bytes for tag in (await usage_of(rollout)).tags)
+    """Mapped, total, and what follows a resume."""
+    (tag,) = [one for one in (await usage_of(rollout)).tags if one.tag == KV]
+    return tag.mapped_bytes, tag.total_bytes, tag.following_bytes
 
 
 async def test_it_serves_with_the_least_cache_and_the_rest_follows(node: Node, rollout: RolloutClient) -> None:
@@ -168,8 +157,9 @@ async def test_requests_wait_while_others_hold_the_memory_and_none_fails(node: N
     alone = await rollout.generate([[5, 6, 7]], num_samples=2, max_new_tokens=200, temperature=0.0, ignore_eos=True)
     await rollout.sleep()
 
-    # Room for the first part of one rank, which is 8 MiB, and not for that of the other.
-    node.leave(await least_bytes(rollout) + 12 * MIB)
+    _, total, following = await kv_bytes(rollout)
+    weights = (await usage_of(rollout)).tags[0].total_bytes
+    node.leave(weights + total - following + 3 * 4 * MIB)
     await rollout.wake(node.trainer.publish(7))
     short = await growth_until(rollout, is_short)
     assert short.is_growing and short.served_tokens < NUM_TOKENS / 4
@@ -189,7 +179,8 @@ async def test_requests_wait_while_others_hold_the_memory_and_none_fails(node: N
 
 
 async def test_growth_that_never_gets_room_is_told_and_rollout_serves_on(node: Node, rollout: RolloutClient) -> None:
-    node.leave(await least_bytes(rollout))
+    _, total, following = await kv_bytes(rollout)
+    node.leave((await usage_of(rollout)).tags[0].total_bytes + total - following)
     await rollout.wake(node.trainer.publish(7))
     stalled = await growth_until(rollout, lambda state: state.is_stalled)
     assert stalled.is_growing and stalled.needed_bytes > 0 == stalled.free_bytes
