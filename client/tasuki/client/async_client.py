@@ -37,6 +37,7 @@ from tasuki.client.types import (
 from tasuki.v1 import coordinator_pb2, rollout_pb2, trainer_pb2, types_pb2
 from tasuki.wire.credentials import Credentials
 from tasuki.wire.errors import Asleep, Draining, InternalError, InvalidArgument, PeerUnavailable, WrongPhase, from_rpc_error
+from tasuki.wire.tracing import check_tracing_installed, open_tracer
 
 _Answer = TypeVar("_Answer")
 _PAGE_SIZE = 200
@@ -58,6 +59,7 @@ class AsyncClient:
         credentials: Credentials | None = None,
         timeout_s: float = 600.0,
         recovery_timeout_s: float = 600.0,
+        otlp_endpoint: str | None = None,
     ) -> None:
         """target: of the coordinator, e.g. "unix:/run/tasuki/coordinator.sock" or "node-a:50050"; or the node's state folder.
 
@@ -65,7 +67,11 @@ class AsyncClient:
 
         timeout_s: deadline of each verb that generates, trains, saves or changes the phase. recovery_timeout_s: how long a verb waits
         for a service that was there and is being restarted.
+
+        otlp_endpoint: receiver of OpenTelemetry spans over HTTP, such as "http://127.0.0.1:4318"; needs the extra `otel`.
         """
+        check_tracing_installed(otlp_endpoint, key="otlp_endpoint")
+        self._otlp_endpoint = otlp_endpoint
         self._recovery_timeout_s = recovery_timeout_s
         self._target = resolve_target(target, state_dir)
         self._timeout_s, self._credentials = timeout_s, credentials
@@ -347,7 +353,12 @@ class AsyncClient:
     @property
     def _connection(self) -> Connection:
         if self._opened is None:
-            self._opened = Connection(self._target, recovery_timeout_s=self._recovery_timeout_s, credentials=self._credentials)
+            self._opened = Connection(
+                self._target,
+                recovery_timeout_s=self._recovery_timeout_s,
+                credentials=self._credentials,
+                tracer=open_tracer(self._otlp_endpoint, service="client", key="otlp_endpoint"),
+            )
         return self._opened
 
     async def _hold(self, phase: Phase) -> None:
