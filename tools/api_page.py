@@ -118,7 +118,9 @@ def _member_docstrings(cls: type) -> dict[str, str]:
     found = {}
     for field, text in pairwise(tree.body):
         if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):
-            targets = [field.target] if isinstance(field, ast.AnnAssign) else field.targets if isinstance(field, ast.Assign) else []
+            targets = (
+                [field.target] if isinstance(field, ast.AnnAssign) else field.targets if isinstance(field, ast.Assign) else []
+            )
             found |= {target.id: text.value.value for target in targets if isinstance(target, ast.Name)}
     return found
 

@@ -20,7 +20,9 @@ def test_every_public_name_and_verb_has_a_docstring() -> None:
 
 
 def test_errors_of_the_page_are_errors_of_ours() -> None:
-    named = {name for text in re.findall(r"Raises ([^.]*)\.", PAGE) for name in re.findall(r"\b[A-Z][a-z]+(?:[A-Z][a-z]+)+\b", text)}
+    named = {
+        name for text in re.findall(r"Raises ([^.]*)\.", PAGE) for name in re.findall(r"\b[A-Z][a-z]+(?:[A-Z][a-z]+)+\b", text)
+    }
     named -= set(dict(api_page.public_names()))
     assert {"OutOfGpuMemory", "NoGradients", "PathExists"} <= named
     assert named <= set(vars(errors)) | {"SettingError"}

@@ -36,7 +36,7 @@ from tasuki.v1.weights_pb2 import PublishedWeights
 from tasuki.wire.errors import DeadlineExceeded, StageOrder, TasukiError
 from tasuki.wire.tracing import open_tracer
 
-# After which stages of its own a service accepts a stage, as a step forwards or as an undo.
+# The stages after which a service accepts each of its stages, as a step forwards or as an undo.
 _AFTER = {
     STAGE_LOAD_WEIGHTS: {STAGE_UNSPECIFIED, STAGE_LOAD_TRAINER},
     STAGE_OFFLOAD: {STAGE_LOAD_WEIGHTS},

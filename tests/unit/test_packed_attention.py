@@ -48,7 +48,7 @@ def pack(lengths: tuple[int, ...], *, seed: int = 0) -> TokenBatch:
 
 
 def policy_of(causal_lm: PreTrainedModel, *, checkpointing: Checkpointing = Checkpointing.NONE) -> Policy:
-    """Of its own copy."""
+    """Of a copy."""
     causal_lm = deepcopy(causal_lm)
     causal_lm.set_attn_implementation(IMPLEMENTATION)
     set_checkpointing(causal_lm, checkpointing, boundaries=None)

@@ -34,7 +34,7 @@ _KINDS = {
 
 
 class OtelTracer:
-    """Has a provider of its own, so that it changes nothing for a program that has OpenTelemetry set up."""
+    """Has a private provider: it changes nothing for a program that has OpenTelemetry set up."""
 
     def __init__(self, endpoint: str, *, service: str) -> None:
         exporter = trace_exporter.OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=_EXPORT_TIMEOUT_S)

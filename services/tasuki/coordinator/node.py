@@ -103,7 +103,7 @@ class Node:
 
     def run_stage(self, stage: Stage, request_id: str) -> Operation:
         """The operation that carries one stage out. Raises ChangeoverRunning when another one is under way."""
-        return self._operations.start(f"stage {stage}", request_id, lambda: self._run_by_hand(stage, request_id))
+        return self._operations.start(f"stage {stage}", request_id, lambda: self._run_single(stage, request_id))
 
     async def recover(self) -> None:
         """Asks the services, once they answer, where the node is; from the middle of the ring it is brought to TRAIN."""
@@ -185,7 +185,7 @@ class Node:
             return error
         return PeerUnavailable(f"{lost} was lost in the middle of the changeover ({error.reason}: {error.message})", peer=lost)
 
-    async def _run_by_hand(self, stage: Stage, request_id: str) -> None:
+    async def _run_single(self, stage: Stage, request_id: str) -> None:
         """One stage, taken back by nobody. The stages from one phase to the next are journalled as one changeover."""
         seen, at = await self._look()
         advance(at, stage)
