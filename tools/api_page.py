@@ -19,9 +19,9 @@ from tasuki.client.async_client import AsyncClient
 
 HEAD = """# Python API
 
-`from tasuki.client import ...`: every public name with its signature, shapes, units and errors. [client.md](client.md) says how they are used,
-[grpc.md](grpc.md#errors) what each error means. `TokenIds` is a sequence or array of integers, `[T]` an array with one entry for each completion token. Sizes are in bytes, times in seconds.
-This page is made by `tools/api_page.py` out of the docstrings.
+`from tasuki.client import ...`: every public name with its signature, shapes, units and errors. [client.md](client.md) says how they are
+used, [grpc.md](grpc.md#errors) what each error means. `TokenIds` is a sequence or array of integers, `[T]` an array with one entry for each
+completion token. Sizes are in bytes, times in seconds. This page is made by `tools/api_page.py` out of the docstrings.
 """
 # What the verbs give back; made by the client alone.
 RESULTS = (

@@ -48,8 +48,9 @@ class AsyncClient:
     """One node, driven by verbs. `generate` acquires phase ROLLOUT, the training verbs acquire TRAIN.
 
     Every verb raises a TasukiError: DeadlineExceeded after timeout_s, PeerUnavailable for a service that does not come back, NodeDown when
-    the node has ended, and at a port Unauthenticated or PermissionDenied. Those that change the phase raise as `acquire`. Calls that belong together are the caller's to order: optim_step takes the gradients of every
-    forward_backward before it.
+    the node has ended, and at a port Unauthenticated or PermissionDenied. Those that change the phase raise as `acquire`.
+
+    Calls that belong together are the caller's to order: optim_step takes the gradients of every forward_backward before it.
     """
 
     def __init__(

@@ -82,7 +82,7 @@ class ImportedWeights:
         return not has_memory or (arena.holds_memory and self._generations[index] == handle.generation)
 
     def hold(self, published: weights_pb2.PublishedWeights, *, timeout_s: float) -> None:
-        """Renews what is needed to read the published version, until `release`. Raises BadHandle or VersionOrder, and then has released it."""
+        """Renews what is needed to read the published version, until `release`. Raises BadHandle or VersionOrder after a release."""
         try:
             self.renew(published, timeout_s=timeout_s)
             self.check_version(published.policy_version)
