@@ -87,7 +87,7 @@ def receiving(*, hangs: bool = False, status: int = 200) -> Iterator[Receiver]:
             self.end_headers()
             self.wfile.write(ExportTraceServiceResponse().SerializeToString())
 
-        def log_message(self, *args: object) -> None:
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the library's name
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

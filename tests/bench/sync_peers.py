@@ -2,8 +2,8 @@
 
 A case is model : trainer ranks : tensor-parallel ranks x engines, with one trainer rank and one engine rank on every GPU, each in a
 separate process; several engines have a front each. The peers are SGLang's `update_weights_from_tensor` with flattened buckets and with
-single tensors, gathered by FSDP2's `full_tensor` and sent as CUDA IPC handles as verl and slime do; "overlapped" gathers the next bucket while the
-engines load one, which they do not. NCCL's all-gather straight into place has no engine at all. checkpoint-engine keeps a copy in the
+single tensors, gathered by FSDP2's `full_tensor` and sent as CUDA IPC handles as verl and slime do; "overlapped" gathers the next bucket
+while the engines load one, which they do not. NCCL's all-gather straight into place has no engine at all. checkpoint-engine keeps a copy in the
 host's memory and broadcasts that; its update alone, without making the copy, has another row. All take turns, each with new weights,
 20 rounds after the first; checkpoint-engine's turns come after the others', since it gives back what torch keeps. The clock runs from the
 call until every rank has waited for its copies; ours also compares the sums that the copies make of what they wrote (all is read back at
