@@ -48,6 +48,7 @@ from tasuki.trainer.backends.fsdp.model import (
 )
 from tasuki.trainer.backends.fsdp.optimizer import ShardedAdamW
 from tasuki.trainer.backends.fsdp.planned import planned_layout
+from tasuki.trainer.backends.fsdp.quantized_adamw import QuantizedAdamW
 from tasuki.trainer.backends.fsdp.replicas import NodeReplicas
 from tasuki.trainer.backends.fsdp.routing import ExpertLoad
 from tasuki.trainer.backends.fsdp.sequence_parallel import SequenceGroup
@@ -242,7 +243,8 @@ class FsdpBackend:
         network.train()
         self.memory.freeze(param for param in network.parameters() if not param.requires_grad)
         parameters = [param for _, param in trained_parameters(network)]
-        kind = StreamedAdamW if self._node.trainer.optimizer_on_host else ShardedAdamW
+        is_8bit, on_host = self._node.trainer.optimizer_8bit, self._node.trainer.optimizer_on_host
+        kind = StreamedAdamW if on_host else QuantizedAdamW if is_8bit else ShardedAdamW
         optimizer = kind(parameters, config=config, memory=self.memory, mesh=self._mesh)
         self._to_close.callback(optimizer.close)
         return Trained(network, optimizer, ExpertLoad(network.causal_lm, mesh=self._mesh, device=self.device))
@@ -297,7 +299,7 @@ class FsdpBackend:
             assert architectures, "the model was loaded by its architecture"
             rank = None if lora is None else lora.rank
             roles[role] = RoleFacts(facts.versions[role], facts.schedule_starts[role], architectures[0], rank)
-        return CheckpointFacts(self._mesh.size(), roles)
+        return CheckpointFacts(self._mesh.size(), roles, self._node.trainer.optimizer_8bit)
 
     def _make_export(self, memory: ExportMemory) -> WeightExport:
         rank, causal_lm = self._mesh.get_local_rank(), self._policy.causal_lm
