@@ -65,21 +65,22 @@ class Side:
         with (self.folder / f"train-{number}.log").open("wb") as log:
             train = subprocess.Popen(tied(argv), cwd=REPOSITORY, stdout=log, stderr=log)
         moments = list(self._steps(output / "metrics.jsonl", train, num_steps=num_steps))
-        if train.wait(LIMIT_S) != 0 or len(moments) != num_steps:
+        if train.wait(LIMIT_S) != 0 or len(moments) < 2:
             raise RuntimeError(Path(log.name).read_text()[-2000:])
-        times, cpu = zip(*moments, strict=True)
-        return Segment([later - earlier for earlier, later in itertools.pairwise(times)], (cpu[-1] - cpu[0]) / (num_steps - 1))
+        step_s = [(at - before) / (step - last) for (last, before, _), (step, at, _) in itertools.pairwise(moments)]
+        (first, _, cpu_then), (last, _, cpu_now) = moments[0], moments[-1]
+        return Segment(step_s, (cpu_now - cpu_then) / (last - first))
 
-    def _steps(self, metrics: Path, train: subprocess.Popen[bytes], *, num_steps: int) -> Iterator[tuple[float, float]]:
-        """Time and CPU seconds so far, whenever a step has ended."""
+    def _steps(self, metrics: Path, train: subprocess.Popen[bytes], *, num_steps: int) -> Iterator[tuple[int, float, float]]:
+        """Steps that have ended, with time and CPU seconds so far, whenever there are more."""
         seen = 0
         while seen < num_steps:
             if train.poll() is not None:
                 return
             lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
             if lines > seen:
-                seen = lines
-                yield time.perf_counter(), self._cpu_s(train.pid)
+                seen = min(lines, num_steps)  # a held-out score at the end has another line
+                yield seen, time.perf_counter(), self._cpu_s(train.pid)
             time.sleep(0.005)
 
     def _cpu_s(self, train_pid: int) -> float:
