@@ -97,6 +97,11 @@ async def test_a_failed_stage_and_its_undo_are_seen(tmp_path: Path) -> None:
                 await acquire(node, Phase.ROLLOUT, endpoint=None)
         sync, changeover = receiver.one("stage SYNC"), receiver.one("changeover to ROLLOUT")
         undone = receiver.one("undo RESUME_WEIGHTS")
+        served = next(
+            span for span in receiver.named("tasuki.v1.RolloutService/ReceiveWeights") if span.service == "tasuki-rollout"
+        )
+    assert served.is_failed and served.attributes["tasuki.reason"] == OutOfGpuMemory.reason
+    assert served.attributes["rpc.response.status_code"] == "RESOURCE_EXHAUSTED"
     assert sync.is_failed and changeover.is_failed and not undone.is_failed
     assert sync.attributes["tasuki.reason"] == changeover.attributes["tasuki.reason"] == OutOfGpuMemory.reason
     assert undone.parent_id == sync.parent_id == changeover.span_id

@@ -71,11 +71,22 @@ def current_span() -> Span | None:
 
 
 @contextmanager
-def spanning(span: Span) -> Iterator[Span]:
-    """Makes `span` the current one, and ends it with the block; an error of the block is the span's."""
+def current(span: Span) -> Iterator[None]:
+    """Makes `span` the current one in the block."""
     token = _CURRENT.set(span)
     try:
-        yield span
+        yield
+    finally:
+        with suppress(ValueError):  # a stream that another task closes
+            _CURRENT.reset(token)
+
+
+@contextmanager
+def spanning(span: Span) -> Iterator[Span]:
+    """Makes `span` the current one, and ends it with the block; an error of the block is the span's."""
+    try:
+        with current(span):
+            yield span
     except TasukiError as error:
         span.fail(error.reason)
         raise
@@ -83,8 +94,6 @@ def spanning(span: Span) -> Iterator[Span]:
         span.fail(type(error).__name__)
         raise
     finally:
-        with suppress(ValueError):  # a stream that another task closes
-            _CURRENT.reset(token)
         span.end()
 
 

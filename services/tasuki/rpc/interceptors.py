@@ -28,7 +28,7 @@ from tasuki.rpc.metrics import CallMetrics
 from tasuki.rpc.stranger_log import StrangerLog
 from tasuki.wire.errors import DeadlineRequired, InternalError, InvalidArgument, TasukiError, Unauthenticated, to_status
 from tasuki.wire.traced_channel import REQUEST_ID_KEY, TRACEPARENT_KEY, set_status
-from tasuki.wire.tracing import NO_TRACER, REQUEST_ID, SpanKind, Tracer, spanning
+from tasuki.wire.tracing import NO_TRACER, REQUEST_ID, SpanKind, Tracer, current
 
 _log = logging.getLogger("tasuki.rpc")
 
@@ -40,6 +40,7 @@ _BEGIN_TRACES = (CallerRole.TRAINER, CallerRole.OPERATOR)
 @dataclass(slots=True)
 class _Outcome:
     code: grpc.StatusCode = grpc.StatusCode.OK
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,11 +194,15 @@ def _traced(method: Method, context: Any, tracer: Tracer, *, request_id: str, ou
         yield
         return
     attributes = {"rpc.system.name": "grpc", "rpc.method": method.name, REQUEST_ID: request_id}
-    with spanning(tracer.begin(method.name, kind=SpanKind.SERVER, parent=parent, attributes=attributes)) as span:
-        try:
+    span = tracer.begin(method.name, kind=SpanKind.SERVER, parent=parent, attributes=attributes)
+    try:
+        with current(span):
             yield
-        finally:
-            set_status(span, outcome.code)
+    finally:
+        set_status(span, outcome.code)
+        if outcome.reason:
+            span.fail(outcome.reason)
+        span.end()
 
 
 def _require_deadline(method: Method, context: grpc.aio.ServicerContext[Any, Any]) -> None:
@@ -210,7 +215,7 @@ async def _errors_mapped(method: Method, context: Any, *, request_id: str, outco
     try:
         yield
     except TasukiError as error:
-        outcome.code = error.code
+        outcome.code, outcome.reason = error.code, error.reason
         level = logging.DEBUG if isinstance(error, Unauthenticated) else logging.INFO
         _log.log(level, "rpc=%s request_id=%s reason=%s message=%s", method.name, request_id, error.reason, error.message)
         await context.abort_with_status(to_status(error))
