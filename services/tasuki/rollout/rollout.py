@@ -180,7 +180,7 @@ class Rollout:
         """DRAIN: closes the door, lets running samples finish for `grace_s`, then cuts the rest.
 
         A KV cache that grows gives back what the last samples do not use. Raises DeadlineExceeded, and poisons the engine, when it has not
-        let go of them within `timeout_s`.
+        released them within `timeout_s`.
         """
         check_stage(Stage.DRAIN, after=self.stage, poison_reason=self.poison_reason)
         await self._close()
@@ -195,7 +195,7 @@ class Rollout:
                     await self.growth.shrink()
                 seconds = time.monotonic() - started
                 if seconds >= timeout_s:
-                    raise DeadlineExceeded(f"the engine did not let go of {self.num_running} requests", stage=Stage.DRAIN)
+                    raise DeadlineExceeded(f"the engine did not release {self.num_running} requests", stage=Stage.DRAIN)
                 if seconds >= grace_s:
                     # Repeated, since a sample may still be on its way to the engine.
                     self.engine.cut_all()
