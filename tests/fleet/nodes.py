@@ -8,15 +8,23 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+from tasuki.cli import certs
+from tasuki.v1.coordinator_pb2 import GetStateRequest
+from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from tasuki.wire.address import unix_target
+from tasuki.wire.channel import open_blocking_channel
 from tests.conftest import ENVIRONMENT
 from tests.fleet.network import Place
 from tests.integration.port_node import mtls
 from tests.ports import free_port
 
 START_S = 400
+READ_TIMEOUT_S = 60.0
+# One rank a node, so that two nodes have the demo's two.
+ALIKE = ("trainer.num_ranks=1", "fleet.node_timeout_s=10")
 SERVICES = ("coordinator", "trainer", "rollout")
 
 
@@ -54,7 +62,11 @@ class RealFleet:
     leader: str
     name: str = "lab"
     attempt: int = 0
-    started: list[float] = field(default_factory=list)
+
+    @property
+    def target(self) -> str:
+        """Where a client on node 0 calls the fleet."""
+        return unix_target(self.nodes[0].state_dir, service="fleet")
 
     def start(self, *, ranks: Sequence[int] | None = None) -> None:
         """Starts the nodes, as a scheduler does: the place of each is in its environment."""
@@ -92,6 +104,15 @@ class RealFleet:
             check=False,
         )
 
+    def weights_digests(self) -> list[bytes]:
+        """Of the checksums of all tensors that each node's rollout holds, as its coordinator tells them."""
+        found: list[bytes] = []
+        for node in self.nodes:
+            with open_blocking_channel(unix_target(node.state_dir, service="coordinator")) as channel:
+                state = CoordinatorServiceStub(channel).GetState(GetStateRequest(), timeout=READ_TIMEOUT_S).state
+                found.append(state.weights_digest)
+        return found
+
     def logs(self) -> str:
         return "".join(node.logs() for node in self.nodes)
 
@@ -105,18 +126,17 @@ class RealFleet:
 
 
 @contextmanager
-def real_fleet(
-    folder: Path, places: Sequence[Place], *, base: Path, settings: Sequence[str] = (), certs: Path | None = None
-) -> Iterator[RealFleet]:
-    """Nodes that are not started yet. base: the configuration. certs: for mTLS; without, all is on loopback and insecure."""
+def real_fleet(folder: Path, places: Sequence[Place], *, base: Path, settings: Sequence[str] = ()) -> Iterator[RealFleet]:
+    """Nodes with mTLS that are not started yet. base: the configuration."""
+    hosts = [*dict.fromkeys(place.host for place in places), "localhost"]
+    assert certs.run(folder / "certs", hosts=hosts, days=1, is_fleet=True) == 0
     ports = {service: [free_port() for _ in places] for service in (*SERVICES, "leader")}
     nodes: list[FleetNode] = []
     for rank, place in enumerate(places):
         state_dir = folder / f"node{rank}"
         listens = [f"{service}.listen={place.host}:{ports[service][rank]}" for service in SERVICES]
-        security = ["security.insecure=true"] if certs is None else mtls(certs)
         own = [f"state_dir={state_dir}", f"fleet.interface={place.interface}", "rollout.start_timeout_s=300"]
-        all_settings = [*own, *listens, *security, *settings]
+        all_settings = [*own, *listens, *mtls(folder / "certs"), *ALIKE, *settings]
         nodes.append(FleetNode(rank, place, base, state_dir, all_settings, folder / f"node{rank}.log"))
     fleet = RealFleet(nodes, f"{places[0].host}:{ports['leader'][0]}")
     try:

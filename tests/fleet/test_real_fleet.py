@@ -7,43 +7,17 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tasuki.cli import certs
 from tasuki.fleet import EXIT_FLEET_ENDED
-from tests.fleet.network import Place, can_make_namespaces, one_namespace, two_namespaces
-from tests.fleet.nodes import RealFleet, real_fleet
+from tests.fleet.network import places_of
+from tests.fleet.nodes import real_fleet
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "client" / "examples" / "demo"
-# One rank a node, so that two nodes have the demo's two.
-ALIKE = ["trainer.num_ranks=1", "fleet.node_timeout_s=10"]
 pytestmark = pytest.mark.timeout(1800)
-
-
-@contextmanager
-def _places(number: int) -> Iterator[Sequence[Place]]:
-    if number == 2 and can_make_namespaces():
-        with two_namespaces() as places:
-            yield places
-    else:
-        if number == 2:
-            warnings.warn("no namespaces without root: all nodes share one network", stacklevel=2)
-        yield one_namespace(number)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    # Not pytest's own folder: a unix socket's path must be short.
-    folder = Path(tempfile.mkdtemp(prefix="tasuki-"))
-    yield folder
-    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="session")
@@ -55,17 +29,9 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "demo.toml"
 
 
-@contextmanager
-def _fleet(folder: Path, places: Sequence[Place], base: Path, *settings: str) -> Iterator[RealFleet]:
-    certs_dir = folder / "certs"
-    assert certs.run(certs_dir, hosts=[*{place.host for place in places}, "localhost"], days=1, is_fleet=True) == 0
-    with real_fleet(folder, places, base=base, certs=certs_dir, settings=[*ALIKE, *settings]) as fleet:
-        yield fleet
-
-
 def test_the_demo_learns_on_two_nodes_as_on_one(folder: Path, task: Path) -> None:
     run = folder / "run"
-    with _places(2) as places, _fleet(folder, places, task, f"train.output_dir={run}") as fleet:
+    with places_of(2) as places, real_fleet(folder, places, base=task, settings=[f"train.output_dir={run}"]) as fleet:
         fleet.start()
         fleet.wait_until_up()
         before = [place.received_bytes() for place in places]
@@ -81,7 +47,7 @@ def test_the_demo_learns_on_two_nodes_as_on_one(folder: Path, task: Path) -> Non
 
 
 def test_a_lost_node_ends_all_with_the_fleets_exit_code(folder: Path, task: Path) -> None:
-    with _places(2) as places, _fleet(folder, places, task) as fleet:
+    with places_of(2) as places, real_fleet(folder, places, base=task) as fleet:
         fleet.start()
         fleet.wait_until_up()
         for node in fleet.nodes[1:]:
