@@ -240,6 +240,11 @@ async def test_a_node_of_a_fleet_refuses_clients_other_fleets_and_older_lives(tm
             assert isinstance(await caught(acquire_first(stub, TRAIN)), HeldByFleet)  # without its own numbers
             look = coordinator_pb2.GetStateRequest(fleet=command(sequence=7))
             assert (await stub.GetState(look, timeout=TIMEOUT_S)).state.phase == TRAIN
+            # The channel repeats a read whose answer was lost; a command with the number of a look is none.
+            assert (await stub.GetState(look, timeout=TIMEOUT_S)).state.phase == TRAIN
+            assert isinstance(await caught(acquire_first(stub, TRAIN, fleet=command(sequence=7))), StaleSequence)
+            late_look = coordinator_pb2.GetStateRequest(fleet=command(sequence=6))
+            assert isinstance(await caught(stub.GetState(late_look, timeout=TIMEOUT_S)), StaleSequence)
             late = acquire_first(stub, TRAIN, fleet=command(sequence=6))
             assert isinstance(await caught(late), StaleSequence)
             assert isinstance(await caught(acquire_first(stub, TRAIN, fleet=command(epoch=4, sequence=9))), StaleEpoch)
