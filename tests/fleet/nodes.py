@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,11 +41,16 @@ class FleetNode:
     log: Path
     process: subprocess.Popen[bytes] | None = None
 
-    def start(self, environment: dict[str, str]) -> None:
-        argv = [*self.place.prefix, sys.executable, "-m", "tasuki.cli", "fleet", "up", self.config, "--grace-s", "0"]
+    def start(self, environment: dict[str, str], *, grace_s: float) -> None:
+        argv = [*self.place.prefix, sys.executable, "-m", "tasuki.cli", "fleet", "up", self.config, "--grace-s", str(grace_s)]
         argv += [part for setting in self.settings for part in ("--set", setting)]
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(argv, env={**ENVIRONMENT, **environment}, stdout=output, stderr=output)
+
+    def signal(self, number: signal.Signals) -> None:
+        """To `tasuki fleet up`."""
+        assert self.process is not None
+        self.process.send_signal(number)
 
     def wait(self, timeout_s: float) -> int:
         assert self.process is not None
@@ -62,6 +68,7 @@ class RealFleet:
     leader: str
     name: str = "lab"
     attempt: int = 0
+    grace_s: float = 0.0
 
     @property
     def target(self) -> str:
@@ -80,8 +87,14 @@ class RealFleet:
                     "MASTER_PORT": port,
                     "TASUKI_FLEET": self.name,
                     "TASUKI_ATTEMPT": str(self.attempt),
-                }
+                },
+                grace_s=self.grace_s,
             )
+
+    def num_members(self) -> int:
+        """Nodes that have joined; none while the leader is away."""
+        told = self.state("--json")
+        return len(json.loads(told.stdout)["fleet"]["members"]) if told.returncode == 0 else 0
 
     def wait_until_up(self) -> None:
         deadline = time.monotonic() + START_S
@@ -119,10 +132,18 @@ class RealFleet:
     def stop(self) -> None:
         running = [node for node in self.nodes if node.process is not None and node.process.poll() is None]
         for node in running:
-            assert node.process is not None
-            node.process.send_signal(signal.SIGTERM)
+            node.signal(signal.SIGTERM)
+        for node in running:
+            node.signal(signal.SIGTERM)  # the second one ends a grace
         for node in running:
             node.wait(60)
+
+
+def wait_for(is_so: Callable[[], bool], *, seconds: float = 120.0) -> None:
+    ends = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < ends
+        time.sleep(0.2)
 
 
 @contextmanager

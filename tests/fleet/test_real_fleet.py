@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import json
-import shutil
+import os
 import signal
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.fleet import EXIT_FLEET_ENDED
+from tasuki.supervisor.processes import parent_and_state
 from tests.fleet.network import places_of
-from tests.fleet.nodes import real_fleet
+from tests.fleet.nodes import RealFleet, real_fleet, wait_for
 
-ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "client" / "examples" / "demo"
+REFUSED = 2
 pytestmark = pytest.mark.timeout(1800)
-
-
-@pytest.fixture(scope="session")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("task")
-    subprocess.run([sys.executable, DEMO / "make_task.py", folder / "task", "--seed", "0"], check=True)
-    shutil.copy(ROOT / "deploy" / "config" / "demo.toml", folder / "demo.toml")
-    shutil.copy(DEMO / "reward.py", folder / "reward.py")
-    return folder / "demo.toml"
 
 
 def test_the_demo_learns_on_two_nodes_as_on_one(folder: Path, task: Path) -> None:
@@ -46,11 +37,47 @@ def test_the_demo_learns_on_two_nodes_as_on_one(folder: Path, task: Path) -> Non
         assert all(crossed)
 
 
-def test_a_lost_node_ends_all_with_the_fleets_exit_code(folder: Path, task: Path) -> None:
+@pytest.mark.parametrize("when", ["starting", "up"])
+def test_a_lost_node_ends_all_with_the_fleets_exit_code(folder: Path, task: Path, when: str) -> None:
+    with places_of(2) as places, real_fleet(folder, places, base=task) as fleet:
+        fleet.start()
+        if when == "up":
+            fleet.wait_until_up()
+        else:
+            wait_for(lambda: fleet.num_members() == 2)
+            assert "the node is up" not in fleet.nodes[0].log.read_text()
+        fleet.nodes[1].signal(signal.SIGKILL)
+        assert fleet.nodes[0].wait(60) == EXIT_FLEET_ENDED, fleet.logs()
+
+
+def test_a_node_whose_processes_are_killed_asks_for_another_attempt(folder: Path, task: Path) -> None:
     with places_of(2) as places, real_fleet(folder, places, base=task) as fleet:
         fleet.start()
         fleet.wait_until_up()
-        for node in fleet.nodes[1:]:
-            assert node.process is not None
-            node.process.send_signal(signal.SIGKILL)
-        assert fleet.nodes[0].wait(60) == EXIT_FLEET_ENDED, fleet.logs()
+        supervisor = holder(fleet.nodes[1].state_dir, name=NODE_LOCK)
+        assert supervisor
+        guard = parent_and_state(supervisor)[0]
+        for pid in (guard, supervisor):
+            os.kill(pid, signal.SIGKILL)
+        assert [node.wait(60) for node in fleet.nodes] == [EXIT_FLEET_ENDED] * 2, fleet.logs()
+
+
+def test_a_node_with_another_configuration_is_refused_for_good(folder: Path, task: Path) -> None:
+    with places_of(2) as places, real_fleet(folder, places, base=task) as fleet:
+        fleet.nodes[1].settings = [*fleet.nodes[1].settings, "trainer.learning_rate=0.5"]
+        fleet.start()
+        assert fleet.nodes[1].wait(120) == REFUSED, fleet.logs()
+        assert "FLEET_MISMATCH" in fleet.nodes[1].log.read_text()
+        assert "config_digest" in fleet.nodes[1].log.read_text()
+
+
+def test_two_fleets_do_not_share_a_node(folder: Path, task: Path) -> None:
+    with places_of(2) as places, real_fleet(folder, places, base=task) as fleet:
+        fleet.start(ranks=[0])
+        wait_for(lambda: fleet.num_members() == 1)
+        other = replace(fleet.nodes[0], log=folder / "other.log", process=None)
+        again = RealFleet([other, fleet.nodes[1]], fleet.leader, name="other")
+        again.start(ranks=[0])
+        assert other.wait(60) == REFUSED
+        assert "NODE_RUNNING" in other.log.read_text()
+        assert fleet.num_members() == 1
