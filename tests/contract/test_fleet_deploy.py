@@ -153,7 +153,8 @@ def test_the_job_set_fits_the_schema_of_its_api() -> None:
     wrong = yaml.safe_load((DEPLOY / "kubernetes" / "jobset.yaml").read_text())
     wrong["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["restartpolicy"] = "Never"
     wrong["spec"]["failurePolicy"]["maxRestarts"] = "8"
-    assert len(list(validator.iter_errors(wrong))) == 2
+    # One mapping for the leader and the workers: a key in it is wrong twice.
+    assert len({error.message for error in validator.iter_errors(wrong)}) == 2
 
 
 def test_a_wrong_key_or_type_is_found() -> None:
