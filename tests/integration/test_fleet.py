@@ -276,7 +276,10 @@ async def test_the_leader_takes_a_rank_once_and_a_node_that_fits(tmp_path: Path)
     async with leading(config) as nodes, open_channel(leader) as channel:
         with pytest.raises(NotJoined):
             nodes.all()
-        assert isinstance(await caught(join(channel, replace(member, num_ranks=9))), FleetMismatch)
+        for field, other in {"num_ranks": 9, "num_gpus": 8, "version": "0", "config_digest": "c", "model_digest": "m"}.items():
+            refused = await caught(join(channel, replace(member, **{field: other})))
+            assert isinstance(refused, FleetMismatch)
+            assert refused.metadata["field"] == field
         assert isinstance(await caught(join(channel, member, attempt=0)), StaleEpoch)
         assert (await join(channel, member)).num_joined == 1
         assert (await join(channel, member)).num_joined == 1
