@@ -14,6 +14,7 @@ import pytest
 
 from tasuki.cli import certs
 from tasuki.config.lock import NODE_LOCK, holder
+from tasuki.supervisor.processes import descendants
 from tests.fleet.slurm import NAMES, SlurmCluster, missing_tools, slurm_cluster
 
 ROOT = Path(__file__).parents[2]
@@ -104,7 +105,9 @@ def test_a_job_that_loses_a_node_is_queued_again_and_ends(cluster: SlurmCluster)
     supervisor = holder(cluster.folder / "state-node-b", name=NODE_LOCK)
     assert supervisor
     lost = time.monotonic()
-    os.kill(supervisor, signal.SIGKILL)
+    # As a machine that hangs: the job hears nothing of it, and what is left there has to be ended before the next attempt.
+    for pid in (supervisor, *descendants(supervisor)):
+        os.kill(pid, signal.SIGSTOP)
     wait_for(lambda: cluster.job(job)["Restarts"] == "1", cluster)
     requeued_s = time.monotonic() - lost
     # Slurm holds a requeued job back for a while; an operator releases it.
