@@ -81,3 +81,11 @@ def test_two_fleets_do_not_share_a_node(folder: Path, task: Path) -> None:
         assert other.wait(60) == REFUSED
         assert "NODE_RUNNING" in other.log.read_text()
         assert fleet.num_members() == 1
+
+
+def test_a_node_that_is_stopped_while_it_starts_asks_for_no_other_attempt(folder: Path, task: Path) -> None:
+    with places_of(2) as places, real_fleet(folder, places, base=task) as fleet:
+        fleet.start(ranks=[0])
+        wait_for(lambda: fleet.num_members() == 1)
+        fleet.tasuki("down", "--state-dir", fleet.nodes[0].state_dir)
+        assert fleet.nodes[0].wait(60) == 0, fleet.logs()

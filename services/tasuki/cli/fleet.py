@@ -22,6 +22,7 @@ from tasuki.config.lock import TRAINING_LOCK, holder
 from tasuki.config.places import client_target
 from tasuki.config.schema import NodeConfig
 from tasuki.fleet import EXIT_FLEET_ENDED
+from tasuki.supervisor.exit_report import is_requested, read_exit_report
 from tasuki.supervisor.node import start_node, to_stderr
 from tasuki.supervisor.post_mortem import why_it_ended
 from tasuki.v1 import coordinator_pb2, fleet_pb2, types_pb2
@@ -94,24 +95,28 @@ def up(config: NodeConfig, *, grace_s: float) -> int:
     try:
         node = start_node(config)
     except TasukiError as error:
-        return _code_of_loss(error)
+        return _code_of_loss(error, config)
     asked = _StopSignal(config, grace_s=grace_s)
     try:
         while node.process.poll() is None:
             if asked.is_over():
                 return INTERRUPTED
             time.sleep(_TICK_S)
-        return 0 if node.wait() == 0 else _code_of_loss(why_it_ended(config))
+        return 0 if node.wait() == 0 else _code_of_loss(why_it_ended(config), config)
     finally:
         node.stop()
 
 
-def _code_of_loss(error: TasukiError) -> int:
-    """EXIT_FLEET_ENDED for what another attempt may cure: the fleet has ended, or the node's processes were killed. Raises any other error."""
+def _code_of_loss(error: TasukiError, config: NodeConfig) -> int:
+    """EXIT_FLEET_ENDED for what another attempt may cure: the fleet has ended, or the node's processes were killed.
+
+    0 after `tasuki down` while the node starts. Raises any other error.
+    """
     if not isinstance(error, FleetEnded | NodeDown):
         raise error
     to_stderr(f"tasuki: error {error.reason}: {error.message}")
-    return EXIT_FLEET_ENDED
+    is_asked_for = isinstance(error, NodeDown) and is_requested(read_exit_report(config.state_dir))
+    return 0 if is_asked_for else EXIT_FLEET_ENDED
 
 
 class _StopSignal:
