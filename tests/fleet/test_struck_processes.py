@@ -83,9 +83,7 @@ def run() -> Iterator[Run]:
             fleet.start()
             fleet.wait_until_up()
             with Client(fleet.target) as client, ServedWatch(fleet) as watch:
-                started = Run(fleet, client, watch, expected)
-                yield started
-            write_recoveries(Path("runs/fleet"), started.recoveries)
+                yield Run(fleet, client, watch, expected)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -95,6 +93,7 @@ def test_the_fleet_recovers(run: Run, case: Case) -> None:
         run.client.acquire(Phase.ROLLOUT)
     seconds = strike(run.fleet, run.client, rank=case.rank, process=case.process, stage=case.stage, number=case.number)
     run.recoveries.append(Recovery(case.seed, case.rank, case.process, case.number.name, case.stage, seconds))
+    write_recoveries(Path("runs/fleet"), run.recoveries)
     run.client.acquire(Phase.ROLLOUT)
     assert run.client.state().policy_version == len(run.losses)
     one, other = run.fleet.weights_digests()
