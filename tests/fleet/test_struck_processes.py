@@ -109,5 +109,5 @@ def test_the_run_ends_with_the_figures_of_one_without_faults_and_clean_journals(
         audited = run.fleet.tasuki("audit", node.state_dir, "--json")
         assert audited.returncode == 0, audited.stdout + audited.stderr
     assert json.loads(run.fleet.tasuki("audit", run.fleet.nodes[0].state_dir, "--json").stdout)["num_fleet_decisions"] >= len(
-        CASES
+        run.recoveries
     )
