@@ -29,6 +29,7 @@ from tasuki.config.residency_schema import ResidencyConfig
 from tasuki.config.security_schema import PathsConfig, SecurityConfig
 from tasuki.config.sft_schema import SftConfig
 from tasuki.config.table import Schema, Seed
+from tasuki.config.telemetry_schema import TelemetryConfig
 from tasuki.config.track_schema import TrackConfig
 from tasuki.config.train_schema import TrainConfig
 
@@ -178,6 +179,9 @@ class TrainerConfig(OptimizerConfig):
     optimizer_on_host: bool = False
     """Whether AdamW's moments stay in host memory, pinned on a GPU, and pass through the device a block at a time in each step. They then
     take no GPU memory and no part in a changeover; the numbers are the same."""
+    optimizer_8bit: bool = False
+    """Whether AdamW's moments of matrices are rounded to 8 bits in blocks of up to 256 (arXiv:2110.02861): a quarter of their memory, and
+    other numbers. Not with `optimizer_on_host`."""
     collective_timeout_s: PositiveFloat = 600.0
     """Time-out of every process group; a rank that is lost is noticed after this."""
     seed: Seed = 0
@@ -188,6 +192,12 @@ class TrainerConfig(OptimizerConfig):
             raise ValueError(
                 'export_handles = "ipc" is for a copy that stays: not with export = "parameters" or export_stays = false'
             )
+        return self
+
+    @model_validator(mode="after")
+    def _moments_are_kept_one_way(self) -> TrainerConfig:
+        if self.optimizer_8bit and self.optimizer_on_host:
+            raise ValueError("give optimizer_8bit or optimizer_on_host, not both")
         return self
 
 
@@ -276,6 +286,7 @@ class NodeConfig(Schema):
     restart: RestartConfig = RestartConfig()
     memory: MemoryConfig = MemoryConfig()
     metrics: MetricsConfig = MetricsConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
     residency: ResidencyConfig | None = None
     security: SecurityConfig = SecurityConfig()
     paths: PathsConfig = PathsConfig()
