@@ -10,6 +10,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do $$p
   'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && { echo $$python; break; }; done)
 UV_VERSION := 0.13.8
 GRPCURL_VERSION := v1.9.3
+JOBSET_VERSION := v0.12.0
 VERL_VERSION := 0.9.1
 
 # Only the system's Python, only this folder's environment, whatever is active in the caller's shell.
@@ -34,7 +35,7 @@ EXTRAS := --extra certs --extra otel --extra rollout --extra tensorboard --extra
 # Of their proofs `make test` carries out a sample (tests/extent.py).
 SAMPLED := $(shell grep -rl 'tests.extent import' tests/unit tests/integration --include='test_*.py') tests/integration/test_loss_cuts.py
 
-.PHONY: help setup trackers demo example test oracles chaos fleet containers check protos native lint types buf bench bench-memory bench-memory-gpu bench-sync-gpu grpcurl clean
+.PHONY: help setup trackers demo example test oracles chaos fleet containers check protos native lint types buf bench bench-memory bench-memory-gpu bench-sync-gpu grpcurl jobset clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,7 +49,7 @@ example: setup $(SMOLLM)  ## train SmolLM2-135M-Instruct on two-digit sums; leav
 	$(BIN)/python client/examples/arithmetic/run.py --seed $(or $(SEED),0)
 
 # Tests of processes have time limits that they miss beside others. Exit code 5: PYTEST_ARGS selects none there.
-test: setup grpcurl  ## all tests; none needs the network
+test: setup grpcurl jobset  ## all tests; none needs the network
 	$(MAKE) -s -j2 -C csrc test
 	$(BIN)/python -m pytest -n 2 tests/unit tests/contract $(PYTEST_ARGS) || [ $$? -eq 5 ]
 	$(BIN)/python -m pytest tests/integration tests/e2e tests/gpu $(PYTEST_ARGS) || [ $$? -eq 5 ]
@@ -59,8 +60,9 @@ oracles: $(ORACLES)  ## every advantage and loss against verl's and TRL's own fu
 chaos: setup  ## every process killed and stopped in every stage, and other long proofs; writes runs/chaos
 	TASUKI_PROOFS=whole $(BIN)/python -m pytest tests/chaos $(SAMPLED) $(PYTEST_ARGS)
 
-fleet: setup  ## two real nodes on this machine, with root in two network namespaces: they learn, and end when one is lost
-	$(BIN)/python -m pytest tests/fleet $(PYTEST_ARGS)
+fleet: setup  ## real fleets on this machine, with root in network namespaces, and on Slurm where it is installed; every message cut, every process struck; writes runs/fleet
+	TASUKI_PROOFS=whole $(BIN)/python -m pytest -rs tests/fleet tests/chaos/test_fleet_trainer.py tests/integration/test_fleet_cuts.py \
+	  tests/unit/test_fleet_faults.py tests/unit/test_fleet_machine.py $(PYTEST_ARGS)
 
 containers: setup grpcurl  ## every command of docs/deploy.md on Docker, on a CPU; BASE=IMAGE, such as tests/containers/base.sh makes
 	$(BIN)/python -m pytest -rs tests/containers $(PYTEST_ARGS)
@@ -103,6 +105,8 @@ bench-sync-gpu: setup  ## weights into running engines on GPUs: by RPC, and besi
 	  $(BIN)/python -m tests.bench.$$bench --cases $(or $(CASES),7b:1:1) --out runs/bench || status=$$?; done; exit $$status
 
 grpcurl: $(if $(shell command -v go),.tools/grpcurl-$(GRPCURL_VERSION))  ## build grpcurl, where go is there
+
+jobset: $(if $(shell command -v go),.tools/jobset-$(JOBSET_VERSION).yaml)  ## fetch JobSet's schema, which deploy/kubernetes is checked against, where go is there
 
 clean:  ## remove what make installed and built
 	$(MAKE) -s -C csrc clean
@@ -148,3 +152,10 @@ $(SMOLLM): client/examples/arithmetic/requirements.txt client/examples/arithmeti
 	@mkdir -p .tools
 	@GOBIN=$(CURDIR)/.tools go install github.com/fullstorydev/grpcurl/cmd/grpcurl@$(GRPCURL_VERSION) && touch $@ \
 	  || echo "grpcurl could not be built (see above); its test will be skipped" >&2
+
+# Without it the check says so and is skipped.
+.tools/jobset-$(JOBSET_VERSION).yaml:
+	@mkdir -p .tools
+	@folder=$$(go mod download -json sigs.k8s.io/jobset@$(JOBSET_VERSION) | sed -n 's/.*"Dir": "\(.*\)".*/\1/p') \
+	  && cp "$$folder/config/components/crd/bases/jobset.x-k8s.io_jobsets.yaml" $@ && chmod 644 $@ \
+	  || echo "JobSet's schema could not be fetched (see above); the check against it will be skipped" >&2

@@ -19,6 +19,7 @@ from tasuki.fleet import EXIT_FLEET_ENDED
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SBATCH = DEPLOY / "slurm" / "fleet.sbatch"
 SCRIPT = SBATCH.read_text()
+CRDS = sorted((Path(__file__).parents[2] / ".tools").glob("jobset-*.yaml"))
 JOB_SET: dict[str, Any] = yaml.safe_load((DEPLOY / "kubernetes" / "jobset.yaml").read_text())
 # What jobset.x-k8s.io/v1alpha2 and batch/v1 know of what we use; {} where anything goes below.
 SCHEMA: dict[str, Any] = {
@@ -27,7 +28,7 @@ SCHEMA: dict[str, Any] = {
     "metadata": {"name": str, "labels": {}},
     "spec": {
         "network": {"enableDNSHostnames": bool},
-        "failurePolicy": {"maxRestarts": int, "rules": [{"action": str, "onJobFailureReasons": [str]}]},
+        "failurePolicy": {"maxRestarts": int, "rules": [{"name": str, "action": str, "onJobFailureReasons": [str]}]},
         "successPolicy": {"operator": str, "targetReplicatedJobs": [str]},
         "replicatedJobs": [
             {
@@ -126,6 +127,34 @@ def test_the_job_set_is_one_that_the_api_takes() -> None:
     assert set(JOB_SET["spec"]["successPolicy"]["targetReplicatedJobs"]) <= names
     actions = {"FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"}
     assert {rule["action"] for rule in JOB_SET["spec"]["failurePolicy"]["rules"]} <= actions
+
+
+def strict(schema: Any) -> Any:
+    """The schema of a Kubernetes API as a server reads it that refuses unknown fields."""
+    if isinstance(schema, list):
+        return [strict(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: strict(value) for key, value in schema.items()}
+    if isinstance(schema.get("properties"), dict) and not schema.get("x-kubernetes-preserve-unknown-fields"):
+        closed["additionalProperties"] = False
+    return closed
+
+
+@pytest.mark.skipif(not CRDS, reason="no JobSet schema in .tools: make jobset")
+def test_the_job_set_fits_the_schema_of_its_api() -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    definition = yaml.safe_load(CRDS[-1].read_text())
+    (schema,) = [one["schema"]["openAPIV3Schema"] for one in definition["spec"]["versions"] if one["name"] == "v1alpha2"]
+    schema = strict(schema)
+    schema["properties"]["metadata"] = {"type": "object"}
+    validator = jsonschema.Draft202012Validator(schema)
+    assert [error.json_path + ": " + error.message for error in validator.iter_errors(JOB_SET)] == []
+    wrong = yaml.safe_load((DEPLOY / "kubernetes" / "jobset.yaml").read_text())
+    wrong["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["restartpolicy"] = "Never"
+    wrong["spec"]["failurePolicy"]["maxRestarts"] = "8"
+    # One mapping for the leader and the workers: a key in it is wrong twice.
+    assert len({error.message for error in validator.iter_errors(wrong)}) == 2
 
 
 def test_a_wrong_key_or_type_is_found() -> None:

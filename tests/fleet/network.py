@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -63,6 +64,18 @@ def two_namespaces() -> Iterator[list[Place]]:
 
 def one_namespace(num_nodes: int) -> list[Place]:
     return [Place("127.0.0.1", "lo")] * num_nodes
+
+
+@contextmanager
+def places_of(number: int) -> Iterator[Sequence[Place]]:
+    """Of that many nodes: two get a namespace each where this process may make them."""
+    if number == 2 and can_make_namespaces():
+        with two_namespaces() as places:
+            yield places
+    else:
+        if number == 2:
+            warnings.warn("no namespaces without root: all nodes share one network", stacklevel=2)
+        yield one_namespace(number)
 
 
 def _ip(*arguments: str) -> None:

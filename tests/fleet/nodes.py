@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+from tasuki.cli import certs
+from tasuki.v1.coordinator_pb2 import GetStateRequest
+from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from tasuki.wire.address import unix_target
+from tasuki.wire.channel import open_blocking_channel
 from tests.conftest import ENVIRONMENT
 from tests.fleet.network import Place
 from tests.integration.port_node import mtls
 from tests.ports import free_port
 
 START_S = 400
+READ_TIMEOUT_S = 60.0
+# One rank a node, so that two nodes have the demo's two.
+ALIKE = ("trainer.num_ranks=1", "fleet.node_timeout_s=10")
 SERVICES = ("coordinator", "trainer", "rollout")
 
 
@@ -32,11 +41,16 @@ class FleetNode:
     log: Path
     process: subprocess.Popen[bytes] | None = None
 
-    def start(self, environment: dict[str, str]) -> None:
-        argv = [*self.place.prefix, sys.executable, "-m", "tasuki.cli", "fleet", "up", self.config, "--grace-s", "0"]
+    def start(self, environment: dict[str, str], *, grace_s: float) -> None:
+        argv = [*self.place.prefix, sys.executable, "-m", "tasuki.cli", "fleet", "up", self.config, "--grace-s", str(grace_s)]
         argv += [part for setting in self.settings for part in ("--set", setting)]
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(argv, env={**ENVIRONMENT, **environment}, stdout=output, stderr=output)
+
+    def signal(self, number: signal.Signals) -> None:
+        """To `tasuki fleet up`."""
+        assert self.process is not None
+        self.process.send_signal(number)
 
     def wait(self, timeout_s: float) -> int:
         assert self.process is not None
@@ -54,7 +68,12 @@ class RealFleet:
     leader: str
     name: str = "lab"
     attempt: int = 0
-    started: list[float] = field(default_factory=list)
+    grace_s: float = 0.0
+
+    @property
+    def target(self) -> str:
+        """Where a client on node 0 calls the fleet."""
+        return unix_target(self.nodes[0].state_dir, service="fleet")
 
     def start(self, *, ranks: Sequence[int] | None = None) -> None:
         """Starts the nodes, as a scheduler does: the place of each is in its environment."""
@@ -68,8 +87,14 @@ class RealFleet:
                     "MASTER_PORT": port,
                     "TASUKI_FLEET": self.name,
                     "TASUKI_ATTEMPT": str(self.attempt),
-                }
+                },
+                grace_s=self.grace_s,
             )
+
+    def num_members(self) -> int:
+        """Nodes that have joined; none while the leader is away."""
+        told = self.state("--json")
+        return len(json.loads(told.stdout)["fleet"]["members"]) if told.returncode == 0 else 0
 
     def wait_until_up(self) -> None:
         deadline = time.monotonic() + START_S
@@ -92,31 +117,47 @@ class RealFleet:
             check=False,
         )
 
+    def weights_digests(self) -> list[bytes]:
+        """Of the checksums of all tensors that each node's rollout holds, as its coordinator tells them."""
+        found: list[bytes] = []
+        for node in self.nodes:
+            with open_blocking_channel(unix_target(node.state_dir, service="coordinator")) as channel:
+                state = CoordinatorServiceStub(channel).GetState(GetStateRequest(), timeout=READ_TIMEOUT_S).state
+                found.append(state.weights_digest)
+        return found
+
     def logs(self) -> str:
         return "".join(node.logs() for node in self.nodes)
 
     def stop(self) -> None:
         running = [node for node in self.nodes if node.process is not None and node.process.poll() is None]
         for node in running:
-            assert node.process is not None
-            node.process.send_signal(signal.SIGTERM)
+            node.signal(signal.SIGTERM)
+        for node in running:
+            node.signal(signal.SIGTERM)  # the second one ends a grace
         for node in running:
             node.wait(60)
 
 
+def wait_for(is_so: Callable[[], bool], *, seconds: float = 120.0) -> None:
+    ends = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < ends
+        time.sleep(0.2)
+
+
 @contextmanager
-def real_fleet(
-    folder: Path, places: Sequence[Place], *, base: Path, settings: Sequence[str] = (), certs: Path | None = None
-) -> Iterator[RealFleet]:
-    """Nodes that are not started yet. base: the configuration. certs: for mTLS; without, all is on loopback and insecure."""
+def real_fleet(folder: Path, places: Sequence[Place], *, base: Path, settings: Sequence[str] = ()) -> Iterator[RealFleet]:
+    """Nodes with mTLS that are not started yet. base: the configuration."""
+    hosts = [*dict.fromkeys(place.host for place in places), "localhost"]
+    assert certs.run(folder / "certs", hosts=hosts, days=1, is_fleet=True) == 0
     ports = {service: [free_port() for _ in places] for service in (*SERVICES, "leader")}
     nodes: list[FleetNode] = []
     for rank, place in enumerate(places):
         state_dir = folder / f"node{rank}"
         listens = [f"{service}.listen={place.host}:{ports[service][rank]}" for service in SERVICES]
-        security = ["security.insecure=true"] if certs is None else mtls(certs)
         own = [f"state_dir={state_dir}", f"fleet.interface={place.interface}", "rollout.start_timeout_s=300"]
-        all_settings = [*own, *listens, *security, *settings]
+        all_settings = [*own, *listens, *mtls(folder / "certs"), *ALIKE, *settings]
         nodes.append(FleetNode(rank, place, base, state_dir, all_settings, folder / f"node{rank}.log"))
     fleet = RealFleet(nodes, f"{places[0].host}:{ports['leader'][0]}")
     try:

@@ -98,7 +98,7 @@ def test_nodes_join_over_the_link_and_all_end_when_it_is_cut(folder: Path) -> No
             assert "node 1 was silent" in (states[0] / "fleet.log").read_text()
 
 
-@pytest.mark.parametrize(("name", "attempt", "words"), [("other", 0, ""), ("certs", 1, "STALE_EPOCH")])
+@pytest.mark.parametrize(("name", "attempt", "words"), [("other", 0, "NOT_JOINED"), ("certs", 1, "STALE_EPOCH")])
 def test_a_foreign_certificate_and_another_attempt_do_not_join(folder: Path, name: str, attempt: int, words: str) -> None:
     authority, other = _authority(folder, "certs"), _authority(folder, "other")
     with two_namespaces() as places:
@@ -109,3 +109,20 @@ def test_a_foreign_certificate_and_another_attempt_do_not_join(folder: Path, nam
             assert process.wait(40) == 2
             assert words in (stranger / "fleet.log").read_text()
             assert _members(lead) == 1
+
+
+def test_two_leaders_do_not_share_an_address(folder: Path) -> None:
+    authority = _authority(folder, "certs")
+    with two_namespaces() as places:
+        first = _configured(folder, 0, places[0], authority=authority)
+        (folder / "other").mkdir()
+        save_checkpoint(make_model("qwen2", seed=0), folder / "other" / "model")
+        second = _configured(folder / "other", 0, places[0], authority=authority)
+        with _running(places[0], first):
+            _wait(lambda: _members(first) == 1)
+            with _running(places[0], second) as process:
+                assert process.wait(40) == 2
+            assert (
+                "10.77.0.1:7000" in (second / "fleet.log").read_text() or "0.0.0.0:7000" in (second / "fleet.log").read_text()
+            )
+            assert _members(first) == 1

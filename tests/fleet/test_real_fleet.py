@@ -3,69 +3,26 @@
 from __future__ import annotations
 
 import json
-import shutil
+import os
 import signal
-import subprocess
-import sys
-import tempfile
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tasuki.cli import certs
+from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.fleet import EXIT_FLEET_ENDED
-from tests.fleet.network import Place, can_make_namespaces, one_namespace, two_namespaces
-from tests.fleet.nodes import RealFleet, real_fleet
+from tasuki.supervisor.processes import parent_and_state
+from tests.fleet.network import places_of
+from tests.fleet.nodes import RealFleet, real_fleet, wait_for
 
-ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "client" / "examples" / "demo"
-# One rank a node, so that two nodes have the demo's two.
-ALIKE = ["trainer.num_ranks=1", "fleet.node_timeout_s=10"]
+REFUSED = 2
 pytestmark = pytest.mark.timeout(1800)
-
-
-@contextmanager
-def _places(number: int) -> Iterator[Sequence[Place]]:
-    if number == 2 and can_make_namespaces():
-        with two_namespaces() as places:
-            yield places
-    else:
-        if number == 2:
-            warnings.warn("no namespaces without root: all nodes share one network", stacklevel=2)
-        yield one_namespace(number)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    # Not pytest's own folder: a unix socket's path must be short.
-    folder = Path(tempfile.mkdtemp(prefix="tasuki-"))
-    yield folder
-    shutil.rmtree(folder)
-
-
-@pytest.fixture(scope="session")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("task")
-    subprocess.run([sys.executable, DEMO / "make_task.py", folder / "task", "--seed", "0"], check=True)
-    shutil.copy(ROOT / "deploy" / "config" / "demo.toml", folder / "demo.toml")
-    shutil.copy(DEMO / "reward.py", folder / "reward.py")
-    return folder / "demo.toml"
-
-
-@contextmanager
-def _fleet(folder: Path, places: Sequence[Place], base: Path, *settings: str) -> Iterator[RealFleet]:
-    certs_dir = folder / "certs"
-    assert certs.run(certs_dir, hosts=[*{place.host for place in places}, "localhost"], days=1, is_fleet=True) == 0
-    with real_fleet(folder, places, base=base, certs=certs_dir, settings=[*ALIKE, *settings]) as fleet:
-        yield fleet
 
 
 def test_the_demo_learns_on_two_nodes_as_on_one(folder: Path, task: Path) -> None:
     run = folder / "run"
-    with _places(2) as places, _fleet(folder, places, task, f"train.output_dir={run}") as fleet:
+    with places_of(2) as places, real_fleet(folder, places, base=task, settings=[f"train.output_dir={run}"]) as fleet:
         fleet.start()
         fleet.wait_until_up()
         before = [place.received_bytes() for place in places]
@@ -80,11 +37,55 @@ def test_the_demo_learns_on_two_nodes_as_on_one(folder: Path, task: Path) -> Non
         assert all(crossed)
 
 
-def test_a_lost_node_ends_all_with_the_fleets_exit_code(folder: Path, task: Path) -> None:
-    with _places(2) as places, _fleet(folder, places, task) as fleet:
+@pytest.mark.parametrize("when", ["starting", "up"])
+def test_a_lost_node_ends_all_with_the_fleets_exit_code(folder: Path, task: Path, when: str) -> None:
+    with places_of(2) as places, real_fleet(folder, places, base=task) as fleet:
+        fleet.start()
+        if when == "up":
+            fleet.wait_until_up()
+        else:
+            wait_for(lambda: fleet.num_members() == 2)
+            assert "the node is up" not in fleet.nodes[0].log.read_text()
+        fleet.nodes[1].signal(signal.SIGKILL)
+        assert fleet.nodes[0].wait(60) == EXIT_FLEET_ENDED, fleet.logs()
+
+
+def test_a_node_whose_processes_are_killed_asks_for_another_attempt(folder: Path, task: Path) -> None:
+    with places_of(2) as places, real_fleet(folder, places, base=task) as fleet:
         fleet.start()
         fleet.wait_until_up()
-        for node in fleet.nodes[1:]:
-            assert node.process is not None
-            node.process.send_signal(signal.SIGKILL)
-        assert fleet.nodes[0].wait(60) == EXIT_FLEET_ENDED, fleet.logs()
+        supervisor = holder(fleet.nodes[1].state_dir, name=NODE_LOCK)
+        assert supervisor
+        guard = parent_and_state(supervisor)[0]
+        for pid in (guard, supervisor):
+            os.kill(pid, signal.SIGKILL)
+        assert [node.wait(60) for node in fleet.nodes] == [EXIT_FLEET_ENDED] * 2, fleet.logs()
+
+
+def test_a_node_with_another_configuration_is_refused_for_good(folder: Path, task: Path) -> None:
+    with places_of(2) as places, real_fleet(folder, places, base=task) as fleet:
+        fleet.nodes[1].settings = [*fleet.nodes[1].settings, "trainer.learning_rate=0.5"]
+        fleet.start()
+        assert fleet.nodes[1].wait(120) == REFUSED, fleet.logs()
+        assert "FLEET_MISMATCH" in fleet.nodes[1].log.read_text()
+        assert "config_digest" in fleet.nodes[1].log.read_text()
+
+
+def test_two_fleets_do_not_share_a_node(folder: Path, task: Path) -> None:
+    with places_of(2) as places, real_fleet(folder, places, base=task) as fleet:
+        fleet.start(ranks=[0])
+        wait_for(lambda: fleet.num_members() == 1)
+        other = replace(fleet.nodes[0], log=folder / "other.log", process=None)
+        again = RealFleet([other, fleet.nodes[1]], fleet.leader, name="other")
+        again.start(ranks=[0])
+        assert other.wait(60) == REFUSED
+        assert "NODE_RUNNING" in other.log.read_text()
+        assert fleet.num_members() == 1
+
+
+def test_a_node_that_is_stopped_while_it_starts_asks_for_no_other_attempt(folder: Path, task: Path) -> None:
+    with places_of(2) as places, real_fleet(folder, places, base=task) as fleet:
+        fleet.start(ranks=[0])
+        wait_for(lambda: fleet.num_members() == 1)
+        fleet.tasuki("down", "--state-dir", fleet.nodes[0].state_dir)
+        assert fleet.nodes[0].wait(60) == 0, fleet.logs()

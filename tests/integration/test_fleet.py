@@ -14,6 +14,8 @@ import grpc
 import grpc.aio
 import pytest
 
+from tasuki.client.async_client import AsyncClient
+from tasuki.client.types import Phase
 from tasuki.config.fleet_schema import FleetConfig
 from tasuki.config.instance import Instance
 from tasuki.config.schema import NodeConfig
@@ -73,6 +75,13 @@ def config_of(folder: Path, rank: int, leader: str, *, node_timeout_s: float = 3
     )
 
 
+class QuietRollout(RolloutServiceServicer):
+    """Generates nothing, and tells its state."""
+
+    async def GetRolloutState(self, request: rollout_pb2.GetRolloutStateRequest, context: Any) -> Any:
+        return rollout_pb2.GetRolloutStateResponse(dp_size=1)
+
+
 @asynccontextmanager
 async def serving_node(config: NodeConfig) -> AsyncIterator[MemberNode]:
     """A node's coordinator and a rollout that generates nothing, on their sockets."""
@@ -87,7 +96,7 @@ async def serving_node(config: NodeConfig) -> AsyncIterator[MemberNode]:
     servers = [RpcServer(service="coordinator", target=member.coordinator_target, fleet=config.fleet)]
     servers[0].add(add_CoordinatorServiceServicer_to_server, servicer, "tasuki.v1.CoordinatorService")
     servers.append(RpcServer(service="rollout", target=member.rollout_target, fleet=config.fleet))
-    servers[1].add(add_RolloutServiceServicer_to_server, RolloutServiceServicer(), "tasuki.v1.RolloutService")
+    servers[1].add(add_RolloutServiceServicer_to_server, QuietRollout(), "tasuki.v1.RolloutService")
     for server in servers:
         await server.start()
     try:
@@ -99,7 +108,7 @@ async def serving_node(config: NodeConfig) -> AsyncIterator[MemberNode]:
 
 
 @asynccontextmanager
-async def leading(config: NodeConfig) -> AsyncIterator[FleetNodes]:
+async def leading(config: NodeConfig, *, patience_s: float = 20.0) -> AsyncIterator[FleetNodes]:
     """The leader's server."""
     assert config.fleet is not None
     config.state_dir.mkdir(exist_ok=True)
@@ -107,7 +116,7 @@ async def leading(config: NodeConfig) -> AsyncIterator[FleetNodes]:
     journal = FleetJournal(config.state_dir / "fleet.sqlite")
     nodes = FleetNodes(config, epoch=journal.begin_life("l", attempt=config.fleet.attempt, num_nodes=config.fleet.num_nodes))
     peers = [GrpcNodePeer(nodes, rank, config.coordinator) for rank in range(nodes.num_nodes)]
-    fleet = Fleet(journal, peers, boot_id="l", target=config.fleet.leader, patience_s=20.0, end=nodes.end)
+    fleet = Fleet(journal, peers, boot_id="l", target=config.fleet.leader, patience_s=patience_s, end=nodes.end)
     server = make_server(config, fleet, journal, nodes, this_member(config, boot_id="b0"))
     await server.start()
     tasks = [asyncio.create_task(fleet.recover()), asyncio.create_task(nodes.watch_silence())]
@@ -120,6 +129,44 @@ async def leading(config: NodeConfig) -> AsyncIterator[FleetNodes]:
         await server.stop(grace_s=0)
         await nodes.close()
         journal.close()
+
+
+async def test_a_client_waits_while_nodes_join_a_restarted_leader(tmp_path: Path) -> None:
+    leader = leader_address()
+    configs = [config_of(tmp_path, rank, leader) for rank in range(2)]
+    members = [this_member(config, boot_id=f"b{rank}") for rank, config in enumerate(configs)]
+    async with AsyncExitStack() as stack:
+        for config in configs:
+            await stack.enter_async_context(serving_node(config))
+        channel = await stack.enter_async_context(open_channel(leader))
+        client = await stack.enter_async_context(AsyncClient(leader, recovery_timeout_s=TIMEOUT_S))
+        async with leading(configs[0]):
+            for member in members:
+                await join(channel, member)
+            await client.acquire(Phase.TRAIN)
+        async with leading(configs[0]):
+            verbs = [asyncio.create_task(client.acquire(Phase.ROLLOUT)), asyncio.create_task(client.rollout_state())]
+            await asyncio.wait(verbs, timeout=1.0)
+            assert not any(verb.done() for verb in verbs)
+            for member in members:
+                await join(channel, member)
+            await asyncio.gather(*verbs)
+            assert (await client.state()).phase is Phase.ROLLOUT
+
+
+async def test_an_operation_that_missed_a_node_is_tried_again_under_its_id(tmp_path: Path) -> None:
+    leader = leader_address()
+    configs = [config_of(tmp_path, rank, leader) for rank in range(2)]
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(leading(configs[0], patience_s=0.5))
+        for config in configs:
+            await stack.enter_async_context(serving_node(config))
+        channel = await stack.enter_async_context(open_channel(leader))
+        fleet = CoordinatorServiceStub(channel)
+        assert isinstance(await caught(acquire_first(fleet, TRAIN, request_id="one")), NotJoined)
+        for config in configs:
+            await join(channel, this_member(config, boot_id=f"b{config.fleet.node_rank}"))
+        assert (await acquire(fleet, TRAIN, request_id="one"))[-1].state.phase == TRAIN
 
 
 def leader_address() -> str:
@@ -193,6 +240,11 @@ async def test_a_node_of_a_fleet_refuses_clients_other_fleets_and_older_lives(tm
             assert isinstance(await caught(acquire_first(stub, TRAIN)), HeldByFleet)  # without its own numbers
             look = coordinator_pb2.GetStateRequest(fleet=command(sequence=7))
             assert (await stub.GetState(look, timeout=TIMEOUT_S)).state.phase == TRAIN
+            # The channel repeats a read whose answer was lost; a command with the number of a look is none.
+            assert (await stub.GetState(look, timeout=TIMEOUT_S)).state.phase == TRAIN
+            assert isinstance(await caught(acquire_first(stub, TRAIN, fleet=command(sequence=7))), StaleSequence)
+            late_look = coordinator_pb2.GetStateRequest(fleet=command(sequence=6))
+            assert isinstance(await caught(stub.GetState(late_look, timeout=TIMEOUT_S)), StaleSequence)
             late = acquire_first(stub, TRAIN, fleet=command(sequence=6))
             assert isinstance(await caught(late), StaleSequence)
             assert isinstance(await caught(acquire_first(stub, TRAIN, fleet=command(epoch=4, sequence=9))), StaleEpoch)
@@ -224,7 +276,10 @@ async def test_the_leader_takes_a_rank_once_and_a_node_that_fits(tmp_path: Path)
     async with leading(config) as nodes, open_channel(leader) as channel:
         with pytest.raises(NotJoined):
             nodes.all()
-        assert isinstance(await caught(join(channel, replace(member, num_ranks=9))), FleetMismatch)
+        for field, other in {"num_ranks": 9, "num_gpus": 8, "version": "0", "config_digest": "c", "model_digest": "m"}.items():
+            refused = await caught(join(channel, replace(member, **{field: other})))
+            assert isinstance(refused, FleetMismatch)
+            assert refused.metadata["field"] == field
         assert isinstance(await caught(join(channel, member, attempt=0)), StaleEpoch)
         assert (await join(channel, member)).num_joined == 1
         assert (await join(channel, member)).num_joined == 1

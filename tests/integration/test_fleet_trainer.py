@@ -145,3 +145,29 @@ async def test_a_killed_node_fails_the_others_and_all_go_on_after_a_restart(
     finally:
         for node in again:
             node.stop()
+
+
+async def test_a_trainer_that_is_killed_between_steps_has_the_others_start_again(
+    folder: Path, model: Path, port: FleetPort
+) -> None:
+    """No collective runs that would tell them."""
+    with nodes_of(folder / "between", model, num_nodes=2, settings=SETTINGS, port=port) as nodes:
+        async with fleet_of(nodes, model) as fleet:
+            await fleet.forward_backward(samples_of(0))
+            await fleet.optim_step()
+        for pid in nodes[1].rank_pids():
+            os.kill(pid, signal.SIGKILL)
+        nodes[1].process.wait(30)
+        again = start_node(folder / "between", model, port, 1, settings=SETTINGS)
+        try:
+            assert nodes[0].process.wait(30) == 1
+            nodes[0] = start_node(folder / "between", model, port, 0, settings=SETTINGS)
+            for node in (nodes[0], again):
+                node.wait_until_serving()
+            async with fleet_of([nodes[0], again], model) as fleet:
+                assert [(await client.state()).policy_version for client in fleet.clients] == [1, 1]
+                await fleet.forward_backward(samples_of(1))
+                one, other = await fleet.optim_step()
+                assert (one.version, one.grad_norm) == (2, other.grad_norm)
+        finally:
+            again.stop()

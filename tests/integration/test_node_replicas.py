@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +16,9 @@ from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
 from tasuki.trainer.backends.fsdp.replicas import NodeReplicas, join_store
 from tasuki.trainer.launch import Launch
+from tasuki.trainer.other_nodes import until_another_starts
 from tasuki.transport.gloo_peers import check_gloo_peers, check_mirrored
-from tasuki.wire.errors import PeerUnavailable, TasukiError, VersionOrder
+from tasuki.wire.errors import DeadlineExceeded, PeerUnavailable, TasukiError, VersionOrder
 from tests.integration.fleet_port import FleetPort, fleet_port
 
 
@@ -97,6 +99,23 @@ def test_a_node_that_does_not_come_is_a_typed_error_within_the_time_out(port: Fl
 
     *others, _ = on_each(port, tmp_path, work, timeout_s=8.0)
     assert all(isinstance(error, PeerUnavailable) and "lab" in error.message for error in others)
+
+
+async def test_a_trainer_hears_that_another_waits_for_it_to_start_again(port: FleetPort, tmp_path: Path) -> None:
+    configs = [config_of(port, tmp_path, rank) for rank in range(3)]
+
+    def launch(name: str) -> Launch:
+        return Launch(rank=0, local_rank=0, num_ranks=1, launcher_fd=-1, store_path=tmp_path / name / "store")
+
+    joined = [asyncio.to_thread(join_store, config, launch(f"launch-{rank}")) for rank, config in enumerate(configs)]
+    store, *_ = await asyncio.gather(*joined)
+    hearing = asyncio.create_task(until_another_starts(configs[0], store.name))
+    await asyncio.sleep(0.5)
+    assert not hearing.done()
+    again = asyncio.create_task(asyncio.to_thread(join_store, configs[2], launch("again")))
+    await asyncio.wait_for(hearing, 5.0)
+    with pytest.raises(DeadlineExceeded, match=r"\[0, 1\]"):
+        await again
 
 
 def test_a_connection_that_no_rank_has_at_its_other_end_is_refused() -> None:

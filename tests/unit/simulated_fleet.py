@@ -54,8 +54,13 @@ class MemberNode(SimulatedNode):
         folder.mkdir(exist_ok=True)
         super().__init__(folder, fault=lambda: None, waits_for_room=False)
 
+    async def restart_coordinator(self) -> None:
+        self.is_listening = False
+        await super().restart_coordinator()
+
     def _start_coordinator(self) -> None:
         super()._start_coordinator()
+        self.is_listening = True
         self.hold = FleetHold(self.config, self._journal)
 
     def _see_served(self, version: int) -> None:
@@ -240,6 +245,8 @@ class SimulatedFleet:
         self, node: MemberNode, command: FleetCommand, act: Callable[[MemberNode], Awaitable[_Answer]]
     ) -> asyncio.Task[_Answer]:
         async def carry_out() -> _Answer:
+            if not node.is_listening:
+                raise PeerUnavailable("connection refused")
             node.hold.check(command)
             return await act(node)
 

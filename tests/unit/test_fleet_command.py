@@ -9,7 +9,9 @@ import pytest
 
 from tasuki.cli.__main__ import _parser
 from tasuki.cli.fleet import fleet_config
-from tasuki.config.places import client_target, fleet_target, node_targets
+from tasuki.config.load import load_beside_node
+from tasuki.config.places import client_target, config_path, fleet_target, node_targets
+from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
 from tasuki.fleet import EXIT_FLEET_ENDED
 from tasuki.supervisor.services import EXIT_REFUSED, node_services
@@ -72,6 +74,20 @@ def test_clients_on_the_machine_call_the_fleet_on_node_0_and_nobody_elsewhere(tm
     assert client_target(leader.model_copy(update={"fleet": None})) == node_targets(leader)["coordinator"]
     with pytest.raises(InvalidArgument, match="node-a:29400"):
         client_target(read(tmp_path))
+
+
+def test_commands_beside_a_node_take_its_place_from_how_it_was_started(tmp_path: Path) -> None:
+    started = read(tmp_path, table="[fleet]\nnode_timeout_s = 5.0\n", node_rank=0)
+    with pytest.raises(InvalidArgument, match=r"fleet\.name"):
+        load_beside_node(tmp_path / "node.toml")
+    started.state_dir.mkdir()
+    save_config(started, config_path(started.state_dir))
+    beside = load_beside_node(tmp_path / "node.toml", overrides=["fleet.interface=eth1"]).fleet
+    assert beside is not None
+    assert started.fleet is not None
+    assert beside == started.fleet.model_copy(update={"interface": "eth1"})
+    (tmp_path / "alone.toml").write_text(f'state_dir = "{started.state_dir}"\n[model]\npath = "model"\n')
+    assert load_beside_node(tmp_path / "alone.toml").fleet is None
 
 
 def test_the_command_line(tmp_path: Path) -> None:

@@ -127,7 +127,8 @@ class RankStoreServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WaitForKeys(self, request, context):
-        """Waits until all keys are there. Phase: any. Repeat: harmless. Errors: as ReadKey.
+        """Waits until all keys are there; the key `end` alone never is: who waits for it hears, by STALE_EPOCH, when all trainers have to start
+        again. Phase: any. Repeat: harmless. Errors: as ReadKey.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

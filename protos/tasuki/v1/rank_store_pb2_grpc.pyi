@@ -57,7 +57,9 @@ class RankStoreServiceStub:
     CompareAndSetKey: _grpc.UnaryUnaryMultiCallable[_rank_store_pb2.CompareAndSetKeyRequest, _rank_store_pb2.CompareAndSetKeyResponse]
     """Sets a key that has the expected value, or is not there while none is expected. Phase: any. Repeat: harmless. Errors: as SetKey."""
     WaitForKeys: _grpc.UnaryUnaryMultiCallable[_rank_store_pb2.WaitForKeysRequest, _rank_store_pb2.WaitForKeysResponse]
-    """Waits until all keys are there. Phase: any. Repeat: harmless. Errors: as ReadKey."""
+    """Waits until all keys are there; the key `end` alone never is: who waits for it hears, by STALE_EPOCH, when all trainers have to start
+    again. Phase: any. Repeat: harmless. Errors: as ReadKey.
+    """
     CheckKeys: _grpc.UnaryUnaryMultiCallable[_rank_store_pb2.CheckKeysRequest, _rank_store_pb2.CheckKeysResponse]
     """Tells whether all keys are there. Phase: any. Repeat: harmless. Errors: ABORTED/STALE_EPOCH when the store has ended."""
     DeleteKey: _grpc.UnaryUnaryMultiCallable[_rank_store_pb2.DeleteKeyRequest, _rank_store_pb2.DeleteKeyResponse]
@@ -92,7 +94,9 @@ class RankStoreServiceAsyncStub(RankStoreServiceStub):
     CompareAndSetKey: _aio.UnaryUnaryMultiCallable[_rank_store_pb2.CompareAndSetKeyRequest, _rank_store_pb2.CompareAndSetKeyResponse]  # type: ignore[assignment]
     """Sets a key that has the expected value, or is not there while none is expected. Phase: any. Repeat: harmless. Errors: as SetKey."""
     WaitForKeys: _aio.UnaryUnaryMultiCallable[_rank_store_pb2.WaitForKeysRequest, _rank_store_pb2.WaitForKeysResponse]  # type: ignore[assignment]
-    """Waits until all keys are there. Phase: any. Repeat: harmless. Errors: as ReadKey."""
+    """Waits until all keys are there; the key `end` alone never is: who waits for it hears, by STALE_EPOCH, when all trainers have to start
+    again. Phase: any. Repeat: harmless. Errors: as ReadKey.
+    """
     CheckKeys: _aio.UnaryUnaryMultiCallable[_rank_store_pb2.CheckKeysRequest, _rank_store_pb2.CheckKeysResponse]  # type: ignore[assignment]
     """Tells whether all keys are there. Phase: any. Repeat: harmless. Errors: ABORTED/STALE_EPOCH when the store has ended."""
     DeleteKey: _aio.UnaryUnaryMultiCallable[_rank_store_pb2.DeleteKeyRequest, _rank_store_pb2.DeleteKeyResponse]  # type: ignore[assignment]
@@ -160,7 +164,9 @@ class RankStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rank_store_pb2.WaitForKeysRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rank_store_pb2.WaitForKeysResponse, _abc.Awaitable[_rank_store_pb2.WaitForKeysResponse]]:
-        """Waits until all keys are there. Phase: any. Repeat: harmless. Errors: as ReadKey."""
+        """Waits until all keys are there; the key `end` alone never is: who waits for it hears, by STALE_EPOCH, when all trainers have to start
+        again. Phase: any. Repeat: harmless. Errors: as ReadKey.
+        """
 
     @_abc_1.abstractmethod
     def CheckKeys(

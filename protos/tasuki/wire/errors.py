@@ -184,6 +184,12 @@ class SamplesLost(PeerUnavailable):
     code, reason = grpc.StatusCode.UNAVAILABLE, "SAMPLES_LOST"
 
 
+class NotJoined(PeerUnavailable):
+    """A node of the fleet has not joined yet, or has to join again. metadata: `node_rank`."""
+
+    code, reason = grpc.StatusCode.UNAVAILABLE, "NOT_JOINED"
+
+
 class PathExists(TasukiError):
     """Something is already at the path that was to be written."""
 
@@ -242,12 +248,6 @@ class FleetMismatch(TasukiError):
     """A node that does not fit its fleet. metadata: `field`, `node_rank`, `expected` and `found`."""
 
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "FLEET_MISMATCH"
-
-
-class NotJoined(TasukiError):
-    """A node of the fleet has not joined yet, or has to join again. metadata: `node_rank`."""
-
-    code, reason = grpc.StatusCode.UNAVAILABLE, "NOT_JOINED"
 
 
 class HeldByFleet(TasukiError):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tasuki.cli.fleet_arguments import add_fleet_commands
 from tasuki.cli.plan_arguments import add_plan_arguments
-from tasuki.config.load import load_config
+from tasuki.config.load import load_beside_node, load_config
 from tasuki.config.lock import StateLock
 from tasuki.config.places import config_path
 from tasuki.config.schema import NodeConfig
@@ -176,7 +176,7 @@ def _up(arguments: argparse.Namespace) -> int:
 def _down(arguments: argparse.Namespace) -> int:
     from tasuki.supervisor.node import stop_node
 
-    state_dir = arguments.state_dir or load_config(arguments.config).state_dir
+    state_dir = arguments.state_dir or load_beside_node(arguments.config).state_dir
     sys.stderr.write("the node is down\n" if stop_node(state_dir) else f"no node runs on {state_dir}\n")
     return 0
 
@@ -198,7 +198,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
     config_dir = arguments.config.resolve().parent
     train = resume if arguments.resume else run
-    config = load_config(arguments.config, overrides=arguments.overrides)
+    config = load_beside_node(arguments.config, overrides=arguments.overrides)
     return train(config, config_dir=config_dir, may_start=not arguments.no_start)
 
 
@@ -262,7 +262,7 @@ def _supervise(arguments: argparse.Namespace) -> int:
 
 def _running_config(arguments: argparse.Namespace) -> NodeConfig:
     """The configuration that the node runs with, which `--set` may have made another than the file's."""
-    given = None if arguments.config is None else load_config(arguments.config)
+    given = None if arguments.config is None else load_beside_node(arguments.config)
     state_dir: Path = arguments.state_dir if given is None else given.state_dir
     if config_path(state_dir).is_file():
         return load_config(config_path(state_dir))

@@ -22,13 +22,14 @@ from tasuki.config.lock import TRAINING_LOCK, holder
 from tasuki.config.places import client_target
 from tasuki.config.schema import NodeConfig
 from tasuki.fleet import EXIT_FLEET_ENDED
+from tasuki.supervisor.exit_report import is_requested, read_exit_report
 from tasuki.supervisor.node import start_node, to_stderr
 from tasuki.supervisor.post_mortem import why_it_ended
 from tasuki.v1 import coordinator_pb2, fleet_pb2, types_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.fleet_pb2_grpc import FleetServiceStub
 from tasuki.wire.channel import open_blocking_channel
-from tasuki.wire.errors import FleetEnded, InvalidArgument, from_rpc_error
+from tasuki.wire.errors import FleetEnded, InvalidArgument, NodeDown, TasukiError, from_rpc_error
 
 INTERRUPTED = 130
 _READ_TIMEOUT_S = 5.0
@@ -83,29 +84,39 @@ def up(config: NodeConfig, *, grace_s: float) -> int:
     """Starts the node, which joins, and stays until the fleet ends, the node ends, or a signal asks it to.
 
     grace_s: how long the node goes on after SIGTERM, so that a run can save what it has; on node 0 no longer than a run is there.
-    Returns EXIT_FLEET_ENDED when the fleet has ended, 130 after a signal, 0 after `tasuki down`. Raises why the node itself has ended.
+    Returns EXIT_FLEET_ENDED when the fleet has ended or the node was killed, 130 after a signal, 0 after `tasuki down`. Raises why the
+    node has ended by itself.
     """
     assert config.fleet is not None
     fleet = config.fleet
     to_stderr(
         f"node {fleet.node_rank} of {fleet.num_nodes} in fleet {fleet.name!r}, attempt {fleet.attempt}, led at {fleet.leader}"
     )
-    node = start_node(config)
+    try:
+        node = start_node(config)
+    except TasukiError as error:
+        return _code_of_loss(error, config)
     asked = _StopSignal(config, grace_s=grace_s)
     try:
         while node.process.poll() is None:
             if asked.is_over():
                 return INTERRUPTED
             time.sleep(_TICK_S)
-        if node.wait() == 0:
-            return 0
-        error = why_it_ended(config)
-        if not isinstance(error, FleetEnded):
-            raise error
-        to_stderr(f"tasuki: error {error.reason}: {error.message}")
-        return EXIT_FLEET_ENDED
+        return 0 if node.wait() == 0 else _code_of_loss(why_it_ended(config), config)
     finally:
         node.stop()
+
+
+def _code_of_loss(error: TasukiError, config: NodeConfig) -> int:
+    """EXIT_FLEET_ENDED for what another attempt may cure: the fleet has ended, or the node's processes were killed.
+
+    0 after `tasuki down` while the node starts. Raises any other error.
+    """
+    if not isinstance(error, FleetEnded | NodeDown):
+        raise error
+    to_stderr(f"tasuki: error {error.reason}: {error.message}")
+    is_asked_for = isinstance(error, NodeDown) and is_requested(read_exit_report(config.state_dir))
+    return 0 if is_asked_for else EXIT_FLEET_ENDED
 
 
 class _StopSignal:

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from tasuki.algorithms.loss_types import SettingError
 from tasuki.config.constraints import SettingsConflict
+from tasuki.config.places import config_path
 from tasuki.config.schema import NodeConfig
 from tasuki.config.security_schema import CallerRole
 from tasuki.wire.errors import InvalidArgument, PathNotFound
@@ -22,6 +23,30 @@ def load_config(path: Path, *, overrides: Sequence[str] = ()) -> NodeConfig:
     Relative paths in the file are relative to the file's folder; in overrides, to the working folder.
     Raises PathNotFound when there is no file, InvalidArgument naming the key otherwise.
     """
+    return _validated(_read(path, overrides))
+
+
+def load_beside_node(path: Path, *, overrides: Sequence[str] = ()) -> NodeConfig:
+    """As `load_config`, for a command about a node that was started: what [fleet] leaves out is as it was started with.
+
+    A scheduler gives each node its place, which the commands beside it do not know.
+    """
+    table = _read(path, overrides)
+    started = _started_fleet(table)
+    if started is not None and isinstance(table.get("fleet"), dict):
+        table["fleet"] = {**started, **table["fleet"]}
+    return _validated(table)
+
+
+def _started_fleet(table: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """[fleet] of the node that was started last on the state folder."""
+    state_dir = table.get("state_dir")
+    path = config_path(Path(state_dir)) if isinstance(state_dir, str) else None
+    return tomllib.loads(path.read_text()).get("fleet") if path is not None and path.is_file() else None
+
+
+def _read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """The tables, with absolute paths."""
     if not path.is_file():
         raise PathNotFound(f"config {path} does not exist", path=path)
     try:
@@ -32,6 +57,10 @@ def load_config(path: Path, *, overrides: Sequence[str] = ()) -> NodeConfig:
     for override in overrides:
         _apply(table, override)
     _anchor_paths(table, Path.cwd())
+    return table
+
+
+def _validated(table: Mapping[str, Any]) -> NodeConfig:
     try:
         return NodeConfig.model_validate(table)
     except ValidationError as error:

@@ -23,10 +23,25 @@ class FleetHold:
         Raises HeldByFleet for another caller than the fleet, StaleEpoch for an earlier life or another attempt of it, StaleSequence for
         a command that comes after a later one, InvalidArgument when the node belongs to no fleet, and DiskFull.
         """
+        if not self._is_new(command):
+            raise self._late(command)
+
+    def check_look(self, command: FleetCommand) -> None:
+        """As `check`, for a look: the channel repeats a read that was cut off, and the last number may come again."""
+        if not self._is_new(command) and command.sequence < self._sequence:
+            raise self._late(command)
+
+    def _late(self, command: FleetCommand | None) -> StaleSequence:
+        assert command is not None
+        text = f"command {command.sequence} of the fleet comes after {self._sequence}"
+        return StaleSequence(text, sequence=command.sequence, current_sequence=self._sequence)
+
+    def _is_new(self, command: FleetCommand | None) -> bool:
+        """Takes the numbers unless the sequence was seen before. Raises as `check`, but for StaleSequence."""
         if self._config is None:
             if command is not None:
                 raise InvalidArgument("fleet", f"this node belongs to no fleet, and is called by {command.name!r}; set [fleet]")
-            return
+            return True
         check_command(self._config, command)
         assert command is not None
         given, known = (command.attempt, command.epoch), self._journal.fleet_epoch(command.name)
@@ -41,6 +56,6 @@ class FleetHold:
             self._journal.take_fleet_epoch(command.name, attempt=command.attempt, epoch=command.epoch)
             self._sequence = 0
         if command.sequence <= self._sequence:
-            text = f"command {command.sequence} of the fleet comes after {self._sequence}"
-            raise StaleSequence(text, sequence=command.sequence, current_sequence=self._sequence)
+            return False
         self._sequence = command.sequence
+        return True

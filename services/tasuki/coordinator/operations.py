@@ -19,6 +19,7 @@ from tasuki.wire.errors import (
     InternalError,
     Interrupted,
     InvalidArgument,
+    NotJoined,
     PeerUnavailable,
     WeightsCorrupt,
 )
@@ -27,6 +28,8 @@ LOSSES = (DeadlineExceeded, EnginePoisoned, InternalError, PeerUnavailable, Weig
 """After these a service is gone, or has to go. The changeover is closed as failed and another one begun when all services are there
 again; an error that changed nothing, such as a lack of memory, is the caller's."""
 _UNANSWERED = {error.reason for error in (*LOSSES, Interrupted)}
+_TO_REPEAT = (DiskFull.reason, NotJoined.reason)
+"""Nothing was carried out: a request that comes again by the same id is tried again."""
 _KEPT = 256
 
 
@@ -51,11 +54,11 @@ class Operations:
     def start(self, subject: str, request_id: str, work: Callable[[], Awaitable[None]]) -> Operation:
         """The operation that this request id began, or a new one that does `work`. Raises ChangeoverRunning when another is under way."""
         known = self._known.get(request_id)
-        if known is not None and known.subject == subject and known.reason == DiskFull.reason:
-            known = None  # it asked for room, and to be asked again
+        if known is not None and known.subject == subject and known.reason in _TO_REPEAT:
+            known = None
         written = None if known is not None else last_attempt(self._journal, request_id)
         # One that an earlier coordinator left in the middle is not answered by its interruption: it is carried out now.
-        if written is not None and written.error_reason not in (*_UNANSWERED, DiskFull.reason):
+        if written is not None and written.error_reason not in (*_UNANSWERED, *_TO_REPEAT):
             known = replayed(written, self._state())
         if known is not None:
             if known.subject != subject:

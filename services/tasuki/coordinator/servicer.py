@@ -96,7 +96,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def GetState(self, request: pb.GetStateRequest, context: _Context) -> pb.GetStateResponse:
         if not request.HasField("fleet"):
             return pb.GetStateResponse(state=self._state(self._node.state(), context))
-        self._hold.check(request.fleet)
+        self._hold.check_look(request.fleet)
         return pb.GetStateResponse(state=self._state(await self._node.look(), context))
 
     async def WatchState(self, request: pb.WatchStateRequest, context: _Context) -> AsyncIterator[pb.WatchStateResponse]:

@@ -118,6 +118,7 @@ class Fleet:
         for number in range(1, _MAX_TRIES + 1):
             await self._wait_ready()
             if self._holds(phase):
+                self._close_left(phase)
                 self._operations.tell(StageEvent("", None, Status.HELD, time=time.time()))
                 return
             self._close_left(phase)
@@ -199,6 +200,8 @@ class Fleet:
                 errors.append((rank, view))
             else:
                 raise view
+        if self._open is not None:
+            self._open.views = list(self._views)
         if errors:
             raise worst(errors)
 

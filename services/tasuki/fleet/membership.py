@@ -16,7 +16,7 @@ from tasuki.wire.errors import DeadlineExceeded, FleetEnded, NotJoined, PeerUnav
 
 _log = logging.getLogger("tasuki.fleet")
 _JOIN_EVERY_S = 1.0
-_UNHEARD = (DeadlineExceeded, NotJoined, PeerUnavailable)
+_UNHEARD = (DeadlineExceeded, PeerUnavailable)
 
 
 class Membership:

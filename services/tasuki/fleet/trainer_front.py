@@ -20,11 +20,11 @@ from tasuki.trainer.ranks.loss import decode_loss
 from tasuki.v1 import trainer_pb2
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceServicer
 from tasuki.v1.types_pb2 import TrainingSample
-from tasuki.wire.errors import DeadlineExceeded, DiskFull, FleetEnded, InternalError, NotJoined, PeerUnavailable, TasukiError
+from tasuki.wire.errors import DeadlineExceeded, DiskFull, FleetEnded, InternalError, PeerUnavailable, TasukiError
 
 _log = logging.getLogger("tasuki.fleet")
 _READ_TIMEOUT_S = 10.0
-_PASSING = (DiskFull, PeerUnavailable, DeadlineExceeded, NotJoined, FleetEnded)
+_PASSING = (DiskFull, PeerUnavailable, DeadlineExceeded, FleetEnded)
 """Errors after which a command that is repeated is given to the nodes again: each knows by its id whether it has carried it out."""
 _Scored = TypeVar("_Scored", trainer_pb2.TokenLogProbs, trainer_pb2.TokenValues)
 

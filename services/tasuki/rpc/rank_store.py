@@ -14,6 +14,8 @@ from tasuki.wire.errors import DeadlineExceeded, InvalidArgument, StaleEpoch
 
 NAME = "tasuki.v1.RankStoreService"
 MAX_VALUE_BYTES = 1 << 20
+END_KEY = "end"
+"""Never set. Who waits for it hears when all trainers have to start again, also after a restart of the leader, which forgets stores."""
 _MAX_KEY_BYTES = 1 << 10
 _MAX_KEYS = 1 << 16
 _MAX_STORE_BYTES = 1 << 28
@@ -35,8 +37,8 @@ class _Store:
         """Raises InvalidArgument for what is too large."""
         if len(value) > MAX_VALUE_BYTES:
             raise InvalidArgument("value", f"has {len(value)} bytes; at most {MAX_VALUE_BYTES} are kept")
-        if not key or len(key.encode()) > _MAX_KEY_BYTES:
-            raise InvalidArgument("key", f"must have 1 to {_MAX_KEY_BYTES} bytes")
+        if not key or key == END_KEY or len(key.encode()) > _MAX_KEY_BYTES:
+            raise InvalidArgument("key", f"must have 1 to {_MAX_KEY_BYTES} bytes, and not be {END_KEY!r}")
         num_bytes = self.num_bytes + len(value) - len(self.values.get(key, b""))
         if num_bytes > _MAX_STORE_BYTES or (key not in self.values and len(self.values) >= _MAX_KEYS):
             raise InvalidArgument("key", f"the store is full: it takes {_MAX_KEYS} keys and {_MAX_STORE_BYTES} bytes")
@@ -110,6 +112,8 @@ class RankStoreServicer(RankStoreServiceServicer):
         return pb.CompareAndSetKeyResponse(value=await self._change(request.store, exchange))
 
     async def WaitForKeys(self, request: pb.WaitForKeysRequest, context: Any) -> pb.WaitForKeysResponse:
+        if list(request.keys) == [END_KEY]:
+            await self._wait_for_start(request.store, timeout_s=request.timeout_s)
         await self._wait(request.store, request.keys, timeout_s=request.timeout_s)
         return pb.WaitForKeysResponse()
 
@@ -175,6 +179,16 @@ class RankStoreServicer(RankStoreServiceServicer):
         if store.ended_by:
             raise StaleEpoch(store.ended_by)
         return store
+
+    async def _wait_for_start(self, name: str, *, timeout_s: float) -> None:
+        """Returns when the store is the present one, or a trainer waits for the others. Raises DeadlineExceeded."""
+        if self._store is not None and self._store.name == name:
+            return
+        try:
+            async with asyncio.timeout(min(max(timeout_s, 0.0), _MAX_WAIT_S)), self._news:
+                await self._news.wait_for(lambda: bool(self._joining) or self._store is not None)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"no trainer was started again within {timeout_s:g} s") from error
 
 
 def _number(value: bytes) -> int:

@@ -34,6 +34,10 @@ class FleetStore(Store):
         self._stub, self._name, self._metadata, self._timeout = stub, name, metadata, timeout
 
     @property
+    def name(self) -> str:
+        return self._name
+
+    @property
     def timeout(self) -> timedelta:
         return self._timeout
 

@@ -7,6 +7,7 @@ import logging
 import signal
 import threading
 import uuid
+from collections.abc import Awaitable
 from contextlib import ExitStack
 
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from tasuki.trainer.durable.restore import agree_on_log, restore
 from tasuki.trainer.durable.training_log import TrainingLog
 from tasuki.trainer.launch import Launch
 from tasuki.trainer.learner import Learner, trained_roles
+from tasuki.trainer.other_nodes import until_another_starts
 from tasuki.trainer.ranks.commands import RankCommands
 from tasuki.trainer.ranks.front import TrainerRanks
 from tasuki.trainer.ranks.loop import run_rank as run_commands
@@ -136,19 +138,23 @@ async def serve(config: NodeConfig, *, launch: Launch) -> int:
         )
         log = TrainingLog(training_log_path(config.state_dir), failpoints=failpoints)
         cleanup.callback(log.close)
+        ends: list[Awaitable[object]] = [ranks.broken.wait()]
         if is_fleet(config):
             store = await asyncio.to_thread(join_store, config, launch)
             await agree_on_log(log, store, config=config)
+            ends.append(until_another_starts(config, store.name))
         await restore(training, log, config=config)
         server = _server(training, log, ready=ready, config=config, tracer=tracer)
         await server.start()
         heartbeat = Heartbeat(config.state_dir, "trainer")
         cleanup.callback(heartbeat.close)
         heartbeat.beat_in_loop()
-        broken = loop.create_task(_stop_when_broken(ranks, stop))
+        watches = [loop.create_task(_stop_after(end, stop)) for end in ends]
         await server.run(stop, grace_s=_GRACE_S)
-        broken.cancel()
-        return 1 if ranks.broken.is_set() else 0
+        must_restart = ranks.broken.is_set() or any(watch.done() for watch in watches)
+        for watch in watches:
+            watch.cancel()
+        return 1 if must_restart else 0
     finally:
         await ranks.stop()
         cleanup.close()
@@ -184,6 +190,6 @@ async def _ready_or_stopped(ranks: TrainerRanks, stop: asyncio.Event) -> RankRea
     return None
 
 
-async def _stop_when_broken(ranks: TrainerRanks, stop: asyncio.Event) -> None:
-    await ranks.broken.wait()
+async def _stop_after(end: Awaitable[object], stop: asyncio.Event) -> None:
+    await end
     stop.set()

@@ -17,7 +17,7 @@ from tasuki.cli.doctor.fleet import fleet_findings, running_config
 from tasuki.cli.doctor.gpus import gpu_findings, read_gpu_facts, torch_cuda_version
 from tasuki.cli.doctor.host import check_shared_memory, host_findings
 from tasuki.cli.doctor.node import check_passing, node_findings
-from tasuki.config.load import load_config
+from tasuki.config.load import load_beside_node
 from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.schema import NodeConfig
 from tasuki.wire.errors import TasukiError
@@ -42,7 +42,7 @@ def examine(path: Path | None, *, overrides: Sequence[str] = ()) -> Iterator[Fin
     config: NodeConfig | None = None
     if path is not None:
         try:
-            config = load_config(path, overrides=overrides)
+            config = load_beside_node(path, overrides=overrides)
             yield ok("configuration", str(path))
         except TasukiError as error:
             yield fail(
