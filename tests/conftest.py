@@ -114,9 +114,9 @@ def started_node(*, tables: str = "", overrides: Sequence[str] = (), residency: 
             time.sleep(0.1)
         yield RunningNode(config=config, state_dir=state_dir, model=model, up=up)
     finally:
-        stopped = tasuki("down", config, timeout_s=60)
+        stopped = tasuki("down", config, timeout_s=120)
         assert stopped.returncode == 0, f"tasuki down: {stopped.stderr}"
-        up.wait(10)
+        up.wait(60)
         shutil.rmtree(folder)
 
 

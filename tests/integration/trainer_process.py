@@ -64,10 +64,10 @@ class TrainerProcess:
             time.sleep(0.1)
 
     def stop(self) -> None:
-        """SIGTERM, and after 20 seconds SIGKILL to what is left of the group."""
+        """SIGTERM, and after a minute SIGKILL to what is left of the group."""
         self.process.send_signal(signal.SIGTERM)
         try:
-            self.process.wait(20)
+            self.process.wait(60)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
