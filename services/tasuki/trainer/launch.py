@@ -9,8 +9,6 @@ ranks meet in a file that only their user can open.
 from __future__ import annotations
 
 import argparse
-import gc
-import importlib
 import math
 import os
 import signal
@@ -25,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
+from tasuki.rpc.preload import preload
 from tasuki.trainer.forked_rank import ForkedRank
 from tasuki.wire.errors import InvalidArgument
 
@@ -118,9 +117,7 @@ def _preload(module: str) -> None:
 
     for number in _STOP_SIGNALS:
         signal.signal(number, leave)
-    importlib.import_module(module)
-    # No rank copies the pages of what all share, only because its collector marks what it has seen.
-    gc.freeze()
+    preload(module)
 
 
 def _spawn(command: Sequence[str], launch: Launch) -> subprocess.Popen[bytes]:
