@@ -102,6 +102,7 @@ def test_a_service_that_is_lost_while_rollout_serves_comes_back_beside_what_stay
     assert (audited.returncode, audited.stdout.splitlines()[0]) == (0, "clean"), audited.stdout
 
 
+@pytest.mark.skipif(not IS_WHOLE, reason="a second node: in `make chaos`")
 def test_a_budget_lets_as_much_stay_as_it_holds(roomy: RunningNode) -> None:
     config = load_config(config_path(roomy.state_dir))
     of_tags = {Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.EXPORT, Part.ROLLOUT_WEIGHTS, Part.KV_CACHE}
