@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 
 class ForkedRank:
@@ -61,7 +61,7 @@ def _become(
     environment: Mapping[str, str],
     *,
     taken: Sequence[signal.Signals],
-    mask: set[signal.Signals],
+    mask: Iterable[int],
 ) -> None:
     """Never returns: what the launcher has to clean up is not the rank's."""
     code = 1
