@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tasuki.algorithms.loss_types import LossConfig, ValueLoss
 from tasuki.planner.layout import Checkpointing
@@ -27,6 +25,7 @@ from tasuki.wire.errors import InvalidArgument
 from tests.extent import IS_WHOLE
 from tests.integration.learning import fsdp, learn, start_learner, whole_gradients, whole_parameters
 from tests.models import VOCAB_SIZE, make_model, save_checkpoint
+from tests.operators import CountedOperators
 
 NUM_LAYERS = 4
 # Longer than what a CPU attends to by plain products.
@@ -110,18 +109,6 @@ def test_nor_of_adapters_and_a_critic(model: Path, mesh: DeviceMesh) -> None:
                 assert_equal(found, expected)
             for learner in learners:
                 learner.optim_step(role)
-
-
-class CountedOperators(TorchDispatchMode):
-    """How often each operator ran."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.runs: Counter[Any] = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.runs[function] += 1
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(("rung", "runs"), list(zip(RUNGS, (1, 1, 2, 2), strict=True)))

@@ -67,6 +67,11 @@ def test_the_token_does_not_stay_in_the_address(page: Browser, recorded) -> None
     assert page.evaluate("location.href").endswith("/#run")
 
 
+def test_a_page_that_is_opened_again_and_again_is_served(page: Browser, recorded) -> None:
+    for _ in range(24):
+        open_tab(page, recorded.url, "run", "Reward")
+
+
 def test_without_the_token_the_page_asks_for_it(browser: Browser, recorded) -> None:
     url, _, token = recorded.url.partition("#token=")
     browser.open(f"{url}#run")

@@ -21,6 +21,7 @@ from tasuki.trainer.backends.fsdp.attention import IMPLEMENTATION, PackedAttenti
 from tasuki.trainer.backends.fsdp.attention_flash import packed_attention
 from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
 from tasuki.trainer.backends.fsdp.model import Policy
+from tasuki.trainer.backends.fsdp.routing import replace_routers
 from tasuki.trainer.data.micro_batch import TokenBatch
 from tasuki.trainer.environment import cache_variables
 from tasuki.wire.errors import InvalidArgument
@@ -51,6 +52,7 @@ def policy_of(causal_lm: PreTrainedModel, *, checkpointing: Checkpointing = Chec
     """Of its own copy."""
     causal_lm = deepcopy(causal_lm)
     causal_lm.set_attn_implementation(IMPLEMENTATION)
+    replace_routers(causal_lm)
     set_checkpointing(causal_lm, checkpointing, boundaries=None)
     causal_lm.train()
     model = read_model({**causal_lm.config.to_dict(), "architectures": [type(causal_lm).__name__]})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tasuki.models.shape import ModelShape, QkNorm
 
 _FLOAT32 = 4
+_INT64 = 8
 
 
 def kept_per_token(
@@ -42,6 +43,11 @@ def kept_in_mlp(model: ModelShape, layer: int, *, compute_bytes: int = 2, is_fus
         width = 2 * model.hidden_size + 4 * model.expert_size + 1
         return model.experts_per_token * (width * compute_bytes + 4 * 8 + 1) + 4 * model.num_experts
     return (3 if is_fused else 4) * model.intermediate_size * compute_bytes
+
+
+def kept_of_routing(model: ModelShape, layer: int) -> int:
+    """Of one token in one layer that is computed again, its choice of experts: probabilities and indices."""
+    return model.experts_per_token * (_FLOAT32 + _INT64) if model.is_sparse(layer) else 0
 
 
 def kept_with_attention(model: ModelShape, *, compute_bytes: int = 2) -> int:

@@ -7,7 +7,7 @@ import math
 from tasuki.algorithms.vocabulary_tiles import most_logits
 from tasuki.memory.granularity import CPU_MIN_TENSOR, arena_bytes, export_bytes
 from tasuki.models.shape import ModelShape, Shapes
-from tasuki.planner.kept_bytes import kept_in_mlp, kept_per_token, kept_with_attention
+from tasuki.planner.kept_bytes import kept_in_mlp, kept_of_routing, kept_per_token, kept_with_attention
 from tasuki.planner.layout import Checkpointing, Layout, Part
 from tasuki.planner.shards import shards, trained_shards
 
@@ -233,10 +233,16 @@ def _kept(layout: Layout) -> int:
     """What forward left of all layers."""
     num_layers, checkpointing = layout.model.num_layers, layout.checkpointing
     if checkpointing is Checkpointing.OFFLOADED:
-        return min(2, num_layers) * _layer_input(layout)
+        return min(2, num_layers) * _layer_input(layout) + _routing(layout, num_layers)
     first_kept = 0 if checkpointing is Checkpointing.NONE else max(0, num_layers - layout.kept_layers)
     each = _layer_input(layout) + (_attention_output(layout) if checkpointing is Checkpointing.ATTENTION else 0)
-    return first_kept * each + sum(_layer_activations(layout, index) for index in range(first_kept, num_layers))
+    kept = sum(_layer_activations(layout, index) for index in range(first_kept, num_layers))
+    return first_kept * each + _routing(layout, first_kept) + kept
+
+
+def _routing(layout: Layout, num_layers: int) -> int:
+    """Of the first layers, the choice of experts."""
+    return layout.rank_tokens * sum(kept_of_routing(layout.model, index) for index in range(num_layers))
 
 
 def _layer_input(layout: Layout) -> int:

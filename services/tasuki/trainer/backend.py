@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tasuki.algorithms.batch import Metric
 from tasuki.memory.tags import DeviceUsage, MemoryTag, TagUsage
 from tasuki.trainer.data.micro_batch import SequencePart, TokenBatch
 from tasuki.trainer.roles import Role
@@ -69,6 +70,10 @@ class Backend(Protocol):
 
     def backward(self, role: Role, loss: Tensor) -> None:
         """Adds the gradients of `loss`, summed over ranks."""
+        ...
+
+    def routing_metrics(self, role: Role) -> Mapping[str, Metric]:
+        """Of the role's experts, in the passes with gradient since the last call; alike on every rank. None without experts."""
         ...
 
     def end_scoring(self, role: Role) -> None:

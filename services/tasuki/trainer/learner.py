@@ -106,7 +106,7 @@ class Learner:
             metrics = _merged(metrics, part.metrics)
             self._progressed()
         self.roles[role].has_gradients = True
-        return _report(total, metrics)
+        return _report(total, {**metrics, **self.backend.routing_metrics(role)})
 
     def optim_step(self, role: Role, *, learning_rate: float | None = None, schedule_step: int | None = None) -> StepReport:
         """Clips the role's gradients, makes one optimizer step with them and clears them.

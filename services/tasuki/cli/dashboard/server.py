@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ _MAX_STREAMS = 16
 """Half of the connections, so that the others can ask for what has changed."""
 _BEAT_S = 5.0
 _LEAST_S = 0.25
-"""Between two events."""
+"""Between two events, and between two looks at whether the page is still there."""
 _MAX_NUMBER = 2**53
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -105,17 +106,23 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             self._begin(HTTPStatus.OK, "text/event-stream; charset=utf-8")
             known: Parts = {}
-            while not server.feed.is_closed:
-                parts = server.feed.await_change(known, timeout_s=_BEAT_S)
-                text = ": beat\n\n" if parts == known else f"event: changed\ndata: {json.dumps(parts)}\n\n"
-                self.wfile.write(text.encode())
-                self.wfile.flush()
-                known = parts
-                time.sleep(_LEAST_S)
+            beat_at = 0.0
+            while not (server.feed.is_closed or self._is_page_gone()):
+                parts = server.feed.await_change(known, timeout_s=_LEAST_S)
+                if parts != known or time.monotonic() >= beat_at:
+                    text = ": beat\n\n" if parts == known else f"event: changed\ndata: {json.dumps(parts)}\n\n"
+                    self.wfile.write(text.encode())
+                    self.wfile.flush()
+                    known, beat_at = parts, time.monotonic() + _BEAT_S
+                    time.sleep(_LEAST_S)
         except OSError:  # the page is gone
             self.close_connection = True
         finally:
             server.streams.release()
+
+    def _is_page_gone(self) -> bool:
+        """Whether the page has closed the connection. It says nothing more on it, so whatever arrives is its end."""
+        return bool(select.select([self.connection], [], [], 0)[0])
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's name
         """Nothing: requests are no events."""

@@ -7,12 +7,14 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from tasuki.planner.layout import Checkpointing
 from tasuki.trainer.backends.fsdp.attention import attention_operators
 from tasuki.trainer.backends.fsdp.boundaries import Boundaries
+from tasuki.trainer.backends.fsdp.routing import routing_contexts
 
 Layer = Callable[..., Any]
 
@@ -29,18 +31,24 @@ def set_checkpointing(
         # transformers' layers ask for these two in training.
         is_kept = checkpointing is Checkpointing.NONE or index >= len(decoder.layers) - kept_layers
         layer.gradient_checkpointing = not is_kept
-        layer._gradient_checkpointing_func = _checkpoint(checkpointing, index, boundaries)
+        layer._gradient_checkpointing_func = _checkpoint(checkpointing, index, boundaries, layer)
 
 
-def _checkpoint(checkpointing: Checkpointing, index: int, boundaries: Boundaries | None) -> Layer:
-    # A layer draws no random numbers: dropout is off.
-    recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    if checkpointing is Checkpointing.ATTENTION:
-        return partial(recomputed, context_fn=partial(create_selective_checkpoint_contexts, attention_operators()))
+def _checkpoint(checkpointing: Checkpointing, index: int, boundaries: Boundaries | None, layer: nn.Module) -> Layer:
+    kept = attention_operators() if checkpointing is Checkpointing.ATTENTION else ()
+    recomputed = recomputing(layer, *kept)
     if checkpointing is Checkpointing.OFFLOADED:
         assert boundaries is not None
         return partial(_offloaded, recomputed, index, boundaries)
     return recomputed
+
+
+def recomputing(module: nn.Module, *kept: OpOverload) -> Layer:
+    """A function that computes what it is given, which is of `module`, and again in backward, but for the choice of experts and `kept`."""
+    # No module draws random numbers: dropout is off.
+    contexts = routing_contexts(module, *kept)
+    recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    return recomputed if contexts is None else partial(recomputed, context_fn=contexts)
 
 
 def _offloaded(recomputed: Layer, index: int, boundaries: Boundaries, layer: Layer, *args: Any) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from tasuki.algorithms.batch import Metric
 from tasuki.config.places import pool_socket_path, socket_dir
 from tasuki.config.schema import LoraConfig, NodeConfig, OptimizerConfig
 from tasuki.memory.arena import set_host_budget
@@ -48,6 +49,7 @@ from tasuki.trainer.backends.fsdp.model import (
 from tasuki.trainer.backends.fsdp.optimizer import ShardedAdamW
 from tasuki.trainer.backends.fsdp.planned import planned_layout
 from tasuki.trainer.backends.fsdp.replicas import NodeReplicas
+from tasuki.trainer.backends.fsdp.routing import ExpertLoad
 from tasuki.trainer.backends.fsdp.sequence_parallel import SequenceGroup
 from tasuki.trainer.backends.fsdp.shards import adapter_shards, local_shards
 from tasuki.trainer.backends.fsdp.streamed_adamw import StreamedAdamW
@@ -67,6 +69,7 @@ class Trained:
 
     network: Policy | Critic
     optimizer: ShardedAdamW
+    expert_load: ExpertLoad
 
 
 class FsdpBackend:
@@ -130,6 +133,9 @@ class FsdpBackend:
     def backward(self, role: Role, loss: Tensor) -> None:
         # FSDP2 reduces each group's gradients as soon as they are there, and adds the shards to those of the micro-batches before.
         loss.backward()
+
+    def routing_metrics(self, role: Role) -> Mapping[str, Metric]:
+        return self._trained[role].expert_load.take()
 
     def end_scoring(self, role: Role) -> None:
         reshard(self._network(role))
@@ -239,7 +245,7 @@ class FsdpBackend:
         kind = StreamedAdamW if self._node.trainer.optimizer_on_host else ShardedAdamW
         optimizer = kind(parameters, config=config, memory=self.memory, mesh=self._mesh)
         self._to_close.callback(optimizer.close)
-        return Trained(network, optimizer)
+        return Trained(network, optimizer, ExpertLoad(network.causal_lm, mesh=self._mesh, device=self.device))
 
     def _boundaries(self, causal_lm: PreTrainedModel) -> Boundaries | None:
         """Host memory for the inputs of its layers, where they leave. Raises as Boundaries."""

@@ -29,6 +29,7 @@ from tasuki.trainer.backends.fsdp.mesh import mesh_device
 from tasuki.trainer.backends.fsdp.model_buffers import check_module, set_buffers
 from tasuki.trainer.backends.fsdp.pointwise import fuse_pointwise
 from tasuki.trainer.backends.fsdp.rotary import fuse_rotation
+from tasuki.trainer.backends.fsdp.routing import EXPERTS, replace_routers
 from tasuki.trainer.backends.fsdp.sequence_parallel import SequenceGroup
 from tasuki.trainer.backends.fsdp.shards import head_shards, load_shards, local_shards, tensor_files
 from tasuki.trainer.data.micro_batch import TokenBatch
@@ -185,10 +186,12 @@ def _on_meta(source: NetworkSource) -> PreTrainedModel:
     """The model without memory, with adapters where they are asked for."""
     model = source.model
     with torch.device("meta"):
+        experts = {"experts_implementation": EXPERTS} if model.shape.num_experts else {}
         causal_lm = AutoModelForCausalLM.from_config(
-            _without_dropout(source.config), dtype=source.param_dtype, attn_implementation=IMPLEMENTATION
+            _without_dropout(source.config), dtype=source.param_dtype, attn_implementation=IMPLEMENTATION, **experts
         )
         check_module(causal_lm, model)
+        replace_routers(causal_lm)
         if source.mesh.device_type == "cuda":
             fuse_pointwise(causal_lm)
             fuse_rotation(causal_lm)

@@ -1,0 +1,20 @@
+"""Which of torch's operators run, and how often."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class CountedOperators(TorchDispatchMode):
+    """How often each operator ran inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.runs[function] += 1
+        return function(*args, **(kwargs or {}))

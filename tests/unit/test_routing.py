@@ -1,0 +1,155 @@
+"""Routers of a mixture of experts: transformers' results, a choice that is made once, and the load of each expert."""
+
+from __future__ import annotations
+
+import multiprocessing
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tasuki.models.shape import decoder_shape
+from tasuki.planner.kept_bytes import kept_of_routing
+from tasuki.planner.layout import Checkpointing
+from tasuki.trainer.backends.fsdp.mlp_tiles import tile_mlps
+from tasuki.trainer.backends.fsdp.routing import ExpertLoad, Router, replace_routers, routing_operators
+from tests.models import CONFIGS, make_model
+from tests.operators import CountedOperators
+from tests.unit.test_packed_attention import LENGTHS, pack, policy_of
+
+SPARSE = ("mixtral", "qwen3_moe")
+(CHOICE,) = routing_operators()
+
+
+def routers_of(module: nn.Module) -> list[Router]:
+    return [each for each in module.modules() if isinstance(each, Router)]
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_only_routers_are_replaced_and_names_stay(kind: str) -> None:
+    model = make_model(kind, seed=3)
+    names = [name for name, _ in model.named_parameters()]
+    replace_routers(model)
+    assert [name for name, _ in model.named_parameters()] == names
+    assert bool(routers_of(model)) is (kind in SPARSE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", SPARSE)
+def test_results_and_gradients_are_those_of_transformers(kind: str, dtype: torch.dtype) -> None:
+    model = make_model(kind, seed=3).to(dtype)
+    theirs: Any = next(module for name, module in model.named_modules() if name.endswith("mlp.gate"))
+    ours = Router(theirs)
+    generator = torch.Generator().manual_seed(1)
+    hidden_TH = torch.randn(200, ours.weight.shape[1], generator=generator).to(dtype)
+    gradients: list[Tensor] = []
+    results: list[tuple[Tensor, ...]] = []
+    for router in (theirs, ours):
+        x_TH = hidden_TH.clone().requires_grad_()
+        router.weight.grad = None
+        results.append(router(x_TH))
+        weights_TK = results[-1][1]
+        (weights_TK.float() * torch.linspace(-1.0, 1.0, weights_TK.numel()).view_as(weights_TK)).sum().backward()
+        gradients += [x_TH.grad, router.weight.grad]
+    for expected, found in zip(*results, strict=True):
+        assert found.dtype == expected.dtype and torch.equal(found, expected)
+    for expected, found in zip(gradients[:2], gradients[2:], strict=True):
+        assert expected.any() and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("num_tokens", [None, 25])
+@pytest.mark.parametrize("checkpointing", [Checkpointing.NONE, Checkpointing.ATTENTION, Checkpointing.FULL])
+@pytest.mark.parametrize("kind", SPARSE)
+def test_experts_are_chosen_once_though_a_layer_is_computed_twice(
+    kind: str, checkpointing: Checkpointing, num_tokens: int | None
+) -> None:
+    policy, batch = policy_of(make_model(kind, seed=5), checkpointing=checkpointing), pack(LENGTHS)
+    if num_tokens is not None:
+        tile_mlps(policy.causal_lm, num_tokens=num_tokens)
+    num_tiles = 1 if num_tokens is None else -(-sum(LENGTHS) // num_tokens)
+    with CountedOperators() as counted:
+        scores_N, _ = policy(batch)
+        assert counted.runs[CHOICE] == num_tiles * len(routers_of(policy))
+        scores_N.sum().backward()
+    assert counted.runs[CHOICE] == num_tiles * len(routers_of(policy))
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+def test_a_router_that_would_choose_otherwise_in_backward_does_not(kind: str) -> None:
+    """As when two passes add up in another order: here the weights are others by then."""
+    policy, batch = policy_of(make_model(kind, seed=5), checkpointing=Checkpointing.FULL), pack(LENGTHS)
+    router, chosen = routers_of(policy)[0], []
+    router.register_forward_hook(lambda _module, _args, result: chosen.append(result[2].clone()))
+    scores_N, _ = policy(batch)
+    router.weight.data = -router.weight.data
+    scores_N.sum().backward()
+    with torch.no_grad():
+        policy(batch)
+    first_TK, again_TK, otherwise_TK = chosen
+    assert torch.equal(again_TK, first_TK) and not torch.equal(otherwise_TK, first_TK)
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+def test_the_load_is_that_of_transformers_choice(kind: str) -> None:
+    policy, batch = policy_of(make_model(kind, seed=5), checkpointing=Checkpointing.FULL), pack(LENGTHS)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        load = ExpertLoad(
+            policy.causal_lm, mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), device=torch.device("cpu")
+        )
+        routers, counts = routers_of(policy), []
+
+        def count(router: Any, _args: Any, result: Any) -> None:
+            counts.append(torch.bincount(result[2].flatten(), minlength=len(router.weight)))
+
+        with torch.no_grad():
+            policy(batch)
+        assert not routers[0].load_E.any(), "scoring is no training"
+        hooks = [router.register_forward_hook(count) for router in routers]
+        scores_N, _ = policy(batch)
+        for hook in hooks:
+            hook.remove()
+        scores_N.sum().backward()
+        metrics, counts_LE = load.take(), torch.stack(counts).double()
+        assert metrics["expert_load_max"].value == (counts_LE.amax(1) / counts_LE.mean(1)).max()
+        assert metrics["idle_expert_fraction"].value == (counts_LE == 0).double().mean()
+        assert not routers[0].load_E.any()
+    finally:
+        dist.destroy_process_group()
+
+
+def _load_of_rank(rank: int, store: str, results: Any) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    model = make_model("mixtral", seed=5)
+    replace_routers(model)
+    load = ExpertLoad(model, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), device=torch.device("cpu"))
+    for router in routers_of(model):
+        # Over both ranks 4, 2, 2, 0, 0.
+        router.load_E += torch.tensor([[3, 0, 1, 0, 0], [1, 2, 1, 0, 0]][rank])
+    metrics = load.take()
+    results.put({name: (metric.total.item(), metric.weight.item()) for name, metric in metrics.items()})
+    dist.destroy_process_group()
+
+
+def test_counts_of_ranks_add_up_before_they_are_compared(tmp_path: Any) -> None:
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    ranks = [context.Process(target=_load_of_rank, args=(rank, str(tmp_path / "store"), results)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    found = [results.get(timeout=60) for _ in ranks]
+    for rank in ranks:
+        rank.join(30)
+    for each in found:
+        assert each["expert_load_max"] == (2.5, 1.0)
+        assert each["idle_expert_fraction"][0] / each["idle_expert_fraction"][1] == 0.4
+
+
+def test_the_planner_counts_the_choice() -> None:
+    config = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 80, "num_attention_heads": 4}
+    config["max_position_embeddings"] = 64
+    shape = decoder_shape(config, num_experts=8, experts_per_token=2, expert_size=32, dense_layers=frozenset({1}))
+    assert [kept_of_routing(shape, layer) for layer in range(2)] == [2 * (4 + 8), 0]
