@@ -43,6 +43,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return FilesOverWorkers(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Ends a group's services with the group: beside another worker's, cores and memory are scarce."""
+    if "PYTEST_XDIST_WORKER" not in os.environ or nextitem is None:
+        return
+    from tests.workers import group_of
+
+    if group_of(item.nodeid) != group_of(nextitem.nodeid):
+        item.session._setupstate.teardown_exact(None)  # pytest has no public name for this
+
+
 @dataclass(frozen=True, slots=True)
 class RunningNode:
     """A node started by `tasuki up`."""

@@ -54,15 +54,18 @@ class FilesOverWorkers(LoadScopeScheduling):
         config.option.loadscopereorder = False
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        if file.startswith("tests/gpu/"):
-            return "gpu"  # one after another
-        return _GROUPS.get(file, file)
+        return group_of(nodeid)
 
     def _assign_work_unit(self, node: Any) -> None:
         first = min(self.workqueue, key=_turn)
         self.workqueue.move_to_end(first, last=False)
         super()._assign_work_unit(node)
+
+
+def group_of(nodeid: str) -> str:
+    """Name of the tests that one worker runs one after another, with the services that they share."""
+    file = nodeid.partition("::")[0]
+    return "gpu" if file.startswith("tests/gpu/") else _GROUPS.get(file, file)
 
 
 def _turn(scope: str) -> int:
