@@ -53,6 +53,7 @@ KNOBS = (
     ),
     Knob("`prefix_sharing = true`", {}, "two calls in each layer's attention, for fewer tokens; not run on a GPU"),
     Knob("`optimizer_on_host = true`", {"optimizer_on_host": True}, "both moments come to the GPU and go back in each step"),
+    Knob("`optimizer_8bit = true`", {"optimizer_8bit": True}, "other numbers; not run on a GPU"),
     Knob('`param_dtype = "bfloat16"`', {"param_bytes": 2}, "small updates are lost: [config.md](config.md)"),
     Knob("`export_stays = false`", {"export_stays": False}, "rollout maps the copy at every sync"),
     Knob("`[trainer.lora]`, rank 32", {"lora_rank": 32}, "adapters alone are trained"),

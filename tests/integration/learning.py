@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from tasuki.algorithms.aggregation import denominator
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.config.schema import NodeConfig
-from tasuki.trainer.backends.fsdp.backend import FsdpBackend, Trained
+from tasuki.trainer.backends.fsdp.backend import FsdpBackend
+from tasuki.trainer.backends.fsdp.trained import Trained
 from tasuki.trainer.data.cost import SampleCost
 from tasuki.trainer.data.micro_batch import MicroBatch, micro_batch
 from tasuki.trainer.data.samples import Samples

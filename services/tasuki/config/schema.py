@@ -178,6 +178,9 @@ class TrainerConfig(OptimizerConfig):
     optimizer_on_host: bool = False
     """Whether AdamW's moments stay in host memory, pinned on a GPU, and pass through the device a block at a time in each step. They then
     take no GPU memory and no part in a changeover; the numbers are the same."""
+    optimizer_8bit: bool = False
+    """Whether AdamW's moments of matrices are rounded to 8 bits in blocks of up to 256 (arXiv:2110.02861): a quarter of their memory, and
+    other numbers. Not with `optimizer_on_host`."""
     collective_timeout_s: PositiveFloat = 600.0
     """Time-out of every process group; a rank that is lost is noticed after this."""
     seed: Seed = 0
@@ -188,6 +191,12 @@ class TrainerConfig(OptimizerConfig):
             raise ValueError(
                 'export_handles = "ipc" is for a copy that stays: not with export = "parameters" or export_stays = false'
             )
+        return self
+
+    @model_validator(mode="after")
+    def _moments_are_kept_one_way(self) -> TrainerConfig:
+        if self.optimizer_8bit and self.optimizer_on_host:
+            raise ValueError("give optimizer_8bit or optimizer_on_host, not both")
         return self
 
 

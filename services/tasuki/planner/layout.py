@@ -129,6 +129,7 @@ class Layout:
     """Tokens of which a rank computes an MLP at a time, with what is inside it computed again in backward; by default all."""
     optimizer_on_host: bool = False
     """Whether the moments stay in host memory all the time."""
+    optimizer_8bit: bool = False
     reshards_after_forward: bool = True
     has_reference: bool = False
     lora_rank: int | None = None

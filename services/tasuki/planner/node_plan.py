@@ -84,6 +84,7 @@ def node_layout(
         checkpointing=Checkpointing.OFFLOADED if trainer.checkpointing == "auto" else Checkpointing(trainer.checkpointing),
         mlp_tile_tokens=trainer.mlp_tile_tokens,
         optimizer_on_host=trainer.optimizer_on_host,
+        optimizer_8bit=trainer.optimizer_8bit,
         has_reference=config.train is not None and (config.train.loss.kl_coef > 0 or config.train.advantages.kl_coef > 0),
         lora_rank=None if trainer.lora is None else trainer.lora.rank,
         lora_targets=None if trainer.lora is None else trainer.lora.target_modules,

@@ -9,6 +9,7 @@ from tasuki.memory.granularity import CPU_MIN_TENSOR, arena_bytes, export_bytes
 from tasuki.models.shape import ModelShape, Shapes
 from tasuki.planner.kept_bytes import kept_in_mlp, kept_of_routing, kept_per_token, kept_with_attention
 from tasuki.planner.layout import Checkpointing, Layout, Part
+from tasuki.planner.moments import moment_bytes
 from tasuki.planner.shards import shards, trained_shards
 
 Bytes = dict[Part, int]
@@ -29,7 +30,7 @@ def trainer_tags(layout: Layout) -> Bytes:
     return {
         Part.TRAINER_WEIGHTS: _tag_bytes(weights, layout),
         Part.GRADIENTS: _tag_bytes(trained, layout),
-        Part.OPTIMIZER: 0 if layout.optimizer_on_host else _tag_bytes(_twice(trained), layout),
+        Part.OPTIMIZER: 0 if layout.optimizer_on_host else _tag_bytes(_moments(layout), layout),
     }
 
 
@@ -41,14 +42,19 @@ def gradient_bytes(layout: Layout) -> int:
 
 def host_moments(layout: Layout) -> int:
     """Host memory of one rank for optimizer state that never leaves it."""
+    return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in _moments(layout)) if layout.optimizer_on_host else 0
+
+
+def _moments(layout: Layout) -> list[int]:
+    """Bytes of every tensor of AdamW's state, of all networks that are trained."""
     critic = layout.of_critic()
-    networks = [layout] if critic is None else [layout, critic]
-    trained = [size for network in networks for size in _kept_tensors(network)[1]]
-    return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in _twice(trained)) if layout.optimizer_on_host else 0
-
-
-def _twice(sizes: list[int]) -> list[int]:
-    return [size for size in sizes for _ in range(2)]
+    return [
+        size
+        for network in (layout, critic)
+        if network is not None
+        for shape in trained_shards(network)
+        for size in moment_bytes(shape, element_bytes=layout.param_bytes, is_8bit=layout.optimizer_8bit)
+    ]
 
 
 def _kept_tensors(layout: Layout) -> tuple[list[int], list[int]]:

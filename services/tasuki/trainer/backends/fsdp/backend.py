@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,11 +25,9 @@ from tasuki.trainer.backends.fsdp.activations import set_checkpointing
 from tasuki.trainer.backends.fsdp.boundaries import Boundaries
 from tasuki.trainer.backends.fsdp.checkpoint import (
     CheckpointFacts,
-    RoleFacts,
     check_checkpoint,
     load_checkpoint,
     save_checkpoint,
-    training_tensors,
     write_checkpoint,
 )
 from tasuki.trainer.backends.fsdp.lora import adapters_off, merged_rows, trained_parameters
@@ -48,11 +45,13 @@ from tasuki.trainer.backends.fsdp.model import (
 )
 from tasuki.trainer.backends.fsdp.optimizer import ShardedAdamW
 from tasuki.trainer.backends.fsdp.planned import planned_layout
+from tasuki.trainer.backends.fsdp.quantized_adamw import QuantizedAdamW
 from tasuki.trainer.backends.fsdp.replicas import NodeReplicas
 from tasuki.trainer.backends.fsdp.routing import ExpertLoad
 from tasuki.trainer.backends.fsdp.sequence_parallel import SequenceGroup
 from tasuki.trainer.backends.fsdp.shards import adapter_shards, local_shards
 from tasuki.trainer.backends.fsdp.streamed_adamw import StreamedAdamW
+from tasuki.trainer.backends.fsdp.trained import Trained, checkpoint_facts, learner_facts, training_state
 from tasuki.trainer.data.micro_batch import WHOLE, SequencePart, TokenBatch
 from tasuki.trainer.data.shared_plan import Sharing
 from tasuki.trainer.roles import Role
@@ -61,15 +60,6 @@ from tasuki.transport.pool_socket import join_pool
 from tasuki.wire.errors import OutOfGpuMemory
 
 _log = logging.getLogger("tasuki.trainer")
-
-
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """A network with its optimizer."""
-
-    network: Policy | Critic
-    optimizer: ShardedAdamW
-    expert_load: ExpertLoad
 
 
 class FsdpBackend:
@@ -194,19 +184,21 @@ class FsdpBackend:
 
     def save_checkpoint(self, path: Path, *, facts: LearnerFacts) -> int:
         self.memory.wait_for_optimizer()
-        return save_checkpoint(path, tensors=self._training_tensors(), facts=self._checkpoint_facts(facts))
+        return save_checkpoint(path, tensors=training_state(self._trained), facts=self._facts(facts))
 
     def write_checkpoint(self, path: Path, save_id: str, *, facts: LearnerFacts) -> int:
         self.memory.wait_for_optimizer()
-        return write_checkpoint(path, save_id, tensors=self._training_tensors(), facts=self._checkpoint_facts(facts))
+        return write_checkpoint(path, save_id, tensors=training_state(self._trained), facts=self._facts(facts))
 
     def check_checkpoint(self, path: Path, *, have: LearnerFacts) -> LearnerFacts:
-        return _learner_facts(check_checkpoint(path, have=self._checkpoint_facts(have)))
+        return learner_facts(check_checkpoint(path, have=self._facts(have)))
 
     def load_checkpoint(self, path: Path, *, have: LearnerFacts, progressed: Callable[[], None]) -> LearnerFacts:
         self.memory.wait_for_optimizer()
-        have_facts = self._checkpoint_facts(have)
-        return _learner_facts(load_checkpoint(path, tensors=self._training_tensors(), have=have_facts, progressed=progressed))
+        have_facts = self._facts(have)
+        return learner_facts(
+            load_checkpoint(path, tensors=training_state(self._trained), have=have_facts, progressed=progressed)
+        )
 
     def export_model(self, path: Path) -> int:
         return export.export_model(path, causal_lm=self._policy.causal_lm, source=self._node.model.path)
@@ -242,7 +234,8 @@ class FsdpBackend:
         network.train()
         self.memory.freeze(param for param in network.parameters() if not param.requires_grad)
         parameters = [param for _, param in trained_parameters(network)]
-        kind = StreamedAdamW if self._node.trainer.optimizer_on_host else ShardedAdamW
+        is_8bit, on_host = self._node.trainer.optimizer_8bit, self._node.trainer.optimizer_on_host
+        kind = StreamedAdamW if on_host else QuantizedAdamW if is_8bit else ShardedAdamW
         optimizer = kind(parameters, config=config, memory=self.memory, mesh=self._mesh)
         self._to_close.callback(optimizer.close)
         return Trained(network, optimizer, ExpertLoad(network.causal_lm, mesh=self._mesh, device=self.device))
@@ -278,26 +271,8 @@ class FsdpBackend:
     def _weights(self) -> AbstractContextManager[None]:
         return self.memory.region(MemoryTag.WEIGHTS)
 
-    def _training_tensors(self) -> dict[str, Tensor]:
-        for trained in self._trained.values():
-            trained.optimizer.settle()
-        return {
-            f"{role}.{name}": tensor
-            for role, trained in self._trained.items()
-            for name, tensor in training_tensors(trained.network, trained.optimizer.optimizer).items()
-        }
-
-    def _checkpoint_facts(self, facts: LearnerFacts) -> CheckpointFacts:
-        configs = {Role.POLICY: self._node.trainer.lora}
-        if self._node.trainer.critic is not None:
-            configs[Role.CRITIC] = self._node.trainer.critic.lora
-        roles: dict[Role, RoleFacts] = {}
-        for role, lora in configs.items():
-            architectures = self._trained[role].network.causal_lm.config.architectures
-            assert architectures, "the model was loaded by its architecture"
-            rank = None if lora is None else lora.rank
-            roles[role] = RoleFacts(facts.versions[role], facts.schedule_starts[role], architectures[0], rank)
-        return CheckpointFacts(self._mesh.size(), roles)
+    def _facts(self, facts: LearnerFacts) -> CheckpointFacts:
+        return checkpoint_facts(self._trained, facts=facts, config=self._node.trainer, num_ranks=self._mesh.size())
 
     def _make_export(self, memory: ExportMemory) -> WeightExport:
         rank, causal_lm = self._mesh.get_local_rank(), self._policy.causal_lm
@@ -309,10 +284,3 @@ class FsdpBackend:
             socket_path=socket_dir(self._node.state_dir) / f"weights-{rank}.sock",
             memory=memory,
         )
-
-
-def _learner_facts(facts: CheckpointFacts) -> LearnerFacts:
-    return LearnerFacts(
-        versions={role: each.version for role, each in facts.roles.items()},
-        schedule_starts={role: each.schedule_start for role, each in facts.roles.items()},
-    )

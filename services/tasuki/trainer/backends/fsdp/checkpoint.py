@@ -36,7 +36,6 @@ from tasuki.trainer.roles import Role
 from tasuki.wire.errors import InvalidArgument, PathNotFound, VersionOrder
 
 _FORMAT = 3
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _Version = Annotated[int, Field(ge=0, lt=2**63)]
 
 
@@ -58,6 +57,7 @@ class CheckpointFacts:
 
     num_ranks: Annotated[int, Field(ge=1, lt=2**31)]
     roles: dict[Role, RoleFacts]
+    optimizer_8bit: bool = False
 
 
 _Fields = TypeAdapter(dict[str, Any])
@@ -167,6 +167,11 @@ def _check_fits(path: Path, facts: CheckpointFacts, *, have: CheckpointFacts) ->
         if saved.lora_rank != mine.lora_rank:
             kinds = [f"adapters of rank {rank}" if rank else "a whole model" for rank in (saved.lora_rank, mine.lora_rank)]
             raise InvalidArgument("path", f"{path} holds {kinds[0]} as {role}, the trainer trains {kinds[1]}")
+    if facts.optimizer_8bit is not have.optimizer_8bit:
+        setting = f"trainer.optimizer_8bit = {str(facts.optimizer_8bit).lower()}"
+        raise InvalidArgument(
+            "path", f"{path} was saved with {setting}; load it with the same, or start from an exported model"
+        )
     saved, mine = facts.roles[Role.POLICY], have.roles[Role.POLICY]
     if saved.version < mine.version:
         raise VersionOrder(
@@ -181,12 +186,10 @@ def training_tensors(network: nn.Module, optimizer: Optimizer) -> dict[str, Tens
     """What is trained of a network, and AdamW's state of it, by name."""
     tensors: dict[str, Tensor] = {}
     for name, param in trained_parameters(network):
-        state = optimizer.state[param]
         tensors[f"model.{name}"] = param.detach()
-        for moment in _MOMENTS:
-            tensors[f"optimizer.{moment}.{name}"] = state[moment]
-        # A tensor for each parameter; all have made as many steps.
-        tensors[f"optimizer.step.{name}"] = state["step"]
+        # Also the count of steps is a tensor for each parameter; all have made as many.
+        for key, tensor in optimizer.state[param].items():
+            tensors[f"optimizer.{key}.{name}"] = tensor
     return tensors
 
 

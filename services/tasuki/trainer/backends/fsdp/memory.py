@@ -129,19 +129,15 @@ class TrainerMemory:
         self._gradients += made
         return made
 
-    def make_adamw_state(self, optimizer: torch.optim.AdamW) -> None:
-        """What fused AdamW would make at its first step. The counts of steps, a few bytes, stay outside of the tag."""
+    def make_adamw_state(self, optimizer: torch.optim.AdamW, *, make: Callable[[Tensor], dict[str, Tensor]]) -> None:
+        """The state before the first step. make: a parameter's moments. The counts of steps, a few bytes, stay outside of the tag."""
         steps = {
             parameter: torch.zeros((), device=self._device) for group in optimizer.param_groups for parameter in group["params"]
         }
         with self.region(MemoryTag.OPTIMIZER):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    optimizer.state[parameter] = {
-                        "step": steps[parameter],
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    }
+                    optimizer.state[parameter] = {"step": steps[parameter], **make(parameter)}
 
     def export(self, make: Callable[[ExportMemory], WeightExport]) -> WeightExport:
         """The export, with its memory: made at the first call, and taken again after it has left. Every rank must call it.

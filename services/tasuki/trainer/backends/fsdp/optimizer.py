@@ -10,10 +10,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
+from torch.optim.adamw import adamw
 
 from tasuki.config.schema import OptimizerConfig
 from tasuki.trainer.backends.fsdp.memory import TrainerMemory
 from tasuki.trainer.backends.fsdp.replicas import NodeReplicas
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def full_moments(parameter: Tensor) -> dict[str, Tensor]:
+    """What fused AdamW would make of a parameter at its first step."""
+    return {name: torch.zeros_like(parameter) for name in MOMENTS}
 
 
 class ShardedAdamW:
@@ -70,7 +78,36 @@ class ShardedAdamW:
         """Gives host memory back, if there is any."""
 
     def _make_state(self) -> None:
-        self._memory.make_adamw_state(self.optimizer)
+        self._memory.make_adamw_state(self.optimizer, make=full_moments)
+
+    def _adamw(
+        self,
+        values: list[Tensor],
+        gradients: list[Tensor],
+        first: list[Tensor],
+        second: list[Tensor],
+        steps: list[Tensor],
+        *,
+        learning_rate: float,
+    ) -> None:
+        """The fused step of some tensors with moments that are not the optimizer's own. Adds 1 to each of `steps`."""
+        (group,) = self.optimizer.param_groups
+        adamw(
+            values,
+            gradients,
+            first,
+            second,
+            [],
+            steps,
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=learning_rate,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
 
     def _norm(self) -> float:
         norms = torch.stack(torch._foreach_norm(self._gradients, dtype=torch.float32)).to(torch.float64)

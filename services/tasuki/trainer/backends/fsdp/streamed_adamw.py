@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
-from torch.optim.adamw import adamw
 
 from tasuki.config.schema import OptimizerConfig
 from tasuki.trainer.backends.fsdp.host_buffers import Copy, copy_stream, release_buffers, start_copy, take_buffers
@@ -108,21 +107,12 @@ class StreamedAdamW(ShardedAdamW):
         return Copy(target, start_copy(target, self._host[index], stream=self._to_device))
 
     def _step_block(self, block: _Block, memory: Tensor, *, learning_rate: float) -> None:
-        (group,) = self.optimizer.param_groups
-        adamw(
+        self._adamw(
             [_local(parameter) for parameter in block.parameters],
             [_local(cast(Parameter, parameter.grad)) for parameter in block.parameters],
             *block.moments(memory),
-            [],
             [self.optimizer.state[parameter]["step"] for parameter in block.parameters],
-            fused=True,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=learning_rate,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
+            learning_rate=learning_rate,
         )
 
 

@@ -1,0 +1,60 @@
+"""Networks with their optimizers, and what a checkpoint keeps of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tasuki.config.schema import TrainerConfig
+from tasuki.trainer.backend import LearnerFacts
+from tasuki.trainer.backends.fsdp.checkpoint import CheckpointFacts, RoleFacts, training_tensors
+from tasuki.trainer.backends.fsdp.model import Critic, Policy
+from tasuki.trainer.backends.fsdp.optimizer import ShardedAdamW
+from tasuki.trainer.backends.fsdp.routing import ExpertLoad
+from tasuki.trainer.roles import Role
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A network with its optimizer."""
+
+    network: Policy | Critic
+    optimizer: ShardedAdamW
+    expert_load: ExpertLoad
+
+
+def training_state(trained: Mapping[Role, Trained]) -> dict[str, Tensor]:
+    """Every tensor of the networks that are trained and of their optimizers, by name."""
+    for each in trained.values():
+        each.optimizer.settle()
+    return {
+        f"{role}.{name}": tensor
+        for role, each in trained.items()
+        for name, tensor in training_tensors(each.network, each.optimizer.optimizer).items()
+    }
+
+
+def checkpoint_facts(
+    trained: Mapping[Role, Trained], *, facts: LearnerFacts, config: TrainerConfig, num_ranks: int
+) -> CheckpointFacts:
+    """What a checkpoint says of itself. config: by which the networks were made."""
+    configs = {Role.POLICY: config.lora}
+    if config.critic is not None:
+        configs[Role.CRITIC] = config.critic.lora
+    roles: dict[Role, RoleFacts] = {}
+    for role, lora in configs.items():
+        architectures = trained[role].network.causal_lm.config.architectures
+        assert architectures, "the model was loaded by its architecture"
+        rank = None if lora is None else lora.rank
+        roles[role] = RoleFacts(facts.versions[role], facts.schedule_starts[role], architectures[0], rank)
+    return CheckpointFacts(num_ranks, roles, config.optimizer_8bit)
+
+
+def learner_facts(facts: CheckpointFacts) -> LearnerFacts:
+    """What a learner takes from them."""
+    return LearnerFacts(
+        versions={role: each.version for role, each in facts.roles.items()},
+        schedule_starts={role: each.schedule_start for role, each in facts.roles.items()},
+    )
