@@ -30,7 +30,7 @@ WITH_BIN := PATH="$(CURDIR)/.venv/bin:$$PATH"
 PROTOS := $(wildcard protos/tasuki/v1/*.proto)
 SOURCES := protos services client tests tools
 # All but the larger trackers, whose tests are skipped without them.
-EXTRAS := --extra certs --extra rollout --extra tensorboard --extra trainer
+EXTRAS := --extra certs --extra otel --extra rollout --extra tensorboard --extra trainer
 # Of their proofs `make test` carries out a sample (tests/extent.py).
 SAMPLED := $(shell grep -rl 'tests.extent import' tests/unit tests/integration tests/e2e --include='test_*.py') tests/integration/test_loss_cuts.py
 

@@ -112,7 +112,7 @@ class ChaosNode:
         thread.join(10)
 
     def _detected(self, process: str, struck: float) -> float:
-        """Seconds until the supervisor logged that it starts the service anew; the changeover may not have needed it."""
+        """Seconds until the supervisor logged that it restarts the service; the changeover may not have needed it."""
         pattern = re.compile(rf"^(\S+ \S+) WARNING .*event=restart service={_SERVICE_OF.get(process, process)} ")
         while True:
             for line in log_path(self.node.state_dir, "supervisor").read_text().splitlines():

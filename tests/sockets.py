@@ -84,7 +84,7 @@ def _socket_inodes(pid: int) -> Iterator[str]:
 
 
 def _address(field: str) -> str:
-    """The kernel's address, in words of its own byte order, as text."""
+    """The kernel's address, in words of the host's byte order, as text."""
     host, port = field.split(":")
     words = [bytes.fromhex(host[start : start + 8])[::-1] for start in range(0, len(host), 8)]
     family = socket.AF_INET if len(words) == 1 else socket.AF_INET6

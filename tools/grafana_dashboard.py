@@ -106,6 +106,7 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
             ),
         ),
     ),
+    ("Spans a second", "short", (("sum by (outcome) (rate(tasuki_spans_total{NODE}[$__rate_interval]))", "{{outcome}}"),)),
 )
 
 

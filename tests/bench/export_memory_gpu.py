@@ -1,7 +1,7 @@
-"""What it costs to publish parameters or a copy, to let either leave and to map it anew: `python -m tests.bench.export_memory_gpu`.
+"""What it costs to publish parameters or a copy, to let either leave and to map it again: `python -m tests.bench.export_memory_gpu`.
 
 One GPU, Qwen2.5-7B's shapes in bfloat16, trainer and one engine rank without an engine around it; both are in this process, which maps its
-own memory as another would. Medians of 10 rounds after the first, in milliseconds, from an idle device to an idle device. "let go" is the
+own memory as another would. Medians of 10 rounds after the first, in milliseconds, from an idle device to an idle device. "release" is the
 reader's part after it has read, "renew" what it does at the next sync before it reads; "leave" and "return" are the trainer's, with the
 weights' way to pinned memory where they leave.
 """
@@ -91,7 +91,7 @@ def _round(
     imported = receiver._imported
     assert isinstance(imported, ImportedWeights)
     imported.renew(weights, timeout_s=10)
-    timed("let go", imported.release)
+    timed("release", imported.release)
     before = torch.cuda.mem_get_info()[0]
     timed("leave", leave)
     took["freed GiB"].append((torch.cuda.mem_get_info()[0] - before) / 2**30)

@@ -1,6 +1,6 @@
 """Pause and resume on a GPU, ours and torch_memory_saver's side by side: `python tests/bench/memory_gpu.py [--out FOLDER]`.
 
-Every part runs in a process of its own, so that one failure costs one part. Ours and the peer's take turns, first one, then the other in
+Every part runs in a separate process, so that one failure costs one part. Ours and the peer's take turns, first one, then the other in
 front, and their times are put together, since the driver's own times drift by more than what lies between the two. Weights have the
 tensors of Qwen2.5-7B (15.2 GB), the KV pool has 56 tensors (28 layers). A time is from an idle device to an idle device; "at once" resumes
 right after the pause, when the driver may still scrub what was freed, "later" waits 2 s before. Writes memory_gpu.json, prints a table.

@@ -1,7 +1,7 @@
 """One trainer rank of sync_peers.py: publishes as ours does, and hands the same weights out as other trainers do. Answers lines on stdin.
 
 The weights are bfloat16 DTensors in rows over all ranks, which is what FSDP2 leaves. Whatever is sent is gathered whole by `full_tensor` on
-every rank, and each rank gives a handle of its own GPU's memory to the engine rank there: the way of verl and slime. checkpoint-engine's
+every rank, and each rank gives a handle of its GPU's memory to the engine rank there: the way of verl and slime. checkpoint-engine's
 way goes through the host's memory.
 """
 

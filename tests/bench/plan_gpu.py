@@ -161,7 +161,7 @@ def row(size: str, stage: str, kind: str, predicted: int, measured: int) -> str:
 
 
 def run_part(size: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What rank 0 measured. Every rank in a process of its own, so that nothing else is on its device; the model is made before."""
+    """What rank 0 measured. Every rank in a separate process, so that nothing else is on its device; the model is made before."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             str(Path(__file__).resolve()),

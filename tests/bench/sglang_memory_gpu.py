@@ -1,9 +1,9 @@
 """SGLang's sleep on a GPU with our arenas and with its own torch_memory_saver: `python tests/bench/sglang_memory_gpu.py [--out FOLDER]`.
 
-Each turn is a fresh engine in a process of its own, ours and the peer's in turns, with the same settings, the shapes of Qwen2.5-7B and
+Each turn is a fresh engine in a separate process, ours and the peer's in turns, with the same settings, the shapes of Qwen2.5-7B and
 random weights. A release or resume is timed in the front, from the call to the answer of the rank, with an idle engine: as the service
 calls it (ours) and as SGLang's Engine calls it (peer, after freeze_gc). Tokens per second are of 64 prompts of 256 tokens, 256 new tokens
-each. Before the last wake's generation every parameter is written anew from a copy, in both; greedy tokens must then be those from before.
+each. Before the last wake's generation every parameter is written again from a copy, in both; greedy tokens must then be those from before.
 Writes sglang_memory_gpu.json and prints a table.
 """
 

@@ -6,7 +6,7 @@ answer, which is the acknowledgement: handles checked, all ranks' copies made, s
 it the engine's weights wake, as in a changeover, and after it they sleep again. Parts of it are, each of the rank that took longest for it,
 "copy" (with sums, and whether a parameter has moved) and "verify"; "ranks", from the command to the last rank's answer; "compare"; and
 "rpc", the rest: gRPC from process to process and back, and what the service does before and after. Every round has new weights; the first
-one, with import, recording and compilation, is told apart, and memory is measured in a round of its own. "handles" are the times that
+one, with import, recording and compilation, is told apart, and memory is measured in another round. "handles" are the times that
 the service fetched a trainer rank's descriptors, counted by the trainer. Afterwards, with the service asleep, the floor is measured as in
 sync_gpu.py, on the same GPUs and of the same copies. In the end every replica must generate alike. Writes sync_engine_gpu.json and prints a
 table.

@@ -1,18 +1,17 @@
 """Our sync and its peers into running SGLang engines: `python -m tests.bench.sync_peers [--cases 7b:1:1 7b:4:4 7b:4:1x4] [--out FOLDER]`.
 
-A case is model : trainer ranks : tensor-parallel ranks x engines, with one trainer rank and one engine rank on every GPU, each in a process
-of its own; several engines have a front each. The peers are SGLang's `update_weights_from_tensor` with flattened buckets and with single
-tensors, gathered by FSDP2's `full_tensor` and sent as CUDA IPC handles as verl and slime do; "overlapped" gathers the next bucket while the
-engines load one, which they do not. NCCL's all-gather straight into place has no engine at all. checkpoint-engine keeps a copy in the
-host's memory and broadcasts that; its update alone, without making the copy, has a row of its own. All take turns, each with new weights,
-20 rounds after the first; checkpoint-engine's turns come after the others', since it gives back what torch keeps. The clock runs from the
-call until every rank has waited for its copies; ours also compares the sums that the copies make of what they wrote (all is read back at
-its first sync alone). After each round of a peer, off the clock, the engines' weights are compared with what was published by our
+A case is model : trainer ranks : tensor-parallel ranks x engines, with one trainer rank and one engine rank on every GPU, each in a
+separate process; several engines have a front each. The peers are SGLang's `update_weights_from_tensor` with flattened buckets and with
+single tensors, gathered by FSDP2's `full_tensor` and sent as CUDA IPC handles as verl and slime do; "overlapped" gathers the next bucket
+while the engines load one, which they do not. NCCL's all-gather straight into place has no engine at all. checkpoint-engine keeps a copy
+in the host's memory and broadcasts that; its update alone, without making the copy, has another row. All take turns, each with new
+weights, 20 rounds after the first; checkpoint-engine's turns come after the others', since it gives back what torch keeps. The clock runs
+from the call until every rank has waited for its copies; ours also compares the sums that the copies make of what they wrote (all is read
+back at its first sync alone). After each round of a peer, off the clock, the engines' weights are compared with what was published by our
 checksums: no peer's figure is of weights that did not arrive. Peers keep their memory from round to round on the clock; what they take at
 most is measured in rounds of their own, from a trimmed state. Publishing, which copies our trainer's weights into its arena and sums them
 up, is off the clock and told apart; all weights are bfloat16 from the start. CPU seconds are of all processes, SGLang's waiting schedulers
-included.
-Writes sync_peers.json, sync_peers.md and sync_peers.png.
+included. Writes sync_peers.json, sync_peers.md and sync_peers.png.
 """
 
 from __future__ import annotations

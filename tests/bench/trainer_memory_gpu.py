@@ -182,7 +182,7 @@ def main() -> None:
 
 
 def compare(out: Path, *, device: str) -> None:
-    """Each part in a process of its own, so that nothing else is on the device."""
+    """Each part in a separate process, so that nothing else is on the device."""
     with tempfile.TemporaryDirectory() as folder:
         run_part("model", Path(folder), device)
         results = {part: run_part(part, Path(folder), device) for part in ("awake", "sleeper")}

@@ -211,7 +211,7 @@ def profile(step: Callable[[], None], *, is_observed: bool) -> dict[str, Any] | 
 
 
 def run_preset(preset: str, cases: list[str], arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Each case and backend in processes of its own, on one model."""
+    """Each case and backend in separate processes, on one model."""
     device = "cpu" if arguments.tiny else "cuda"
     with tempfile.TemporaryDirectory() as folder:
         layout = layout_of(preset, gpu_bytes=1, device=device, num_ranks=arguments.ranks)

@@ -1,4 +1,4 @@
-"""The peer's side of `make bench`: GRPO by TRL's GRPOTrainer on a CPU. Runs in an environment of its own (.bench-venv).
+"""The peer's side of `make bench`: GRPO by TRL's GRPOTrainer on a CPU. Runs in another environment (.bench-venv).
 
 Prints one JSON object: seconds of each step and the mean reward of each. A step is everything between two `on_step_end` calls of the
 trainer: generation, rewards, advantages, forward, backward, optimizer. Start-up and the warm-up steps are not in it.

@@ -71,7 +71,7 @@ def processes(state_dir: Path) -> set[str]:
 def train_one_step(client: Client) -> None:
     (sample, *_) = client.generate([[5, 6]], SamplingParams(max_new_tokens=4), num_samples=2)
     learned = TrainingSample([5, 6], sample.token_ids, sample.rollout_log_probs, 1.0, policy_version=sample.policy_version)
-    client.forward_backward([learned], LossConfig(PpoLoss()))
+    client.forward_backward([learned], LossConfig(loss=PpoLoss()))
     client.optim_step()
 
 

@@ -29,6 +29,7 @@ SHOWN = {
     "compose ps": "(healthy)",
     "GetState": '"phase"',
     "query=tasuki_phase": '"status":"success"',
+    "/api/node": '"phase"',
 }
 PORTS = {
     "[trainer]": '[trainer]\nlisten = "0.0.0.0:50051"',

@@ -19,13 +19,14 @@ import importlib, pkgutil, sys
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"torch", "transformers", "safetensors", "sglang", "triton", "zmq"}:
+        if name.partition(".")[0] in {"torch", "transformers", "safetensors", "sglang", "triton", "zmq", "opentelemetry"}:
             raise ModuleNotFoundError(f"{name} is not part of a light install", name=name)
 
 sys.meta_path.insert(0, Absent())
 for package in sys.argv[1:]:
     found = importlib.import_module(package)
     for module in pkgutil.walk_packages(found.__path__, package + "."):
+        is_extra = module.name == "tasuki.wire.otel"  # of `otel`
         is_started = module.name.endswith("__main__") and package != "tasuki.cli"
         # For services with ranks, whose extras have pyzmq and torch.
         is_for_ranks = module.name in {
@@ -33,7 +34,7 @@ for package in sys.argv[1:]:
             "tasuki.algorithms.kl", "tasuki.algorithms.lm_head", "tasuki.algorithms.lm_head_tiles", "tasuki.algorithms.lm_head_triton",
             "tasuki.algorithms.objective", "tasuki.algorithms.surrogates",
         }
-        if not is_started and not is_for_ranks:
+        if not is_started and not is_for_ranks and not is_extra:
             importlib.import_module(module.name)
 """
 

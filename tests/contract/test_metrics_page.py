@@ -77,7 +77,7 @@ def test_configuration_of_prometheus_scrapes_the_port_of_the_page() -> None:
     assert f'listen = "{target}"' in (ROOT / "docs/metrics.md").read_text()
 
 
-@pytest.mark.parametrize(("page", "table"), [("metrics.md", "metrics"), ("client.md", "track")])
+@pytest.mark.parametrize(("page", "table"), [("metrics.md", "metrics"), ("tracing.md", "telemetry"), ("client.md", "track")])
 def test_tables_of_the_page_are_read(page: str, table: str, tmp_path: Path) -> None:
     blocks = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.DOTALL | re.MULTILINE)
     blocks = [block for block in blocks if f"[{table}]" in block]

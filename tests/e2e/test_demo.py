@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(2 * START_S)
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / root) for root in ("protos", "services", "client"))}
 SHORT = [f"train.num_steps={NUM_STEPS}", "train.eval_every=100", "train.loss.kl_coef=0.001", f"train.save_every={SAVE_EVERY}"]
 
-# In a process of its own, as the user of an exported model.
+# In a separate process, as the user of an exported model.
 GREEDY = """
 import json, sys
 from pathlib import Path

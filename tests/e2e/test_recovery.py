@@ -14,7 +14,7 @@ from tests.conftest import RunningNode, tasuki
 from tests.limits import limit_s
 
 pytestmark = pytest.mark.timeout(300)
-# A killed process is noticed at once, one that stands still when its pulse has been missed for restart.stall_s.
+# A killed process is noticed at once, one that is stopped after restart.stall_s without a pulse.
 NOTICED_S = {signal.SIGKILL: limit_s(3.0), signal.SIGSTOP: limit_s(12.0)}
 
 

@@ -32,7 +32,7 @@ GPU = torch.device("cuda:0")
 
 
 class IpcTrainer:
-    """A trainer rank in a process of its own, which publishes under a CUDA IPC handle."""
+    """A trainer rank in a separate process, which publishes under a CUDA IPC handle."""
 
     def __init__(self, folder: Path, *, gpu: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -86,7 +86,7 @@ def test_an_ipc_handle_is_opened_once_and_read_at_every_sync(ipc_trainer: IpcTra
 
 
 def test_reading_by_an_ipc_handle_takes_no_context_on_the_publishers_gpu(ipc_trainer: IpcTrainer) -> None:
-    """In a process of its own, where nothing else has used that GPU."""
+    """In a separate process, where nothing else has used that GPU."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     context = multiprocessing.get_context("spawn")

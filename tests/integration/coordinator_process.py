@@ -58,7 +58,7 @@ class Node:
         await self.settled()
 
     async def settled(self) -> pb.NodeState:
-        """The state once the coordinator has found out where the node stands and has brought it to a phase."""
+        """The state once the coordinator has found out where the node is and has brought it to a phase."""
         while True:
             try:
                 state = await self.state()

@@ -48,7 +48,7 @@ _NOTHING = Outcome([], [], 0, False, [], (), 0, 0)
 
 
 class EngineRanks:
-    """Processes that form one TP group, or, on a CPU, the first alone one of its own."""
+    """Processes that form one TP group, or, on a CPU, a group of the first alone."""
 
     def __init__(self, pipes: list[Connection]) -> None:
         self._pipes = pipes

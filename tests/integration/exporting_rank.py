@@ -1,4 +1,4 @@
-"""A trainer rank that publishes from arenas of its own, which stay or leave, and an engine's model for what it publishes."""
+"""A trainer rank that publishes from its arenas, which stay or leave, and an engine's model for what it publishes."""
 
 from __future__ import annotations
 

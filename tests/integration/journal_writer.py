@@ -2,7 +2,7 @@
 
 python journal_writer.py JOURNAL NUM_KILLS SEED
 
-A process of its own, without threads, so that a writer is a fork that has everything imported.
+A separate process without threads, so that a writer is a fork that has everything imported.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def write_for_ever(journal_path: Path, acknowledge: int) -> NoReturn:
 
 
 def next_place(journal: Journal, journal_path: Path) -> Stage:
-    """Where the services would say the node stands: every intent without a result was carried out."""
+    """Where the services would say that the node is: every intent without a result was carried out."""
     left = journal.unresolved()
     if left:
         return left[-1].stage

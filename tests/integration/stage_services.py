@@ -34,8 +34,9 @@ from tasuki.v1.types_pb2 import (
 )
 from tasuki.v1.weights_pb2 import PublishedWeights
 from tasuki.wire.errors import DeadlineExceeded, StageOrder, TasukiError
+from tasuki.wire.tracing import open_tracer
 
-# After which stages of its own a service accepts a stage, as a step forwards or as an undo.
+# The stages after which a service accepts each of its stages, as a step forwards or as an undo.
 _AFTER = {
     STAGE_LOAD_WEIGHTS: {STAGE_UNSPECIFIED, STAGE_LOAD_TRAINER},
     STAGE_OFFLOAD: {STAGE_LOAD_WEIGHTS},
@@ -171,18 +172,22 @@ async def serving(config: NodeConfig) -> AsyncIterator[tuple[StageService, Stage
     trainer, rollout = StageService(), StageService()
     socket_dir(config.state_dir)
     targets = node_targets(config)
-    servers = []
+    servers, tracers = [], []
     for name, service, servicer, add in (
         ("trainer", trainer, Trainer(trainer), trainer_pb2_grpc.add_TrainerServiceServicer_to_server),
         ("rollout", rollout, Rollout(rollout), rollout_pb2_grpc.add_RolloutServiceServicer_to_server),
     ):
-        server = RpcServer(service=name, target=targets[name], port=port_of(config, name))
+        tracer = open_tracer(config.telemetry.endpoint, service=name)
+        server = RpcServer(service=name, target=targets[name], port=port_of(config, name), tracer=tracer)
         server.add(add, servicer, f"tasuki.v1.{name.title()}Service")
         server.add(memory_pb2_grpc.add_MemoryServiceServicer_to_server, Memory(service), "tasuki.v1.MemoryService")
         await server.start()
         servers.append(server)
+        tracers.append(tracer)
     try:
         yield trainer, rollout
     finally:
         for server in servers:
             await server.stop(grace_s=0.0)
+        for tracer in tracers:
+            await asyncio.to_thread(tracer.close)

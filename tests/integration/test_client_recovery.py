@@ -1,4 +1,4 @@
-"""A client whose changeover waits for a service that is being started anew has its deadline again when it is there."""
+"""A client whose changeover waits for a service that is being restarted has its whole deadline once it is back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The coordinator as a process of its own: how it stops, is killed, comes back, and waits for services."""
+"""The coordinator as a separate process: how it stops, is killed, comes back, and waits for services."""
 
 from __future__ import annotations
 

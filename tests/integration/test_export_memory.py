@@ -1,4 +1,4 @@
-"""Where published weights lie: in the parameters themselves or in a copy, memory that stays over OFFLOAD or leaves and comes anew."""
+"""Where published weights lie: in the parameters themselves or in a copy, memory that stays over OFFLOAD or leaves and is mapped again."""
 
 from __future__ import annotations
 

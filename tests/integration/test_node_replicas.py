@@ -22,7 +22,7 @@ from tests.integration.fleet_port import FleetPort, fleet_port
 
 @pytest.fixture
 def port(tmp_path: Path) -> Iterator[FleetPort]:
-    # As a trainer's start does for the groups of its own node.
+    # As a trainer's start does for the groups of one node.
     check_gloo_peers()
     with fleet_port(tmp_path / "fleet", num_nodes=3) as served:
         yield served

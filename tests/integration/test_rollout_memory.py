@@ -135,7 +135,7 @@ async def test_usage_is_watched_at_the_asked_interval(rollout: RolloutClient) ->
             break
     call.cancel()
     times = [answer.time.ToMilliseconds() for answer in answers]
-    # Each is told when it had been read, which takes a while of its own.
+    # Each is told when it had been read, which takes a while, too.
     assert times == sorted(times) and times[-1] - times[0] >= 4 * 50 * 0.75
     weights = [next(tag for tag in answer.usage.tags if tag.tag == WEIGHTS).is_paused for answer in answers]
     assert (weights[0], weights[-1]) == (True, False)

@@ -153,7 +153,7 @@ LAYOUTS = [
     (3, "qwen3", by_rows_and_columns),
     (4, "qwen3_moe", by_boxes),
 ]
-# All of TP 2 first: from then on the first rank is a group of its own.
+# All of TP 2 first: from then on the first rank is a group by itself.
 SYNCS = [(tp_size, *layout) for tp_size in (2, 1) for layout in LAYOUTS]
 if not IS_WHOLE:
     ONLY_AT_TP_1 = [

@@ -75,7 +75,7 @@ class FakeServices:
             self.poison, self.received, self.served = "", None, None
 
     def start(self, service: Service) -> None:
-        """Anew."""
+        """Starts again."""
         self.absent.discard(service)
         self.boot_id[service] += "'"
 

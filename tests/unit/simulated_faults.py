@@ -34,11 +34,11 @@ class CrashPoint(StrEnum):
 
 
 class Crash(BaseException):
-    """Ends the coordinator as SIGKILL does: no handler of its own runs."""
+    """Ends the coordinator as SIGKILL does: none of its handlers runs."""
 
 
 class JournalFailpoints:
-    """Stands where the journal's own failpoints do. armed: the point and how often it is passed before; full: the disk instead."""
+    """Takes the place of the journal's failpoints. armed: the point and how often it is passed before; full: the disk instead."""
 
     def __init__(self, on_crash: Callable[[], None]) -> None:
         self.armed: tuple[CrashPoint, int] | None = None

@@ -32,7 +32,7 @@ _NEVER_S = 7200.0
 
 
 class SimulatedNode:
-    """Services that a supervisor starts anew, and one coordinator at a time. fault: asked at each call what goes wrong with it."""
+    """Services that a supervisor restarts, and one coordinator at a time. fault: asked at each call what goes wrong with it."""
 
     def __init__(self, folder: Path, *, fault: Callable[[], Fault | None], waits_for_room: bool) -> None:
         """waits_for_room: as on CUDA, a service that starts waits until the other one has left the GPU."""

@@ -15,7 +15,7 @@ STAGE_TIMEOUT_S = 60.0
 
 
 class _Stub:
-    """Stands where a gRPC stub does."""
+    """Takes the place of a gRPC stub."""
 
     def __init__(self, node: SimulatedNode, service: Service) -> None:
         self._node, self._service = node, service

@@ -291,7 +291,7 @@ async def test_memory_of_a_service_that_was_started_anew_is_asked_for_anew(
     assert node.state().phase is Phase.ROLLOUT
 
 
-async def test_stage_by_hand_is_refused_as_well_and_goes_on_when_there_is_room(
+async def test_single_stage_is_refused_as_well_and_goes_on_when_there_is_room(
     journal: Journal, services: FakeServices, devices: Devices
 ) -> None:
     node = make_node(journal, services, devices)

@@ -1,4 +1,4 @@
-"""A journal of a real run is clean; one that was broken by hand is found out, and the breach is named."""
+"""A journal of a real run is clean; one that was edited is not, and the audit names the broken invariant."""
 
 from __future__ import annotations
 

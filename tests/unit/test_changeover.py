@@ -105,7 +105,7 @@ async def test_failed_undo_is_journalled_and_the_stage_error_is_raised(
     assert node.state().phase is Phase.TRAIN
 
 
-async def test_stages_run_by_hand_make_one_changeover(node: Node, services: FakeServices, journal: Journal) -> None:
+async def test_stages_run_one_by_one_make_one_changeover(node: Node, services: FakeServices, journal: Journal) -> None:
     for stage in TO_ROLLOUT:
         told = await events(node.run_stage(stage, f"hand {stage}"))
         assert (told[0].stage, told[1].status) == (stage, Status.DONE)

@@ -1,4 +1,4 @@
-"""A preset is told as the settings that it stands for."""
+"""A preset is printed as the settings that it means."""
 
 from __future__ import annotations
 

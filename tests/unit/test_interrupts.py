@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import ENVIRONMENT
 
-# In a process of its own, since a lock that stays taken blocks it forever.
+# In a separate process, since a lock that stays taken blocks it forever.
 INTERRUPTED = """
 import sys
 from types import FrameType

@@ -49,7 +49,7 @@ def pack(lengths: tuple[int, ...], *, seed: int = 0) -> TokenBatch:
 
 
 def policy_of(causal_lm: PreTrainedModel, *, checkpointing: Checkpointing = Checkpointing.NONE) -> Policy:
-    """Of its own copy."""
+    """Of a copy."""
     causal_lm = deepcopy(causal_lm)
     causal_lm.set_attn_implementation(IMPLEMENTATION)
     replace_routers(causal_lm)

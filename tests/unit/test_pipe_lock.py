@@ -25,7 +25,7 @@ def test_a_lock_has_one_holder_over_processes_and_passes_when_it_is_released() -
     assert not lock.acquire(block=False)
     assert not lock.acquire(timeout=0.2)
     assert 0.2 <= time.monotonic() - started < 5
-    ours.send("let go")
+    ours.send("release")
     assert lock.acquire(timeout=30)
     child.join()
     assert child.exitcode == 0

@@ -46,7 +46,7 @@ def writable_mappings(keeper: PoolKeeper) -> dict[int, int]:
 
 
 class Side:
-    """One process of a node: arenas of its own device number, in the name of a real process that can be killed."""
+    """One process of a node: arenas of another device number, in the name of a real process that can be killed."""
 
     def __init__(self, keeper: PoolKeeper) -> None:
         self.process = sleeping()

@@ -149,7 +149,7 @@ def test_ppo_has_values_first_and_updates_the_critic_before_the_policy(settings:
     critic, policy = client.of("forward_backward", Role.CRITIC)[0], client.of("forward_backward")[0]
     assert isinstance(critic.loss.loss, ValueLoss) and isinstance(policy.loss.loss, PpoLoss)
     for number, sample in enumerate(critic.samples):
-        # Discount and lambda of 1: the return is the reward, wherever one stands.
+        # Discount and lambda of 1: the return is the reward, at every token.
         np.testing.assert_allclose(sample.returns, np.full(3, number % 4))
         np.testing.assert_allclose(sample.values, np.full(3, 0.25))
         np.testing.assert_allclose(sample.advantages, np.full(3, number % 4 - 0.25))

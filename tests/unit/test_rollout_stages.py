@@ -223,7 +223,7 @@ async def test_a_drain_of_a_stuck_engine_ends_and_poisons() -> None:
     rollout.engine.is_stuck = True
     stuck = asyncio.ensure_future(samples(rollout))
     await asyncio.sleep(0.01)
-    with pytest.raises(DeadlineExceeded, match="did not let go of 1 requests"):
+    with pytest.raises(DeadlineExceeded, match="did not release 1 requests"):
         await move(rollout, Stage.DRAIN)
     with pytest.raises(EnginePoisoned, match="DRAIN failed"):
         await samples(rollout)

@@ -37,6 +37,7 @@ from tasuki.client.types import (
 from tasuki.v1 import coordinator_pb2, rollout_pb2, trainer_pb2, types_pb2
 from tasuki.wire.credentials import Credentials
 from tasuki.wire.errors import Asleep, Draining, InternalError, InvalidArgument, PeerUnavailable, WrongPhase, from_rpc_error
+from tasuki.wire.tracing import check_tracing_installed, open_tracer
 
 _Answer = TypeVar("_Answer")
 _PAGE_SIZE = 200
@@ -46,8 +47,10 @@ _MAX_LOSSES = 4
 class AsyncClient:
     """One node, driven by verbs. `generate` acquires phase ROLLOUT, the training verbs acquire TRAIN.
 
-    Every verb raises a TasukiError. Calls that belong together are the caller's to order: optim_step takes the gradients of every
-    forward_backward before it.
+    Every verb raises a TasukiError: DeadlineExceeded after timeout_s, PeerUnavailable for a service that does not come back, NodeDown when
+    the node has ended, and at a port Unauthenticated or PermissionDenied. Those that change the phase raise as `acquire`.
+
+    Calls that belong together are the caller's to order: optim_step takes the gradients of every forward_backward before it.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class AsyncClient:
         credentials: Credentials | None = None,
         timeout_s: float = 600.0,
         recovery_timeout_s: float = 600.0,
+        otlp_endpoint: str | None = None,
     ) -> None:
         """target: of the coordinator, e.g. "unix:/run/tasuki/coordinator.sock" or "node-a:50050"; or the node's state folder.
 
@@ -65,7 +69,11 @@ class AsyncClient:
 
         timeout_s: deadline of each verb that generates, trains, saves or changes the phase. recovery_timeout_s: how long a verb waits
         for a service that was there and is being restarted.
+
+        otlp_endpoint: receiver of OpenTelemetry spans over HTTP, such as "http://127.0.0.1:4318"; needs the extra `otel`.
         """
+        check_tracing_installed(otlp_endpoint, key="otlp_endpoint")
+        self._otlp_endpoint = otlp_endpoint
         self._recovery_timeout_s = recovery_timeout_s
         self._target = resolve_target(target, state_dir)
         self._timeout_s, self._credentials = timeout_s, credentials
@@ -96,7 +104,7 @@ class AsyncClient:
     ) -> list[Sample]:
         """`num_samples` completions of each prompt: those of the first prompt first, in the order of sample_index.
 
-        All of them are regenerated if rollout restarts meanwhile.
+        All of them are regenerated if rollout restarts meanwhile. Raises InvalidArgument for a prompt or parameter that rollout refuses.
         """
         requests = generation.requests(prompts, sampling_params or SamplingParams(), num_samples=num_samples)
         for number in range(_MAX_LOSSES + 1):
@@ -113,7 +121,7 @@ class AsyncClient:
     async def generate_stream(
         self, prompts: Sequence[TokenIds], sampling_params: SamplingParams | None = None, *, num_samples: int = 1
     ) -> AsyncGenerator[Sample, None]:
-        """The same samples, each as soon as it is complete. Leaving early frees what still runs."""
+        """The samples of `generate`, each as soon as it is complete. Leaving early frees what still runs. Raises as `generate`."""
         requests = generation.requests(prompts, sampling_params or SamplingParams(), num_samples=num_samples)
         async with aclosing(self._samples(requests, len(prompts) * num_samples)) as samples:
             async for sample in samples:
@@ -138,7 +146,10 @@ class AsyncClient:
             raise InternalError(f"rollout ended the stream after {num_received} of {num_samples} samples")
 
     async def begin_run(self, *, keep_optimizer: bool = False) -> int:
-        """Starts the schedules of all roles at step 0, with fresh optimizer state unless it is kept. Returns the policy version."""
+        """Starts the schedules of all roles at step 0, with fresh optimizer state unless it is kept. Returns the policy version.
+
+        Raises GradientsPending where gradients wait for a step.
+        """
 
         async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.BeginRunResponse:
             request = trainer_pb2.BeginRunRequest(command=command, keep_optimizer=keep_optimizer)
@@ -157,6 +168,7 @@ class AsyncClient:
         """Adds gradients of the loss over all samples to those of `role`. By default the loss is PPO's, as a mean over counted tokens.
 
         log_probs_of: positions of samples whose log-probs, as the loss sees them, come with the result.
+        Raises InvalidArgument naming a field of a sample or of the loss that does not fit, MessageTooLarge for one that is too long.
         """
         if not all(0 <= position < len(samples) for position in log_probs_of):
             raise InvalidArgument(
@@ -184,6 +196,7 @@ class AsyncClient:
         """Clips the gradients of `role` and makes one AdamW step.
 
         learning_rate: replaces the schedule's for this step. schedule_step: place in the schedule; by default steps since begin_run.
+        Raises NoGradients without a forward_backward before it, GradientsNotFinite unless such gradients are skipped.
         """
 
         async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.OptimStepResponse:
@@ -207,7 +220,10 @@ class AsyncClient:
     async def compute_log_probs(
         self, samples: Sequence[TrainingSample], *, role: Role = Role.POLICY
     ) -> list[NDArray[np.float32]]:
-        """Log-probability of each completion token at its sample's temperature: [T] for each sample, in their order."""
+        """Log-probability of each completion token at its sample's temperature: [T] for each sample, in their order.
+
+        Natural logarithms. Raises InvalidArgument naming a field of a sample that does not fit.
+        """
         chunks = encode.training_chunks(samples)
         header = trainer_pb2.ComputeLogProbsHeader(role=encode.role_to_proto(role))
 
@@ -223,7 +239,10 @@ class AsyncClient:
         return _complete(await self._train(give), num_samples=len(samples))
 
     async def compute_values(self, samples: Sequence[TrainingSample]) -> list[NDArray[np.float32]]:
-        """The critic's value of each completion token, from the tokens before it: [T] for each sample, in their order."""
+        """The critic's value of each completion token, from the tokens before it: [T] for each sample, in their order.
+
+        Raises InvalidArgument on a node without a critic.
+        """
         chunks = encode.training_chunks(samples)
 
         async def give(command: types_pb2.CommandId, timeout_s: float) -> list[NDArray[np.float32]]:
@@ -234,7 +253,10 @@ class AsyncClient:
         return _complete(await self._train(give), num_samples=len(samples))
 
     async def save(self, path: Path | str) -> SaveResult:
-        """Writes model, optimizer, random state and version into a folder that does not exist yet, for `load`."""
+        """Writes model, optimizer, random state and version into a folder that does not exist yet, for `load`.
+
+        Raises PathExists, DiskFull, and PermissionDenied for a folder where the node does not let clients write.
+        """
         folder = _absolute(path)
 
         async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.SaveCheckpointResponse:
@@ -245,7 +267,10 @@ class AsyncClient:
         return SaveResult(folder, done.policy_version, done.bytes, done.seconds)
 
     async def load(self, path: Path | str) -> int:
-        """Reads what `save` wrote. Returns the policy version."""
+        """Reads what `save` wrote. Returns the policy version.
+
+        Raises PathNotFound, and InvalidArgument for a folder that is damaged or of another model.
+        """
         folder = _absolute(path)
 
         async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.LoadCheckpointResponse:
@@ -255,7 +280,7 @@ class AsyncClient:
         return (await self._train(give)).policy_version
 
     async def export_model(self, path: Path | str) -> SaveResult:
-        """Writes a Hugging Face folder that does not exist yet; AutoModelForCausalLM.from_pretrained loads it."""
+        """Writes a Hugging Face folder that does not exist yet; AutoModelForCausalLM.from_pretrained loads it. Raises as `save`."""
         folder = _absolute(path)
 
         async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.ExportModelResponse:
@@ -272,7 +297,11 @@ class AsyncClient:
 
     async def acquire(self, phase: Phase) -> list[StageEvent]:
         """Brings the node to a phase. Returns what happened, stage by stage, also of what `begin_acquire` began; one event HELD when it
-        already was there."""
+        already was there.
+
+        Raises OutOfGpuMemory with the bytes that are missing, GradientsPending where gradients wait for a step, and ChangeoverRunning while
+        another client brings the node to another phase.
+        """
         begun = await self._end_begun()
         return begun[1] if begun is not None and begun[0] is phase else await self._acquire(phase)
 
@@ -300,15 +329,18 @@ class AsyncClient:
         return events
 
     async def state(self) -> NodeState:
+        """What the coordinator says of the node now."""
         return await self._connection.refresh()
 
     async def trainer_state(self) -> TrainerState:
+        """What the trainer says of itself now."""
         stub = await self._connection.trainer()
         request = trainer_pb2.GetTrainerStateRequest()
         state = await self._connection.read(lambda: stub.GetTrainerState(request, timeout=READ_TIMEOUT_S))
         return encode.trainer_state_from_proto(state)
 
     async def rollout_state(self) -> RolloutState:
+        """What rollout says of itself now."""
         stub = await self._connection.rollout()
         request = rollout_pb2.GetRolloutStateRequest()
         state = await self._connection.read(lambda: stub.GetRolloutState(request, timeout=READ_TIMEOUT_S))
@@ -347,7 +379,12 @@ class AsyncClient:
     @property
     def _connection(self) -> Connection:
         if self._opened is None:
-            self._opened = Connection(self._target, recovery_timeout_s=self._recovery_timeout_s, credentials=self._credentials)
+            self._opened = Connection(
+                self._target,
+                recovery_timeout_s=self._recovery_timeout_s,
+                credentials=self._credentials,
+                tracer=open_tracer(self._otlp_endpoint, service="client", key="otlp_endpoint"),
+            )
         return self._opened
 
     async def _hold(self, phase: Phase) -> None:

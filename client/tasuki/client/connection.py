@@ -32,6 +32,7 @@ from tasuki.wire.errors import (
     from_rpc_error,
 )
 from tasuki.wire.flock import is_free
+from tasuki.wire.tracing import NO_TRACER, Tracer
 
 if TYPE_CHECKING:
     from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
@@ -55,14 +56,16 @@ def resolve_target(target: str | None, state_dir: Path | str | None) -> str:
 class Connection:
     """Made and used inside one event loop."""
 
-    def __init__(self, target: str, *, recovery_timeout_s: float, credentials: Credentials | None = None) -> None:
-        """credentials: for a port.
+    def __init__(
+        self, target: str, *, recovery_timeout_s: float, credentials: Credentials | None = None, tracer: Tracer = NO_TRACER
+    ) -> None:
+        """credentials: for a port. tracer: of calls, closed with the connection.
 
         recovery_timeout_s: how long a service that was there may be away before a call fails; it may have been restarted.
         """
-        self._target, self._credentials = target, credentials
+        self._target, self._credentials, self._tracer = target, credentials, tracer
         self._recovery_timeout_s = recovery_timeout_s
-        self._coordinator_channel = open_channel(target, credentials=credentials)
+        self._coordinator_channel = tracer.wrap(open_channel(target, credentials=credentials))
         self.coordinator: CoordinatorServiceAsyncStub = CoordinatorServiceStub(self._coordinator_channel)
         self._channels: dict[str, grpc.aio.Channel] = {}
         self.epoch = 0
@@ -182,13 +185,14 @@ class Connection:
     async def close(self) -> None:
         for channel in (self._coordinator_channel, *self._channels.values()):
             await channel.close(grace=None)
+        await asyncio.to_thread(self._tracer.close)
 
     def _channel(self, service: str, target: str) -> grpc.aio.Channel:
         if not target:
             raise PeerUnavailable(f"{service} has no port; set {service}.listen in the node's configuration", peer=service)
         if target not in self._channels:
             place = reachable(target, seen_from=self._target)
-            self._channels[target] = open_channel(place, credentials=self._credentials)
+            self._channels[target] = self._tracer.wrap(open_channel(place, credentials=self._credentials))
         return self._channels[target]
 
 

@@ -48,6 +48,7 @@ class Client:
         credentials: Credentials | None = None,
         timeout_s: float = 600.0,
         recovery_timeout_s: float = 600.0,
+        otlp_endpoint: str | None = None,
     ) -> None:
         self._client = AsyncClient(
             target,
@@ -55,6 +56,7 @@ class Client:
             credentials=credentials,
             timeout_s=timeout_s,
             recovery_timeout_s=recovery_timeout_s,
+            otlp_endpoint=otlp_endpoint,
         )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tasuki-client", daemon=True)

@@ -169,6 +169,8 @@ class ForwardBackwardResult:
 
 @dataclass(frozen=True, slots=True)
 class OptimStepResult:
+    """One optimizer step."""
+
     version: int
     """Of the role, after the step."""
     grad_norm: float
@@ -206,6 +208,8 @@ class StageEvent:
 
 @dataclass(frozen=True, slots=True)
 class NodeState:
+    """Where a node is."""
+
     phase: Phase | None
     """None in the middle of a changeover."""
     stage: Stage | None
@@ -247,6 +251,8 @@ class Changeover:
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
+    """What a trainer has, and what it takes."""
+
     policy_version: int
     has_gradients: bool
     """Of any role."""
@@ -265,6 +271,8 @@ class TrainerState:
 
 @dataclass(frozen=True, slots=True)
 class RolloutState:
+    """What rollout serves, and what it takes."""
+
     policy_version: int | None
     """That is served; None while none is."""
     is_poisoned: bool

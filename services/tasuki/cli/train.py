@@ -30,6 +30,7 @@ from tasuki.supervisor.node import running_node
 from tasuki.supervisor.node_settings import adopt_node
 from tasuki.supervisor.post_mortem import explained
 from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.tracing import check_tracing_installed
 
 
 def read_training(config: NodeConfig) -> Training:
@@ -86,7 +87,8 @@ def resume(config: NodeConfig, *, config_dir: Path, may_start: bool = True) -> i
 
 
 def check_trackers(config: NodeConfig) -> None:
-    """Raises InvalidArgument for one whose library is not installed."""
+    """Raises InvalidArgument for one whose library is not installed, and for tracing without its own."""
+    check_tracing_installed(config.telemetry.endpoint)
     for name in config.track.to:
         check_installed(name, key="track.to")
 
@@ -138,7 +140,10 @@ def _train(
     config: NodeConfig, training: Training, loop: Loop, earlier: EarlierRun | None, request: SaveRequest, *, started: float
 ) -> None:
     settings, target = training.settings, client_target(config)
-    with Client(target) as client, TrainProgress(target, num_steps=settings.num_steps) as progress:
+    with (
+        Client(target, otlp_endpoint=config.telemetry.endpoint) as client,
+        TrainProgress(target, num_steps=settings.num_steps) as progress,
+    ):
         check_longest_sample(training.longest_sample, limit=client.trainer_state().micro_batch_tokens)
         num_changeovers = client.state().num_changeovers
         start = begin(client, config, settings) if earlier is None else go_on(client, config, settings, earlier)

@@ -29,6 +29,7 @@ from tasuki.config.residency_schema import ResidencyConfig
 from tasuki.config.security_schema import PathsConfig, SecurityConfig
 from tasuki.config.sft_schema import SftConfig
 from tasuki.config.table import Schema, Seed
+from tasuki.config.telemetry_schema import TelemetryConfig
 from tasuki.config.track_schema import TrackConfig
 from tasuki.config.train_schema import TrainConfig
 
@@ -285,6 +286,7 @@ class NodeConfig(Schema):
     restart: RestartConfig = RestartConfig()
     memory: MemoryConfig = MemoryConfig()
     metrics: MetricsConfig = MetricsConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
     residency: ResidencyConfig | None = None
     security: SecurityConfig = SecurityConfig()
     paths: PathsConfig = PathsConfig()

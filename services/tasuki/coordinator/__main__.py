@@ -37,6 +37,7 @@ from tasuki.rpc.port import port_of
 from tasuki.rpc.server import RpcServer
 from tasuki.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tasuki.wire.errors import TasukiError
+from tasuki.wire.tracing import Tracer, open_tracer
 
 _log = logging.getLogger("tasuki.coordinator")
 # A changeover that runs may finish a stage in this time; the supervisor gives 5 s.
@@ -64,6 +65,7 @@ async def _serve(config: NodeConfig) -> None:
     socket_dir(config.state_dir)
     heartbeat = Heartbeat(config.state_dir, "coordinator")
     heartbeat.beat_in_loop()
+    tracer = open_tracer(config.telemetry.endpoint, service="coordinator")
     try:
         targets, boot_id, instance = node_targets(config), uuid.uuid4().hex, read_instance(config.state_dir)
         state = coordinator_pb2.NodeState(
@@ -73,14 +75,15 @@ async def _serve(config: NodeConfig) -> None:
             instance_id=instance.id,
             lock_path=instance.lock_path,
         )
-        opened = await wait_for_disk(lambda: _make_node(config, boot_id), state, config=config)
+        opened = await wait_for_disk(lambda: _make_node(config, boot_id, tracer), state, config=config)
         if opened is not None:
-            await _serve_node(config, *opened, instance=instance)
+            await _serve_node(config, *opened, instance=instance, tracer=tracer)
     finally:
+        await asyncio.to_thread(tracer.close)
         heartbeat.close()
 
 
-def _make_node(config: NodeConfig, boot_id: str) -> tuple[Node, Journal, GrpcPeers, Admission]:
+def _make_node(config: NodeConfig, boot_id: str, tracer: Tracer) -> tuple[Node, Journal, GrpcPeers, Admission]:
     """With a new epoch in its journal. Raises DiskFull, with nothing left open, when that cannot be written."""
     targets = node_targets(config)
     journal = Journal(journal_path(config.state_dir), failpoints=Failpoints.of(config, "coordinator"))
@@ -97,6 +100,7 @@ def _make_node(config: NodeConfig, boot_id: str) -> tuple[Node, Journal, GrpcPee
         epoch=epoch,
         stage_timeout_s=config.coordinator.stage_timeout_s,
         drain_grace_s=config.coordinator.drain_grace_s,
+        tracer=tracer,
     )
     record = MemoryRecord(memory_record_path(config.state_dir))
     admission = Admission(peers, config, published_bytes=journal.published_bytes, record=record)
@@ -113,12 +117,20 @@ def _make_node(config: NodeConfig, boot_id: str) -> tuple[Node, Journal, GrpcPee
         restart=restart,
         recovery_timeout_s=config.coordinator.recovery_timeout_s,
         admission=admission,
+        tracer=tracer,
     )
     return node, journal, peers, admission
 
 
 async def _serve_node(
-    config: NodeConfig, node: Node, journal: Journal, peers: GrpcPeers, admission: Admission, *, instance: Instance
+    config: NodeConfig,
+    node: Node,
+    journal: Journal,
+    peers: GrpcPeers,
+    admission: Admission,
+    *,
+    instance: Instance,
+    tracer: Tracer,
 ) -> None:
     planning = Planning(admission, config)
     hold = FleetHold(config.fleet, journal)
@@ -128,6 +140,7 @@ async def _serve_node(
         target=node_targets(config)["coordinator"],
         port=port_of(config, "coordinator"),
         fleet=config.fleet,
+        tracer=tracer,
     )
     server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, servicer, "tasuki.v1.CoordinatorService")
     metrics = NodeMetrics(server.registry, config=config, node=node, journal=journal, peers=peers, planning=planning)

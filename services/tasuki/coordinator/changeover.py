@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from tasuki.coordinator.admission import Admission
+from tasuki.coordinator.changeover_trace import NO_TRACE, ChangeoverTrace
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.peers import Observed, Peers
 from tasuki.coordinator.phases import advance, path, since_phase, turns_back, undo_path
@@ -48,9 +49,10 @@ class Changeover:
         tell: Tell,
         restart: Restart,
         admission: Admission | None = None,
+        trace: ChangeoverTrace = NO_TRACE,
     ) -> None:
         """admission: None lets every stage begin."""
-        self.id, self.target = changeover_id, target
+        self.id, self.target, self.trace = changeover_id, target, trace
         self.started = time.perf_counter()
         self._journal, self._peers, self._tell, self._restart = journal, peers, tell, restart
         self._admission = admission
@@ -137,7 +139,9 @@ class Changeover:
     async def _journalled(self, intent: Intent, act: Awaitable[Outcome], leads_to: Stage) -> None:
         started = time.perf_counter()
         try:
-            outcome = await act
+            with self.trace.stage(intent) as span:
+                outcome = await act
+                span.set("tasuki.bytes", outcome.num_bytes)
         except TasukiError as error:
             self._report(self._journal.failed(intent, error, seconds=time.perf_counter() - started))
             if isinstance(error, StaleSequence):

@@ -11,6 +11,7 @@ from contextlib import suppress
 from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.attempts import next_attempt_id
 from tasuki.coordinator.changeover import Changeover, Restart
+from tasuki.coordinator.changeover_trace import ChangeoverTrace
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.journal_recovery import close_interrupted, resolve_intents
 from tasuki.coordinator.operation import Operation
@@ -27,6 +28,7 @@ from tasuki.wire.errors import (
     StageOrder,
     TasukiError,
 )
+from tasuki.wire.tracing import NO_TRACER, Tracer
 
 _log = logging.getLogger("tasuki.coordinator")
 _POLL_S = 0.2
@@ -48,11 +50,12 @@ class Node:
         restart: Restart,
         recovery_timeout_s: float,
         admission: Admission | None = None,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         """recovery_timeout_s: how long a changeover waits for a service that is gone to come back. admission: None lets all begin."""
         self._journal, self._peers = journal, peers
         self._restart, self._readiness = restart, ReadinessProbe(peers, timeout_s=recovery_timeout_s)
-        self._admission = admission
+        self._admission, self._tracer = admission, tracer
         self._boot_id, self._trainer_target, self._rollout_target = boot_id, trainer_target, rollout_target
         self._at: Stage | None = None
         self._policy_version: int | None = None
@@ -100,7 +103,7 @@ class Node:
 
     def run_stage(self, stage: Stage, request_id: str) -> Operation:
         """The operation that carries one stage out. Raises ChangeoverRunning when another one is under way."""
-        return self._operations.start(f"stage {stage}", request_id, lambda: self._run_by_hand(stage, request_id))
+        return self._operations.start(f"stage {stage}", request_id, lambda: self._run_single(stage, request_id))
 
     async def recover(self) -> None:
         """Asks the services, once they answer, where the node is; from the middle of the ring it is brought to TRAIN."""
@@ -182,7 +185,7 @@ class Node:
             return error
         return PeerUnavailable(f"{lost} was lost in the middle of the changeover ({error.reason}: {error.message})", peer=lost)
 
-    async def _run_by_hand(self, stage: Stage, request_id: str) -> None:
+    async def _run_single(self, stage: Stage, request_id: str) -> None:
         """One stage, taken back by nobody. The stages from one phase to the next are journalled as one changeover."""
         seen, at = await self._look()
         advance(at, stage)
@@ -228,6 +231,7 @@ class Node:
             tell=self._tell,
             restart=self._restart,
             admission=self._admission,
+            trace=ChangeoverTrace(self._tracer, changeover_id=changeover_id, target=target, request_id=request_id),
         )
         return self._open
 
@@ -237,6 +241,7 @@ class Node:
         published = self._journal.published() if serves else None
         version = published.policy_version if published else None
         ended = self._journal.end_changeover(changeover.id, seconds=seconds, policy_version=version, error=error)
+        changeover.trace.end(error)
         self._open = None
         self._num_done += error is None
         self._last_error = f"{error.reason}: {error.message}" if error else ""

@@ -71,7 +71,7 @@ class NodeMetrics:
         self._made: tuple[float, bytes] = (float("-inf"), b"")
 
     async def follow(self) -> None:
-        """Counts what ends, until the node's watchers are let go."""
+        """Counts what ends, until the node's watchers are released."""
         with self._node.watchers.watching() as updates:
             while (update := await updates.get()) is not None:
                 self._count(update.event)

@@ -24,6 +24,7 @@ from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
 from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import DeadlineExceeded, PeerUnavailable, StageOrder, from_rpc_error
+from tasuki.wire.tracing import NO_TRACER, Tracer
 
 _READ_TIMEOUT_S = 10.0
 _USAGE_TIMEOUT_S = 2.0
@@ -121,10 +122,18 @@ class GrpcPeers:
     """The two services of this node."""
 
     def __init__(
-        self, *, trainer_target: str, rollout_target: str, epoch: int, stage_timeout_s: float, drain_grace_s: float
+        self,
+        *,
+        trainer_target: str,
+        rollout_target: str,
+        epoch: int,
+        stage_timeout_s: float,
+        drain_grace_s: float,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         """epoch: the coordinator's; once its state was read, a service refuses stage commands of older ones."""
-        self._channels = {Service.TRAINER: open_channel(trainer_target), Service.ROLLOUT: open_channel(rollout_target)}
+        targets = {Service.TRAINER: trainer_target, Service.ROLLOUT: rollout_target}
+        self._channels = {service: tracer.wrap(open_channel(target)) for service, target in targets.items()}
         self._trainer = TrainerServiceStub(self._channels[Service.TRAINER])
         self._rollout = RolloutServiceStub(self._channels[Service.ROLLOUT])
         self._memory = {service: MemoryServiceStub(channel) for service, channel in self._channels.items()}

@@ -18,7 +18,7 @@ _IDLE_POLL_S = 0.005
 class EngineMemory:
     """Memory of all engine ranks by tag, awake when the engine has started. Pause and resume are idempotent and all-or-nothing.
 
-    staying: tags that the ranks do not let go of.
+    staying: tags that the ranks do not release.
     """
 
     def __init__(self, calls: RankCalls, *, staying: frozenset[MemoryTag] = frozenset()) -> None:

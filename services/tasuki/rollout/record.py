@@ -112,7 +112,7 @@ class _Unrecordable(Exception):
 
 
 class RecordingTensor(torch.Tensor):
-    """Stands for a published tensor or a view of it: shape, strides and origin, no values."""
+    """A placeholder for a published tensor or a view of it: shape, strides and origin, no values."""
 
     index_space: torch.Tensor
     origin: frozenset[str]

@@ -166,7 +166,7 @@ class Rollout:
     async def drain(self, *, grace_s: float, timeout_s: float) -> Drained:
         """DRAIN: closes the door, lets running samples finish for `grace_s`, then cuts the rest.
 
-        Raises DeadlineExceeded, and poisons the engine, when it has not let go of them within `timeout_s`.
+        Raises DeadlineExceeded, and poisons the engine, when it has not released them within `timeout_s`.
         """
         check_stage(Stage.DRAIN, after=self.stage, poison_reason=self.poison_reason)
         await self._close()
@@ -176,7 +176,7 @@ class Rollout:
             while self.num_running:
                 seconds = time.monotonic() - started
                 if seconds >= timeout_s:
-                    raise DeadlineExceeded(f"the engine did not let go of {self.num_running} requests", stage=Stage.DRAIN)
+                    raise DeadlineExceeded(f"the engine did not release {self.num_running} requests", stage=Stage.DRAIN)
                 if seconds >= grace_s:
                     # Repeated, since a sample may still be on its way to the engine.
                     self.engine.cut_all()

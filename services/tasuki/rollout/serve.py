@@ -33,6 +33,7 @@ from tasuki.rpc.server import RpcServer
 from tasuki.rpc.staying import staying_tags
 from tasuki.rpc.usage import TAGS
 from tasuki.v1 import memory_pb2_grpc, rollout_pb2_grpc
+from tasuki.wire.tracing import Tracer, open_tracer
 
 _SERVICE = "tasuki.v1.RolloutService"
 _POISON_GRACE_S = 0.2
@@ -47,7 +48,8 @@ def serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, deadline:
 
 async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, deadline: StartupDeadline) -> int:
     shutdown = _Shutdown(ranks)
-    server = _make_server(config)
+    tracer = open_tracer(config.telemetry.endpoint, service="rollout")
+    server = _make_server(config, tracer)
     engine = start_engine(config, model, ranks, on_death=shutdown.on_death)
     deadline.finish()
     configure_logging("rollout")  # SGLang has put its own in the place of ours
@@ -86,6 +88,7 @@ async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, de
     finally:
         ranks.unwatch()
         heartbeat.close()
+        tracer.close()
         sync.close()
         calls.close()
         engine.stop()
@@ -114,12 +117,13 @@ class _Shutdown:
         asyncio.get_running_loop().call_later(_POISON_GRACE_S, self.on_death)
 
 
-def _make_server(config: NodeConfig) -> RpcServer:
+def _make_server(config: NodeConfig, tracer: Tracer) -> RpcServer:
     return RpcServer(
         service="rollout",
         target=places.node_targets(config)["rollout"],
         port=port_of(config, "rollout"),
         fleet=config.fleet,
+        tracer=tracer,
     )
 
 

@@ -21,6 +21,7 @@ from tasuki.v1.rollout_pb2 import ReceiveWeightsResponse
 from tasuki.v1.trainer_pb2 import PublishWeightsResponse
 from tasuki.v1.types_pb2 import CommandId
 from tasuki.wire.errors import DiskFull, InvalidArgument, StaleEpoch, StaleSequence, TasukiError
+from tasuki.wire.tracing import REQUEST_ID, annotate
 
 _Answer = TypeVar("_Answer")
 _log = logging.getLogger("tasuki.rpc")
@@ -169,6 +170,7 @@ class CommandGate:
         self, request: Commanded, fence: Callable[[], None], action: Callable[[], Awaitable[_Answer]], *, is_stage: bool = False
     ) -> _Answer:
         request_id, content = request.command.request_id, digest(request)
+        annotate(REQUEST_ID, request_id)
         if not 0 < len(request_id) <= _MAX_REQUEST_ID:
             raise InvalidArgument(
                 "command.request_id", f"give one of 1 to {_MAX_REQUEST_ID} characters, unique for each intent"

@@ -11,8 +11,8 @@ import inspect
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,21 +27,35 @@ from tasuki.rpc.methods import METHODS, Method, standard_methods, unknown_method
 from tasuki.rpc.metrics import CallMetrics
 from tasuki.rpc.stranger_log import StrangerLog
 from tasuki.wire.errors import DeadlineRequired, InternalError, InvalidArgument, TasukiError, Unauthenticated, to_status
+from tasuki.wire.traced_channel import REQUEST_ID_KEY, TRACEPARENT_KEY, set_status
+from tasuki.wire.tracing import NO_TRACER, REQUEST_ID, SpanKind, Tracer, current
 
-REQUEST_ID_KEY = "x-request-id"
 _log = logging.getLogger("tasuki.rpc")
+
+
+# Calls of others are spans only below a span of the caller: they are polled, or belong to a changeover.
+_BEGIN_TRACES = (CallerRole.TRAINER, CallerRole.OPERATOR)
 
 
 @dataclass(slots=True)
 class _Outcome:
     code: grpc.StatusCode = grpc.StatusCode.OK
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Observers:
+    """Who sees every call."""
+
+    metrics: CallMetrics
+    tracer: Tracer = NO_TRACER
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Wraps the handlers of tasuki.v1; health and reflection go through untouched."""
 
-    def __init__(self, metrics: CallMetrics, fence: FleetFence) -> None:
-        self._metrics, self._fence = metrics, fence
+    def __init__(self, observers: Observers, fence: FleetFence) -> None:
+        self._observers, self._fence = observers, fence
 
     async def intercept_service(
         self,
@@ -61,7 +75,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             streaming = handler.stream_stream if handler.request_streaming else handler.unary_stream
 
             async def answer_stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-                async with _observed(method, context, self._metrics):
+                async with _observed(method, context, self._observers):
                     _require_deadline(method, context)
                     self._fence.check(method, context)
                     async for response in streaming(request, context):
@@ -73,7 +87,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         unary = handler.stream_unary if handler.request_streaming else handler.unary_unary
 
         async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            async with _observed(method, context, self._metrics):
+            async with _observed(method, context, self._observers):
                 _require_deadline(method, context)
                 self._fence.check(method, context)
                 return await unary(request, context)
@@ -88,8 +102,8 @@ class PortInterceptor(grpc.aio.ServerInterceptor):
     A caller is let in before his first message is read, and again before each answer of a stream: a role that is taken away ends it.
     """
 
-    def __init__(self, metrics: CallMetrics, access: Access, fence: FleetFence) -> None:
-        self._metrics, self._access, self._fence = metrics, access, fence
+    def __init__(self, observers: Observers, access: Access, fence: FleetFence) -> None:
+        self._observers, self._access, self._fence = observers, access, fence
         self._strangers = StrangerLog()
         self._methods: Mapping[str, Method] = {**METHODS, **standard_methods()}
 
@@ -115,7 +129,7 @@ class PortInterceptor(grpc.aio.ServerInterceptor):
         """The handler as one of streams, which the server calls before a message is there."""
 
         async def answers(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-            async with _observed(method, context, self._metrics):
+            async with _observed(method, context, self._observers):
                 role = self._admitted(method, context)
                 _require_deadline(method, context)
                 self._fence.check(method, context, role=role)
@@ -157,19 +171,38 @@ async def _only(requests: AsyncIterator[Any]) -> Any:
 
 
 @asynccontextmanager
-async def _observed(method: Method, context: grpc.aio.ServicerContext[Any, Any], metrics: CallMetrics) -> AsyncIterator[None]:
+async def _observed(method: Method, context: grpc.aio.ServicerContext[Any, Any], observers: Observers) -> AsyncIterator[None]:
     request_id = _request_id(context)
     outcome = _Outcome()
     started = time.perf_counter()
-    metrics.started(method)
+    observers.metrics.started(method)
+    with _traced(method, context, observers.tracer, request_id=request_id, outcome=outcome):
+        try:
+            async with _errors_mapped(method, context, request_id=request_id, outcome=outcome):
+                await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
+                yield
+        finally:
+            seconds = time.perf_counter() - started
+            observers.metrics.handled(method, code=outcome.code, seconds=seconds)
+            _log.debug("rpc=%s request_id=%s code=%s seconds=%.4f", method.name, request_id, outcome.code.name, seconds)
+
+
+@contextmanager
+def _traced(method: Method, context: Any, tracer: Tracer, *, request_id: str, outcome: _Outcome) -> Iterator[None]:
+    parent = _metadata(context, TRACEPARENT_KEY)
+    if tracer is NO_TRACER or not (parent or method.role in _BEGIN_TRACES):
+        yield
+        return
+    attributes = {"rpc.system.name": "grpc", "rpc.method": method.name, REQUEST_ID: request_id}
+    span = tracer.begin(method.name, kind=SpanKind.SERVER, parent=parent, attributes=attributes)
     try:
-        async with _errors_mapped(method, context, request_id=request_id, outcome=outcome):
-            await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
+        with current(span):
             yield
     finally:
-        seconds = time.perf_counter() - started
-        metrics.handled(method, code=outcome.code, seconds=seconds)
-        _log.debug("rpc=%s request_id=%s code=%s seconds=%.4f", method.name, request_id, outcome.code.name, seconds)
+        set_status(span, outcome.code)
+        if outcome.reason:
+            span.fail(outcome.reason)
+        span.end()
 
 
 def _require_deadline(method: Method, context: grpc.aio.ServicerContext[Any, Any]) -> None:
@@ -182,7 +215,7 @@ async def _errors_mapped(method: Method, context: Any, *, request_id: str, outco
     try:
         yield
     except TasukiError as error:
-        outcome.code = error.code
+        outcome.code, outcome.reason = error.code, error.reason
         level = logging.DEBUG if isinstance(error, Unauthenticated) else logging.INFO
         _log.log(level, "rpc=%s request_id=%s reason=%s message=%s", method.name, request_id, error.reason, error.message)
         await context.abort_with_status(to_status(error))
@@ -200,7 +233,13 @@ async def _errors_mapped(method: Method, context: Any, *, request_id: str, outco
 
 
 def _request_id(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    given = _metadata(context, REQUEST_ID_KEY)
+    return given if 0 < len(given) <= 128 and given.isprintable() else uuid.uuid4().hex
+
+
+def _metadata(context: grpc.aio.ServicerContext[Any, Any], wanted: str) -> str:
+    """Empty when the caller has not sent it."""
     for key, value in context.invocation_metadata() or ():
-        if key == REQUEST_ID_KEY and isinstance(value, str) and 0 < len(value) <= 128 and value.isprintable():
+        if key == wanted and isinstance(value, str):
             return value
-    return uuid.uuid4().hex
+    return ""

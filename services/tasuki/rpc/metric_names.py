@@ -95,6 +95,12 @@ STALENESS = MetricName(
     (),
     "Optimizer steps between the weights that made a sample and those it trained.",
 )
+SPANS = MetricName(
+    "tasuki_spans_total",
+    "counter",
+    ("outcome",),
+    "Spans of `[telemetry]`: sent, failed at the receiver, or dropped from a full queue.",
+)
 RUN_STEP = MetricName("tasuki_run_step", "gauge", (), "The last step that the run on the node has finished.")
 RUN_REWARD = MetricName("tasuki_run_reward", "gauge", ("name",), "Mean reward of the step's samples; each reward by its name.")
 RUN_EVAL_SCORE = MetricName("tasuki_run_eval_score", "gauge", (), "The run's last held-out score.")
@@ -104,5 +110,5 @@ RUN_METRIC = MetricName("tasuki_run_metric", "gauge", ("name",), "Each metric of
 ALL = (
     SERVICE_UP, PHASE, STAGE_SECONDS, CHANGEOVERS, POLICY_VERSION, MEMORY_MAPPED, MEMORY_PLANNED, DEVICE_FREE, DEVICE_TOTAL, GPUS,
     GPU_SECONDS, RUNNING_REQUESTS, QUEUED_REQUESTS, KV_TOKENS, KV_CAPACITY, ROLLOUT_TOKENS, ROLLOUT_SAMPLES, TRAINER_TOKENS,
-    TRAINER_SAMPLES, TRAINER_STEPS, LOG_PROB_GAP, STALENESS, RUN_STEP, RUN_REWARD, RUN_EVAL_SCORE, RUN_STEP_SECONDS, RUN_METRIC,
+    TRAINER_SAMPLES, TRAINER_STEPS, LOG_PROB_GAP, STALENESS, SPANS, RUN_STEP, RUN_REWARD, RUN_EVAL_SCORE, RUN_STEP_SECONDS, RUN_METRIC,
 )  # fmt: skip

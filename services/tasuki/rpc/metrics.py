@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import grpc
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from tasuki.rpc.methods import METHODS, Method
+from tasuki.rpc.metric_names import SPANS
 from tasuki.v1.metrics_pb2 import GetMetricsRequest, GetMetricsResponse
 from tasuki.v1.metrics_pb2_grpc import MetricsServiceServicer
+from tasuki.wire.tracing import Tracer
 
 _LABELS = ("grpc_type", "grpc_service", "grpc_method")
 # A stage may take minutes, a read less than a millisecond.
@@ -46,6 +50,22 @@ class CallMetrics:
         camel_case = "OK" if code is grpc.StatusCode.OK else "".join(word.capitalize() for word in code.name.split("_"))
         self._handled.labels(*_labels(method), camel_case).inc()
         self._handling_s.labels(*_labels(method)).observe(seconds)
+
+
+class SpanCounts(Collector):
+    """What became of the spans of `tracer`."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    def describe(self) -> Iterable[CounterMetricFamily]:
+        return [SPANS.counters()]
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        family = SPANS.counters()
+        for outcome, number in sorted(self._tracer.counts().items()):
+            family.add_metric([outcome], number)
+        yield family
 
 
 class MetricsServicer(MetricsServiceServicer):

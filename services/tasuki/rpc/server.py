@@ -17,14 +17,15 @@ from prometheus_client import CollectorRegistry
 
 from tasuki.config.fleet_schema import FleetConfig
 from tasuki.rpc.fleet_caller import FleetFence
-from tasuki.rpc.interceptors import CallInterceptor, PortInterceptor
-from tasuki.rpc.metrics import CallMetrics, MetricsServicer
+from tasuki.rpc.interceptors import CallInterceptor, Observers, PortInterceptor
+from tasuki.rpc.metrics import CallMetrics, MetricsServicer, SpanCounts
 from tasuki.rpc.port import Port
 from tasuki.rpc.reflection import enable_reflection
 from tasuki.v1.metrics_pb2_grpc import add_MetricsServiceServicer_to_server
 from tasuki.wire.address import is_beyond_loopback, remove_dead_socket
 from tasuki.wire.channel import PORT_OPTIONS, SERVER_OPTIONS
 from tasuki.wire.errors import InvalidArgument, NodeRunning
+from tasuki.wire.tracing import NO_TRACER, Tracer
 
 _log = logging.getLogger("tasuki.rpc")
 
@@ -35,19 +36,29 @@ class RpcServer:
     target: "unix:/path". registry: of the service's metrics, which MetricsService tells.
     """
 
-    def __init__(self, *, service: str, target: str, port: Port | None = None, fleet: FleetConfig | None = None) -> None:
-        """fleet: that alone may command the service."""
+    def __init__(
+        self,
+        *,
+        service: str,
+        target: str,
+        port: Port | None = None,
+        fleet: FleetConfig | None = None,
+        tracer: Tracer = NO_TRACER,
+    ) -> None:
+        """fleet: that alone may command the service. tracer: of its calls."""
         self.service, self.target = service, target
         self._path = Path(target.removeprefix("unix:"))
         self._port = port
         self.registry = CollectorRegistry()
         self._metrics = CallMetrics(self.registry)
         self.metrics = MetricsServicer(self.registry)
-        fence = FleetFence(fleet)
-        self._local = grpc.aio.server(interceptors=[CallInterceptor(self._metrics, fence)], options=SERVER_OPTIONS)
+        if tracer is not NO_TRACER:
+            self.registry.register(SpanCounts(tracer))
+        fence, observers = FleetFence(fleet), Observers(self._metrics, tracer)
+        self._local = grpc.aio.server(interceptors=[CallInterceptor(observers, fence)], options=SERVER_OPTIONS)
         self._servers = [self._local]
         if port is not None:
-            interceptor = PortInterceptor(self._metrics, port.access, fence)
+            interceptor = PortInterceptor(observers, port.access, fence)
             self._servers.append(grpc.aio.server(interceptors=[interceptor], options=PORT_OPTIONS))
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]  untyped library
         self._names: list[str] = []

@@ -10,7 +10,7 @@ from tasuki.v1 import types_pb2
 
 
 def staying_of_engine_rank(config: NodeConfig, rank: int) -> frozenset[MemoryTag]:
-    """Tags that one engine rank does not let go of: the planner's, and the base below adapters, which is never sent again."""
+    """Tags that one engine rank does not release: the planner's, and the base below adapters, which is never sent again."""
     names = frozenset[str]() if config.residency is None else config.residency.of_rollout(rank)
     base = [] if config.served_adapter is None else [MemoryTag.WEIGHTS]
     graphs = [MemoryTag.CUDA_GRAPH] if MemoryTag.KV_CACHE in names else []

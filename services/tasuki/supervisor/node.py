@@ -51,6 +51,7 @@ from tasuki.wire.errors import (
     NodeDown,
     from_rpc_error,
 )
+from tasuki.wire.tracing import check_tracing_installed
 
 STOP_TIMEOUT_S = 10.0
 _KILL_S = 3.0
@@ -109,6 +110,7 @@ def start_node(config: NodeConfig, *, resumes: bool = False, tell: Tell = to_std
     check_pool_room(config)
     check_ports(config)
     check_argument_names(config.rollout.engine)
+    check_tracing_installed(config.telemetry.endpoint)
     _check_state_folder(config.state_dir)
     lock = StateLock.take(config.state_dir, name=NODE_LOCK)
     read_fd, starter_fd = os.pipe()

@@ -169,7 +169,7 @@ class Supervisor:
             return "the process that started the node ended", None
         self._see_who_serves()
         for name in self._ended():
-            why = self._start_anew(name)
+            why = self._start_again(name)
             if why:
                 return why, name
         return "", None
@@ -195,7 +195,7 @@ class Supervisor:
             request.unlink(missing_ok=True)
         return ended
 
-    def _start_anew(self, name: str) -> str:
+    def _start_again(self, name: str) -> str:
         """Kills what is left of the service and has it started again. Returns why it must not be, or nothing."""
         code = self._exit_codes.get(name)
         if code in self._services[name].final_codes:

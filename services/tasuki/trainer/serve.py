@@ -43,6 +43,7 @@ from tasuki.trainer.service.training import Training
 from tasuki.v1.memory_pb2_grpc import add_MemoryServiceServicer_to_server
 from tasuki.v1.ranks_pb2 import RankReady
 from tasuki.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
+from tasuki.wire.tracing import Tracer, open_tracer
 
 _log = logging.getLogger("tasuki.trainer")
 _GRACE_S = 5.0
@@ -110,6 +111,8 @@ async def serve(config: NodeConfig, *, launch: Launch) -> int:
     own_rank = threading.Thread(target=run_rank, args=(config,), kwargs={"launch": launch}, name="rank-0", daemon=True)
     own_rank.start()
     cleanup = ExitStack()
+    tracer = open_tracer(config.telemetry.endpoint, service="trainer")
+    cleanup.callback(tracer.close)
     try:
         ready = await _ready_or_stopped(ranks, stop)
         if ready is None:
@@ -137,7 +140,7 @@ async def serve(config: NodeConfig, *, launch: Launch) -> int:
             store = await asyncio.to_thread(join_store, config, launch)
             await agree_on_log(log, store, config=config)
         await restore(training, log, config=config)
-        server = _server(training, log, ready=ready, config=config)
+        server = _server(training, log, ready=ready, config=config, tracer=tracer)
         await server.start()
         heartbeat = Heartbeat(config.state_dir, "trainer")
         cleanup.callback(heartbeat.close)
@@ -153,12 +156,13 @@ async def serve(config: NodeConfig, *, launch: Launch) -> int:
         await asyncio.to_thread(own_rank.join, _GRACE_S)
 
 
-def _server(training: Training, log: TrainingLog, *, ready: RankReady, config: NodeConfig) -> RpcServer:
+def _server(training: Training, log: TrainingLog, *, ready: RankReady, config: NodeConfig, tracer: Tracer) -> RpcServer:
     server = RpcServer(
         service="trainer",
         target=node_targets(config)["trainer"],
         port=port_of(config, "trainer"),
         fleet=config.fleet,
+        tracer=tracer,
     )
     gpus, state = set(gpus_of(config).trainer), training.state
     metrics = TrainerMetrics(server.registry, num_gpus=len(gpus), policy_version=lambda: state.policy_version)

@@ -116,7 +116,7 @@ class WeightExport:
         replaced: name and slice of tensors that are published in the place of the shards of these names; taken one by one.
         """
         if self._is_away or self._opened_for != self._addresses():
-            self._hand_out_anew()
+            self._hand_out_again()
         copies, checksums = self._prepare()
         self._header.write_state(ArenaState.WRITING)
         copies.start()
@@ -150,7 +150,7 @@ class WeightExport:
             yield
         except BaseException:
             if not self._is_away:
-                self._hand_out_anew()
+                self._hand_out_again()
             raise
         self._is_away = True
         self.withdraw()
@@ -161,7 +161,7 @@ class WeightExport:
         self._arena.release_tensors()
         self._cleanup.close()
 
-    def _hand_out_anew(self) -> None:
+    def _hand_out_again(self) -> None:
         self._arena = self._open()
         self._server.hand_out(self._message(), self._arena.fds)
         self._is_away = False

@@ -58,7 +58,7 @@ class ImportedWeights:
         return self.boot_id == published.boot_id and self._named == [_named(handle) for handle in published.handles]
 
     def renew(self, published: weights_pb2.PublishedWeights, *, timeout_s: float) -> None:
-        """Maps again what was let go of or is other memory by now, at the same addresses. Raises BadHandle.
+        """Maps again what was released or is other memory by now, at the same addresses. Raises BadHandle.
 
         published: of these arenas (`is_of`).
         """
@@ -82,7 +82,7 @@ class ImportedWeights:
         return not has_memory or (arena.holds_memory and self._generations[index] == handle.generation)
 
     def hold(self, published: weights_pb2.PublishedWeights, *, timeout_s: float) -> None:
-        """Renews what is needed to read the published version, until `release`. Raises BadHandle or VersionOrder, and then has let go."""
+        """Renews what is needed to read the published version, until `release`. Raises BadHandle or VersionOrder after a release."""
         try:
             self.renew(published, timeout_s=timeout_s)
             self.check_version(published.policy_version)

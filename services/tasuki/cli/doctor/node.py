@@ -24,6 +24,7 @@ from tasuki.runs.trackers import check_installed
 from tasuki.supervisor.model_folder import check_model_folders
 from tasuki.wire.address import split_host_port
 from tasuki.wire.errors import TasukiError
+from tasuki.wire.tracing import check_tracing_installed
 
 _PROBE_TIMEOUT_S = 120.0
 _STATE_BYTES = 14
@@ -39,6 +40,8 @@ def node_findings(config: NodeConfig, gpus: Sequence[Gpu]) -> Iterable[Finding]:
     yield _checked("security", _secured(config), lambda: check_ports(config), key="[security]")
     arguments = ", ".join(config.rollout.engine) or "none"
     yield _checked("engine arguments", arguments, lambda: _check_engine(config), key="[rollout.engine]")
+    endpoint = config.telemetry.endpoint
+    yield _checked("tracing", endpoint or "off", lambda: check_tracing_installed(endpoint), key="telemetry.endpoint")
     yield _checked("trackers", ", ".join(config.track.to) or "none", lambda: _check_trackers(config), key="track.to")
     yield from check_datasets(config)
     if model.verdict is Verdict.OK:

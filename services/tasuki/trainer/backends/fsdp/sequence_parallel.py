@@ -64,7 +64,7 @@ class SequenceGroup:
     def gather(self, scores_n: Sequence[Tensor], *, counts: Sequence[int]) -> list[Tensor]:
         """Vectors of all completion tokens, [N], from those of each rank's. counts: of every rank.
 
-        Every rank makes the same of them; its gradient is that of its own part, so that gradients of all ranks add up to the whole.
+        Every rank makes the same of them; its gradient is its part's, so that gradients of all ranks add up to the whole.
         """
         columns_nC = torch.stack(list(scores_n), dim=1)
         return list(_Gather.apply(columns_nC, self._group, tuple(counts)).unbind(1))

@@ -1,0 +1,161 @@
+"""Spans by OpenTelemetry's SDK, sent to an OTLP receiver over HTTP. Only `open_tracer` imports this; the libraries are the extra `otel`."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+
+import grpc.aio
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http import trace_exporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from tasuki.wire.traced_channel import TRACEPARENT_KEY, TracedChannel
+from tasuki.wire.tracing import REASON, REQUEST_ID, Span, SpanKind, current_span
+
+_log = logging.getLogger("tasuki.wire")
+_MAX_WAITING = 2048
+_BATCH = 256
+_EVERY_S = 1.0
+_EXPORT_TIMEOUT_S = 10.0
+_CLOSE_S = 1.0
+_KINDS = {
+    SpanKind.INTERNAL: trace.SpanKind.INTERNAL,
+    SpanKind.SERVER: trace.SpanKind.SERVER,
+    SpanKind.CLIENT: trace.SpanKind.CLIENT,
+}
+
+
+class OtelTracer:
+    """Has a private provider: it changes nothing for a program that has OpenTelemetry set up."""
+
+    def __init__(self, endpoint: str, *, service: str) -> None:
+        exporter = trace_exporter.OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=_EXPORT_TIMEOUT_S)
+        resource = Resource.create({"service.namespace": "tasuki", "service.name": f"tasuki-{service}"})
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._sender = SpanSender(exporter)
+        provider.add_span_processor(self._sender)
+        self._tracer = provider.get_tracer("tasuki")
+        self._propagator = TraceContextTextMapPropagator()
+
+    def begin(self, name: str, *, kind: SpanKind, parent: str = "", attributes: Mapping[str, str | int] | None = None) -> Span:
+        current = current_span()
+        parent = parent or ("" if current is None else current.traceparent)
+        # None: below the span of a program that has its own, else a root.
+        context = self._propagator.extract({TRACEPARENT_KEY: parent}) if parent else None
+        return OtelSpan(self._tracer.start_span(name, context=context, kind=_KINDS[kind], attributes=attributes))
+
+    def wrap(self, channel: grpc.aio.Channel) -> grpc.aio.Channel:
+        return TracedChannel(channel, self._begin_call)
+
+    def _begin_call(self, name: str, request_id: str) -> Span:
+        known = {REQUEST_ID: request_id} if request_id else {}
+        return self.begin(name, kind=SpanKind.CLIENT, attributes={"rpc.system.name": "grpc", "rpc.method": name, **known})
+
+    def counts(self) -> Mapping[str, int]:
+        return dict(self._sender.counts)
+
+    def close(self) -> None:
+        self._sender.shutdown()
+
+
+class OtelSpan:
+    """A span of the SDK, as `Span` has it."""
+
+    def __init__(self, span: trace.Span) -> None:
+        self._span = span
+        context = span.get_span_context()
+        self.traceparent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+
+    def set(self, name: str, value: str | int) -> None:
+        self._span.set_attribute(name, value)
+
+    def fail(self, reason: str) -> None:
+        self._span.set_attribute(REASON, reason)
+        self._span.set_status(trace.StatusCode.ERROR, reason)
+
+    def end(self) -> None:
+        self._span.end()
+
+
+class SpanSender(SpanProcessor):
+    """Sends ended spans from a thread. What does not fit its queue is dropped and counted; the SDK's own logs each and counts none."""
+
+    def __init__(self, exporter: SpanExporter, *, max_waiting: int = _MAX_WAITING) -> None:
+        self.counts: Counter[str] = Counter(sent=0, failed=0, dropped=0)
+        self._exporter = exporter
+        self._waiting: queue.Queue[ReadableSpan | None] = queue.Queue(max_waiting)
+        self._thread = threading.Thread(target=self._send_all, name="otel-spans", daemon=True)
+        self._is_closed = False
+        self._has_warned = False
+        trace_exporter._logger.addFilter(self._is_of_others)
+        self._thread.start()
+
+    def on_end(self, span: ReadableSpan) -> None:
+        try:
+            self._waiting.put_nowait(span)
+        except queue.Full:
+            self.counts["dropped"] += 1
+            self._warn("dropped")
+
+    def shutdown(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        ends = time.monotonic() + _CLOSE_S
+        try:
+            self._waiting.put(None, timeout=_CLOSE_S)
+        except queue.Full:
+            return
+        self._thread.join(max(0.0, ends - time.monotonic()))
+
+    def _send_all(self) -> None:
+        """Until None comes. The thread is a daemon: a receiver that hangs cannot keep the process."""
+        is_last = False
+        while not is_last:
+            batch, is_last = self._next_batch()
+            if batch:
+                outcome = "sent" if self._is_sent(batch) else "failed"
+                self.counts[outcome] += len(batch)
+                if outcome == "failed":
+                    self._warn(outcome)
+        self._exporter.shutdown()
+        trace_exporter._logger.removeFilter(self._is_of_others)
+
+    def _next_batch(self) -> tuple[list[ReadableSpan], bool]:
+        """The spans of about a second, and whether they are the last."""
+        batch: list[ReadableSpan] = []
+        ends = None
+        while len(batch) < _BATCH:
+            try:
+                span = self._waiting.get(timeout=None if ends is None else max(0.0, ends - time.monotonic()))
+            except queue.Empty:
+                break
+            if span is None:
+                return batch, True
+            batch.append(span)
+            ends = time.monotonic() + _EVERY_S if ends is None else ends
+        return batch, False
+
+    def _is_sent(self, batch: list[ReadableSpan]) -> bool:
+        try:
+            return self._exporter.export(batch) is SpanExportResult.SUCCESS
+        except Exception:  # noqa: BLE001  whatever an exporter raises
+            return False
+
+    def _warn(self, outcome: str) -> None:
+        """Once a process: the counts tell the rest."""
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning("event=spans_lost outcome=%s; tasuki_spans_total counts them", outcome)
+
+    def _is_of_others(self, record: logging.LogRecord) -> bool:
+        """The exporter logs every failure; ours are counted."""
+        return record.thread != self._thread.ident

@@ -1,0 +1,91 @@
+"""A channel with a span for each call, whose trace context and request id go along as metadata."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+
+from tasuki.wire.wrapped_channel import WrappedChannel
+
+if TYPE_CHECKING:
+    from tasuki.wire.tracing import Span
+
+REQUEST_ID_KEY = "x-request-id"
+TRACEPARENT_KEY = "traceparent"
+# They change nothing, and are polled.
+_READS = ("Get", "List", "Plan", "Watch")
+_MAX_REQUEST_ID = 128
+
+Begin = Callable[[str, str], "Span"]
+"""Takes the method's name, such as "tasuki.v1.TrainerService/OptimStep", and the request id, which may be empty."""
+
+
+class TracedChannel(WrappedChannel):
+    """Calls that read make no spans."""
+
+    def __init__(self, channel: grpc.aio.Channel, begin: Begin) -> None:
+        super().__init__(channel)
+        self._begin = begin
+        self._ending: set[asyncio.Task[None]] = set()
+
+    async def close(self, grace: float | None = None) -> None:
+        await super().close(grace)
+        await asyncio.gather(*self._ending)
+
+    def calling(self, path: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        name = path.removeprefix("/")
+        if name.rpartition("/")[2].startswith(_READS):
+            return method
+
+        def call(request: Any, *args: Any, metadata: Any = None, **kwargs: Any) -> Any:
+            first, request = _peeked(request)
+            request_id = _request_id_of(first)
+            span = self._begin(name, request_id)
+            added = [(TRACEPARENT_KEY, span.traceparent)]
+            if 0 < len(request_id) <= _MAX_REQUEST_ID and request_id.isascii() and request_id.isprintable():
+                added.append((REQUEST_ID_KEY, request_id))
+            made = method(request, *args, metadata=(*(metadata or ()), *added), **kwargs)
+            made.add_done_callback(lambda done: self._end(done, span))
+            return made
+
+        return call
+
+    def _end(self, call: grpc.aio.Call, span: Span) -> None:
+        task = asyncio.get_running_loop().create_task(_ended(call, span))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+
+async def _ended(call: grpc.aio.Call, span: Span) -> None:
+    code = await call.code()  # it is there
+    set_status(span, code)
+    span.end()
+
+
+def set_status(span: Span, code: grpc.StatusCode) -> None:
+    """The outcome of a call; any but OK is a failure."""
+    span.set("rpc.response.status_code", code.name)
+    if code is not grpc.StatusCode.OK:
+        span.fail(code.name)
+
+
+def _peeked(request: Any) -> tuple[Any, Any]:
+    """The first message, and what to send in place of `request`. Of an asynchronous stream the first message is not known."""
+    if isinstance(request, Iterator):
+        first = next(request, None)
+        return first, chain(() if first is None else (first,), request)
+    return request, request
+
+
+def _request_id_of(message: Any) -> str:
+    """That of a request, of its command or of its header's command; empty when it has none."""
+    for part in (message, getattr(message, "command", None), getattr(getattr(message, "header", None), "command", None)):
+        found = getattr(part, "request_id", "")
+        if isinstance(found, str) and found:
+            return found
+    return ""

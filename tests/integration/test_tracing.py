@@ -1,0 +1,139 @@
+"""Spans of changeovers that a real coordinator carries out for a client, as an OTLP receiver gets them."""
+
+from __future__ import annotations
+
+import time
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tasuki.client import AsyncClient, Phase
+from tasuki.config.metrics_schema import MetricsConfig
+from tasuki.config.places import log_path
+from tasuki.config.schema import ModelConfig, NodeConfig
+from tasuki.config.telemetry_schema import TelemetryConfig
+from tasuki.coordinator.phases import path
+from tasuki.memory import stages
+from tasuki.v1.types_pb2 import STAGE_SYNC
+from tasuki.wire.errors import OutOfGpuMemory
+from tests.integration.coordinator_process import Node, running_node
+from tests.otlp import ReceivedSpan, Receiver, receiving
+from tests.ports import free_port
+
+TO_ROLLOUT = path(stages.Stage.LOAD_TRAINER, stages.Phase.ROLLOUT)
+
+
+@asynccontextmanager
+async def traced_node(folder: Path, endpoint: str) -> AsyncIterator[Node]:
+    config = NodeConfig(
+        state_dir=folder / "state",
+        model=ModelConfig(path=folder),
+        telemetry=TelemetryConfig(endpoint=endpoint),
+        metrics=MetricsConfig(listen=f"127.0.0.1:{free_port()}"),
+    )
+    async with running_node(config) as node:
+        yield node
+
+
+async def acquire(node: Node, phase: Phase, *, endpoint: str | None) -> None:
+    async with AsyncClient(state_dir=node.config.state_dir, otlp_endpoint=endpoint) as client:
+        await client.acquire(phase)
+
+
+def chain(receiver: Receiver, span: ReceivedSpan) -> list[tuple[str, str]]:
+    """Service and name of the span and of those above it."""
+    by_id = {one.span_id: one for one in receiver.spans}
+    found = [(span.service, span.name)]
+    while span.parent_id:
+        span = by_id[span.parent_id]
+        found.append((span.service, span.name))
+    return found
+
+
+async def test_a_changeover_is_one_trace_from_the_client_to_the_services(tmp_path: Path) -> None:
+    with receiving() as receiver:
+        async with traced_node(tmp_path, receiver.endpoint) as node:
+            await acquire(node, Phase.ROLLOUT, endpoint=receiver.endpoint)
+        changeover = receiver.one("changeover to ROLLOUT")
+        above = [
+            ("tasuki-coordinator", "changeover to ROLLOUT"),
+            ("tasuki-coordinator", "tasuki.v1.CoordinatorService/Acquire"),
+            ("tasuki-client", "tasuki.v1.CoordinatorService/Acquire"),
+        ]
+        assert chain(receiver, changeover) == above
+        stages = [receiver.one(f"stage {stage}") for stage in TO_ROLLOUT]
+        assert all(chain(receiver, stage)[1:] == above for stage in stages)
+        received = next(
+            span for span in receiver.named("tasuki.v1.RolloutService/ReceiveWeights") if span.service == "tasuki-rollout"
+        )
+        assert chain(receiver, received)[:3] == [
+            ("tasuki-rollout", "tasuki.v1.RolloutService/ReceiveWeights"),
+            ("tasuki-coordinator", "tasuki.v1.RolloutService/ReceiveWeights"),
+            ("tasuki-coordinator", "stage SYNC"),
+        ]
+    assert {span.trace_id for span in receiver.spans} == {changeover.trace_id}
+    calls = receiver.named("tasuki.v1.CoordinatorService/Acquire")
+    assert {span.attributes["tasuki.request_id"] for span in (*calls, changeover)} == {
+        changeover.attributes["tasuki.request_id"]
+    }
+    sync = receiver.one("stage SYNC")
+    assert (
+        received.attributes["tasuki.request_id"] == sync.attributes["tasuki.request_id"] == node.rollout.commands[1].request_id
+    )
+    assert received.attributes["rpc.response.status_code"] == "OK" and sync.attributes["tasuki.bytes"] == 1000
+    assert {span.attributes["tasuki.changeover_id"] for span in (*stages, changeover)} == {
+        changeover.attributes["tasuki.changeover_id"]
+    }
+
+
+async def test_a_failed_stage_and_its_undo_are_seen(tmp_path: Path) -> None:
+    with receiving() as receiver:
+        async with traced_node(tmp_path, receiver.endpoint) as node:
+            node.rollout.fail[STAGE_SYNC] = OutOfGpuMemory("no room")
+            with pytest.raises(OutOfGpuMemory):
+                await acquire(node, Phase.ROLLOUT, endpoint=None)
+        sync, changeover = receiver.one("stage SYNC"), receiver.one("changeover to ROLLOUT")
+        undone = receiver.one("undo RESUME_WEIGHTS")
+        served = next(
+            span for span in receiver.named("tasuki.v1.RolloutService/ReceiveWeights") if span.service == "tasuki-rollout"
+        )
+    assert served.is_failed and served.attributes["tasuki.reason"] == OutOfGpuMemory.reason
+    assert served.attributes["rpc.response.status_code"] == "RESOURCE_EXHAUSTED"
+    assert sync.is_failed and changeover.is_failed and not undone.is_failed
+    assert sync.attributes["tasuki.reason"] == changeover.attributes["tasuki.reason"] == OutOfGpuMemory.reason
+    assert undone.parent_id == sync.parent_id == changeover.span_id
+
+
+async def test_the_coordinator_counts_what_became_of_its_spans(tmp_path: Path) -> None:
+    with receiving() as receiver:
+        async with traced_node(tmp_path, receiver.endpoint) as node:
+            await acquire(node, Phase.ROLLOUT, endpoint=None)
+            receiver.one("changeover to ROLLOUT")
+            url = f"http://{node.config.metrics.listen}/metrics"
+            deadline = time.monotonic() + 10
+            while 'tasuki_spans_total{outcome="sent",service="coordinator"} 0.0' in (text := scrape(url)):
+                assert time.monotonic() < deadline
+    assert 'tasuki_spans_total{outcome="dropped",service="coordinator"} 0.0' in text
+
+
+def scrape(url: str) -> str:
+    return urllib.request.urlopen(url, timeout=5).read().decode()
+
+
+async def test_a_receiver_that_hangs_changes_nothing(tmp_path: Path) -> None:
+    with receiving(hangs=True) as receiver:
+        async with traced_node(tmp_path, receiver.endpoint) as node:
+            started = time.monotonic()
+            for phase in (Phase.ROLLOUT, Phase.TRAIN, Phase.ROLLOUT):
+                await acquire(node, phase, endpoint=None)
+            assert time.monotonic() - started < 5
+            deadline = time.monotonic() + 10
+            while not receiver.num_requests:
+                assert time.monotonic() < deadline
+            stopped = time.monotonic()
+        assert time.monotonic() - stopped < 10  # and with exit code 0
+    log = log_path(node.config.state_dir, "coordinator").read_text()
+    assert "Traceback" not in log and "opentelemetry" not in log

@@ -1,0 +1,133 @@
+"""Spans: off without an endpoint, and harmless with a receiver that is away, slow or broken."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+from tasuki.client import AsyncClient
+from tasuki.wire.errors import InvalidArgument, StageOrder
+from tasuki.wire.otel import SpanSender
+from tasuki.wire.tracing import NO_TRACER, SpanKind, annotate, current_span, open_tracer, spanning
+from tests.conftest import ENVIRONMENT
+from tests.otlp import receiving
+from tests.ports import free_port
+
+PROCESSES = (
+    "tasuki.client",
+    "tasuki.cli.__main__",
+    "tasuki.coordinator.__main__",
+    "tasuki.supervisor.node",
+    "tasuki.rpc.server",
+)
+
+
+class Exporter(SpanExporter):
+    """Waits for `go` before each export, and raises when it is told to."""
+
+    def __init__(self, *, raises: bool = False) -> None:
+        self.go, self.raises = threading.Event(), raises
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.go.wait(10)
+        if self.raises:
+            raise RuntimeError("broken")
+        return SpanExportResult.SUCCESS
+
+
+def end_spans(sender: SpanSender, number: int) -> float:
+    """Seconds that it took."""
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(sender)
+    tracer, started = provider.get_tracer("test"), time.perf_counter()
+    for _ in range(number):
+        tracer.start_span("work").end()
+    return time.perf_counter() - started
+
+
+def wait_for(sender: SpanSender, outcome: str, number: int) -> None:
+    deadline = time.monotonic() + 10
+    while sender.counts[outcome] < number:
+        assert time.monotonic() < deadline, sender.counts
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("module", PROCESSES)
+def test_nothing_of_opentelemetry_is_imported_when_tracing_is_off(module: str) -> None:
+    program = (
+        f"import sys, {module}\nfrom tasuki.wire.tracing import open_tracer\nopen_tracer(None, service='x')\n"
+        "sys.exit(any(name.partition('.')[0] == 'opentelemetry' for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, check=False, timeout=60).returncode == 0
+
+
+def test_without_an_endpoint_a_span_does_nothing() -> None:
+    assert open_tracer(None, service="client") is NO_TRACER
+    with spanning(NO_TRACER.begin("work", kind=SpanKind.INTERNAL)) as span:
+        assert span.traceparent == ""
+    assert current_span() is None
+
+
+def test_without_the_extra_a_typed_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(InvalidArgument, match=r"telemetry.endpoint: .*pip install 'tasuki\[otel\]'"):
+        open_tracer("http://127.0.0.1:4318", service="trainer")
+    with pytest.raises(InvalidArgument, match=r"otlp_endpoint: .*pip install 'tasuki\[otel\]'"):
+        AsyncClient("unix:/nowhere", otlp_endpoint="http://127.0.0.1:4318")
+
+
+def test_spans_come_with_parents_attributes_and_failures() -> None:
+    with receiving() as receiver:
+        tracer = open_tracer(receiver.endpoint, service="trainer")
+        with spanning(tracer.begin("outer", kind=SpanKind.SERVER)), pytest.raises(StageOrder):
+            annotate("tasuki.request_id", "r1")
+            with spanning(tracer.begin("inner", kind=SpanKind.INTERNAL)):
+                raise StageOrder("not now")
+        tracer.close()
+        inner, outer = receiver.one("inner"), receiver.one("outer")
+    assert (inner.parent_id, inner.trace_id, outer.parent_id) == (outer.span_id, outer.trace_id, "")
+    assert inner.is_failed and inner.attributes["tasuki.reason"] == "STAGE_ORDER"
+    assert outer.attributes["tasuki.request_id"] == "r1" and not outer.is_failed
+    assert inner.service == "tasuki-trainer"
+    assert tracer.counts() == {"sent": 2, "failed": 0, "dropped": 0}
+
+
+def test_a_full_queue_drops_and_counts_and_nobody_waits() -> None:
+    exporter = Exporter()
+    sender = SpanSender(exporter, max_waiting=8)
+    assert end_spans(sender, 5000) < 5
+    exporter.go.set()
+    sender.shutdown()
+    wait_for(sender, "sent", 8)
+    assert sender.counts["dropped"] + sender.counts["sent"] == 5000
+    assert sender.counts["dropped"] > 4000
+
+
+def test_an_exporter_that_raises_is_counted_and_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    exporter = Exporter(raises=True)
+    exporter.go.set()
+    sender = SpanSender(exporter)
+    end_spans(sender, 600)
+    sender.shutdown()
+    wait_for(sender, "failed", 600)
+    assert caplog.text.count("event=spans_lost outcome=failed") == 1
+
+
+@pytest.mark.parametrize("receiver", ["hangs", "is away", "refuses"])
+def test_closing_takes_a_second_at_most_whatever_the_receiver_does(receiver: str, caplog: pytest.LogCaptureFixture) -> None:
+    with receiving(hangs=receiver == "hangs", status=500) as there:
+        endpoint = f"http://127.0.0.1:{free_port()}" if receiver == "is away" else there.endpoint
+        tracer = open_tracer(endpoint, service="client")
+        for _ in range(10):
+            tracer.begin("work", kind=SpanKind.CLIENT).end()
+        started = time.monotonic()
+        tracer.close()
+        assert time.monotonic() - started < 2
+    assert "opentelemetry" not in {record.name.partition(".")[0] for record in caplog.records}

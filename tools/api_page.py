@@ -1,0 +1,165 @@
+"""Prints docs/api.md: every public name of the client, from its signature and docstring. Usage: python tools/api_page.py > docs/api.md"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import enum
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import tasuki.client
+from tasuki.client import types
+from tasuki.client.async_client import AsyncClient
+
+HEAD = """# Python API
+
+`from tasuki.client import ...`: every public name with its signature, shapes, units and errors. [client.md](client.md) says how they are
+used, [grpc.md](grpc.md#errors) what each error means. `TokenIds` is a sequence or array of integers, `[T]` an array with one entry for each
+completion token. Sizes are in bytes, times in seconds. This page is made by `tools/api_page.py` out of the docstrings.
+"""
+# What the verbs give back; made by the client alone.
+RESULTS = (
+    "ForwardBackwardResult", "OptimStepResult", "SaveResult", "NodeState", "TrainerState", "RolloutState", "StageEvent", "StageStatus",
+    "Changeover", "Watched",
+)  # fmt: skip
+
+
+def page() -> str:
+    return HEAD + "".join(_sections())
+
+
+def public_names() -> list[tuple[str, Any]]:
+    """In the order of the page."""
+    exported = [(name, getattr(tasuki.client, name)) for name in tasuki.client.__all__]
+    return [*sorted(exported, key=_place), *((name, getattr(types, name)) for name in RESULTS)]
+
+
+def _place(named: tuple[str, Any]) -> tuple[int, str]:
+    name, _ = named
+    first = ("AsyncClient", "Client", "Sample", "TrainingSample", "SamplingParams")
+    return (first.index(name), "") if name in first else (len(first), name)
+
+
+def _sections() -> Iterator[str]:
+    for name, value in public_names():
+        yield f"\n## `{name}`\n\n"
+        if inspect.isfunction(value):
+            yield from _function(name, value)
+        elif issubclass(value, enum.Enum):
+            yield from _enum(value)
+        elif dataclasses.is_dataclass(value):
+            yield from _dataclass(value)
+        else:
+            yield from _class(value)
+
+
+def _function(name: str, function: Any) -> Iterator[str]:
+    keyword = "async def" if inspect.iscoroutinefunction(function) else "def"
+    signature = inspect.signature(function)
+    parameters = [one for one in signature.parameters.values() if one.name not in ("self", "cls")]
+    text = str(signature.replace(parameters=parameters))
+    yield f"```python\n{_wrapped(f'{keyword} {name}{_plain(text)}')}\n```\n\n{_text(function)}\n"
+
+
+def _class(cls: type) -> Iterator[str]:
+    yield f"{_text(cls)}\n\n"
+    yield from _function("__init__", cls.__init__)
+    if cls is tasuki.client.Client:
+        yield "\nThe verbs are those of `AsyncClient`, without `await`; streams are plain generators.\n"
+        return
+    for name, method in _methods(cls):
+        yield f"\n### `{cls.__name__}.{name}`\n\n"
+        yield from _function(name, method)
+
+
+def _methods(cls: type) -> list[tuple[str, Any]]:
+    """Public ones, in the order of the source."""
+    return [(name, method) for name, method in vars(cls).items() if not name.startswith("_") and inspect.isfunction(method)]
+
+
+def _enum(cls: type[enum.Enum]) -> Iterator[str]:
+    about = _member_docstrings(cls)
+    yield f"{_text(cls)}\n\n| value | meaning |\n|---|---|\n"
+    for member in cls:
+        yield f"| `{member.value}` | {_cell(about.get(member.name, ''))} |\n"
+
+
+def _dataclass(cls: Any) -> Iterator[str]:
+    about = _member_docstrings(cls)
+    yield f"{_text(cls)}\n\n| field | type | default | meaning |\n|---|---|---|---|\n"
+    for field in dataclasses.fields(cls):
+        kind = _plain(str(field.type)).replace("|", "\\|")
+        yield f"| `{field.name}` | `{kind}` | {_default(field)} | {_cell(about.get(field.name, ''))} |\n"
+    for name, method in vars(cls).items():
+        if isinstance(method, classmethod):
+            yield f"\n### `{cls.__name__}.{name}`\n\n"
+            yield from _function(name, method.__func__)
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default is not dataclasses.MISSING:
+        value = field.default.value if isinstance(field.default, enum.Enum) else field.default
+        return f"`{value!r}`"
+    if field.default_factory is not dataclasses.MISSING:
+        return f"`{getattr(field.default_factory, '__name__', 'made')}()`"
+    return ""
+
+
+def _member_docstrings(cls: type) -> dict[str, str]:
+    """The strings below fields and members, which Python does not keep."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for field, text in pairwise(tree.body):
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):
+            targets = (
+                [field.target] if isinstance(field, ast.AnnAssign) else field.targets if isinstance(field, ast.Assign) else []
+            )
+            found |= {target.id: text.value.value for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def _text(value: Any) -> str:
+    """A docstring as paragraphs; of an `__init__` without one, nothing."""
+    return "\n\n".join(" ".join(part.split()) for part in (inspect.getdoc(value) or "").split("\n\n"))
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _plain(text: str) -> str:
+    """Annotations as they are written in the source, without quotes and modules."""
+    text = re.sub(r"'([A-Za-z][^']*)'", r"\1", text)
+    return re.sub(r"<(?:class )?'?(?:\w+\.)*(\w+)[^>]*>", r"\1", text)
+
+
+def _wrapped(text: str) -> str:
+    if len(text) <= 120:
+        return text
+    head, _, rest = text.partition("(")
+    inner, _, returned = rest.rpartition(")")
+    parts = re.split(r", (?=[\w*][\w]*(?::|,|$)|\*,)", inner)
+    return f"{head}(\n" + "".join(f"    {part},\n" for part in parts) + f"){returned}"
+
+
+def undocumented() -> list[str]:
+    """Public names without a docstring of their own."""
+    lacking = [name for name, value in public_names() if not _own_docstring(value)]
+    return lacking + [f"AsyncClient.{name}" for name, method in _methods(AsyncClient) if not method.__doc__]
+
+
+def _own_docstring(value: Any) -> bool:
+    text = value.__doc__ or ""
+    # A dataclass without one gets its signature.
+    return bool(text) and not text.startswith(f"{value.__name__}(")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
