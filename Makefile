@@ -33,7 +33,7 @@ SOURCES := protos services client tests tools
 # All but the larger trackers, whose tests are skipped without them.
 EXTRAS := --extra certs --extra otel --extra rollout --extra tensorboard --extra trainer
 # Of their proofs `make test` carries out a sample (tests/extent.py).
-SAMPLED := $(shell grep -rl 'tests.extent import' tests/unit tests/integration --include='test_*.py') tests/integration/test_loss_cuts.py
+SAMPLED := $(shell grep -rl 'tests.extent import' tests/unit tests/integration tests/e2e --include='test_*.py') tests/integration/test_loss_cuts.py
 
 .PHONY: help setup trackers demo example test oracles chaos fleet containers check protos native lint types buf bench bench-memory bench-memory-gpu bench-sync-gpu grpcurl jobset clean
 
@@ -48,11 +48,11 @@ demo: setup  ## train a small model with GRPO through all three services; leaves
 example: setup $(SMOLLM)  ## train SmolLM2-135M-Instruct on two-digit sums; leaves runs/arithmetic; SEED=1 holds out other sums
 	$(BIN)/python client/examples/arithmetic/run.py --seed $(or $(SEED),0)
 
-# Tests of processes have time limits that they miss beside others. Exit code 5: PYTEST_ARGS selects none there.
+# Two workers fill two cores, and have memory for a node each. Exit code 5: PYTEST_ARGS selects none there.
 test: setup grpcurl jobset  ## all tests; none needs the network
 	$(MAKE) -s -j2 -C csrc test
 	$(BIN)/python -m pytest -n 2 tests/unit tests/contract $(PYTEST_ARGS) || [ $$? -eq 5 ]
-	$(BIN)/python -m pytest tests/integration tests/e2e tests/gpu $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -n 2 tests/integration tests/e2e tests/gpu $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 oracles: $(ORACLES)  ## every advantage and loss against verl's and TRL's own functions
 	.oracles-venv/bin/python -m pytest -c tests/oracles/pytest.ini tests/oracles $(PYTEST_ARGS)

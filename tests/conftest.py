@@ -43,6 +43,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return FilesOverWorkers(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Ends a group's services with the group: beside another worker's, cores and memory are scarce."""
+    if "PYTEST_XDIST_WORKER" not in os.environ or nextitem is None:
+        return
+    from tests.workers import group_of
+
+    if group_of(item.nodeid) != group_of(nextitem.nodeid):
+        item.session._setupstate.teardown_exact(None)  # pytest has no public name for this
+
+
 @dataclass(frozen=True, slots=True)
 class RunningNode:
     """A node started by `tasuki up`."""
@@ -114,9 +125,9 @@ def started_node(*, tables: str = "", overrides: Sequence[str] = (), residency: 
             time.sleep(0.1)
         yield RunningNode(config=config, state_dir=state_dir, model=model, up=up)
     finally:
-        stopped = tasuki("down", config, timeout_s=60)
+        stopped = tasuki("down", config, timeout_s=120)
         assert stopped.returncode == 0, f"tasuki down: {stopped.stderr}"
-        up.wait(10)
+        up.wait(60)
         shutil.rmtree(folder)
 
 

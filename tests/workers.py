@@ -6,10 +6,10 @@ from typing import Any
 
 from xdist.scheduler import LoadScopeScheduling
 
-# Begun before all other files of these folders: what takes longest, and what shares the node, the engine or the trainer of a session.
+# Begun before all other files of these folders, the longest first: what takes long, and what shares a node, an engine or a trainer.
 _FIRST = {
-    "demo": ["e2e/test_demo"],
     "node": [
+        "e2e/test_arithmetic",
         "e2e/test_node",
         "e2e/test_documents",
         "e2e/test_flat",
@@ -18,14 +18,17 @@ _FIRST = {
         "e2e/test_sockets",
         "integration/test_grpcurl",
     ],
+    "demo": ["e2e/test_demo"],
+    "residency": ["e2e/test_residency"],
     "ppo": ["e2e/test_ppo"],
+    "pool": ["e2e/test_pool"],
     "ranks": [
-        "integration/test_weight_exchange",
-        "integration/test_loss_cuts",
         "integration/test_trainer_exactness",
         "integration/test_critic_exactness",
+        "integration/test_loss_cuts",
         "integration/test_trainer_memory",
         "integration/test_sync_broken",
+        "integration/test_weight_exchange",
         "integration/test_release",
         "integration/test_torn_sync",
     ],
@@ -35,6 +38,8 @@ _FIRST = {
         "integration/test_rollout_memory",
     ],
     "engines": ["integration/test_rollout_process", "integration/test_engine_sockets"],
+    "trainers": ["integration/test_trainer_lifetime"],
+    "fleet": ["integration/test_fleet_trainer"],
     "trainer": ["integration/test_trainer", "integration/test_trainer_requests", "integration/test_trainer_weights"],
     "supervisor": ["integration/test_node_process"],
 }
@@ -42,20 +47,25 @@ _GROUPS = {f"tests/{file}.py": group for group, files in _FIRST.items() for file
 
 
 class FilesOverWorkers(LoadScopeScheduling):
-    """Hands out one group after another: unit tests and contracts, the groups above, all other files."""
+    """Hands out one group after another: unit tests and contracts, the groups above, all other files, those of a GPU together."""
 
     def __init__(self, config: Any, log: Any = None) -> None:
         super().__init__(config, log)
         config.option.loadscopereorder = False
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        return _GROUPS.get(file, file)
+        return group_of(nodeid)
 
     def _assign_work_unit(self, node: Any) -> None:
         first = min(self.workqueue, key=_turn)
         self.workqueue.move_to_end(first, last=False)
         super()._assign_work_unit(node)
+
+
+def group_of(nodeid: str) -> str:
+    """Name of the tests that one worker runs one after another, with the services that they share."""
+    file = nodeid.partition("::")[0]
+    return "gpu" if file.startswith("tests/gpu/") else _GROUPS.get(file, file)
 
 
 def _turn(scope: str) -> int:

@@ -20,6 +20,7 @@ from tasuki.v1 import memory_pb2, types_pb2
 from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
 from tests.chaos_node import ChaosNode
 from tests.conftest import RunningNode, started_node, tasuki
+from tests.extent import IS_WHOLE
 
 pytestmark = pytest.mark.timeout(600)
 SERVICES = ("trainer", "rollout")
@@ -83,7 +84,7 @@ def test_an_engine_that_is_lost_while_the_trainer_works_finds_room(roomy: Runnin
         assert all(tag.stays and not tag.is_paused for tag in tags(roomy)["trainer"])
 
 
-@pytest.mark.parametrize("process", ["trainer1", "scheduler0"])
+@pytest.mark.parametrize("process", ["trainer1", *(["scheduler0"] if IS_WHOLE else [])])
 def test_a_service_that_is_lost_while_rollout_serves_comes_back_beside_what_stays(roomy: RunningNode, process: str) -> None:
     with Client(state_dir=roomy.state_dir) as client:
         chaos = ChaosNode(roomy, client)
@@ -101,6 +102,7 @@ def test_a_service_that_is_lost_while_rollout_serves_comes_back_beside_what_stay
     assert (audited.returncode, audited.stdout.splitlines()[0]) == (0, "clean"), audited.stdout
 
 
+@pytest.mark.skipif(not IS_WHOLE, reason="a second node: in `make chaos`")
 def test_a_budget_lets_as_much_stay_as_it_holds(roomy: RunningNode) -> None:
     config = load_config(config_path(roomy.state_dir))
     of_tags = {Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.EXPORT, Part.ROLLOUT_WEIGHTS, Part.KV_CACHE}

@@ -21,6 +21,7 @@ from tests.integration.rollout_process import (
     wait_until_serving,
 )
 from tests.integration.trainer_process import TrainerClient, TrainerProcess, connect, start_trainer
+from tests.limits import limit_s
 from tests.models import make_model, save_checkpoint
 
 TOKENIZER_EOS = "~"
@@ -56,7 +57,7 @@ def rollout_process(rollout_model: Path, tmp_path_factory: pytest.TempPathFactor
     ranks = psutil.Process(rollout.process.pid).children(recursive=True)
     shared = shared_memory([rollout.process.pid, *(rank.pid for rank in ranks)])
     assert stop_rollout(rollout) == 0, rollout.log.read_text()[-4000:]
-    assert psutil.wait_procs(ranks, timeout=10)[1] == []
+    assert psutil.wait_procs(ranks, timeout=limit_s(10))[1] == []
     assert left_of(shared) == []
     assert sorted(path.name for path in rollout.socket_dir.iterdir()) == ["pulse"]
 

@@ -60,9 +60,15 @@ class Node:
     async def settled(self) -> pb.NodeState:
         """The state once the coordinator has found out where the node is and has brought it to a phase."""
         while True:
-            state = await self.state()
-            if state.phase != PHASE_UNSPECIFIED:
-                return state
+            try:
+                state = await self.state()
+            except grpc.aio.AioRpcError as error:
+                # Where the disk is full, one server makes room for the next, and cuts what it has not answered in half a second.
+                if error.code() is not grpc.StatusCode.CANCELLED:
+                    raise
+            else:
+                if state.phase != PHASE_UNSPECIFIED:
+                    return state
             await asyncio.sleep(0.05)
 
     async def state(self) -> pb.NodeState:

@@ -61,7 +61,7 @@ class Node:
         return json.loads(exit_path(self.state_dir).read_text())
 
 
-def wait_for(condition: Callable[[], bool], within_s: float = LIMIT_S) -> None:
+def wait_for(condition: Callable[[], bool], within_s: float = 60.0) -> None:
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"

@@ -218,10 +218,10 @@ def wait_until_serving(rollout: RolloutProcess) -> None:
 
 
 def stop_rollout(rollout: RolloutProcess) -> int:
-    """SIGTERM, and after 20 seconds SIGKILL to its whole group. Returns the exit code."""
+    """SIGTERM, and after a minute SIGKILL to its whole group. Returns the exit code."""
     rollout.process.send_signal(signal.SIGTERM)
     try:
-        return rollout.process.wait(20)
+        return rollout.process.wait(60)
     except subprocess.TimeoutExpired:
         os.killpg(rollout.process.pid, signal.SIGKILL)
         return rollout.process.wait()

@@ -47,11 +47,14 @@ def service(name: str, kind: str, *, state_dir: Path, run_folder: Path) -> None:
     if name == "pooled":
         # It ends here where one chunk of the pool is not free.
         blocks = [hold_pool(state_dir)]
-    (state_dir / f"{name}.pids").write_text(f"{os.getpid()} {child.pid}")
     if name == "beats":
         from tasuki.rpc.heartbeat import Heartbeat
 
         Heartbeat(state_dir, name).beat_in_thread()
+    pids = state_dir / f"{name}.pids"
+    if not pids.exists():
+        listener.accept()[0].close()  # the supervisor has seen that the service serves: it looks once in a node's life
+    pids.write_text(f"{os.getpid()} {child.pid}")
     time.sleep(1.0 if kind == "dies" else 600)
     del mapping, semaphore, blocks
     sys.exit(7)

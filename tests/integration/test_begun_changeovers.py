@@ -70,5 +70,5 @@ async def test_a_client_that_is_closed_leaves_it_to_the_node(node: ScriptedNode,
             node.changeover.clear()
             client.begin_acquire(Phase.TRAIN)
 
-    await asyncio.wait_for(asyncio.to_thread(drive), timeout=10)
+    await asyncio.wait_for(asyncio.to_thread(drive), timeout=60)
     node.changeover.set()

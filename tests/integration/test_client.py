@@ -25,6 +25,7 @@ from tasuki.wire.errors import (
     WrongPhase,
 )
 from tests.integration.scripted_node import ScriptedNode, scripted_node
+from tests.limits import limit_s
 
 SAMPLE = TrainingSample([1, 2], [3, 4], rollout_log_probs=[-0.5, -0.25], advantages=1.0, policy_version=7)
 
@@ -94,7 +95,7 @@ async def test_leaving_a_stream_early_cancels_the_call_at_rollout(node: Scripted
     first = await anext(stream)
     assert first.prompt_index == 2
     await stream.aclose()
-    await asyncio.wait_for(node.left_early.wait(), timeout=5)
+    await asyncio.wait_for(node.left_early.wait(), timeout=60)
 
 
 async def test_a_client_whose_phase_was_taken_acquires_it_again(node: ScriptedNode, client: AsyncClient):
@@ -201,7 +202,7 @@ async def test_a_service_that_hangs_ends_at_the_deadline(node: ScriptedNode, tmp
         started = time.monotonic()
         with pytest.raises(DeadlineExceeded):
             await client.forward_backward([SAMPLE])
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < limit_s(5)
         with pytest.raises(DeadlineExceeded):
             await client.generate([[1], [2]])
 

@@ -49,7 +49,7 @@ async def test_metrics_are_on_the_port_that_the_configuration_names(node: Node) 
 
 async def scraped(node: Node) -> str:
     return (
-        (await asyncio.to_thread(urllib.request.urlopen, f"http://{node.config.metrics.listen}/metrics", timeout=5))
+        (await asyncio.to_thread(urllib.request.urlopen, f"http://{node.config.metrics.listen}/metrics", timeout=60))
         .read()
         .decode()
     )

@@ -218,7 +218,7 @@ async def test_leaving_early_frees_every_node(folder: Path) -> None:
         async for _ in call:
             break
         call.cancel()
-        await asyncio.wait_for(asyncio.gather(*(node.left_early.wait() for node in fleet.nodes)), 5)
+        await asyncio.wait_for(asyncio.gather(*(node.left_early.wait() for node in fleet.nodes)), 60)
 
 
 async def test_the_state_is_that_of_all_nodes(folder: Path) -> None:

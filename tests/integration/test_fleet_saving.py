@@ -52,7 +52,7 @@ class DictStore:
 
     def get(self, key: str) -> bytes:
         with self._changed:
-            assert self._changed.wait_for(lambda: key in self.values, 10)
+            assert self._changed.wait_for(lambda: key in self.values, 60)
             return self.values[key]
 
 

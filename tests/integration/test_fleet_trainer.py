@@ -17,6 +17,7 @@ from tests.integration.fleet_port import FleetPort, fleet_port
 from tests.integration.fleet_trainers import fleet_of, nodes_of, share_call, start_node, sums_of
 from tests.integration.trainer_process import PPO, TrainerClient, TrainerProcess, connect, start_trainer
 from tests.integration.trainer_samples import make_samples
+from tests.limits import limit_s
 from tests.models import VOCAB_SIZE, make_model, save_checkpoint
 
 NUM_STEPS = 20
@@ -131,8 +132,8 @@ async def test_a_killed_node_fails_the_others_and_all_go_on_after_a_restart(
         with pytest.raises(grpc.aio.AioRpcError) as lost:
             await fleet.clients[0].optim_step()
         assert isinstance(from_rpc_error(lost.value), PeerUnavailable)
-        assert time.monotonic() - started < 40
-    assert nodes[0].process.wait(30) != 0
+        assert time.monotonic() - started < limit_s(40)
+    assert nodes[0].process.wait(60) != 0
     again = [start_node(folder, model, port, rank, settings=SETTINGS) for rank in range(2)]
     try:
         for node in again:

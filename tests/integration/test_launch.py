@@ -1,4 +1,4 @@
-"""The launcher with real processes: how ranks are told who they are, and how they end together."""
+"""The launcher with real processes: how ranks are told who they are, and how they end together, spawned or forked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.trainer.launch import read_launch
+from tasuki.trainer.launch import main, read_launch
 from tasuki.wire.errors import InvalidArgument
 from tests.conftest import ENVIRONMENT
 from tests.integration.trainer_process import is_alive
@@ -20,6 +20,7 @@ from tests.integration.trainer_process import is_alive
 LIMIT_S = 30.0
 RANK = """
 import json, os, pathlib, signal, sys, time
+import shared_by_ranks
 from tasuki.trainer.launch import read_launch
 launch = read_launch(os.environ)
 out, kinds = pathlib.Path(sys.argv[1]), sys.argv[2:]
@@ -28,31 +29,43 @@ if kind == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 place = launch.store_path.parent
 facts = [os.getpid(), launch.rank, launch.local_rank, launch.num_ranks, str(launch.store_path), oct(place.stat().st_mode)]
+facts.append(shared_by_ranks.IMPORTED_BY)
 (out / f"{launch.rank}.part").write_text(json.dumps(facts))
 (out / f"{launch.rank}.part").rename(out / f"{launch.rank}.json")
 if kind == "fails":
     while len(list(out.glob("*.json"))) < launch.num_ranks:
         time.sleep(0.01)
     sys.exit(7)
+if kind == "raises":
+    raise RuntimeError("torn")
 if kind != "ends":
+    time.sleep(600)
+"""
+SHARED = """
+import os, pathlib, time
+IMPORTED_BY = os.getpid()
+if (slow := pathlib.Path(__file__).with_name("slow")).exists():
+    slow.rename(slow.with_name("importing"))
     time.sleep(600)
 """
 
 
-def launch_ranks(folder: Path, *kinds: str) -> subprocess.Popen[bytes]:
-    argv = [
-        sys.executable,
-        "-m",
-        "tasuki.trainer.launch",
-        "--num-ranks",
-        str(len(kinds)),
-        "--",
-        "-c",
-        RANK,
-        str(folder),
-        *kinds,
-    ]
-    return subprocess.Popen(argv, env=ENVIRONMENT | {"TMPDIR": str(folder)})
+@pytest.fixture(params=["spawned", "forked"])
+def how(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def launch_ranks(folder: Path, how: str, *kinds: str) -> subprocess.Popen[bytes]:
+    (folder / "rank_of_test.py").write_text(RANK)
+    (folder / "shared_by_ranks.py").write_text(SHARED)
+    preload = ["--preload", "shared_by_ranks"] if how == "forked" else []
+    launch = [sys.executable, "-m", "tasuki.trainer.launch", "--num-ranks", str(len(kinds)), *preload, "--"]
+    path = os.pathsep.join([str(folder), ENVIRONMENT["PYTHONPATH"]])
+    return subprocess.Popen(
+        [*launch, "-m", "rank_of_test", str(folder), *kinds],
+        env=ENVIRONMENT | {"TMPDIR": str(folder), "PYTHONPATH": path},
+        stderr=subprocess.PIPE,
+    )
 
 
 def facts_of(folder: Path, num_ranks: int) -> list[list[object]]:
@@ -69,30 +82,31 @@ def pids_of(folder: Path, num_ranks: int) -> list[int]:
     return [int(str(facts[0])) for facts in facts_of(folder, num_ranks)]
 
 
-def test_each_rank_knows_its_place_and_a_private_store_that_goes_with_the_launch(tmp_path: Path) -> None:
+def test_each_rank_knows_its_place_and_a_private_store_that_goes_with_the_launch(tmp_path: Path, how: str) -> None:
     stores = []
     for _ in range(2):
-        assert launch_ranks(tmp_path, "ends", "ends").wait(LIMIT_S) == 0
+        assert launch_ranks(tmp_path, how, "ends", "ends").wait(LIMIT_S) == 0
         facts = facts_of(tmp_path, 2)
         assert [fact[1:4] for fact in facts] == [[0, 0, 2], [1, 1, 2]]
-        assert facts[0][4:] == facts[1][4:]
+        assert facts[0][4:6] == facts[1][4:6]
         assert facts[0][5] == "0o40700"
+        assert len({fact[0] for fact in facts}) == 2
         stores.append(Path(str(facts[0][4])))
     assert stores[0] != stores[1]
     assert not any(store.parent.exists() for store in stores)
 
 
-def test_an_order_to_stop_reaches_every_rank(tmp_path: Path) -> None:
-    launcher = launch_ranks(tmp_path, "waits", "waits")
+def test_an_order_to_stop_reaches_every_rank(tmp_path: Path, how: str) -> None:
+    launcher = launch_ranks(tmp_path, how, "waits", "waits")
     pids = pids_of(tmp_path, 2)
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(LIMIT_S) == 128 + signal.SIGTERM
     assert not any(map(is_alive, pids))
 
 
-@pytest.mark.parametrize(("kind", "exit_code"), [("fails", 7), ("killed", 128 + signal.SIGKILL)])
-def test_a_rank_that_fails_ends_the_launch_with_its_exit_code(tmp_path: Path, kind: str, exit_code: int) -> None:
-    launcher = launch_ranks(tmp_path, "waits", kind, "waits")
+@pytest.mark.parametrize(("kind", "exit_code"), [("fails", 7), ("raises", 1), ("killed", 128 + signal.SIGKILL)])
+def test_a_rank_that_fails_ends_the_launch_with_its_exit_code(tmp_path: Path, how: str, kind: str, exit_code: int) -> None:
+    launcher = launch_ranks(tmp_path, how, "waits", kind, "waits")
     pids = pids_of(tmp_path, 3)
     if kind == "killed":
         os.kill(pids[1], signal.SIGKILL)
@@ -101,13 +115,51 @@ def test_a_rank_that_fails_ends_the_launch_with_its_exit_code(tmp_path: Path, ki
 
 
 def test_a_rank_that_does_not_listen_is_killed_after_the_grace_period(tmp_path: Path) -> None:
-    launcher = launch_ranks(tmp_path, "deaf", "waits")
+    launcher = launch_ranks(tmp_path, "forked", "deaf", "waits")
     pids = pids_of(tmp_path, 2)
     launcher.send_signal(signal.SIGTERM)
     time.sleep(1.0)
     assert is_alive(pids[0])
     assert launcher.wait(LIMIT_S) == 128 + signal.SIGTERM
     assert not is_alive(pids[0])
+
+
+def test_forked_ranks_share_one_import_and_keep_nothing_of_the_launcher_but_its_pidfd(tmp_path: Path) -> None:
+    launcher = launch_ranks(tmp_path, "forked", "waits", "waits")
+    facts = facts_of(tmp_path, 2)
+    assert [fact[6] for fact in facts] == [launcher.pid, launcher.pid]
+    for pid in (int(str(fact[0])) for fact in facts):
+        assert len([fd for fd in Path(f"/proc/{pid}/fd").iterdir() if int(fd.name) > 2]) == 1
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        taken = {line.split()[0]: int(line.split()[1], 16) for line in lines if line.startswith(("SigBlk", "SigCgt"))}
+        assert taken["SigBlk:"] == 0
+        assert not taken["SigCgt:"] & ((1 << signal.SIGTERM - 1) | (1 << signal.SIGHUP - 1))
+    launcher.terminate()
+    assert launcher.wait(LIMIT_S) == 128 + signal.SIGTERM
+
+
+def test_a_stop_during_the_import_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "slow").touch()
+    launcher = launch_ranks(tmp_path, "forked", "waits")
+    deadline = time.monotonic() + LIMIT_S
+    while not (tmp_path / "importing").exists():
+        assert time.monotonic() < deadline, "the import did not begin"
+        time.sleep(0.02)
+    launcher.terminate()
+    assert launcher.wait(LIMIT_S) == 128 + signal.SIGTERM
+    assert list(tmp_path.glob("tasuki-ranks-*")) == []
+
+
+def test_what_a_forked_rank_raises_is_told(tmp_path: Path) -> None:
+    launcher = launch_ranks(tmp_path, "forked", "raises")
+    assert "RuntimeError: torn" in launcher.communicate(timeout=LIMIT_S)[1].decode()
+    assert launcher.returncode == 1
+
+
+def test_a_script_cannot_be_preloaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--num-ranks", "1", "--preload", "json", "--", "script.py"])
+    assert "--preload forks ranks that run a module: give -m MODULE after --" in capsys.readouterr().err
 
 
 def test_a_rank_that_nobody_launched_says_how_to_start_it() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import pytest
 
 from tasuki.config.places import log_path, restart_request_path, stall_dir
 from tasuki.supervisor.node import stop_node
-from tests.integration.node_process import LIMIT_S, Start, is_alive, nodes_in, pids_of, wait_for
+from tests.integration.node_process import Start, is_alive, nodes_in, pids_of, wait_for
 
 
 @pytest.fixture
@@ -24,7 +24,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def test_service_that_is_killed_is_started_anew_without_its_children_and_the_others_stay(start: Start) -> None:
     node = start(max_restarts=2, first="good", second="deaf")
     node.wait_until_up()
-    time.sleep(0.5)  # the supervisor has seen both serve
     first, second = pids_of(node, "first"), pids_of(node, "second")
     os.kill(second[0], signal.SIGKILL)
     wait_for(lambda: len(pids_of(node, "second")) == 2 and pids_of(node, "second")[0] != second[0])
@@ -42,7 +41,6 @@ def test_service_that_is_killed_with_the_whole_pool_finds_it_free_again(
 ) -> None:
     node = start(max_restarts=2, pooled="good")
     node.wait_until_up()
-    time.sleep(0.5)  # the supervisor has seen it serve
     first = pids_of(node, "pooled")
     os.kill(first[0], signal.SIGKILL)
     wait_for(lambda: len(pids_of(node, "pooled")) == 2 and pids_of(node, "pooled")[0] != first[0])
@@ -55,25 +53,24 @@ def test_service_that_is_killed_with_the_whole_pool_finds_it_free_again(
 def test_service_that_dies_again_and_again_ends_the_node_after_its_restarts(start: Start) -> None:
     node = start(max_restarts=2, first="good", second="dies")
     node.wait_until_up()
-    assert node.process.wait(timeout=3 * LIMIT_S) == 1
+    assert node.process.wait(timeout=60) == 1
     assert (node.exit["first"], node.exit["restarts"]) == ("second", {"second": 2})
 
 
 def test_service_that_ends_before_it_serves_is_not_tried_again(start: Start) -> None:
     node = start(max_restarts=2, first="good", second="fails")
-    assert node.process.wait(timeout=LIMIT_S) == 1
+    assert node.process.wait(timeout=60) == 1
     assert (node.exit["reason"], node.exit["restarts"]) == ("second ended by itself before it served", {})
 
 
 def test_process_without_a_heartbeat_is_dumped_and_its_service_started_anew(start: Start) -> None:
     node = start(max_restarts=2, first="good", beats="good")
     node.wait_until_up()
-    time.sleep(1.0)
     before = pids_of(node, "beats")
     os.kill(before[0], signal.SIGSTOP)
     wait_for(lambda: len(pids_of(node, "beats")) == 2 and pids_of(node, "beats")[0] != before[0])
     (stacks,) = stall_dir(node.state_dir).iterdir()
-    assert f"beats, pid {before[0]}: no heartbeat for 2." in stacks.read_text()
+    assert re.match(rf"beats, pid {before[0]}: no heartbeat for \d+\.\d s\n", stacks.read_text())
     assert "supervised_node.py" in stacks.read_text()
     assert not is_alive(before[0])
     node.pids += pids_of(node, "beats")
@@ -83,7 +80,6 @@ def test_process_without_a_heartbeat_is_dumped_and_its_service_started_anew(star
 def test_restart_that_is_asked_for_is_carried_out_once(start: Start) -> None:
     node = start(max_restarts=2, first="good")
     node.wait_until_up()
-    time.sleep(0.5)
     before = pids_of(node, "first")
     restart_request_path(node.state_dir, "first").write_text("SYNC did not end")
     wait_for(lambda: len(pids_of(node, "first")) == 2 and pids_of(node, "first")[0] != before[0])
@@ -96,7 +92,6 @@ def test_process_without_a_heartbeat_goes_also_where_its_stacks_cannot_be_writte
     node = start(max_restarts=2, first="good", beats="good")
     stall_dir(node.state_dir).write_text("no folder")
     node.wait_until_up()
-    time.sleep(1.0)
     before = pids_of(node, "beats")
     logs = log_path(node.state_dir, "beats").parent
     logs.rename(logs.with_name("away"))

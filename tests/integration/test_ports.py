@@ -103,7 +103,7 @@ async def test_epoch_of_a_coordinator_is_a_peers(tmp_path: Path) -> None:
     async with port_node(config, folder) as node:
         for role, is_allowed in (("operator", False), ("peer", True)):
             async with open_channel(node.port_of("trainer"), credentials=node.credentials(role)) as channel:
-                call = TrainerServiceStub(channel).GetTrainerState(request, timeout=5)
+                call = TrainerServiceStub(channel).GetTrainerState(request, timeout=60)
                 if is_allowed:
                     await call
                 else:
@@ -117,7 +117,7 @@ async def test_paths_outside_the_named_folders_are_refused_at_a_port_alone(tmp_p
 
     async def ask(channel, path: str):
         request = getattr(trainer_pb2, f"{method}Request")(command=command("a"), path=path)
-        call = getattr(TrainerServiceStub(channel), method)(request, timeout=5)
+        call = getattr(TrainerServiceStub(channel), method)(request, timeout=60)
         return await refused(call) if await call.code() is not grpc.StatusCode.OK else None
 
     async with port_node(config, folder) as node:
@@ -137,7 +137,7 @@ async def test_role_by_the_table_and_taken_away_in_the_middle_of_a_watch(tmp_pat
     config = port_config(tmp_path, *mtls(folder), f"security.roles={roles}")
     async with port_node(config, folder) as node:
         async with open_channel(node.target, credentials=node.credentials("operator")) as channel:
-            denied = await refused(CoordinatorServiceStub(channel).GetState(GetStateRequest(), timeout=5))
+            denied = await refused(CoordinatorServiceStub(channel).GetState(GetStateRequest(), timeout=60))
             assert isinstance(denied, PermissionDenied) and denied.metadata["role"] == ""
         async with AsyncClient(node.target, credentials=node.credentials("viewer")) as client:
             watch = client.watch()
@@ -147,7 +147,7 @@ async def test_role_by_the_table_and_taken_away_in_the_middle_of_a_watch(tmp_pat
             async with node.scripted.changed:
                 node.scripted.changed.notify_all()
             with pytest.raises(PermissionDenied):
-                await asyncio.wait_for(anext(watch), 5)
+                await asyncio.wait_for(anext(watch), 60)
             with pytest.raises(PermissionDenied):
                 await client.state()
 
@@ -157,7 +157,7 @@ async def test_refusal_comes_before_a_message_is_read(tmp_path: Path) -> None:
     async with port_node(config, folder) as node, open_channel(node.target) as channel:
         call = channel.stream_unary("/tasuki.v1.CoordinatorService/GetState")()
         # Nothing is sent, and the stream stays open.
-        assert (await asyncio.wait_for(call.code(), 5)).name == "UNAUTHENTICATED"
+        assert (await asyncio.wait_for(call.code(), 60)).name == "UNAUTHENTICATED"
 
 
 @pytest.mark.parametrize("spoiled", ["node.pem", "node.key", "ca.pem"])

@@ -115,7 +115,7 @@ async def test_each_rank_answers_its_own_command_in_order_and_leaves_with_the_fr
         front.close()
         assert not path.exists()
         for process in processes:
-            process.join(10)
+            process.join(60)
             assert process.exitcode == 0
 
 
@@ -164,9 +164,9 @@ async def test_a_rank_that_waits_for_one_that_failed_is_given_up(tmp_path: Path)
 
 async def test_a_rank_that_dies_in_a_call_ends_it_and_is_named(tmp_path: Path) -> None:
     async with running(tmp_path) as (front, processes):
-        for paths in (("wait 30", "die"), ("answer 1", "answer 2")):
+        for paths in (("wait 300", "die"), ("answer 1", "answer 2")):
             with pytest.raises(PeerUnavailable, match=rf"^test rank 1 \(pid {processes[1].pid}\) is gone") as caught:
-                await asyncio.wait_for(call_each(front, *paths), 10)
+                await asyncio.wait_for(call_each(front, *paths), 60)
             assert caught.value.metadata == {"rank": "1"}
 
 
@@ -179,7 +179,7 @@ async def test_the_peer_of_a_killed_rank_fails_and_the_killed_one_is_named(tmp_p
 async def test_a_rank_that_dies_between_calls_is_noticed(tmp_path: Path) -> None:
     async with running(tmp_path) as (front, processes):
         processes[0].kill()
-        await asyncio.wait_for(front.broken.wait(), 10)
+        await asyncio.wait_for(front.broken.wait(), 60)
         with pytest.raises(PeerUnavailable, match="^test rank 0 "):
             await call_each(front, "answer 1", "answer 2")
 
@@ -226,7 +226,7 @@ async def test_a_line_takes_commands_in_its_thread_and_sends_what_another_says(t
         assert [result.rank for result in await front.call(EngineRankCommand())] == [0, 1]
         assert threads == {"front-line"}
         front.lines = lines
-        results = await asyncio.wait_for(front.gather(EngineRankCommand()), 10)
+        results = await asyncio.wait_for(front.gather(EngineRankCommand()), 60)
         assert [result.pause.released_bytes for result in results] == [3, 4]
     finally:
         for line in lines:

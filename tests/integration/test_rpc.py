@@ -45,14 +45,14 @@ async def test_mutating_call_needs_deadline_and_request_id(served: Served) -> No
     _, channel, _ = served
     stub = trainer_pb2_grpc.TrainerServiceStub(channel)
     assert isinstance(await refused(stub.OptimStep(trainer_pb2.OptimStepRequest(command=command("a")))), DeadlineRequired)
-    missing = await refused(stub.OptimStep(trainer_pb2.OptimStepRequest(), timeout=5))
+    missing = await refused(stub.OptimStep(trainer_pb2.OptimStepRequest(), timeout=60))
     assert isinstance(missing, InvalidArgument) and missing.metadata["field"] == "command.request_id"
 
 
 async def test_unknown_exception_keeps_its_text_on_the_server(served: Served) -> None:
     _, channel, _ = served
     stub = trainer_pb2_grpc.TrainerServiceStub(channel)
-    error = await refused(stub.GetTrainerState(trainer_pb2.GetTrainerStateRequest(), timeout=5))
+    error = await refused(stub.GetTrainerState(trainer_pb2.GetTrainerStateRequest(), timeout=60))
     assert isinstance(error, InternalError) and error.metadata["request_id"]
     assert "secret" not in error.message
 
@@ -64,7 +64,7 @@ async def test_error_in_a_stream_arrives_after_its_answers(served: Served) -> No
     requests = [trainer_pb2.ComputeLogProbsRequest(samples=full), trainer_pb2.ComputeLogProbsRequest()]
     answers = []
     with pytest.raises(grpc.RpcError) as caught:
-        async for answer in stub.ComputeLogProbs(iter(requests), timeout=5):
+        async for answer in stub.ComputeLogProbs(iter(requests), timeout=60):
             answers.append(answer)
     error = from_rpc_error(caught.value)
     assert len(answers) == 1 and isinstance(error, InvalidArgument) and error.metadata["field"] == "samples"
@@ -74,7 +74,7 @@ async def test_message_above_the_limit_is_a_typed_error(served: Served) -> None:
     _, channel, _ = served
     stub = trainer_pb2_grpc.TrainerServiceStub(channel)
     huge = trainer_pb2.OptimStepRequest(command=command("x" * (MAX_MESSAGE_BYTES + 1)))
-    assert isinstance(await refused(stub.OptimStep(huge, timeout=5)), MessageTooLarge)
+    assert isinstance(await refused(stub.OptimStep(huge, timeout=60)), MessageTooLarge)
 
 
 async def test_health_shows_asleep_and_awake_and_list_answers(served: Served) -> None:
@@ -105,7 +105,7 @@ async def test_reflection_lists_and_describes_under_both_names(served, version: 
     requests += [
         reflection_pb2.ServerReflectionRequest(file_containing_symbol=symbol) for symbol in (*symbols, f"{NAME}.OptimStep")
     ]
-    answers = [answer async for answer in call(iter(requests), timeout=5)]
+    answers = [answer async for answer in call(iter(requests), timeout=60)]
     listed = {service.name for service in answers[0].list_services_response.service}
     assert {*symbols, "grpc.health.v1.Health"} <= listed
     assert all(answer.file_descriptor_response.file_descriptor_proto for answer in answers[1:])
@@ -143,7 +143,7 @@ async def test_second_server_on_a_live_address_is_refused(tmp_path: Path) -> Non
     with pytest.raises(NodeRunning):
         await RpcServer(service="trainer", target=first.target).start()
     async with open_channel(first.target) as channel:
-        assert (await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)).status
+        assert (await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)).status
     await first.stop()
 
 
@@ -183,9 +183,9 @@ async def test_metrics_have_the_usual_names(tmp_path: Path) -> None:
     await server.start()
     async with open_channel(server.target) as channel:
         stub = trainer_pb2_grpc.TrainerServiceStub(channel)
-        await stub.OptimStep(trainer_pb2.OptimStepRequest(command=command("a")), timeout=5)
-        await refused(stub.OptimStep(trainer_pb2.OptimStepRequest(), timeout=5))
-        answer = await MetricsServiceStub(channel).GetMetrics(GetMetricsRequest(), timeout=5)
+        await stub.OptimStep(trainer_pb2.OptimStepRequest(command=command("a")), timeout=60)
+        await refused(stub.OptimStep(trainer_pb2.OptimStepRequest(), timeout=60))
+        answer = await MetricsServiceStub(channel).GetMetrics(GetMetricsRequest(), timeout=60)
     text = answer.text.decode()
     labels = f'grpc_method="OptimStep",grpc_service="{NAME}",grpc_type="unary"'
     assert f"grpc_server_started_total{{{labels}}} 2.0" in text

@@ -30,7 +30,7 @@ async def test_repeated_request_id_runs_once_even_while_it_runs(served: Served) 
     servicer, channel, _ = served
     stub = trainer_pb2_grpc.TrainerServiceStub(channel)
     servicer.release.clear()
-    calls = [stub.OptimStep(trainer_pb2.OptimStepRequest(command=command("a")), timeout=5) for _ in range(4)]
+    calls = [stub.OptimStep(trainer_pb2.OptimStepRequest(command=command("a")), timeout=60) for _ in range(4)]
     await asyncio.sleep(0.05)
     servicer.release.set()
     answers = [await call for call in calls]
@@ -42,10 +42,10 @@ async def test_a_request_id_used_for_another_request_is_refused(served) -> None:
     servicer, channel, _ = served
     servicer.gate.look(1)
     stub = trainer_pb2_grpc.TrainerServiceStub(channel)
-    first: Any = stub.OptimStep(trainer_pb2.OptimStepRequest(command=command("a")), timeout=5)
+    first: Any = stub.OptimStep(trainer_pb2.OptimStepRequest(command=command("a")), timeout=60)
     await first
-    other_content = stub.OptimStep(trainer_pb2.OptimStepRequest(command=command("a"), learning_rate=0.5), timeout=5)
-    other_method = stub.PublishWeights(trainer_pb2.PublishWeightsRequest(command=command("a", epoch=1, sequence=1)), timeout=5)
+    other_content = stub.OptimStep(trainer_pb2.OptimStepRequest(command=command("a"), learning_rate=0.5), timeout=60)
+    other_method = stub.PublishWeights(trainer_pb2.PublishWeightsRequest(command=command("a", epoch=1, sequence=1)), timeout=60)
     for call in (other_content, other_method):
         error = await refused(call)
         assert isinstance(error, InvalidArgument) and error.metadata["field"] == "command.request_id"
@@ -59,7 +59,7 @@ async def test_command_outlives_a_caller_that_times_out(served: Served) -> None:
     error = await refused(stub.OptimStep(trainer_pb2.OptimStepRequest(command=command("slow")), timeout=0.05))
     assert error.reason == "DEADLINE_EXCEEDED"
     servicer.release.set()
-    answer = await stub.OptimStep(trainer_pb2.OptimStepRequest(command=command("slow")), timeout=5)
+    answer = await stub.OptimStep(trainer_pb2.OptimStepRequest(command=command("slow")), timeout=60)
     assert answer.version == servicer.num_steps == 1
 
 
@@ -69,7 +69,7 @@ async def test_lower_epoch_and_old_sequence_are_refused(served: Served) -> None:
 
     def publish(request_id: str, epoch: int, sequence: int) -> Awaitable[trainer_pb2.PublishWeightsResponse]:
         request = trainer_pb2.PublishWeightsRequest(command=command(request_id, epoch=epoch, sequence=sequence))
-        return stub.PublishWeights(request, timeout=5)
+        return stub.PublishWeights(request, timeout=60)
 
     servicer.gate.look(7)
     assert (await publish("a", 7, 3)).published_bytes == 3
@@ -86,7 +86,7 @@ async def test_epoch_that_no_coordinator_has_shown_is_refused_and_changes_nothin
 
     def publish(request_id: str, epoch: int, sequence: int) -> Awaitable[trainer_pb2.PublishWeightsResponse]:
         request = trainer_pb2.PublishWeightsRequest(command=command(request_id, epoch=epoch, sequence=sequence))
-        return stub.PublishWeights(request, timeout=5)
+        return stub.PublishWeights(request, timeout=60)
 
     assert isinstance(await refused(publish("before any look", 1, 1)), StaleEpoch)
     servicer.gate.look(7)
@@ -104,7 +104,7 @@ async def test_sequence_that_no_coordinator_comes_to_is_refused_and_changes_noth
 
     def publish(request_id: str, sequence: int) -> Awaitable[trainer_pb2.PublishWeightsResponse]:
         request = trainer_pb2.PublishWeightsRequest(command=command(request_id, epoch=7, sequence=sequence))
-        return stub.PublishWeights(request, timeout=5)
+        return stub.PublishWeights(request, timeout=60)
 
     servicer.gate.look(7)
     first = await refused(publish("wild at first", 10**9))
@@ -122,9 +122,9 @@ async def test_look_of_an_old_coordinator_that_arrives_late_shuts_the_new_one_no
     for epoch in (6, 7, 6):
         servicer.gate.look(epoch)
     first = trainer_pb2.PublishWeightsRequest(command=command("a", epoch=7, sequence=1))
-    assert (await stub.PublishWeights(first, timeout=5)).published_bytes == 1
+    assert (await stub.PublishWeights(first, timeout=60)).published_bytes == 1
     late = trainer_pb2.PublishWeightsRequest(command=command("late", epoch=6, sequence=9))
-    assert isinstance(await refused(stub.PublishWeights(late, timeout=5)), StaleEpoch)
+    assert isinstance(await refused(stub.PublishWeights(late, timeout=60)), StaleEpoch)
 
 
 async def test_refused_stage_and_data_command_do_not_shut_the_coordinator_out(served: Served) -> None:
@@ -132,15 +132,15 @@ async def test_refused_stage_and_data_command_do_not_shut_the_coordinator_out(se
     stub = trainer_pb2_grpc.TrainerServiceStub(channel)
     servicer.gate.look(7)
     first = trainer_pb2.PublishWeightsRequest(command=command("a", epoch=7, sequence=3))
-    await stub.PublishWeights(first, timeout=5)
+    await stub.PublishWeights(first, timeout=60)
     servicer.gate.look(999)
     wild = trainer_pb2.PublishWeightsRequest(command=command("out of order", epoch=999, sequence=10**7))
-    assert isinstance(await refused(stub.PublishWeights(wild, timeout=5)), StageOrder)
-    await stub.OptimStep(trainer_pb2.OptimStepRequest(command=command("b", epoch=999)), timeout=5)
+    assert isinstance(await refused(stub.PublishWeights(wild, timeout=60)), StageOrder)
+    await stub.OptimStep(trainer_pb2.OptimStepRequest(command=command("b", epoch=999)), timeout=60)
     assert (servicer.gate.epoch, servicer.gate.sequence) == (7, 3)
     servicer.gate.look(7)
     after = trainer_pb2.PublishWeightsRequest(command=command("c", epoch=7, sequence=4))
-    assert (await stub.PublishWeights(after, timeout=5)).published_bytes == 4
+    assert (await stub.PublishWeights(after, timeout=60)).published_bytes == 4
 
 
 async def test_command_that_arrives_after_a_refused_later_one_is_not_carried_out(served: Served) -> None:
@@ -148,11 +148,11 @@ async def test_command_that_arrives_after_a_refused_later_one_is_not_carried_out
     servicer.gate.look(7)
     stub = trainer_pb2_grpc.TrainerServiceStub(channel)
     later = trainer_pb2.PublishWeightsRequest(command=command("out of order", epoch=7, sequence=4))
-    assert isinstance(await refused(stub.PublishWeights(later, timeout=5)), StageOrder)
+    assert isinstance(await refused(stub.PublishWeights(later, timeout=60)), StageOrder)
     late = trainer_pb2.PublishWeightsRequest(command=command("late", epoch=7, sequence=3))
-    assert isinstance(await refused(stub.PublishWeights(late, timeout=5)), StaleSequence)
+    assert isinstance(await refused(stub.PublishWeights(late, timeout=60)), StaleSequence)
     after = trainer_pb2.PublishWeightsRequest(command=command("next", epoch=7, sequence=5))
-    assert (await stub.PublishWeights(after, timeout=5)).published_bytes == 5
+    assert (await stub.PublishWeights(after, timeout=60)).published_bytes == 5
 
 
 async def test_command_of_an_old_epoch_that_arrives_after_a_newer_one_looked_is_not_carried_out(served: Served) -> None:
@@ -161,10 +161,10 @@ async def test_command_of_an_old_epoch_that_arrives_after_a_newer_one_looked_is_
     servicer.gate.look(7)
     servicer.gate.look(0)  # somebody else reads
     late = trainer_pb2.PublishWeightsRequest(command=command("late", epoch=6, sequence=9))
-    stale = await refused(stub.PublishWeights(late, timeout=5))
+    stale = await refused(stub.PublishWeights(late, timeout=60))
     assert isinstance(stale, StaleEpoch) and stale.metadata == {"epoch": "6", "current_epoch": "7"}
     first = trainer_pb2.PublishWeightsRequest(command=command("a", epoch=7, sequence=1))
-    assert (await stub.PublishWeights(first, timeout=5)).published_bytes == 1
+    assert (await stub.PublishWeights(first, timeout=60)).published_bytes == 1
 
 
 async def test_epoch_that_no_coordinator_has_shuts_none_out_for_longer_than_to_its_next_look(served: Served) -> None:
@@ -172,8 +172,8 @@ async def test_epoch_that_no_coordinator_has_shuts_none_out_for_longer_than_to_i
     stub = trainer_pb2_grpc.TrainerServiceStub(channel)
     servicer.gate.look(999)
     first = trainer_pb2.PublishWeightsRequest(command=command("a", epoch=7, sequence=1))
-    assert isinstance(await refused(stub.PublishWeights(first, timeout=5)), StaleEpoch)
-    await stub.OptimStep(trainer_pb2.OptimStepRequest(command=command("b", epoch=7)), timeout=5)
+    assert isinstance(await refused(stub.PublishWeights(first, timeout=60)), StaleEpoch)
+    await stub.OptimStep(trainer_pb2.OptimStepRequest(command=command("b", epoch=7)), timeout=60)
     servicer.gate.look(7)
     second = trainer_pb2.PublishWeightsRequest(command=command("c", epoch=7, sequence=2))
-    assert (await stub.PublishWeights(second, timeout=5)).published_bytes == 2
+    assert (await stub.PublishWeights(second, timeout=60)).published_bytes == 2

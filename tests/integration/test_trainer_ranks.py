@@ -54,7 +54,7 @@ def start_ranks(folder: Path, launcher: int, *, fails: bool = False) -> list[mul
 
 def exit_codes(processes: list[multiprocessing.process.BaseProcess]) -> list[int | None]:
     for process in processes:
-        process.join(20)
+        process.join(60)
         process.kill()
     return [process.exitcode for process in processes]
 
@@ -83,6 +83,6 @@ async def test_ranks_leave_with_their_launcher(tmp_path: Path) -> None:
     await asyncio.wait_for(front.ready(), 60)
     launcher.kill()
     await launcher.wait()
-    await asyncio.wait_for(front.broken.wait(), 20)
+    await asyncio.wait_for(front.broken.wait(), 60)
     assert await asyncio.to_thread(exit_codes, processes) == [0, 0]
     front.close()

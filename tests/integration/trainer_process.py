@@ -64,10 +64,10 @@ class TrainerProcess:
             time.sleep(0.1)
 
     def stop(self) -> None:
-        """SIGTERM, and after 20 seconds SIGKILL to what is left of the group."""
+        """SIGTERM, and after a minute SIGKILL to what is left of the group."""
         self.process.send_signal(signal.SIGTERM)
         try:
-            self.process.wait(20)
+            self.process.wait(60)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
@@ -84,7 +84,16 @@ def start_trainer(
     config = state_dir / "node.toml"
     head = f'state_dir = "{state_dir}"\nunsafe = true\n[model]\npath = "{model}"\n'
     config.write_text(f"{head}[trainer]\nnum_ranks = {num_ranks}\n{settings}\n")
-    launch = [sys.executable, "-m", "tasuki.trainer.launch", "--num-ranks", str(num_ranks), "--"]
+    launch = [
+        sys.executable,
+        "-m",
+        "tasuki.trainer.launch",
+        "--num-ranks",
+        str(num_ranks),
+        "--preload",
+        "tasuki.trainer.serve",
+        "--",
+    ]
     paths = os.pathsep.join(str(ROOT / folder) for folder in ("protos", "services", "client"))
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     log = state_dir / "trainer.log"

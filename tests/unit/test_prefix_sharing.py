@@ -28,6 +28,7 @@ from tasuki.trainer.data.samples import NO_PREFIX, Samples
 from tasuki.trainer.ranks.wire import decode_columns, encode_samples
 from tasuki.v1.ranks_pb2 import SampleColumns
 from tasuki.wire.errors import InvalidArgument
+from tests.extent import IS_WHOLE
 from tests.models import CONFIGS, VOCAB_SIZE, make_model
 from tests.unit.test_packed_attention import policy_of
 
@@ -110,7 +111,7 @@ def attended(samples: Samples, q: Tensor, k: Tensor, v: Tensor, *, window: int |
 @pytest.mark.parametrize("products_up_to", [256, 0], ids=["products", "fused"])
 @pytest.mark.parametrize("softcap", [None, 0.8])
 @pytest.mark.parametrize("window", [None, 1, 5, 300])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25 if IS_WHOLE else 6, deadline=None)
 @given(
     groups=st.lists(
         st.tuples(st.integers(1, 40), st.lists(st.integers(1, 40), min_size=1, max_size=4).map(tuple)), min_size=1, max_size=4

@@ -7,7 +7,6 @@ import may start one: on GPUs ranks are spawned, and import beside the front.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import multiprocessing
 import os
 import signal
@@ -20,6 +19,7 @@ from typing import Any, Protocol
 from tasuki.config.schema import NodeConfig
 from tasuki.rollout.rank_report import RankReport
 from tasuki.rpc.heartbeat import Heartbeat
+from tasuki.rpc.preload import preload
 from tasuki.wire.errors import InternalError, from_reason
 
 _POLL_S = 0.2
@@ -40,7 +40,7 @@ class RankProcesses:
         """held: what this process has open and a fork must not keep, such as its lock. On a CPU, call it before any thread starts."""
         is_fork = config.device == "cpu"
         if is_fork:
-            importlib.import_module("tasuki.rollout.scheduler")
+            preload("tasuki.rollout.scheduler")
         context = multiprocessing.get_context("fork") if is_fork else multiprocessing.get_context("spawn")
         # Nothing is ever sent: its end here closes when this process dies, however it dies.
         end_of_front, self._lifeline = context.Pipe(duplex=False)

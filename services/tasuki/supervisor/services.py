@@ -42,7 +42,8 @@ def node_services(config: NodeConfig) -> list[ServiceCommand]:
     # Engines and torch leave sockets and files in the temporary folder when they are killed; the run folder goes with the node.
     shared = {"PYTHONUNBUFFERED": "1", "TMPDIR": str(socket_dir(config.state_dir))}
     is_cpu = config.device == "cpu"
-    launch = [sys.executable, "-m", "tasuki.trainer.launch", "--num-ranks", str(config.trainer.num_ranks), "--"]
+    launch = [sys.executable, "-m", "tasuki.trainer.launch", "--num-ranks", str(config.trainer.num_ranks)]
+    preload = ["--preload", "tasuki.trainer.serve"] if is_cpu else []
     return [
         *_fleet_service(config, shared),
         ServiceCommand(
@@ -61,7 +62,7 @@ def node_services(config: NodeConfig) -> list[ServiceCommand]:
         ),
         ServiceCommand(
             name="trainer",
-            argv=[*launch, "-m", "tasuki.trainer", *arguments],
+            argv=[*launch, *preload, "--", "-m", "tasuki.trainer", *arguments],
             target=targets["trainer"],
             health_name="tasuki.v1.TrainerService",
             environment={**shared, "OMP_NUM_THREADS": str(config.trainer.num_threads if is_cpu else 1)},

@@ -2,7 +2,7 @@
 
 python -m tasuki.trainer.launch --num-ranks N -- -m tasuki.trainer --config node.toml [--set a.b=c]...
 
-What is wrong with the configuration is said before anything heavy is imported.
+A spawned rank says what is wrong with its configuration before it imports anything heavy.
 """
 
 from __future__ import annotations

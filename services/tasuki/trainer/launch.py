@@ -1,6 +1,6 @@
 """Starts the ranks of a trainer on this machine, and ends them together:
 
-python -m tasuki.trainer.launch --num-ranks N -- -m tasuki.trainer --config node.toml [--set a.b=c]...
+python -m tasuki.trainer.launch --num-ranks N [--preload MODULE] -- -m tasuki.trainer --config node.toml [--set a.b=c]...
 
 torchrun's ranks find each other through a TCP store, which takes keys from every user of the machine and unpickles some of them. These
 ranks meet in a file that only their user can open.
@@ -16,10 +16,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import FrameType
+from typing import Protocol
 
+from tasuki.rpc.preload import preload
+from tasuki.trainer.forked_rank import ForkedRank
 from tasuki.wire.errors import InvalidArgument
 
 # A rank needs up to 5 s for the calls that run and 5 s more for its threads.
@@ -75,27 +80,58 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         ) from error
 
 
+class Rank(Protocol):
+    """What is used of `subprocess.Popen`."""
+
+    def poll(self) -> int | None: ...
+    def wait(self) -> int | None: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tasuki.trainer.launch")
     parser.add_argument("--num-ranks", type=int, required=True)
+    parser.add_argument(
+        "--preload", metavar="MODULE", help="import it once, and fork the ranks instead of spawning them; not for GPUs"
+    )
     parser.add_argument("command", nargs="+", help="of every rank, after --: -m module, or a script, and its arguments")
     arguments = parser.parse_args(argv)
     if arguments.num_ranks < 1:
         parser.error("--num-ranks must be at least 1")
+    if arguments.preload is not None:
+        if arguments.command[0] != "-m" or len(arguments.command) < 2:
+            parser.error("--preload forks ranks that run a module: give -m MODULE after --")
+        _preload(arguments.preload)
+    start = _spawn if arguments.preload is None else _fork
     # Its mode is 0700, whatever the umask.
     with tempfile.TemporaryDirectory(prefix="tasuki-ranks-") as folder:
-        return run_ranks(
-            [sys.executable, *arguments.command],
-            environment=os.environ,  # noqa: TID251 - the ranks' own `__main__` reads it
-            num_ranks=arguments.num_ranks,
-            store_path=Path(folder, "store"),
-        )
+        return run_ranks(partial(start, arguments.command), num_ranks=arguments.num_ranks, store_path=Path(folder, "store"))
 
 
-def run_ranks(command: Sequence[str], *, environment: Mapping[str, str], num_ranks: int, store_path: Path) -> int:
-    """Runs `command` once for each rank and returns when all have ended: 0, or the exit code of the first that failed.
+def _preload(module: str) -> None:
+    """Imports what every rank needs. A stop signal ends this process at once: nothing runs yet that it would have to end."""
 
-    environment: of every rank, to which the variables of `Launch.environment` are added.
+    def leave(number: int, _: FrameType | None) -> None:
+        os._exit(128 + number)
+
+    for number in _STOP_SIGNALS:
+        signal.signal(number, leave)
+    preload(module)
+
+
+def _spawn(command: Sequence[str], launch: Launch) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, **launch.environment()}  # noqa: TID251 - the rank's `__main__` reads it
+    return subprocess.Popen([sys.executable, *command], env=environment, pass_fds=(launch.launcher_fd,))
+
+
+def _fork(command: Sequence[str], launch: Launch) -> ForkedRank:
+    return ForkedRank(command[1:], environment=launch.environment(), taken=_STOP_SIGNALS)
+
+
+def run_ranks(start: Callable[[Launch], Rank], *, num_ranks: int, store_path: Path) -> int:
+    """Starts each rank and returns when all have ended: 0, or the exit code of the first that failed.
+
     Soon after a rank has failed, or when this process is told to stop, all get SIGTERM, and those left after a grace period SIGKILL.
     Death by signal N counts as exit code 128 + N. Takes over this process's stop signals.
     """
@@ -103,11 +139,11 @@ def run_ranks(command: Sequence[str], *, environment: Mapping[str, str], num_ran
     for number in _STOP_SIGNALS:
         signal.signal(number, lambda order, _: orders.append(order))
     launcher_fd = os.pidfd_open(os.getpid())
-    ranks: list[subprocess.Popen[bytes]] = []
+    ranks: list[Rank] = []
     try:
         for rank in range(num_ranks):
             launch = Launch(rank=rank, local_rank=rank, num_ranks=num_ranks, launcher_fd=launcher_fd, store_path=store_path)
-            ranks.append(subprocess.Popen(command, env={**environment, **launch.environment()}, pass_fds=(launcher_fd,)))
+            ranks.append(start(launch))
         return _wait(ranks, orders)
     finally:
         for rank in ranks:
@@ -116,7 +152,7 @@ def run_ranks(command: Sequence[str], *, environment: Mapping[str, str], num_ran
         os.close(launcher_fd)
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], orders: Sequence[int]) -> int:
+def _wait(ranks: Sequence[Rank], orders: Sequence[int]) -> int:
     """orders: stop signals that have come, filled from outside."""
     exit_code, stop_at, kill_at = 0, math.inf, math.inf
     while running := [rank for rank in ranks if rank.poll() is None]:
@@ -134,9 +170,9 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], orders: Sequence[int]) -> in
     return exit_code or _failure(ranks)
 
 
-def _failure(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+def _failure(ranks: Sequence[Rank]) -> int:
     """Exit code of a rank that has failed, 0 when none has."""
-    code = next((rank.returncode for rank in ranks if rank.returncode), 0)
+    code = next((code for rank in ranks if (code := rank.poll())), 0)
     return 128 - code if code < 0 else code
 
 

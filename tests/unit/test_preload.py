@@ -1,0 +1,46 @@
+"""The import before a fork."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tasuki.rpc.preload import preload
+from tests.conftest import ENVIRONMENT
+
+IMPORTED = """
+import gc
+IS_COLLECTING = gc.isenabled()
+KEPT = [[] for _ in range(1000)]
+"""
+PROGRAM = """
+import gc, sys
+sys.path.insert(0, sys.argv[1])
+from tasuki.rpc.preload import preload
+before = gc.get_freeze_count()
+preload("imported_before_forks")
+import imported_before_forks
+assert not imported_before_forks.IS_COLLECTING
+assert gc.isenabled()
+assert gc.get_freeze_count() >= before + 1000
+"""
+
+
+def test_nothing_is_collected_meanwhile_and_what_was_made_is_frozen(tmp_path: Path) -> None:
+    (tmp_path / "imported_before_forks.py").write_text(IMPORTED)
+    # In another process: what is frozen here would stay frozen.
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, tmp_path], env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_import_that_fails_leaves_the_collector_on() -> None:
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        preload("no_such_module")
+    assert gc.isenabled()
+    gc.unfreeze()
