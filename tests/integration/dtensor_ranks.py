@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_module, distribute_tensor
 from transformers import PreTrainedModel
 
-from tasuki.config.schema import LoraConfig
+from tasuki.config.trainer_schema import LoraConfig
 from tasuki.trainer.backends.fsdp.lora import add_adapters, merged_rows
 from tasuki.trainer.backends.fsdp.shards import local_shards
 from tasuki.transport.export import WeightExport

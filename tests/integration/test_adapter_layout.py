@@ -17,7 +17,7 @@ from sglang.srt.lora.layers import (
 )
 from torch.nn.functional import pad
 
-from tasuki.config.schema import LoraConfig
+from tasuki.config.trainer_schema import LoraConfig
 from tasuki.rollout.adapter import AdapterBuffers, _Unpinned
 from tasuki.rollout.rank_report import reporting
 from tasuki.rollout.ranks import RankProcesses

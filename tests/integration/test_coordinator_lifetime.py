@@ -15,7 +15,8 @@ import pytest
 
 from tasuki.config.places import log_path, node_targets, socket_dir
 from tasuki.config.save import save_config
-from tasuki.config.schema import CoordinatorConfig, ModelConfig, NodeConfig, RestartConfig, RolloutConfig, TrainerConfig
+from tasuki.config.schema import CoordinatorConfig, ModelConfig, NodeConfig, RestartConfig, RolloutConfig
+from tasuki.config.trainer_schema import TrainerConfig
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1 import trainer_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub

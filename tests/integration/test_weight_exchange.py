@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tasuki.config.schema import LoraConfig
+from tasuki.config.trainer_schema import LoraConfig
 from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.memory import EngineMemory
 from tasuki.rollout.rank_calls import RankCalls

@@ -10,7 +10,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tasuki.config.schema import MemoryConfig, ModelConfig, NodeConfig, RolloutConfig, TrainerConfig
+from tasuki.config.schema import MemoryConfig, ModelConfig, NodeConfig, RolloutConfig
+from tasuki.config.trainer_schema import TrainerConfig
 from tasuki.coordinator.admission import Admission
 from tasuki.memory import arena as native
 from tasuki.memory.arena import Arena

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tasuki.config.schema import LoraConfig
+from tasuki.config.trainer_schema import LoraConfig
 from tasuki.trainer.backends.fsdp.lora import add_adapters, trained_parameters
 from tasuki.trainer.backends.fsdp.rotary import RotaryAttention, fuse_rotation
 from tests.models import CONFIGS, make_model

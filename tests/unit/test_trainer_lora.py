@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tasuki.config.schema import LoraConfig
+from tasuki.config.trainer_schema import LoraConfig
 from tasuki.models.families import read_model
 from tasuki.models.shape import ModelShape, check_lora_targets
 from tasuki.trainer.backends.fsdp.checkpoint import CheckpointFacts, RoleFacts, load_checkpoint

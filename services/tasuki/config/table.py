@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from tasuki.config.ports import check_listen
+
+Listen = Annotated[str, AfterValidator(check_listen)]
 # numpy, torch and SGLang take these alike.
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Literal
 
 from tasuki.config.devices import MAX_GPUS
-from tasuki.config.schema import DEFAULT_MICRO_BATCH_TOKENS
+from tasuki.config.trainer_schema import DEFAULT_MICRO_BATCH_TOKENS
 from tasuki.models.shape import ModelShape
 from tasuki.wire.errors import InvalidArgument
 

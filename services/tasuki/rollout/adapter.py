@@ -17,7 +17,7 @@ from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.lora.lora_registry import LoRARef
 from torch.overrides import TorchFunctionMode
 
-from tasuki.config.schema import LoraConfig
+from tasuki.config.trainer_schema import LoraConfig
 from tasuki.rollout.arguments import ADAPTER_ID
 from tasuki.wire.errors import BadHandle, InternalError, UnsupportedModel
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tasuki.config.engine_arguments import check_argument_names
-from tasuki.config.schema import LoraConfig, NodeConfig, RolloutConfig
+from tasuki.config.schema import NodeConfig, RolloutConfig
+from tasuki.config.trainer_schema import LoraConfig
 from tasuki.planner.kv_tokens import wanted_tokens
 from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.rank_commands import COMMAND_LOADER

@@ -13,7 +13,7 @@ from torch import Tensor
 from tasuki.algorithms.batch import LossSum, Metric
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.algorithms.objective import policy_loss, value_loss
-from tasuki.config.schema import OptimizerConfig, TrainerConfig
+from tasuki.config.trainer_schema import OptimizerConfig, TrainerConfig
 from tasuki.trainer.backend import Backend, LearnerFacts, Publication
 from tasuki.trainer.data.micro_batch import MicroBatch, TokenBatch
 from tasuki.trainer.lr_schedule import learning_rate_at

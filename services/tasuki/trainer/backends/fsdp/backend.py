@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from tasuki.algorithms.batch import Metric
 from tasuki.config.places import pool_socket_path, socket_dir
-from tasuki.config.schema import LoraConfig, NodeConfig, OptimizerConfig
+from tasuki.config.schema import NodeConfig
+from tasuki.config.trainer_schema import LoraConfig, OptimizerConfig
 from tasuki.memory.arena import set_host_budget
 from tasuki.memory.tags import DeviceUsage, MemoryTag, TagUsage
 from tasuki.planner.layout import Checkpointing

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 from torch.optim.adamw import adamw
 
-from tasuki.config.schema import OptimizerConfig
+from tasuki.config.trainer_schema import OptimizerConfig
 from tasuki.trainer.backends.fsdp.memory import TrainerMemory
 from tasuki.trainer.backends.fsdp.replicas import NodeReplicas
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tasuki.config.schema import TrainerConfig
+from tasuki.config.trainer_schema import TrainerConfig
 from tasuki.trainer.backend import LearnerFacts
 from tasuki.trainer.backends.fsdp.checkpoint import CheckpointFacts, RoleFacts, training_tensors
 from tasuki.trainer.backends.fsdp.model import Critic, Policy
