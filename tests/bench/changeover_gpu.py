@@ -2,9 +2,10 @@
 
 A node with random weights, float32 masters, N trainer ranks and N replicas, started once for each way to size the KV cache. After a batch
 of 512 samples (64 x 8, 256 + 512 tokens) and a training step, each round goes from the end of an optimizer step to the first token, and
-from there back to TRAIN. Beside the seconds of every stage: what the driver says is taken of the first GPU after each of them, what the
-planner expected, and what `tasuki audit` says at the end. Rounds end early where --limit-s is over. --kv may also be "nothing": as "most",
-with nothing that stays. --tiny: a small model on a CPU. Writes changeover_gpu.json and prints a table.
+from there back to TRAIN. Every other round first waits for the optimizer's kernels, for which OptimStep does not ("settled"). Beside the
+seconds of every stage: what the driver says is taken of the first GPU after each of them, what the planner expected, and what
+`tasuki audit` says at the end. Rounds end early where --limit-s is over. --kv may also be "nothing": as "most", with nothing that stays,
+or "growing": as "most", with kv_growth. --tiny: a small model on a CPU. Writes changeover_gpu.json and prints a table.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tests.bench.gpus import at_least_one, require_gpus
 from tests.bench.plan_gpu import SIZES
 
-STAGE_LIMIT_S = 300.0
+STAGE_LIMIT_S, SETTLE_S = 300.0, 0.3
 CONFIG = """
 state_dir = "node-{kv}"
 device = "{device}"
@@ -87,7 +88,7 @@ class Load:
         is_gpu = self.device == "cuda"
         text = CONFIG.format(
             kv=kv,
-            tokens="most" if kv == "nothing" else kv,
+            tokens=kv if kv == "needed" else "most",
             device=self.device,
             gpus=self.gpus,
             context=self.context,
@@ -96,7 +97,8 @@ class Load:
             prompt_tokens=self.prompt_tokens,
             new_tokens=self.new_tokens,
             trainer=f"micro_batch_tokens = {16_384 if is_gpu else 512}",
-            rollout='attention_backend = "triton"\nsampling_backend = "pytorch"' if is_gpu else "",
+            rollout=('attention_backend = "triton"\nsampling_backend = "pytorch"\n' if is_gpu else "")
+            + ("kv_growth = true" if kv == "growing" else ""),
         )
         return text + ("[residency]\n" if kv == "nothing" else "")
 
@@ -140,10 +142,12 @@ def stages_ms(events: Sequence[StageEvent]) -> dict[str, float]:
     return {str(event.stage): round(1000 * event.seconds, 2) for event in events if event.stage and event.seconds}
 
 
-def round_trip(client: Client, samples: Sequence[TrainingSample]) -> dict[str, Any]:
+def round_trip(client: Client, samples: Sequence[TrainingSample], *, settles: bool) -> dict[str, Any]:
     """From the end of an optimizer step to the first token, and back to a trainer that has learned."""
     client.forward_backward(samples)
     client.optim_step(learning_rate=1e-6)
+    if settles:
+        time.sleep(SETTLE_S)
     started = time.perf_counter()
     there = client.acquire(Phase.ROLLOUT)
     serves = time.perf_counter()
@@ -152,6 +156,7 @@ def round_trip(client: Client, samples: Sequence[TrainingSample]) -> dict[str, A
     back = client.acquire(Phase.TRAIN)
     returned = time.perf_counter()
     return {
+        "is_settled": settles,
         "to_rollout_ms": round(1000 * (serves - started), 2),
         "to_first_token_ms": round(1000 * (answered - started), 2),
         "to_train_ms": round(1000 * (returned - answered), 2),
@@ -191,11 +196,13 @@ def measure(config: NodeConfig, load: Load, *, num_rounds: int, ends_at: float) 
         client.optim_step(learning_rate=1e-6)
         result["step_s"] = round(time.perf_counter() - started, 2)
         result["after_step_gb"] = round(taken_bytes(load.device) / GB, 2)
-        for _ in range(num_rounds):
+        for index in range(num_rounds):
             if time.monotonic() > ends_at:
                 break
             version = client.trainer_state().policy_version
-            result["rounds"].append(round_trip(client, load.samples(random, count=2 * load.gpus, version=version)))
+            result["rounds"].append(
+                round_trip(client, load.samples(random, count=2 * load.gpus, version=version), settles=index % 2 == 1)
+            )
         result["taken_gb"] = taken_by_stage(config, load)
     return result
 
@@ -233,7 +240,9 @@ def one(folder: Path, kv: str, load: Load, *, out: Path, num_rounds: int, limit_
         planned = plan_node(load_config(config.state_dir / "node.toml"), gpu_bytes=smallest_gpu(), host_bytes=2000 * GB)
         result["expected_ms"] = {stage: round(1000 * seconds, 1) for stage, seconds in expected_seconds(planned).items()}
         result["planned_gb"] = {each.stage: round(each.gpu_bytes / GB, 2) for each in planned.stages}
-    return result | {"summary": summary(result["rounds"])}
+    settled = [each for each in result["rounds"] if each["is_settled"]]
+    others = [each for each in result["rounds"] if not each["is_settled"]]
+    return result | {"summary": summary(others), "settled": summary(settled)}
 
 
 def smallest_gpu() -> int:
@@ -264,8 +273,10 @@ def table(kv: str, result: dict[str, Any]) -> list[str]:
         if name in result["summary"]:
             figures = result["summary"][name]
             first = result["first_stages_ms"].get(name, "")
+            settled = result["settled"].get(name, {"median": float("nan"), "worst": float("nan")})
             lines.append(
-                f"  {name:18s}{figures['median']:10.1f}{figures['worst']:10.1f}{first:>12}{expected.get(name, ''):>10}"
+                f"  {name:18s}{figures['median']:10.1f}{figures['worst']:10.1f}{settled['median']:10.1f}{settled['worst']:10.1f}"
+                f"{first:>12}{expected.get(name, ''):>10}"
             )
     return lines
 
@@ -275,7 +286,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--size", choices=SIZES, default="qwen2.5-7b")
     parser.add_argument("--gpus", type=at_least_one, default=GPU.gpus)
-    parser.add_argument("--kv", nargs="+", choices=("needed", "most", "nothing"), default=("needed", "most"))
+    parser.add_argument("--kv", nargs="+", choices=("needed", "most", "nothing", "growing"), default=("needed", "most"))
     parser.add_argument("--rounds", type=at_least_one, default=10)
     parser.add_argument("--limit-s", type=float, default=600.0)
     parser.add_argument("--tiny", action="store_true")

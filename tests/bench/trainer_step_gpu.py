@@ -56,13 +56,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "7b-auto": ("qwen2.5-7b", {}),
     "7b-host": ("qwen2.5-7b", {"checkpointing": "full", "optimizer_on_host": True}),
+    "7b-8bit": ("qwen2.5-7b", {"checkpointing": "full", "optimizer_8bit": True}),
+    "7b-tiled": (
+        "qwen2.5-7b",
+        {"checkpointing": "full", "micro_batch_tokens": LONG + 1, "mlp_tile_tokens": MICRO_BATCH_TOKENS // 2},
+    ),
     "7b-long": ("qwen2.5-7b", {"checkpointing": "full", "sequence_parallel": 2, "micro_batch_tokens": LONG + 1}),
     "7b-group": ("qwen2.5-7b", {"checkpointing": "full", "prefix_sharing": False, "micro_batch_tokens": 32_768}),
     "7b-group-shared": ("qwen2.5-7b", {"checkpointing": "full", "prefix_sharing": True, "micro_batch_tokens": 32_768}),
     "7b-lora": ("qwen2.5-7b", {"checkpointing": "none", "lora": {"rank": 32}}),
     "7b-lora-recomputed": ("qwen2.5-7b", {"checkpointing": "full", "lora": {"rank": 32}}),
 }
-"""Preset, and settings of [trainer]. "7b-long" has two samples of LONG tokens, on two ranks that share each. "7b-group" has groups of
+"""Preset, and settings of [trainer]. "7b-long" has two samples of LONG tokens, on two ranks that share each,
+and "7b-tiled" the same, a rank each. "7b-group" has groups of
 GROUP samples of one prompt, a group a rank, and "7b-group-shared" computes each prompt once."""
 PEAK_FLOPS = 989e12
 
@@ -133,7 +139,7 @@ def measure(case: str, folder: Path, backend: str, arguments: argparse.Namespace
     device = "cpu" if arguments.tiny else "cuda"
     preset, settings = CASES[case]
     shape, lengths = layout_of(preset, gpu_bytes=1, device=device, num_ranks=1).model, lengths_of(arguments.samples)
-    if case.endswith("long"):
+    if case.endswith(("long", "tiled")):
         lengths = [LONG // 64 if arguments.tiny else LONG] * 2
     launch = read_launch(os.environ)
     mesh = start_mesh(device, launch=launch, gpu=launch.rank, num_threads=1, timeout_s=60)

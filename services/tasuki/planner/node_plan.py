@@ -13,7 +13,7 @@ from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.plan import Plan, largest_pool, plan
 from tasuki.planner.residency import decide, given
 from tasuki.planner.rollout_bytes import kv_bytes_per_token
-from tasuki.planner.step_tokens import most_tokens, with_fastest_checkpointing
+from tasuki.planner.step_tokens import most_tokens, with_fastest_checkpointing, with_last_layer_kept
 from tasuki.wire.errors import InvalidArgument
 
 _ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
@@ -105,6 +105,7 @@ def node_layout(
         leaving = replace(leaving, micro_batch_tokens=most_tokens(leaving))
     if trainer.checkpointing == "auto":
         leaving = with_fastest_checkpointing(leaving)
+    leaving = with_last_layer_kept(leaving)
     layout = replace(leaving, export_stays=layout.export_stays)
     if is_open and not plan(layout).fits:
         layout = replace(layout, export_stays=False)

@@ -45,6 +45,15 @@ def with_fastest_checkpointing(layout: Layout) -> Layout:
     return replace(chosen, kept_layers=kept)
 
 
+def with_last_layer_kept(layout: Layout) -> Layout:
+    """Keeps all of the last layer, on a GPU, where no stage takes more memory for it: backward computes it again before any other."""
+    if layout.checkpointing in (Checkpointing.NONE, Checkpointing.OFFLOADED) or layout.device == "cpu" or layout.kept_layers:
+        return layout
+    kept = replace(layout, kept_layers=1)
+    is_free = all(one.gpu_bytes <= other.gpu_bytes for one, other in zip(plan(kept).stages, plan(layout).stages, strict=True))
+    return kept if is_free else layout
+
+
 def _lacking_bytes(tried: Plan) -> int:
     """Over all stages, on a GPU and on the host."""
     layout = tried.layout

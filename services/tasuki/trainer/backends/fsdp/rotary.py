@@ -1,7 +1,7 @@
 """A layer's attention with its rotation fused, in place of transformers' module, in the layout that packed attention takes.
 
 Transformers rotates heads that lie before their tokens, by a chain of operations over whole activations, and packed attention then copies
-them back into the order of tokens: on an H200 together a tenth of a step.
+them back into the order of tokens: on an H200 together a tenth of a step. Keys and values are one product.
 
 Shape suffixes: T tokens, H heads, K key heads, D head size.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 # Their attention is projections, norms of heads where there are any, and a rotation of whole heads by halves.
 _ROTATED = (
@@ -46,12 +47,25 @@ class RotaryAttention(nn.Module):
     ) -> tuple[Tensor, None]:
         """As a layer calls it. hidden_states: [1, T, H * D]; position_embeddings: cosines and sines, [1, T, D]."""
         cos_TD, sin_TD = (each.squeeze(0) for each in position_embeddings)
-        q_THD, k_TKD = (rotated(self._heads(name, hidden_states), cos_TD, sin_TD) for name in ("q", "k"))
-        out_THD = layer_attention(q_THD, k_TKD, self._heads("v", hidden_states), layer=self.layer_idx)
+        keys, values = self._keys_and_values(hidden_states)
+        q_THD = rotated(self._heads("q", self._run("q_proj", hidden_states)), cos_TD, sin_TD)
+        k_TKD = rotated(self._heads("k", keys), cos_TD, sin_TD)
+        out_THD = layer_attention(q_THD, k_TKD, self._heads("v", values), layer=self.layer_idx)
         return self._run("o_proj", out_THD.flatten(1).unsqueeze(0)), None
 
-    def _heads(self, name: str, hidden_states: Tensor) -> Tensor:
-        heads_THD = self._run(f"{name}_proj", hidden_states).view(hidden_states.shape[1], -1, self.head_dim)
+    def _keys_and_values(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """[1, T, K * D] each, of one product where no adapter is between: alone each is too narrow to fill a GPU."""
+        of_keys, of_values = self.get_submodule("k_proj"), self.get_submodule("v_proj")
+        if type(of_keys) is not nn.Linear or type(of_values) is not nn.Linear:
+            return of_keys(hidden_states), of_values(hidden_states)
+        bias = None if of_keys.bias is None else torch.cat((of_keys.bias, of_values.bias))
+        both = linear(hidden_states, torch.cat((of_keys.weight, of_values.weight)), bias)
+        keys, values = both.chunk(2, dim=-1)
+        # A view would keep both for backward; of keys only what is rotated is kept.
+        return keys, values.contiguous()
+
+    def _heads(self, name: str, projected: Tensor) -> Tensor:
+        heads_THD = projected.view(projected.shape[1], -1, self.head_dim)
         return self._run(f"{name}_norm", heads_THD) if f"{name}_norm" in self._modules else heads_THD
 
     def _run(self, name: str, x: Tensor) -> Tensor:
