@@ -19,8 +19,7 @@ _FIRST = {
         "integration/test_grpcurl",
     ],
     "demo": ["e2e/test_demo"],
-    "residency": ["e2e/test_residency"],
-    "ppo": ["e2e/test_ppo"],
+    "roomy": ["e2e/test_ppo", "e2e/test_residency"],
     "pool": ["e2e/test_pool"],
     "ranks": [
         "integration/test_trainer_exactness",
