@@ -232,10 +232,10 @@ def test_a_gap_among_many_slices_of_many_dimensions_is_found_at_once() -> None:
     shape = (64,) * 8
     whole = Box((0,) * 8, shape)
     boxes = [Box(tuple(index if dim == index % 8 else 0 for dim in range(8)), (1,) * 8) for index in range(64)]
-    started = time.monotonic()
+    started = time.process_time()
     gap = first_gap(boxes, shape)
     assert gap is not None and gap.intersection(whole) == gap and not any(gap.intersection(box) for box in boxes)
-    assert time.monotonic() - started < 1.0
+    assert time.process_time() - started < 1.0
 
 
 def test_a_missing_rank_is_refused() -> None:
