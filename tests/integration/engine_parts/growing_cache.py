@@ -145,7 +145,7 @@ class PagedRequests(Requests):
     page_size = 8
 
 
-_EXTENT = settings(max_examples=examples(60), stateful_step_count=25, deadline=None)
+_EXTENT = settings(max_examples=examples(60), stateful_step_count=25, deadline=None, derandomize=not IS_WHOLE)
 TestRequests = Requests.TestCase
 TestRequests.settings = _EXTENT
 TestPagedRequests = PagedRequests.TestCase
