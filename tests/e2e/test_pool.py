@@ -70,7 +70,7 @@ def test_chunks_of_a_killed_engine_come_back_and_the_next_one_finds_them(pooled:
         tokens, before = chaos.greedy(), free(pooled)
         (pid,) = chaos.pids("scheduler0")
         os.kill(pid, signal.SIGKILL)
-        most, deadline = 0, time.monotonic() + 5
+        most, deadline = 0, time.monotonic() + 60
         while most <= before and time.monotonic() < deadline:
             most = max(most, free(pooled))
         assert most > before

@@ -56,7 +56,7 @@ def run_rank(store_path: Path, rank: int, answers: Connection) -> None:
     store = dist.FileStore(str(store_path), 2)
     given: list[str] = [""] * 2
     try:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=LIMIT_S))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
         dist.all_gather_object(given, f"from {rank}")
         answers.send(f"{given}")
     except PeerUnavailable as error:
@@ -92,7 +92,7 @@ def test_a_rank_refuses_a_peer_of_another_user_before_it_takes_anything_from_it(
     first = start(0)
     assert first.process.pid is not None
     deadline = time.monotonic() + LIMIT_S
-    while not (ports := [listener.port for listener in listeners([first.process.pid])]):
+    while not (ports := [one.port for one in listeners([first.process.pid]) if one.kind != "unix"]):
         assert time.monotonic() < deadline, "the rank does not listen"
         time.sleep(0.05)
     argv = [sys.executable, "-c", STRANGER, *map(str, (NOBODY, *ports))]

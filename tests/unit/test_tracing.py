@@ -54,7 +54,7 @@ def end_spans(sender: SpanSender, number: int) -> float:
 
 
 def wait_for(sender: SpanSender, outcome: str, number: int) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while sender.counts[outcome] < number:
         assert time.monotonic() < deadline, sender.counts
         time.sleep(0.02)
