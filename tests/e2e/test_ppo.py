@@ -16,10 +16,11 @@ import pytest
 
 from tests.conftest import ENVIRONMENT, RunningNode
 from tests.e2e.conftest import CRITIC_LEARNING_RATE, CRITIC_STEPS
-from tests.extent import only_whole
+from tests.extent import IS_WHOLE, only_whole
 
 pytestmark = pytest.mark.timeout(720)
 LIMIT_S = 180.0
+NUM_RUNS = 2 if IS_WHOLE else 1
 REWARD = "def odd(prompt, completion, **fields):\n    return float(len(set(completion)) % 2)\n"
 Train = Callable[..., "subprocess.Popen[str]"]
 
@@ -50,9 +51,9 @@ def _steps(output_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_policy_and_critic_learn_in_mini_batches_and_a_second_run_begins_its_schedule(train: Train, tmp_path: Path) -> None:
+def test_policy_and_critic_learn_in_mini_batches_and_every_run_begins_its_schedule(train: Train, tmp_path: Path) -> None:
     rates: list[list[float]] = []
-    for number in range(2):
+    for number in range(NUM_RUNS):
         with train() as done:
             text, _ = done.communicate(timeout=LIMIT_S)
         assert done.returncode == 0, text
@@ -71,7 +72,7 @@ def test_policy_and_critic_learn_in_mini_batches_and_a_second_run_begins_its_sch
         (tmp_path / "run").rename(tmp_path / f"run-{number}")
     # Linear to 0 over the run's own steps, whatever the node learned before it.
     expected = [CRITIC_LEARNING_RATE * (1 - step / CRITIC_STEPS) for step in range(CRITIC_STEPS)]
-    assert rates == [pytest.approx(expected), pytest.approx(expected)]
+    assert rates == [pytest.approx(expected)] * NUM_RUNS
 
 
 @only_whole
