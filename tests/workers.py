@@ -37,6 +37,7 @@ _FIRST = {
         "integration/test_rollout_memory",
     ],
     "engines": ["integration/test_rollout_process", "integration/test_engine_sockets"],
+    "parts": ["integration/test_engine_parts"],
     "trainers": ["integration/test_trainer_lifetime"],
     "fleet": ["integration/test_fleet_trainer"],
     "trainer": ["integration/test_trainer", "integration/test_trainer_requests", "integration/test_trainer_weights"],
