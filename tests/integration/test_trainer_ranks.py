@@ -42,7 +42,7 @@ def run(folder: str, rank: int, launcher: int, *, fails: bool) -> None:
 
 
 def start_ranks(folder: Path, launcher: int, *, fails: bool = False) -> list[BaseProcess]:
-    processes = [
+    processes: list[BaseProcess] = [
         forked.processes.Process(target=run, args=(str(folder), rank, launcher), kwargs={"fails": fails}, daemon=True)
         for rank in range(2)
     ]
