@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-_SHARED = 4.0
-"""Two workers on two cores, each with a node of several processes."""
+_SHARED = 10.0
+"""Two workers on two cores, each with a node of several processes, beside whatever else the machine does."""
 
 
 def limit_s(seconds: float) -> float:

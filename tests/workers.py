@@ -19,8 +19,7 @@ _FIRST = {
         "integration/test_grpcurl",
     ],
     "demo": ["e2e/test_demo"],
-    "residency": ["e2e/test_residency"],
-    "ppo": ["e2e/test_ppo"],
+    "roomy": ["e2e/test_ppo", "e2e/test_residency"],
     "pool": ["e2e/test_pool"],
     "ranks": [
         "integration/test_trainer_exactness",
@@ -38,6 +37,7 @@ _FIRST = {
         "integration/test_rollout_memory",
     ],
     "engines": ["integration/test_rollout_process", "integration/test_engine_sockets"],
+    "parts": ["integration/test_engine_parts"],
     "trainers": ["integration/test_trainer_lifetime"],
     "fleet": ["integration/test_fleet_trainer"],
     "trainer": ["integration/test_trainer", "integration/test_trainer_requests", "integration/test_trainer_weights"],

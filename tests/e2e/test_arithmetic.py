@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from tests.conftest import ENVIRONMENT, ROOT, RunningNode
+from tests.extent import only_whole
 from tests.models import EOS, char_tokenizer, make_model, save_checkpoint
 
 EXAMPLE = ROOT / "client" / "examples" / "arithmetic"
@@ -79,6 +80,7 @@ def finished(taught: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return output, done.stdout
 
 
+@only_whole
 def test_the_script_trains_and_the_exported_model_scores_the_same_in_transformers(finished: tuple[Path, str]) -> None:
     output, stdout = finished
     found = re.search(r"^held-out: (\S+) before, (\S+) after, (\S+) in transformers", stdout, re.MULTILINE)
@@ -91,6 +93,7 @@ def test_the_script_trains_and_the_exported_model_scores_the_same_in_transformer
     assert summary["policy_version"] >= 1  # a step whose groups all have equal rewards has no update
 
 
+@only_whole
 def test_a_model_that_scores_otherwise_in_transformers_is_an_error(finished: tuple[Path, str]) -> None:
     output, _ = finished
     metrics = output / "metrics.jsonl"

@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tasuki.rpc.metric_names import ALL
 from tests.integration.rollout_process import left_of, shared_memory
 from tests.limits import limit_s
+from tests.otlp import ReceivedSpan, Receiver, receiving
 
 ROOT = Path(__file__).parents[2]
 RUN = ROOT / "client" / "examples" / "demo" / "run.py"
@@ -101,6 +102,8 @@ class Run:
     resumed: subprocess.CompletedProcess[str]
     scraped: str
     """The last answer of the node's metrics."""
+    spans: list[ReceivedSpan]
+    """Of the resumed part."""
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +111,14 @@ def run(tmp_path_factory: pytest.TempPathFactory, unused_tcp_port_factory: Calla
     """With all that an operator can switch on."""
     output, port = tmp_path_factory.mktemp("runs") / "demo", unused_tcp_port_factory()
     seen = [f"metrics.listen=127.0.0.1:{port}", 'track.to=["tensorboard"]', "rollout.engine.chunked_prefill_size=2048"]
-    overrides, answers, ended = [*SHORT, *seen], list[str](), threading.Event()
+    with receiving() as receiver:
+        return _run(output, port, [*SHORT, *seen, f"telemetry.endpoint={receiver.endpoint}"], receiver)
+
+
+def _run(output: Path, port: int, overrides: Sequence[str], receiver: Receiver) -> Run:
+    answers, ended = list[str](), threading.Event()
     interrupted = _interrupted(output, overrides)
+    receiver.spans.clear()
     scraper = threading.Thread(target=_scrape, args=(port, answers, ended))
     scraper.start()
     arguments = [argument for override in overrides for argument in ("--set", override)]
@@ -124,7 +133,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, unused_tcp_port_factory: Calla
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     # The last one before services began to stop: without them their figures are missing.
     scraped = max(reversed(answers), key=lambda text: text.count("# TYPE "))
-    return Run(output=output, interrupted=interrupted, resumed=resumed, scraped=scraped)
+    return Run(output=output, interrupted=interrupted, resumed=resumed, scraped=scraped, spans=receiver.spans)
 
 
 def _scrape(port: int, answers: list[str], ended: threading.Event) -> None:
@@ -230,8 +239,7 @@ def test_nothing_of_the_demo_goes_on(run: Run):
 def test_a_scrape_of_the_running_node_has_every_metric_and_no_other(run: Run):
     families = {family.name: family for family in text_string_to_metric_families(run.scraped)}
     names = {f"{name}_total" if family.type == "counter" else name for name, family in families.items()}
-    expected = {metric.name for metric in ALL} - {"tasuki_spans_total"}  # of [telemetry], which the demo leaves out
-    assert {name for name in names if name.startswith("tasuki_")} == expected
+    assert {name for name in names if name.startswith("tasuki_")} == {metric.name for metric in ALL}
 
     def labels(name: str, *wanted: str) -> set[tuple[str, ...]]:
         return {tuple(sample.labels[label] for label in wanted) for sample in families[name].samples}
@@ -264,3 +272,23 @@ def test_a_tracker_got_every_step_over_the_resume(run: Run):
     assert json.loads((run.output / "track/tensorboard.json").read_text()) == {"last_step": NUM_STEPS}
     assert len(list((run.output / "track/tensorboard").glob("events.*"))) == 2
     assert "tracker tensorboard" not in run.interrupted.text + run.resumed.stderr
+
+
+def test_a_step_is_one_trace_over_all_services(run: Run):
+    by_id = {span.span_id: span for span in run.spans}
+    for service, method in (
+        ("rollout", "RolloutService/Generate"),
+        ("trainer", "TrainerService/ForwardBackward"),
+        ("trainer", "TrainerService/OptimStep"),
+        ("coordinator", "CoordinatorService/Acquire"),
+    ):
+        name = f"tasuki.v1.{method}"
+        served = [span for span in run.spans if (span.service, span.name) == (f"tasuki-{service}", name)]
+        assert served, method
+        for span in served:
+            caller = by_id[span.parent_id]
+            assert (caller.service, caller.name) == ("tasuki-client", name)
+            assert caller.attributes["tasuki.request_id"] == span.attributes["tasuki.request_id"]
+    for service in ("trainer", "rollout"):  # each at least one stage of both changeovers
+        calls = [by_id[span.parent_id] for span in run.spans if span.service == f"tasuki-{service}" and span.parent_id in by_id]
+        assert any(by_id[call.parent_id].name.startswith("stage ") for call in calls if call.parent_id in by_id)

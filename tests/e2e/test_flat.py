@@ -1,4 +1,4 @@
-"""Changeovers leave nothing behind: fifty here, a thousand in tests/chaos/test_flat.py."""
+"""Changeovers leave nothing behind: thirty here, a thousand in tests/chaos/test_flat.py."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from tests.conftest import RunningNode
 from tests.footprint import MIB, change_over, footprints, growth
 
 
-def test_fifty_changeovers_leave_no_descriptor_and_no_shared_memory(node: RunningNode) -> None:
+def test_thirty_changeovers_leave_no_descriptor_and_no_shared_memory(node: RunningNode) -> None:
     with Client(state_dir=node.state_dir) as client:
         change_over(client, num_changeovers=10)
         before = footprints(node)
-        change_over(client, num_changeovers=50)
+        change_over(client, num_changeovers=30)
         grown = growth(before, footprints(node))
     assert len(grown) >= 6  # supervisor, coordinator, launcher, two ranks, rollout, its engine rank
     for name, one in grown.items():

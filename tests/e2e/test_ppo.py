@@ -7,51 +7,40 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import ENVIRONMENT, RunningNode, started_node
+from tests.conftest import ENVIRONMENT, RunningNode
+from tests.e2e.conftest import CRITIC_LEARNING_RATE, CRITIC_STEPS
+from tests.extent import IS_WHOLE, only_whole
 
 pytestmark = pytest.mark.timeout(720)
-NUM_STEPS = 3
 LIMIT_S = 180.0
-LEARNING_RATE = 1e-3
+NUM_RUNS = 2 if IS_WHOLE else 1
 REWARD = "def odd(prompt, completion, **fields):\n    return float(len(set(completion)) % 2)\n"
-TABLES = f"""
-[trainer.critic]
-learning_rate = {LEARNING_RATE}
-lr_schedule = "linear"
-total_steps = {NUM_STEPS}
-"""
 Train = Callable[..., "subprocess.Popen[str]"]
 
 
-@pytest.fixture(scope="module")
-def critic_node() -> Iterator[RunningNode]:
-    with started_node(tables=TABLES) as node:
-        yield node
-
-
 @pytest.fixture
-def train(critic_node: RunningNode, tmp_path: Path) -> Train:
+def train(roomy: RunningNode, tmp_path: Path) -> Train:
     """Starts `tasuki train` on the node, with its output in `run`."""
     (tmp_path / "odd_reward.py").write_text(REWARD)
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"prompt": letter * 4}) + "\n" for letter in "abcdefgh"))
     settings: dict[str, Any] = {
         "train.algorithm": "ppo", "train.num_mini_batches": 2, "train.num_epochs": 2, "train.max_batches": 3,
         "train.dataset": f"{tmp_path}/train.jsonl", "train.output_dir": f"{tmp_path}/run", "train.reward.function": "odd_reward:odd",
-        "train.prompts_per_step": 3, "train.group_size": 4, "train.max_new_tokens": 6, "train.num_steps": NUM_STEPS,
+        "train.prompts_per_step": 3, "train.group_size": 4, "train.max_new_tokens": 6, "train.num_steps": CRITIC_STEPS,
         "train.top_k": 200,
     }  # fmt: skip
 
     def start(*options: str) -> subprocess.Popen[str]:
         arguments = [argument for key, value in settings.items() for argument in ("--set", f"{key}={json.dumps(value)}")]
         return subprocess.Popen(
-            [sys.executable, "-m", "tasuki.cli", "train", str(critic_node.config), *options, *arguments],
+            [sys.executable, "-m", "tasuki.cli", "train", str(roomy.config), *options, *arguments],
             cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 
@@ -62,16 +51,16 @@ def _steps(output_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_policy_and_critic_learn_in_mini_batches_and_a_second_run_begins_its_schedule(train: Train, tmp_path: Path) -> None:
+def test_policy_and_critic_learn_in_mini_batches_and_every_run_begins_its_schedule(train: Train, tmp_path: Path) -> None:
     rates: list[list[float]] = []
-    for number in range(2):
+    for number in range(NUM_RUNS):
         with train() as done:
             text, _ = done.communicate(timeout=LIMIT_S)
         assert done.returncode == 0, text
         assert text.count("importance ratios are biased") == 1
         steps = _steps(tmp_path / "run")
         *learned, last = steps
-        assert [step["step"] for step in learned] == list(range(NUM_STEPS))
+        assert [step["step"] for step in learned] == list(range(CRITIC_STEPS))
         assert last["mean_reward"] is None
         assert all(step["num_policy_steps"] == 4 for step in learned)
         assert all(later["policy_version"] == step["policy_version"] + 4 for step, later in pairwise(steps))
@@ -82,10 +71,11 @@ def test_policy_and_critic_learn_in_mini_batches_and_a_second_run_begins_its_sch
         rates.append([step["metrics"]["critic/learning_rate"] for step in learned])
         (tmp_path / "run").rename(tmp_path / f"run-{number}")
     # Linear to 0 over the run's own steps, whatever the node learned before it.
-    expected = [LEARNING_RATE * (1 - step / NUM_STEPS) for step in range(NUM_STEPS)]
-    assert rates == [pytest.approx(expected), pytest.approx(expected)]
+    expected = [CRITIC_LEARNING_RATE * (1 - step / CRITIC_STEPS) for step in range(CRITIC_STEPS)]
+    assert rates == [pytest.approx(expected)] * NUM_RUNS
 
 
+@only_whole
 def test_a_client_that_was_killed_between_two_updates_is_resumed_to_the_end(train: Train, tmp_path: Path) -> None:
     pending = tmp_path / "run" / "pending.json"
     with train() as killed:
@@ -102,7 +92,7 @@ def test_a_client_that_was_killed_between_two_updates_is_resumed_to_the_end(trai
     assert resumed.returncode == 0, text
     assert "going on from the node's own policy version" in text
     steps = _steps(tmp_path / "run")
-    assert [step["step"] for step in steps] == list(range(NUM_STEPS + 1))
+    assert [step["step"] for step in steps] == list(range(CRITIC_STEPS + 1))
     assert all(later["policy_version"] == step["policy_version"] + step["num_policy_steps"] for step, later in pairwise(steps))
     assert 0 <= steps[1]["num_policy_steps"] <= 4
     if steps[1]["mean_reward"] is None:  # at least one update was made: the step counts, with its place in the data

@@ -11,6 +11,7 @@ from tasuki.client import Client, Phase
 from tasuki.memory.stages import Stage
 from tests.chaos_node import ChaosNode
 from tests.conftest import RunningNode, tasuki
+from tests.extent import IS_WHOLE
 from tests.limits import limit_s
 
 pytestmark = pytest.mark.timeout(300)
@@ -30,7 +31,7 @@ def chaos(node: RunningNode) -> Iterator[ChaosNode]:
         ("coordinator", Stage.SYNC, signal.SIGKILL),
         ("trainer1", Stage.OFFLOAD, signal.SIGKILL),
         ("coordinator", Stage.PAUSE_WEIGHTS, signal.SIGSTOP),
-        ("scheduler0", Stage.PAUSE_KV, signal.SIGKILL),
+        *([("scheduler0", Stage.PAUSE_KV, signal.SIGKILL)] if IS_WHOLE else []),
     ],
 )
 def test_phase_is_reached_and_nothing_trained_is_lost(

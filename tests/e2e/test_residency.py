@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import grpc
 import pytest
@@ -20,18 +20,11 @@ from tasuki.v1 import memory_pb2, types_pb2
 from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
 from tests.chaos_node import ChaosNode
 from tests.conftest import RunningNode, started_node, tasuki
-from tests.extent import IS_WHOLE
+from tests.extent import only_whole
 
 pytestmark = pytest.mark.timeout(600)
 SERVICES = ("trainer", "rollout")
 _MOVED_BY_SYNC = {Stage.LOAD_WEIGHTS, Stage.SYNC}
-
-
-@pytest.fixture(scope="module")
-def roomy() -> Iterator[RunningNode]:
-    """Its machine has room for everything at once."""
-    with started_node(residency="") as started:
-        yield started
 
 
 def tags(node: RunningNode) -> dict[str, Sequence[types_pb2.TagUsage]]:
@@ -84,7 +77,8 @@ def test_an_engine_that_is_lost_while_the_trainer_works_finds_room(roomy: Runnin
         assert all(tag.stays and not tag.is_paused for tag in tags(roomy)["trainer"])
 
 
-@pytest.mark.parametrize("process", ["trainer1", *(["scheduler0"] if IS_WHOLE else [])])
+@only_whole
+@pytest.mark.parametrize("process", ["trainer1", "scheduler0"])
 def test_a_service_that_is_lost_while_rollout_serves_comes_back_beside_what_stays(roomy: RunningNode, process: str) -> None:
     with Client(state_dir=roomy.state_dir) as client:
         chaos = ChaosNode(roomy, client)
@@ -102,7 +96,7 @@ def test_a_service_that_is_lost_while_rollout_serves_comes_back_beside_what_stay
     assert (audited.returncode, audited.stdout.splitlines()[0]) == (0, "clean"), audited.stdout
 
 
-@pytest.mark.skipif(not IS_WHOLE, reason="a second node: in `make chaos`")
+@only_whole
 def test_a_budget_lets_as_much_stay_as_it_holds(roomy: RunningNode) -> None:
     config = load_config(config_path(roomy.state_dir))
     of_tags = {Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.EXPORT, Part.ROLLOUT_WEIGHTS, Part.KV_CACHE}

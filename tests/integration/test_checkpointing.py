@@ -32,7 +32,7 @@ NUM_LAYERS = 4
 LENGTHS = (300, 270, 40)
 MAX_TOKENS = 320
 # In a test run every rung takes a sample of the steps.
-NUM_STEPS = 50 if IS_WHOLE else 5
+NUM_STEPS = 50 if IS_WHOLE else 3
 RUNGS = tuple(Checkpointing)
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 

@@ -141,13 +141,14 @@ def next_event(answer: http.client.HTTPResponse) -> dict:
 
 
 def wait_for(holds) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def test_pages_that_stay_open_leave_room_for_questions(server) -> None:
+def test_pages_that_stay_open_leave_room_for_questions(server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tasuki.cli.dashboard.server._BEAT_S", 600.0)
     pages = [opened(server) for _ in range(16)]
     assert get(server, "/api/events", token=token_of(server))[0] == 503
     assert ask(server, "/api/run")["steps"] == [0, 30]
@@ -155,12 +156,12 @@ def test_pages_that_stay_open_leave_room_for_questions(server) -> None:
         page.close()
     closed_at = time.monotonic()
     opened(server).close()
-    assert time.monotonic() - closed_at < 3, "pages that are gone were kept until the next beat"
+    assert time.monotonic() - closed_at < 60, "pages that are gone were kept until the next beat"
 
 
 def opened(server) -> socket.socket:
     """A page that follows the events, as soon as there is room."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while True:
         page = socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=10)
         page.sendall(

@@ -7,34 +7,23 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from tasuki.transport.gloo_peers import check_peers
+from tasuki.transport.gloo_peers import check_gloo_peers, check_peers
 from tasuki.wire.errors import PeerUnavailable
 from tests.conftest import ENVIRONMENT
+from tests.integration.forked import processes
 from tests.sockets import NOBODY, listeners
 
 LIMIT_S = 90.0
-RANK = """
-import sys
-from datetime import timedelta
-import torch.distributed as dist
-from tasuki.transport.gloo_peers import check_gloo_peers
-from tasuki.wire.errors import PeerUnavailable
-check_gloo_peers()
-check_gloo_peers()
-store, rank = dist.FileStore(sys.argv[1], 2), int(sys.argv[2])
-try:
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
-    given = [None] * 2
-    dist.all_gather_object(given, f"from {rank}")
-    print(given)
-except PeerUnavailable as error:
-    print("refused:", error)
-"""
 # Connects to a rank's port as each of the peers that the rank may wait for: gloo numbers its connections from zero.
 STRANGER = """
 import os, socket, struct, sys, time
@@ -49,42 +38,72 @@ time.sleep(600)
 """
 
 
+@dataclass(frozen=True)
+class Rank:
+    process: BaseProcess
+    answers: Connection
+
+    def answer(self) -> str:
+        assert self.answers.poll(LIMIT_S), "the rank gave no answer"
+        return self.answers.recv()
+
+
+def run_rank(store_path: Path, rank: int, answers: Connection) -> None:
+    """Meets the other rank, and tells what all gave, or why it refused."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    check_gloo_peers()
+    check_gloo_peers()
+    store = dist.FileStore(str(store_path), 2)
+    given: list[str] = [""] * 2
+    try:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+        dist.all_gather_object(given, f"from {rank}")
+        answers.send(f"{given}")
+    except PeerUnavailable as error:
+        answers.send(f"refused: {error}")
+
+
 @pytest.fixture
-def started() -> Iterator[list[subprocess.Popen[str]]]:
-    processes: list[subprocess.Popen[str]] = []
-    yield processes
-    for process in processes:
-        process.kill()
-        process.communicate()
+def start(tmp_path: Path) -> Iterator[Callable[[int], Rank]]:
+    """Starts a rank of two."""
+    ranks: list[Rank] = []
+
+    def started(rank: int) -> Rank:
+        ours, theirs = processes.Pipe()
+        process = processes.Process(target=run_rank, args=(tmp_path / "store", rank, theirs), daemon=True)
+        process.start()
+        ranks.append(Rank(process, ours))
+        return ranks[-1]
+
+    yield started
+    for rank in ranks:
+        rank.process.kill()
+        rank.process.join()
+        rank.answers.close()
 
 
-def start(started: list[subprocess.Popen[str]], code: str, *arguments: object) -> subprocess.Popen[str]:
-    argv = [sys.executable, "-c", code, *map(str, arguments)]
-    environment = ENVIRONMENT | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, text=True)
-    started.append(process)
-    return process
-
-
-def test_ranks_of_one_user_reach_each_other(started: list[subprocess.Popen[str]], tmp_path: Path) -> None:
-    ranks = [start(started, RANK, tmp_path / "store", rank) for rank in range(2)]
-    assert [rank.communicate(timeout=LIMIT_S)[0] for rank in ranks] == ["['from 0', 'from 1']\n"] * 2
+def test_ranks_of_one_user_reach_each_other(start: Callable[[int], Rank]) -> None:
+    ranks = [start(rank) for rank in range(2)]
+    assert [rank.answer() for rank in ranks] == ["['from 0', 'from 1']"] * 2
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
-def test_a_rank_refuses_a_peer_of_another_user_before_it_takes_anything_from_it(
-    started: list[subprocess.Popen[str]], tmp_path: Path
-) -> None:
-    first = start(started, RANK, tmp_path / "store", 0)
+def test_a_rank_refuses_a_peer_of_another_user_before_it_takes_anything_from_it(start: Callable[[int], Rank]) -> None:
+    first = start(0)
+    assert first.process.pid is not None
     deadline = time.monotonic() + LIMIT_S
-    while not (ports := [listener.port for listener in listeners([first.pid])]):
+    while not (ports := [one.port for one in listeners([first.process.pid]) if one.kind != "unix"]):
         assert time.monotonic() < deadline, "the rank does not listen"
         time.sleep(0.05)
-    stranger = start(started, STRANGER, NOBODY, *ports)
-    assert stranger.stdout is not None
-    assert stranger.stdout.readline() == "connected\n"
-    start(started, RANK, tmp_path / "store", 1)
-    assert first.communicate(timeout=LIMIT_S)[0].startswith(f"refused: a process of user {NOBODY} ")
+    argv = [sys.executable, "-c", STRANGER, *map(str, (NOBODY, *ports))]
+    with subprocess.Popen(argv, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as stranger:
+        try:
+            assert stranger.stdout is not None
+            assert stranger.stdout.readline() == "connected\n"
+            start(1)
+            assert first.answer().startswith(f"refused: a process of user {NOBODY} ")
+        finally:
+            stranger.kill()
 
 
 def test_a_connection_to_this_user_is_taken_and_one_that_is_missing_is_not() -> None:

@@ -15,7 +15,7 @@ from tasuki.coordinator.audit.history import History, read_history
 from tasuki.coordinator.audit.replay import audit
 from tests.conftest import ENVIRONMENT
 from tests.extent import IS_WHOLE
-from tests.unit.test_simulation import memory_folder
+from tests.unit.memory_folder import memory_folder
 
 WRITER = Path(__file__).with_name("journal_writer.py")
 NUM_KILLS, BATCH, SEED = 500 if IS_WHOLE else 100, 50, 5

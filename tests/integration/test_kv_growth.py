@@ -20,6 +20,7 @@ from tasuki.transport.pool_socket import PoolServer
 from tasuki.v1 import types_pb2
 from tasuki.v1.rollout_pb2 import KvCacheState
 from tests.conftest import ENVIRONMENT
+from tests.extent import only_whole
 from tests.integration.rollout_process import (
     RolloutClient,
     RolloutProcess,
@@ -211,6 +212,7 @@ async def test_a_drain_gives_back_what_the_last_samples_do_not_use(node: Node, r
     assert paused.released_bytes == total - released
 
 
+@only_whole
 async def test_a_drain_that_is_taken_back_grows_again(node: Node, rollout: RolloutClient) -> None:
     await rollout.wake(node.trainer.publish(7))
     await growth_until(rollout, is_whole)
@@ -225,6 +227,7 @@ async def test_a_drain_that_is_taken_back_grows_again(node: Node, rollout: Rollo
     assert await rollout.generate([[5, 6, 7]], max_new_tokens=30, temperature=0.0, ignore_eos=True) == first
 
 
+@only_whole
 async def test_many_changeovers_leave_every_chunk_where_it_was(node: Node, rollout: RolloutClient) -> None:
     free = node.free_bytes
     for version in range(8, 8 + NUM_STEPS):

@@ -16,6 +16,7 @@ from tasuki.config.places import exit_path, log_path, restart_request_path, sock
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.supervisor.node import StartedNode, running_node, stop_node
 from tasuki.wire.errors import NodeRunning
+from tests.extent import IS_WHOLE
 from tests.integration.node_process import LIMIT_S, Start, is_alive, nodes_in, wait_for
 
 
@@ -102,7 +103,7 @@ def test_node_that_was_let_go_outlives_its_starter(start: Start) -> None:
     node.assert_gone()
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.1, 0.3, 0.6])
+@pytest.mark.parametrize("after_s", [0.0, 0.1, 0.3, 0.6] if IS_WHOLE else [0.0, 0.3])
 def test_interrupt_while_the_node_starts_leaves_nothing_behind(start: Start, after_s: float) -> None:
     node = start(first="good", second="good")
     time.sleep(after_s)

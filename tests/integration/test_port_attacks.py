@@ -16,6 +16,7 @@ from tasuki.config.places import log_path, node_targets
 from tasuki.config.ports import port_targets
 from tasuki.v1.types_pb2 import PHASE_ROLLOUT, PHASE_TRAIN
 from tasuki.wire.channel import open_channel
+from tests.extent import IS_WHOLE
 from tests.integration.coordinator_process import Node, running_node
 from tests.integration.mutations import mutated_calls
 from tests.integration.port_node import certificate, make_certs, make_tokens, mtls, port_config, tokens
@@ -23,7 +24,7 @@ from tests.integration.raw_calls import answers, code_of
 from tests.integration.slow_connections import slow_connections
 from tests.limits import limit_s
 
-NUM_MUTATIONS = 10_000
+NUM_MUTATIONS = 10_000 if IS_WHOLE else 2_000
 NUM_SLOW = 500
 ANSWERS = {
     grpc.StatusCode.OK,
@@ -81,7 +82,7 @@ async def test_mutated_messages_are_answered_and_break_nothing(certs_node: tuple
     assert codes.total() == NUM_MUTATIONS
     assert codes[grpc.StatusCode.INVALID_ARGUMENT] > NUM_MUTATIONS / 10
     assert codes.keys() <= ANSWERS, codes
-    assert codes[grpc.StatusCode.DEADLINE_EXCEEDED] < NUM_MUTATIONS / 1000
+    assert codes[grpc.StatusCode.DEADLINE_EXCEEDED] < NUM_MUTATIONS / 200
     after = await node.settled()
     assert (after.boot_id, after.epoch) == (before.boot_id, before.epoch)
     assert (await node.acquire(PHASE_ROLLOUT))[-1].state.phase == PHASE_ROLLOUT

@@ -204,7 +204,7 @@ async def test_connections_that_end_by_their_age_lose_no_call_and_shut_a_lost_au
             await load.stop()
             async with node.scripted.changed:
                 node.scripted.changed.notify_all()
-            await asyncio.wait_for(anext(watch), 5)  # longer than any connection's age
+            await asyncio.wait_for(anext(watch), 60)  # longer than any connection's age
             await client.state()
             kept = folder / "kept.pem"
             kept.write_bytes((folder / "ca.pem").read_bytes())

@@ -63,7 +63,7 @@ async def run_at(node: PortNode, argv: list[str], folder: Path) -> str:
     argv = [part.replace("node-a:50050", node.target) for part in argv]
     environment = {**ENVIRONMENT, "PATH": PATH}
     process = await asyncio.create_subprocess_exec(*argv, cwd=folder, env=environment, stdout=-1, stderr=-2)
-    output, _ = await asyncio.wait_for(process.communicate(), 30)
+    output, _ = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 0, output.decode()
     return output.decode()
 

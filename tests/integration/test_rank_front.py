@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import signal
 import stat
@@ -25,11 +24,11 @@ from tasuki.v1.memory_pb2 import PauseResponse
 from tasuki.v1.ranks_pb2 import EngineRankCommand, EngineRankResult, RankReady, TrainerRankCommand, TrainerRankResult
 from tasuki.v1.trainer_pb2 import SaveCheckpointRequest, SaveCheckpointResponse
 from tasuki.wire.errors import Busy, InternalError, OutOfGpuMemory, PeerUnavailable
+from tests.integration import forked
 
 Front: TypeAlias = RankFront[TrainerRankCommand, TrainerRankResult]
 START_S = 60.0
 STRAGGLER_S = 1.0
-_spawn = multiprocessing.get_context("spawn")
 
 
 def work(request: SaveCheckpointRequest) -> SaveCheckpointResponse:
@@ -89,7 +88,9 @@ async def until(is_so: Callable[[], bool]) -> None:
 async def running(folder: Path, *, num_ranks: int = 2) -> AsyncIterator[tuple[Front, Sequence[BaseProcess]]]:
     """A front whose ranks have all connected, and are watched."""
     front = make_front(folder, num_ranks=num_ranks)
-    processes = [_spawn.Process(target=run_rank, args=(front.address, rank), daemon=True) for rank in range(num_ranks)]
+    processes = [
+        forked.processes.Process(target=run_rank, args=(front.address, rank), daemon=True) for rank in range(num_ranks)
+    ]
     try:
         for process in processes:
             process.start()

@@ -88,7 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pool(folder: Path) -> Iterator[RewardPool]:
-    with RewardPool("my_rewards:reward", folders=[folder], timeout_s=0.5) as pool:
+    with RewardPool("my_rewards:reward", folders=[folder], timeout_s=2.0) as pool:
         yield pool
 
 
@@ -104,8 +104,8 @@ def test_rewards_come_in_order_with_the_fields_of_their_row(pool: RewardPool):
     [
         ("raises", "raised Odd: odd"),
         ("exits", "raised SystemExit: 3"),
-        ("hangs", "gave no answer within 0.5 s"),
-        ("deaf", "gave no answer within 0.5 s"),
+        ("hangs", "gave no answer within 2 s"),
+        ("deaf", "gave no answer within 2 s"),
         ("dies", "ended its worker process"),
         ("nan", "returned nan"),
         ("inf", "returned inf"),
@@ -133,19 +133,19 @@ def test_a_reward_that_ignores_sigterm_is_killed_at_once(pool: RewardPool):
     with pytest.raises(RewardFailed):
         pool.score(ROWS, ["deaf", "right"])
     pool.score(ROWS, ["right", "right"])
-    # Its limit of half a second, and a new worker's start.
-    assert time.monotonic() - started < limit_s(3.5)
+    # Its limit of two seconds, and a new worker's start.
+    assert time.monotonic() - started < limit_s(5)
 
 
 def test_with_zero_every_failure_counts_as_zero_and_is_counted(folder: Path):
-    with RewardPool("my_rewards:reward", folders=[folder], timeout_s=0.5, on_error="zero", num_workers=2) as pool:
+    with RewardPool("my_rewards:reward", folders=[folder], timeout_s=2.0, on_error="zero", num_workers=2) as pool:
         scores = pool.score([ROWS[0]] * 6, ["right", "raises", "hangs", "dies", "nan", "right"])
     assert scores.rewards.tolist() == [1, 0, 0, 0, 0, 1]
     assert scores.num_failed == 4
 
 
 def test_with_skip_every_failure_is_nan_and_is_counted(folder: Path):
-    with RewardPool("my_rewards:reward", folders=[folder], timeout_s=0.5, on_error="skip", num_workers=2) as pool:
+    with RewardPool("my_rewards:reward", folders=[folder], timeout_s=2.0, on_error="skip", num_workers=2) as pool:
         scores = pool.score([ROWS[0]] * 6, ["right", "raises", "hangs", "dies", "nan", "wrong"])
         none = pool.score([ROWS[0]], ["raises"])
     np.testing.assert_array_equal(scores.rewards, np.float32([1, np.nan, np.nan, np.nan, np.nan, 0]))
@@ -201,11 +201,11 @@ def test_several_rewards_are_summed_by_weight_and_kept_by_name(folder: Path):
 
 def test_one_failure_of_several_rewards_fails_the_sample(folder: Path):
     completions = ["right", "hangs", "nan", "right"]
-    with RewardPool(NAMED, folders=[folder], timeout_s=0.5, on_error="skip") as pool:
+    with RewardPool(NAMED, folders=[folder], timeout_s=2.0, on_error="skip") as pool:
         skipped = pool.score([ROWS[0]] * 4, completions)
-    with RewardPool(NAMED, folders=[folder], timeout_s=0.5, on_error="zero") as pool:
+    with RewardPool(NAMED, folders=[folder], timeout_s=2.0, on_error="zero") as pool:
         zeroed = pool.score([ROWS[0]] * 4, completions)
-    with RewardPool(NAMED, folders=[folder], timeout_s=0.5) as pool, pytest.raises(RewardFailed) as raised:
+    with RewardPool(NAMED, folders=[folder], timeout_s=2.0) as pool, pytest.raises(RewardFailed) as raised:
         pool.score([ROWS[0]] * 4, ["right", "right", "nan", "right"])
     np.testing.assert_array_equal(skipped.rewards, np.float32([1.5, np.nan, np.nan, 1.5]))
     np.testing.assert_array_equal(skipped.by_name["short"], np.float32([1, np.nan, 1, 1]))
@@ -300,7 +300,7 @@ def test_no_worker_outlives_a_process_that_is_interrupted_or_killed(folder: Path
         time.sleep(0.5)
         os.killpg(process.pid, number) if number == signal.SIGINT else process.kill()
         process.wait(timeout=20)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while Path(f"/proc/{worker}").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     is_left = Path(f"/proc/{worker}").exists()

@@ -92,7 +92,7 @@ def test_a_start_that_takes_too_long_is_given_up(tmp_path: Path, rollout_model: 
     assert line.startswith("tasuki.rollout: DEADLINE_EXCEEDED: the engine did not start within rollout.start_timeout_s = 1 s")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, *([signal.SIGINT] if IS_WHOLE else [])])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *([signal.SIGKILL, signal.SIGINT] if IS_WHOLE else [])])
 def test_a_start_that_is_stopped_leaves_no_process(tmp_path: Path, rollout_model: Path, number: signal.Signals) -> None:
     rollout = start_rollout(tmp_path / "node", rollout_model)
     while not (processes := children(rollout)):

@@ -29,8 +29,8 @@ from tasuki.v1.trainer_pb2_grpc import TrainerServiceServicer, add_TrainerServic
 from tasuki.wire.errors import PeerUnavailable, TasukiError
 from tests.extent import IS_WHOLE
 from tests.integration.faulty_proxy import Break, FaultyProxy
+from tests.unit.memory_folder import memory_folder
 from tests.unit.simulated_services import Disk, SimulatedRollout, SimulatedTrainer
-from tests.unit.test_simulation import memory_folder
 
 NUM_FAULTS, SHARE, SEED = 1000 if IS_WHOLE else 150, 0.2, 5
 DUPLICATE = "the request arrives twice"

@@ -20,6 +20,7 @@ from tasuki.memory import stages
 from tasuki.v1.types_pb2 import STAGE_SYNC
 from tasuki.wire.errors import OutOfGpuMemory
 from tests.integration.coordinator_process import Node, running_node
+from tests.limits import limit_s
 from tests.otlp import ReceivedSpan, Receiver, receiving
 from tests.ports import free_port
 
@@ -113,7 +114,7 @@ async def test_the_coordinator_counts_what_became_of_its_spans(tmp_path: Path) -
             await acquire(node, Phase.ROLLOUT, endpoint=None)
             receiver.one("changeover to ROLLOUT")
             url = f"http://{node.config.metrics.listen}/metrics"
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 60
             while 'tasuki_spans_total{outcome="sent",service="coordinator"} 0.0' in (text := scrape(url)):
                 assert time.monotonic() < deadline
     assert 'tasuki_spans_total{outcome="dropped",service="coordinator"} 0.0' in text
@@ -129,11 +130,11 @@ async def test_a_receiver_that_hangs_changes_nothing(tmp_path: Path) -> None:
             started = time.monotonic()
             for phase in (Phase.ROLLOUT, Phase.TRAIN, Phase.ROLLOUT):
                 await acquire(node, phase, endpoint=None)
-            assert time.monotonic() - started < 5
-            deadline = time.monotonic() + 10
+            assert time.monotonic() - started < limit_s(5)
+            deadline = time.monotonic() + 60
             while not receiver.num_requests:
                 assert time.monotonic() < deadline
             stopped = time.monotonic()
-        assert time.monotonic() - stopped < 10  # and with exit code 0
+        assert time.monotonic() - stopped < limit_s(10)  # and with exit code 0
     log = log_path(node.config.state_dir, "coordinator").read_text()
     assert "Traceback" not in log and "opentelemetry" not in log

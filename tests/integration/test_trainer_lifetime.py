@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tasuki.wire.errors import from_rpc_error
+from tests.extent import only_whole
 from tests.integration.trainer_process import TrainerClient, TrainerProcess, connect, is_alive, start_trainer
 from tests.integration.trainer_samples import make_samples
 from tests.limits import limit_s
@@ -101,7 +102,7 @@ async def test_a_rank_that_dies_in_a_call_is_named_and_takes_the_trainer_with_it
     assert two_ranks.process.wait() != 0
 
 
-@pytest.mark.parametrize("victim", ["launcher", "rank 0"])
+@pytest.mark.parametrize("victim", ["launcher", pytest.param("rank 0", marks=only_whole)])
 def test_whoever_is_killed_no_process_stays(model: Path, tmp_path: Path, victim: str) -> None:
     trainer = start_trainer(tmp_path / "node", model, num_ranks=2)
     trainer.wait_until_serving()

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tasuki.client.encode import loss_to_proto
 from tasuki.transport.imported_weights import import_weights
 from tasuki.v1.types_pb2 import ROLE_REFERENCE
+from tests.extent import only_whole
 from tests.integration import trainer_samples as plain
 from tests.integration.trainer_process import TrainerClient, TrainerProcess, connect, samples_of_now, start_trainer
 from tests.models import make_model, save_checkpoint
@@ -116,6 +117,7 @@ async def test_published_and_exported_weights_have_the_adapters_added_and_rounde
         torch.testing.assert_close(tensor.float(), merged[name], rtol=2**-7, atol=1e-6)
 
 
+@only_whole
 async def test_a_trainer_started_anew_has_the_adapters_of_its_log_and_of_its_checkpoint(
     client: TrainerClient, trainer: TrainerProcess, model: Path, node: Path, tmp_path: Path
 ) -> None:

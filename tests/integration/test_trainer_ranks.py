@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import sys
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -17,8 +17,7 @@ from tasuki.trainer.ranks.front import TrainerRanks
 from tasuki.trainer.ranks.loop import run_rank
 from tasuki.v1.ranks_pb2 import RankReady
 from tasuki.wire.errors import PathNotFound
-
-_spawn = multiprocessing.get_context("spawn")
+from tests.integration import forked
 
 
 def run(folder: str, rank: int, launcher: int, *, fails: bool) -> None:
@@ -42,9 +41,9 @@ def run(folder: str, rank: int, launcher: int, *, fails: bool) -> None:
     sys.exit(0 if has_served else 3)
 
 
-def start_ranks(folder: Path, launcher: int, *, fails: bool = False) -> list[multiprocessing.process.BaseProcess]:
-    processes = [
-        _spawn.Process(target=run, args=(str(folder), rank, launcher), kwargs={"fails": fails}, daemon=True)
+def start_ranks(folder: Path, launcher: int, *, fails: bool = False) -> list[BaseProcess]:
+    processes: list[BaseProcess] = [
+        forked.processes.Process(target=run, args=(str(folder), rank, launcher), kwargs={"fails": fails}, daemon=True)
         for rank in range(2)
     ]
     for process in processes:
@@ -52,7 +51,7 @@ def start_ranks(folder: Path, launcher: int, *, fails: bool = False) -> list[mul
     return processes
 
 
-def exit_codes(processes: list[multiprocessing.process.BaseProcess]) -> list[int | None]:
+def exit_codes(processes: list[BaseProcess]) -> list[int | None]:
     for process in processes:
         process.join(60)
         process.kill()

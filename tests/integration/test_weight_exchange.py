@@ -21,7 +21,7 @@ from tasuki.rollout.sync import WeightSync
 from tasuki.transport.imported_weights import import_weights
 from tasuki.v1 import types_pb2, weights_pb2
 from tasuki.wire.errors import OutOfGpuMemory, WeightsCorrupt
-from tests.extent import IS_WHOLE
+from tests.extent import IS_WHOLE, only_whole
 from tests.integration.adapter_rank import Adapter
 from tests.integration.dtensor_ranks import dtensor_ranks, whole_model
 from tests.integration.engine_rank import EngineRanks, check_outcomes, engine_ranks, pieces_of
@@ -117,6 +117,7 @@ async def test_adapters_arrive_merged_as_the_exported_folder_has_them(ranks: Eng
     assert all(outcome.fallback_names == () for outcome in outcomes)
 
 
+@only_whole
 async def test_adapters_alone_arrive_where_sglang_puts_those_of_the_exported_folder(ranks: EngineRanks, tmp_path: Path) -> None:
     # One key-value head, which both engine ranks have.
     settings = '[rollout]\nlora = "adapter"'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,12 +11,23 @@ from hypothesis import HealthCheck, settings
 
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
+from tests.extent import IS_WHOLE, examples
 from tests.unit.fake_node import make_node
 from tests.unit.fake_services import FakeServices
+from tests.unit.memory_folder import memory_folder
 
-# How long an example takes says how busy the machine is, no more.
-settings.register_profile("tasuki", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# How long an example takes says how busy the machine is, no more. The same examples in every `make test`, others in each `make chaos`.
+settings.register_profile(
+    "tasuki", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=examples(100), derandomize=not IS_WHOLE
+)
 settings.load_profile("tasuki")
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """In memory: no test cuts the power, so no commit need wait for a disk."""
+    with tempfile.TemporaryDirectory(prefix="tasuki-test-", dir=memory_folder(), ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

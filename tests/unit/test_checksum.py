@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tasuki.transport import checksum as checksum_module
 from tasuki.transport.checksum import MODULUS, checksum
 from tasuki.transport.plan import Slice, whole
+from tests.extent import examples
 
 
 def place(view: torch.Tensor) -> Slice:
@@ -30,7 +31,7 @@ def test_shards_add_up_to_the_whole() -> None:
     assert sum(shards) % MODULUS == checksum(tensor, whole((7, 3)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(0, 59), st.integers(0, 15))
 def test_any_flipped_bit_is_seen(index: int, bit: int) -> None:
     tensor = torch.arange(60, dtype=torch.float32).bfloat16()

@@ -16,6 +16,7 @@ from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.records import Outcome
 from tasuki.memory.stages import HOLDS, Phase, Stage
 from tasuki.wire.errors import InvalidArgument
+from tests.limits import limit_s
 
 RECORDED = Path(__file__).parents[1] / "recorded_run"
 
@@ -44,7 +45,7 @@ def test_a_reader_sees_what_the_writer_commits_and_holds_up_none_of_it(journal: 
         started = time.perf_counter()
         for number in range(20):
             write_changeover(journal, f"a{number}")
-        assert time.perf_counter() - started < 2.0
+        assert time.perf_counter() - started < limit_s(2.0)
         assert db.execute("SELECT count(*) FROM changeovers").fetchone()[0] == 0  # its own moment
         with pytest.raises(sqlite3.OperationalError):
             db.execute("DELETE FROM results")
@@ -131,11 +132,11 @@ def test_ten_thousand_changeovers_stay_quick(tmp_path: Path) -> None:
         db.commit()
     tail = read_all(JournalTail(path))
     assert len(tail.columns.times) == 90_000
-    started = time.perf_counter()
+    started = time.process_time()
     chart = tail.seconds_by_changeover(points=200)
     last = page(path, limit=50)
     assert page(path, only_failed=True)["changeovers"] == []
-    assert time.perf_counter() - started < 2.0
+    assert time.process_time() - started < 2.0
     assert (len(chart["numbers"]), chart["bucket"], chart["numbers"][-1]) == (200, 50, 10_000)
     assert {value for values in chart["series"].values() for value in values} == {0.1}
     assert (last["changeovers"][0]["number"], len(last["changeovers"][0]["stages"])) == (10_000, 9)

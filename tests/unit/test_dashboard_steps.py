@@ -66,9 +66,9 @@ def test_a_hundred_thousand_steps_are_a_few_points_that_keep_the_extremes(tmp_pa
     values = [math.sin(step / 1000) + (step == 54_321) * 50 for step in range(100_000)]
     (tmp_path / "metrics.jsonl").write_text("".join(line(step, loss=value) for step, value in enumerate(values)))
     columns = read_all(StepColumns(tmp_path))
-    started = time.perf_counter()
+    started = time.process_time()
     found = thinned(columns, points=400)
-    assert time.perf_counter() - started < 1.0
+    assert time.process_time() - started < 1.0
     loss = found["series"]["loss"]
     assert (len(found["steps"]), found["bucket"], found["steps"][-1]) == (400, 250, 99_999)
     assert max(loss["high"]) > 49 and max(loss["mean"]) < 2

@@ -16,12 +16,12 @@ import pytest
 from tasuki.fleet.audit import FleetAudit
 from tasuki.memory.stages import Phase, Service, Stage
 from tests.extent import IS_WHOLE
+from tests.unit.memory_folder import memory_folder
 from tests.unit.simulated_fleet import FleetFault, SimulatedFleet
-from tests.unit.test_simulation import memory_folder
 from tests.unit.virtual_time import VirtualTimeLoop
 
-NUM_SEEDS, NUM_CHUNKS, NUM_STEPS = (150, 15, 3) if IS_WHOLE else (9, 3, 2)
-STRIDE = 1 if IS_WHOLE else 7
+NUM_SEEDS, NUM_CHUNKS, NUM_STEPS = (150, 15, 3) if IS_WHOLE else (6, 3, 2)
+STRIDE = 1 if IS_WHOLE else 11
 """Of the places of the grid one in so many."""
 POINTS = ("intend", "intended", "begin", "begun", "end", "ended", "note", "noted", "decide", "decided")
 

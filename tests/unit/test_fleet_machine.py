@@ -19,8 +19,8 @@ from tasuki.fleet.rules import common_place
 from tasuki.memory.stages import Phase, Service, Stage
 from tasuki.wire.errors import TasukiError
 from tests.extent import IS_WHOLE
+from tests.unit.memory_folder import memory_folder
 from tests.unit.simulated_fleet import FleetFault, SimulatedFleet
-from tests.unit.test_simulation import memory_folder
 from tests.unit.virtual_time import VirtualTimeLoop
 
 NUM_NODES = 2

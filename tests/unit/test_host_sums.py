@@ -10,6 +10,7 @@ from hypothesis import strategies as some
 from tasuki.transport.checksum import checksum
 from tasuki.transport.copies import ViewChecksum, ViewCopy, prepare_checksums, prepare_summed_copies
 from tasuki.transport.plan import Slice, whole
+from tests.extent import examples
 
 CPU = torch.device("cpu")
 DTYPES = [torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.int64]
@@ -34,7 +35,7 @@ def place(view: torch.Tensor) -> Slice:
     return Slice(view.storage_offset(), tuple(view.shape), view.stride())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     shape=some.lists(some.integers(0, 12), min_size=1, max_size=4).map(tuple),
     dtype=some.sampled_from(DTYPES),

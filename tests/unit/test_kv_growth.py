@@ -145,5 +145,5 @@ async def test_an_engine_that_ends_does_not_wait_for_a_step_without_an_answer() 
     growth = growth_of(SilentRanks())
     await growth.begin()
     assert growth.is_growing
-    await asyncio.wait_for(growth.close(), timeout=5)
+    await asyncio.wait_for(growth.close(), timeout=60)
     assert not growth.is_growing

@@ -21,6 +21,7 @@ from tasuki.algorithms.loss_types import (
     ValueLoss,
 )
 from tasuki.algorithms.objective import policy_loss, value_loss
+from tests.extent import examples
 from tests.unit.every_loss import EXAMPLES, has_ratio
 from tests.unit.loss_batches import Case, part, random_case
 
@@ -49,7 +50,7 @@ def _loss_sum(config: LossConfig, case: Case) -> LossSum:
     aggregation=st.sampled_from(Aggregation),
     cuts=st.sets(st.integers(0, 6)),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_parts_add_up_to_the_loss_its_gradient_and_its_metrics(
     loss, lengths: list[int], seed: int, aggregation: Aggregation, cuts: set[int]
 ) -> None:

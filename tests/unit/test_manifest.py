@@ -24,6 +24,7 @@ from tasuki.transport.manifest import (
     to_proto,
 )
 from tasuki.wire.errors import BadHandle
+from tests.extent import examples
 from tests.slices import Cut, by_boxes, by_columns, by_rows, by_rows_and_columns, part_of
 from tests.unit.boxes import boxes_in, partitions, shapes
 
@@ -202,7 +203,7 @@ def test_slices_that_overlap_or_are_missing_are_refused(boxes: tuple[tuple[tuple
     assert caught.value.metadata["tensor"] == "a"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.data())
 def test_random_boxes_are_refused_exactly_when_some_element_is_not_there_once(data: st.DataObject) -> None:
     shape = data.draw(shapes())
@@ -231,10 +232,10 @@ def test_a_gap_among_many_slices_of_many_dimensions_is_found_at_once() -> None:
     shape = (64,) * 8
     whole = Box((0,) * 8, shape)
     boxes = [Box(tuple(index if dim == index % 8 else 0 for dim in range(8)), (1,) * 8) for index in range(64)]
-    started = time.monotonic()
+    started = time.process_time()
     gap = first_gap(boxes, shape)
     assert gap is not None and gap.intersection(whole) == gap and not any(gap.intersection(box) for box in boxes)
-    assert time.monotonic() - started < 1.0
+    assert time.process_time() - started < 1.0
 
 
 def test_a_missing_rank_is_refused() -> None:

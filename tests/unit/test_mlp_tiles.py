@@ -12,13 +12,13 @@ from tasuki.planner.layout import GB, Checkpointing, Layout
 from tasuki.planner.presets import MODELS
 from tasuki.planner.trainer_bytes import step_moments
 from tasuki.trainer.backends.fsdp.mlp_tiles import tile_mlps
+from tests.extent import crossed
 from tests.models import CONFIGS, make_model
 from tests.saved_tensors import kept_bytes
-from tests.unit.test_packed_attention import LENGTHS, pack, policy_of
+from tests.unit.test_packed_attention import LENGTHS, RUNGS, pack, policy_of
 
 
-@pytest.mark.parametrize("checkpointing", [Checkpointing.NONE, Checkpointing.ATTENTION, Checkpointing.FULL])
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(("kind", "checkpointing"), crossed(CONFIGS, RUNGS))
 def test_tiles_compute_what_whole_mlps_do(kind: str, checkpointing: Checkpointing) -> None:
     causal_lm, batch = make_model(kind, seed=5), pack(LENGTHS)
     whole, tiled = (policy_of(causal_lm, checkpointing=checkpointing) for _ in range(2))

@@ -25,10 +25,12 @@ from tasuki.trainer.backends.fsdp.routing import replace_routers
 from tasuki.trainer.data.micro_batch import TokenBatch
 from tasuki.trainer.environment import cache_variables
 from tasuki.wire.errors import InvalidArgument
+from tests.extent import crossed
 from tests.models import CONFIGS, VOCAB_SIZE, make_model
 
 LENGTHS = (7, 20, 1, 12, 12, 65)
 """Longer than the windows of tests.models, in two groups."""
+RUNGS = (Checkpointing.NONE, Checkpointing.ATTENTION, Checkpointing.FULL)
 
 
 def pack(lengths: tuple[int, ...], *, seed: int = 0) -> TokenBatch:
@@ -71,8 +73,7 @@ def plain_log_probs(causal_lm: PreTrainedModel, batch: TokenBatch) -> Tensor:
     return log_probs.gather(1, batch.token_ids_N.unsqueeze(1)).squeeze(1)
 
 
-@pytest.mark.parametrize("checkpointing", [Checkpointing.NONE, Checkpointing.ATTENTION, Checkpointing.FULL])
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(("kind", "checkpointing"), crossed(CONFIGS, RUNGS))
 def test_a_pack_equals_its_sequences_one_by_one(kind: str, checkpointing: Checkpointing) -> None:
     causal_lm, batch = make_model(kind, seed=5), pack(LENGTHS)
     policy = policy_of(causal_lm, checkpointing=checkpointing)

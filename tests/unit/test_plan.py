@@ -18,6 +18,7 @@ from tasuki.transport.plan import (
     whole,
 )
 from tasuki.wire.errors import WeightsCorrupt
+from tests.extent import examples
 
 
 def slice_of(view: torch.Tensor) -> Slice:
@@ -60,7 +61,7 @@ def test_a_parameter_that_nothing_writes_is_named() -> None:
         check_coverage(covered(whole((24,))), {"p": 24, "q": 8})
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6), st.integers(0, 7), st.integers(1, 8)), max_size=4))
 def test_counts_agree_with_counting_element_by_element(boxes: list[tuple[int, int, int, int]]) -> None:
     counts = torch.zeros(6, 8, dtype=torch.int64)

@@ -21,6 +21,7 @@ from tasuki.planner.presets import MODELS, PRESETS
 from tasuki.planner.trainer_bytes import step_moments
 from tasuki.wire.errors import InvalidArgument
 from tests.bench import plan_gpu
+from tests.extent import examples
 from tests.unit.test_model_shape import write_model
 
 
@@ -245,7 +246,7 @@ def test_presets_make_plans(name: str):
     assert plan(layout).fits is (name != "70b+")  # 16 bytes a parameter of 72 billion do not fit 8 GPUs of 141 GB
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(tokens=some.integers(1, 60_000), more=some.integers(0, 60_000), mode=some.sampled_from(list(Checkpointing)))
 def test_more_tokens_never_take_less(tokens: int, more: int, mode: Checkpointing):
     few, many = (
@@ -255,7 +256,7 @@ def test_more_tokens_never_take_less(tokens: int, more: int, mode: Checkpointing
     assert few <= many
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(low=some.floats(0.01, 0.99), high=some.floats(0.01, 0.99), strategy=some.sampled_from(list(Strategy)))
 def test_a_larger_kv_ratio_never_takes_less(low: float, high: float, strategy: Strategy):
     low, high = sorted((low, high))
@@ -264,7 +265,7 @@ def test_a_larger_kv_ratio_never_takes_less(low: float, high: float, strategy: S
     assert small.kv_pool.num_tokens <= large.kv_pool.num_tokens
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(sleeping=some.frozensets(some.sampled_from(TAGS)), more=some.sampled_from(TAGS))
 def test_letting_more_leave_never_takes_more_in_the_trainers_phase(sleeping: frozenset[Part], more: Part):
     before, after = (plan(h200s("qwen2.5-7b", sleeping=tags, kv_tokens=40_000)) for tags in (sleeping, sleeping | {more}))

@@ -21,6 +21,7 @@ from tasuki.memory.arena import Access, Arena, Export, Import, Keep
 from tasuki.memory.pool import Identity, PoolKeeper, close_pool, open_pool, pool_bytes, pool_chunk_bytes, pool_usage
 from tasuki.transport.pool_socket import PoolServer, join_pool
 from tasuki.wire.errors import BadHandle, Busy, OutOfGpuMemory, WrongPhase
+from tests.extent import examples
 
 CHUNK = 64 << 10
 NUM_CHUNKS = 6
@@ -166,7 +167,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert usage.num_free <= NUM_CHUNKS - held
 
 
-PoolMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 TestPool = PoolMachine.TestCase
 
 WORKER = """

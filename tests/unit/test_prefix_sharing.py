@@ -28,9 +28,9 @@ from tasuki.trainer.data.samples import NO_PREFIX, Samples
 from tasuki.trainer.ranks.wire import decode_columns, encode_samples
 from tasuki.v1.ranks_pb2 import SampleColumns
 from tasuki.wire.errors import InvalidArgument
-from tests.extent import IS_WHOLE
+from tests.extent import crossed, examples
 from tests.models import CONFIGS, VOCAB_SIZE, make_model
-from tests.unit.test_packed_attention import policy_of
+from tests.unit.test_packed_attention import RUNGS, policy_of
 
 CPU = torch.device("cpu")
 GROUPS = ((9, (4, 1, 30, 4)), (2, (70, 3)), (5, (8,)), (12, (1, 1)))
@@ -108,10 +108,11 @@ def attended(samples: Samples, q: Tensor, k: Tensor, v: Tensor, *, window: int |
     return out[places]
 
 
-@pytest.mark.parametrize("products_up_to", [256, 0], ids=["products", "fused"])
-@pytest.mark.parametrize("softcap", [None, 0.8])
-@pytest.mark.parametrize("window", [None, 1, 5, 300])
-@settings(max_examples=25 if IS_WHOLE else 6, deadline=None)
+@pytest.mark.parametrize(
+    ("window", "softcap", "products_up_to"),
+    crossed((None, 1, 5, 300), (None, 0.8), (256, 0)),
+)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     groups=st.lists(
         st.tuples(st.integers(1, 40), st.lists(st.integers(1, 40), min_size=1, max_size=4).map(tuple)), min_size=1, max_size=4
@@ -134,8 +135,7 @@ def test_attention_over_shared_prompts_equals_that_of_each_sample(
             torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("checkpointing", [Checkpointing.NONE, Checkpointing.ATTENTION, Checkpointing.FULL])
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(("kind", "checkpointing"), crossed(CONFIGS, RUNGS))
 def test_every_family_computes_the_same(kind: str, checkpointing: Checkpointing) -> None:
     policy, samples = policy_of(make_model(kind, seed=5), checkpointing=checkpointing), make_samples(GROUPS)
     weights_N = torch.randn(int(samples.num_completion_S.sum()), generator=torch.Generator().manual_seed(1))

@@ -20,6 +20,7 @@ from tasuki.client.rl_loop import Settings
 from tasuki.client.sample_dump import SampleDump
 from tasuki.client.shown_samples import ShownSamples
 from tasuki.client.types import FinishReason, Sample, SamplingParams
+from tests.limits import limit_s
 from tests.tiny_disk import tmpfs
 from tests.unit.loop_node import LoopClient, by_number, loop_of, steps_of
 
@@ -178,7 +179,7 @@ def test_a_disk_that_hangs_does_not_hold_the_loop_up(tmp_path: Path, monkeypatch
     with SampleDump(tmp_path, tell=told.append) as dump:
         for step in range(40):
             dump.write(shown_step(step))
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < limit_s(2.0)
     assert len(told) == 1 and "too slow" in told[0]
     os.close(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK))  # lets the thread go
 
@@ -200,7 +201,7 @@ def test_nothing_is_gathered_without_a_dump(settings: Settings):
 
 
 def wait_until(is_so: Any) -> None:
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 60.0
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -16,13 +16,14 @@ from tasuki.coordinator.audit.replay import Audit
 from tasuki.memory.stages import Phase
 from tasuki.wire.errors import OutOfGpuMemory, WrongPhase
 from tests.extent import IS_WHOLE
+from tests.unit.memory_folder import memory_folder
 from tests.unit.simulated_faults import CrashPoint, Fault
 from tests.unit.simulated_node import SimulatedNode
 from tests.unit.virtual_time import VirtualTimeLoop
 
 REFUSALS = (OutOfGpuMemory, WrongPhase)
 """The gate gives the same refusal to whoever repeats the command."""
-NUM_SEEDS, NUM_CHUNKS, NUM_STEPS = 300 if IS_WHOLE else 60, 10, 4
+NUM_SEEDS, NUM_CHUNKS, NUM_STEPS = 300 if IS_WHOLE else 30, 10, 4
 
 
 async def simulate(seed: int, folder: Path) -> Audit:
@@ -86,9 +87,3 @@ def test_every_seed_ends_in_the_asked_phase_with_a_clean_journal(chunk: int) -> 
                 error.add_note(f"seed {seed}")
                 raise
     assert num_changeovers > 2 * NUM_STEPS * NUM_SEEDS // NUM_CHUNKS - NUM_SEEDS
-
-
-def memory_folder() -> str | None:
-    """Where a commit need not wait for a disk: the simulation kills no machine."""
-    shm = Path("/dev/shm")
-    return str(shm) if shm.is_dir() else None

@@ -13,6 +13,7 @@ from tasuki.transport.box import Box
 from tasuki.transport.manifest import Entry
 from tasuki.transport.plan import Piece, Slice, whole
 from tasuki.transport.split import indices_of, split_by_entries
+from tests.extent import examples
 from tests.slices import Cut, by_boxes, by_columns, by_rows, by_rows_and_columns, part_of, strided
 from tests.unit.boxes import partitions, shapes
 
@@ -89,7 +90,7 @@ def views(draw: st.DrawFn, source: torch.Tensor) -> torch.Tensor:
     return view
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(st.data())
 def test_random_views_arrive_whole_from_random_boxes(data: st.DataObject) -> None:
     shape = data.draw(shapes())
@@ -98,7 +99,7 @@ def test_random_views_arrive_whole_from_random_boxes(data: st.DataObject) -> Non
     assert torch.equal(replay(source, view, entries(shape, data.draw(partitions(shape)))), view)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.data())
 def test_the_indices_of_an_entry_are_those_of_its_elements(data: st.DataObject) -> None:
     shape = data.draw(shapes())

@@ -2,7 +2,7 @@
 
 The promises are asserted where they are kept: the simulated services (a version is received before it is served, no sample is trained
 twice, one holder of the GPUs, versions grow), the command gate's count of executions, and the audit of the journal at the end.
-Here in 2,000 steps, in `make chaos` in 10,000.
+Here in 1,000 steps, in `make chaos` in 10,000.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from tasuki.wire.errors import (
     WrongPhase,
 )
 from tests.extent import IS_WHOLE
+from tests.unit.memory_folder import memory_folder
 from tests.unit.simulated_faults import CrashPoint, Fault
 from tests.unit.simulated_node import SimulatedNode
-from tests.unit.test_simulation import REFUSALS, memory_folder
+from tests.unit.test_simulation import REFUSALS
 from tests.unit.virtual_time import VirtualTimeLoop
 
-MIN_STEPS = 10_000 if IS_WHOLE else 2_000
+MIN_STEPS = 10_000 if IS_WHOLE else 1_000
 EXPECTED = (DeadlineExceeded, DiskFull, EnginePoisoned, OutOfGpuMemory, PeerUnavailable, WeightsCorrupt)
 """What a changeover may end in when this goes wrong; anything else is a muddle of the coordinator's own."""
 

@@ -17,6 +17,7 @@ from tasuki.wire.errors import InvalidArgument, StageOrder
 from tasuki.wire.otel import SpanSender
 from tasuki.wire.tracing import NO_TRACER, SpanKind, annotate, current_span, open_tracer, spanning
 from tests.conftest import ENVIRONMENT
+from tests.limits import limit_s
 from tests.otlp import receiving
 from tests.ports import free_port
 
@@ -53,7 +54,7 @@ def end_spans(sender: SpanSender, number: int) -> float:
 
 
 def wait_for(sender: SpanSender, outcome: str, number: int) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while sender.counts[outcome] < number:
         assert time.monotonic() < deadline, sender.counts
         time.sleep(0.02)
@@ -129,5 +130,5 @@ def test_closing_takes_a_second_at_most_whatever_the_receiver_does(receiver: str
             tracer.begin("work", kind=SpanKind.CLIENT).end()
         started = time.monotonic()
         tracer.close()
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < limit_s(2)
     assert "opentelemetry" not in {record.name.partition(".")[0] for record in caplog.records}

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from sglang.srt.layers.rotary_embedding import get_rope
+from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tasuki.models.rope import SCALED
 from tests.models import make_model, save_checkpoint
 
-ROOT = Path(__file__).resolve().parents[2]
 HEAD_DIM, LENGTH = 32, 192
 PARAMETERS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -34,22 +29,12 @@ def config_of(name: str) -> LlamaConfig:
     return LlamaConfig(hidden_size=4 * HEAD_DIM, num_attention_heads=4, max_position_embeddings=LENGTH, rope_parameters=rope)
 
 
-@pytest.fixture(scope="module")
-def engine_tables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """[positions, cosines and sines] by name."""
-    folder = tmp_path_factory.mktemp("rope")
-    model = save_checkpoint(make_model("llama", seed=0), folder / "model")
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "integration" / "engine_rope.py"), str(model), str(folder / "tables")],
-        input=json.dumps({name: dict(config_of(name).rope_parameters) for name in PARAMETERS}),
-        env=os.environ | {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return load_file(folder / "tables")
+@pytest.fixture(scope="module", autouse=True)
+def server_args(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """SGLang's layers ask for the arguments of the engine that they are in."""
+    model = save_checkpoint(make_model("llama", seed=0), tmp_path_factory.mktemp("rope") / "model")
+    kinds = {"attention_backend": "torch_native", "sampling_backend": "pytorch", "grammar_backend": "none"}
+    set_global_server_args_for_scheduler(ServerArgs(model_path=str(model), device="cpu", **kinds))
 
 
 def test_every_type_that_is_accepted_is_compared() -> None:
@@ -57,7 +42,9 @@ def test_every_type_that_is_accepted_is_compared() -> None:
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_sglang_rotates_as_transformers_does(engine_tables: dict[str, torch.Tensor], name: str) -> None:
+def test_sglang_rotates_as_transformers_does(name: str) -> None:
+    parameters = dict(config_of(name).rope_parameters)
+    rope = get_rope(HEAD_DIM, HEAD_DIM, LENGTH, parameters["rope_theta"], rope_scaling=parameters, dtype=torch.float32)
     cos, sin = LlamaRotaryEmbedding(config_of(name))(torch.zeros(1), torch.arange(LENGTH)[None])
     table = torch.cat((cos[0, :, : HEAD_DIM // 2], sin[0, :, : HEAD_DIM // 2]), dim=-1)
-    torch.testing.assert_close(engine_tables[name], table, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(rope.cos_sin_cache[:LENGTH], table, rtol=1e-5, atol=1e-5)

@@ -19,7 +19,7 @@ from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.growing_cache import GrowingCache, growing_cache
 from tasuki.rollout.kv_slots import BoundedPagedSlots, BoundedSlots, BoundedTokenSlots, EverySlot
 from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory
-from tests.extent import IS_WHOLE
+from tests.extent import IS_WHOLE, examples
 
 KV = MemoryTag.KV_CACHE
 CHUNK = 16 << 10
@@ -145,7 +145,7 @@ class PagedRequests(Requests):
     page_size = 8
 
 
-_EXTENT = settings(max_examples=60 if IS_WHOLE else 8, stateful_step_count=25, deadline=None)
+_EXTENT = settings(max_examples=examples(60), stateful_step_count=25, deadline=None, derandomize=not IS_WHOLE)
 TestRequests = Requests.TestCase
 TestRequests.settings = _EXTENT
 TestPagedRequests = PagedRequests.TestCase
@@ -216,7 +216,7 @@ def test_changeovers_leave_no_descriptor_and_no_address() -> None:
 
     change_over()
     before = held()
-    for _ in range(10_000 if IS_WHOLE else 1_000):
+    for _ in range(10_000 if IS_WHOLE else 500):
         change_over()
     after = held()
     # Python's own heap may have come or gone by a few ranges.

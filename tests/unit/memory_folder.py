@@ -1,0 +1,14 @@
+"""A folder whose writes need not wait for a disk."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+_LEAST_BYTES = 1 << 30
+
+
+def memory_folder() -> str | None:
+    """/dev/shm, or None, the usual place for temporary files, where it is small, as in a container by default."""
+    shm = Path("/dev/shm")
+    return str(shm) if shm.is_dir() and shutil.disk_usage(shm).free >= _LEAST_BYTES else None
