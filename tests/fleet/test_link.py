@@ -20,7 +20,7 @@ from tasuki.config.places import config_path
 from tasuki.config.save import save_config
 from tasuki.fleet import EXIT_FLEET_ENDED
 from tests.conftest import ENVIRONMENT
-from tests.fleet.network import Place, can_make_namespaces, two_namespaces
+from tests.fleet.network import Place, can_make_namespaces, namespaces
 from tests.integration.port_node import mtls
 from tests.models import make_model, save_checkpoint
 
@@ -88,7 +88,7 @@ def _authority(folder: Path, name: str) -> Path:
 
 def test_nodes_join_over_the_link_and_all_end_when_it_is_cut(folder: Path) -> None:
     authority = _authority(folder, "certs")
-    with two_namespaces() as places:
+    with namespaces(2) as places:
         states = [_configured(folder, rank, place, authority=authority) for rank, place in enumerate(places)]
         with _running(places[0], states[0]) as leader, _running(places[1], states[1]) as follower:
             _wait(lambda: _members(states[0]) == 2)
@@ -101,7 +101,7 @@ def test_nodes_join_over_the_link_and_all_end_when_it_is_cut(folder: Path) -> No
 @pytest.mark.parametrize(("name", "attempt", "words"), [("other", 0, "NOT_JOINED"), ("certs", 1, "STALE_EPOCH")])
 def test_a_foreign_certificate_and_another_attempt_do_not_join(folder: Path, name: str, attempt: int, words: str) -> None:
     authority, other = _authority(folder, "certs"), _authority(folder, "other")
-    with two_namespaces() as places:
+    with namespaces(2) as places:
         lead = _configured(folder, 0, places[0], authority=authority)
         stranger = _configured(folder, 1, places[1], authority={"other": other, "certs": authority}[name], attempt=attempt)
         with _running(places[0], lead), _running(places[1], stranger) as process:
@@ -113,7 +113,7 @@ def test_a_foreign_certificate_and_another_attempt_do_not_join(folder: Path, nam
 
 def test_two_leaders_do_not_share_an_address(folder: Path) -> None:
     authority = _authority(folder, "certs")
-    with two_namespaces() as places:
+    with namespaces(2) as places:
         first = _configured(folder, 0, places[0], authority=authority)
         (folder / "other").mkdir()
         save_checkpoint(make_model("qwen2", seed=0), folder / "other" / "model")
