@@ -10,7 +10,7 @@ import pytest
 
 from tasuki.config.fleet_schema import FleetConfig
 from tasuki.config.schema import NodeConfig
-from tasuki.fleet.digests import config_digest, model_digest
+from tasuki.fleet.digests import config_digest, config_keys, model_digest
 from tasuki.fleet.member import Member, check_member, check_rank, member_from_proto
 from tasuki.wire.errors import FleetMismatch, InvalidArgument, PathNotFound, StaleEpoch, TasukiError
 
@@ -97,9 +97,24 @@ def node_config(folder: Path, rank: int, **changed: Any) -> NodeConfig:
 
 
 def test_digests_of_configurations_leave_out_what_is_a_nodes_own(tmp_path: Path) -> None:
-    first = config_digest(node_config(tmp_path, 0))
-    assert config_digest(node_config(tmp_path, 1)) == first
-    assert config_digest(node_config(tmp_path, 1, trainer={"seed": 1})) != first
+    first = config_keys(node_config(tmp_path, 0))
+    assert config_keys(node_config(tmp_path, 1)) == first
+    other = config_keys(node_config(tmp_path, 1, trainer={"seed": 1}))
+    assert {key for key in first if first[key] != other[key]} == {"trainer.seed"}
+    assert config_digest(other) != config_digest(first)
+
+
+def test_a_refused_configuration_names_its_keys() -> None:
+    leader = replace(LEADER, config_keys={"trainer.seed": "a", "rollout.seed": "b", "train.num_steps": "c"})
+    node = replace(NODE, config_digest="d", config_keys={"trainer.seed": "x", "rollout.seed": "b", "memory.pool": "e"})
+    told = member_from_proto(node.to_proto(), peer="ipv4:10.0.0.4:1")
+    given: dict[str, Any] = {"config": CONFIG, "num_nodes": 4, "name": "run-1", "attempt": 2}
+    with pytest.raises(FleetMismatch, match="they differ in memory.pool, train.num_steps, trainer.seed; start all") as refused:
+        check_member(told, leader, **given)
+    assert refused.value.metadata["field"] == "config_digest"
+    many = replace(node, config_keys={f"a.{number}": "" for number in range(9)})
+    with pytest.raises(FleetMismatch, match=r"a.0, a.1, a.2, a.3, a.4 and 7 more; start all"):
+        check_member(many, leader, **given)
 
 
 def test_digests_of_models_are_of_files_and_layout_but_not_of_the_folder(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from tasuki.config.fleet_schema import FleetConfig
 from tasuki.v1 import fleet_pb2
@@ -10,13 +11,17 @@ from tasuki.wire.address import is_beyond_loopback, reachable, split_host_port
 from tasuki.wire.errors import FleetMismatch, InvalidArgument, StaleEpoch
 
 _TARGETS = ("coordinator_target", "trainer_target", "rollout_target")
+_NAMED_KEYS = 5
 _LOCAL = ("unix:", "ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D")
 """How gRPC names a caller on the leader's machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One start of a node. digests: SHA-256 in hex; num_gpus: 0 on a CPU; targets: gRPC targets as the leader calls them."""
+    """One start of a node. digests: SHA-256 in hex; num_gpus: 0 on a CPU; targets: gRPC targets as the leader calls them.
+
+    config_keys: digests by key of what `config_digest` is of.
+    """
 
     node_rank: int
     boot_id: str
@@ -28,6 +33,7 @@ class Member:
     num_ranks: int
     num_gpus: int
     model_digest: str
+    config_keys: Mapping[str, str] = field(default_factory=dict)
 
     def to_proto(self) -> fleet_pb2.FleetNode:
         return fleet_pb2.FleetNode(**{name: getattr(self, name) for name in self.__slots__})
@@ -44,6 +50,7 @@ def member_from_proto(node: fleet_pb2.FleetNode, *, peer: str) -> Member:
         num_ranks=node.num_ranks,
         num_gpus=node.num_gpus,
         model_digest=node.model_digest,
+        config_keys=dict(node.config_keys),
         **targets,
     )
 
@@ -65,8 +72,9 @@ def check_member(member: Member, leader: Member, *, config: FleetConfig, num_nod
     _require("num_nodes", config.num_nodes, num_nodes, member)
     if member.node_rank >= config.num_nodes:
         raise _mismatch("node_rank", f"below {config.num_nodes}", member.node_rank, member)
-    for field in ("version", "num_ranks", "num_gpus", "config_digest", "model_digest"):
-        _require(field, getattr(leader, field), getattr(member, field), member)
+    keys = _other_keys(leader, member)
+    for alike in ("version", "num_ranks", "num_gpus", "config_digest", "model_digest"):
+        _require(alike, getattr(leader, alike), getattr(member, alike), member, keys=keys)
 
 
 def check_rank(member: Member, holder: Member | None) -> None:
@@ -91,15 +99,24 @@ _ADVICE = {
 }
 
 
-def _require(field: str, expected: object, found: object, member: Member) -> None:
+def _require(field: str, expected: object, found: object, member: Member, *, keys: Sequence[str] = ()) -> None:
     if expected != found:
-        raise _mismatch(field, expected, found, member)
+        raise _mismatch(field, expected, found, member, keys=keys if field == "config_digest" else ())
 
 
-def _mismatch(field: str, expected: object, found: object, member: Member) -> FleetMismatch:
+def _mismatch(field: str, expected: object, found: object, member: Member, *, keys: Sequence[str] = ()) -> FleetMismatch:
     advice = _ADVICE.get(field, "start all nodes with the same [fleet]")
+    if keys:
+        more = f" and {len(keys) - _NAMED_KEYS} more" if len(keys) > _NAMED_KEYS else ""
+        advice = f"they differ in {', '.join(keys[:_NAMED_KEYS])}{more}; {advice}"
     text = f"{field}: node {member.node_rank} has {found}, the fleet has {expected}; {advice}"
     return FleetMismatch(text, field=field, node_rank=member.node_rank, expected=expected, found=found)
+
+
+def _other_keys(leader: Member, member: Member) -> list[str]:
+    """Keys of the configuration that one of the two has otherwise, or alone."""
+    keys = {*leader.config_keys, *member.config_keys}
+    return sorted(key for key in keys if leader.config_keys.get(key) != member.config_keys.get(key))
 
 
 def _callable_target(field: str, target: str, *, peer: str) -> str:

@@ -72,9 +72,9 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     def _member(self, joined: Joined) -> fleet_pb2.FleetMember:
         joined_at = Timestamp()
         joined_at.FromNanoseconds(int(joined.join_time * 1e9))
-        return fleet_pb2.FleetMember(
-            node=joined.member.to_proto(), join_time=joined_at, silent_s=round(self._nodes.silent_s(joined), 3)
-        )
+        node = joined.member.to_proto()
+        node.ClearField("config_keys")
+        return fleet_pb2.FleetMember(node=node, join_time=joined_at, silent_s=round(self._nodes.silent_s(joined), 3))
 
 
 class PlanOfNodes:
