@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,13 +39,14 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def _configured(folder: Path, rank: int, place: Place, *, authority: Path, attempt: int = 0) -> Path:
-    """The node's state folder, with its configuration in it."""
+def _configured(folder: Path, rank: int, place: Place, *, authority: Path, attempt: int = 0, listen: str = "") -> Path:
+    """The node's state folder, with its configuration in it. listen: a host; by default the place's."""
     file = folder / "node.toml"
     file.write_text(f'state_dir = "x"\n[model]\npath = "{folder}/model"\n')
     state_dir = folder / f"node{rank}"
     listens = [
-        f"{service}.listen={place.host}:{7001 + index}" for index, service in enumerate(("coordinator", "trainer", "rollout"))
+        f"{service}.listen={listen or place.host}:{7001 + index}"
+        for index, service in enumerate(("coordinator", "trainer", "rollout"))
     ]
     fleet = {"name": "lab", "num_nodes": 2, "node_rank": rank, "leader": "10.77.0.1:7000", "attempt": attempt}
     tables = [f"fleet.{key}={value}" for key, value in {**fleet, "node_timeout_s": TIMEOUT_S}.items()]
@@ -81,8 +82,8 @@ def _wait(is_so, *, seconds: float = 40.0) -> None:
         time.sleep(0.2)
 
 
-def _authority(folder: Path, name: str) -> Path:
-    assert certs.run(folder / name, hosts=["10.77.0.1", "10.77.0.2"], days=1, is_fleet=True) == 0
+def _authority(folder: Path, name: str, *, hosts: Sequence[str] = ("10.77.0.1", "10.77.0.2")) -> Path:
+    assert certs.run(folder / name, hosts=list(hosts), days=1, is_fleet=True) == 0
     return folder / name
 
 
@@ -96,6 +97,23 @@ def test_nodes_join_over_the_link_and_all_end_when_it_is_cut(folder: Path) -> No
             assert leader.wait(30) == EXIT_FLEET_ENDED, (states[0] / "fleet.log").read_text()
             assert follower.wait(30) == EXIT_FLEET_ENDED, (states[1] / "fleet.log").read_text()
             assert "node 1 was silent" in (states[0] / "fleet.log").read_text()
+
+
+def test_a_node_that_listens_everywhere_is_called_by_what_its_certificate_names(folder: Path) -> None:
+    authority = _authority(folder, "certs")
+    with namespaces(2) as places:
+        states = [_configured(folder, rank, place, authority=authority, listen="0.0.0.0") for rank, place in enumerate(places)]
+        with _running(places[0], states[0]), _running(places[1], states[1]):
+            _wait(lambda: _members(states[0]) == 2)
+
+
+def test_a_node_whose_certificate_does_not_name_it_is_refused(folder: Path) -> None:
+    authority = _authority(folder, "certs", hosts=["10.77.0.1"])
+    with namespaces(2) as places:
+        states = [_configured(folder, rank, place, authority=authority, listen="0.0.0.0") for rank, place in enumerate(places)]
+        with _running(places[0], states[0]), _running(places[1], states[1]) as process:
+            assert process.wait(60) == 2
+            assert "tasuki certs --host" in (states[1] / "fleet.log").read_text()
 
 
 @pytest.mark.parametrize(("name", "attempt", "words"), [("other", 0, "NOT_JOINED"), ("certs", 1, "STALE_EPOCH")])

@@ -73,6 +73,30 @@ def test_an_address_that_listens_everywhere_is_that_of_the_caller() -> None:
     assert found.trainer_target == NODE.trainer_target
 
 
+@pytest.mark.parametrize(
+    ("certified", "host"),
+    [
+        (["node-a", "node-b", "localhost", "spiffe://tasuki/role/peer"], "node-b"),
+        (["node-a", "10.0.0.4"], "10.0.0.4"),
+        (["*.tasuki"], "w-1.tasuki"),
+    ],
+)
+def test_an_address_that_listens_everywhere_gets_a_name_of_the_certificate(certified: list[str], host: str) -> None:
+    known = {"node-a": {"10.0.0.3"}, "node-b": {"10.0.0.9", "10.0.0.4"}, "w-1.tasuki": {"10.0.0.4"}, "localhost": {"127.0.0.1"}}
+    told = replace(NODE, coordinator_target="0.0.0.0:50051", host="w-1").to_proto()
+
+    def found(names: list[str]) -> Member:
+        return member_from_proto(
+            told, peer="ipv4:10.0.0.4:4711", certified=names, resolve=lambda name: known.get(name, frozenset())
+        )
+
+    assert found(certified).coordinator_target == f"{host}:50051"
+    assert found(certified).trainer_target == NODE.trainer_target
+    with pytest.raises(InvalidArgument, match="tasuki certs --host") as refused:
+        found(["node-a", "localhost"])
+    assert refused.value.metadata["field"] == "coordinator_target"
+
+
 @pytest.mark.parametrize("target", ["unix:/run/trainer.sock", "127.0.0.1:50052", "0.0.0.0", ""])
 def test_an_address_that_the_leader_cannot_call_is_refused(target: str) -> None:
     with pytest.raises(InvalidArgument) as caught:

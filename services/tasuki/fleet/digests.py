@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 import struct
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -48,6 +49,7 @@ def this_member(config: NodeConfig, *, boot_id: str) -> Member:
         num_gpus=len({*gpus.trainer, *gpus.rollout}) if config.device == "cuda" else 0,
         model_digest=model_digest(config.model.path),
         config_keys=keys,
+        host=socket.gethostname(),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tasuki.config.fleet_schema import FleetConfig
@@ -12,6 +12,8 @@ from tasuki.wire.errors import FleetMismatch, InvalidArgument, StaleEpoch
 
 _TARGETS = ("coordinator_target", "trainer_target", "rollout_target")
 _NAMED_KEYS = 5
+Resolve = Callable[[str], Collection[str]]
+"""Gives the addresses of a host name; none for one that is not known."""
 _LOCAL = ("unix:", "ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D")
 """How gRPC names a caller on the leader's machine."""
 
@@ -34,14 +36,21 @@ class Member:
     num_gpus: int
     model_digest: str
     config_keys: Mapping[str, str] = field(default_factory=dict)
+    host: str = ""
 
     def to_proto(self) -> fleet_pb2.FleetNode:
         return fleet_pb2.FleetNode(**{name: getattr(self, name) for name in self.__slots__})
 
 
-def member_from_proto(node: fleet_pb2.FleetNode, *, peer: str) -> Member:
-    """peer: where the call came from, as gRPC names it. Raises InvalidArgument for a target that cannot be called from the leader."""
-    targets = {name: _callable_target(name, getattr(node, name), peer=peer) for name in _TARGETS}
+def member_from_proto(
+    node: fleet_pb2.FleetNode, *, peer: str, certified: Sequence[str] = (), resolve: Resolve = lambda _: frozenset()
+) -> Member:
+    """peer: where the call came from, as gRPC names it. certified: names and addresses of the node's certificate; none without TLS.
+
+    Raises InvalidArgument for a target that cannot be called from the leader.
+    """
+    hosts = None if not certified or peer.startswith("unix:") else _hosts(node, certified, peer, resolve)
+    targets = {name: _callable_target(name, getattr(node, name), peer=peer, hosts=hosts) for name in _TARGETS}
     return Member(
         node_rank=node.node_rank,
         boot_id=node.boot_id,
@@ -51,6 +60,7 @@ def member_from_proto(node: fleet_pb2.FleetNode, *, peer: str) -> Member:
         num_gpus=node.num_gpus,
         model_digest=node.model_digest,
         config_keys=dict(node.config_keys),
+        host=node.host,
         **targets,
     )
 
@@ -119,7 +129,15 @@ def _other_keys(leader: Member, member: Member) -> list[str]:
     return sorted(key for key in keys if leader.config_keys.get(key) != member.config_keys.get(key))
 
 
-def _callable_target(field: str, target: str, *, peer: str) -> str:
+def _hosts(node: fleet_pb2.FleetNode, certified: Sequence[str], peer: str, resolve: Resolve) -> list[str]:
+    """What the node's certificate calls the host at `peer`; its address comes first."""
+    address = split_host_port(_host_port(peer))[0]
+    named = [f"{node.host}{name[1:]}" if name.startswith("*.") else name for name in certified if "/" not in name]
+    return sorted((name for name in named if name == address or address in resolve(name)), key=lambda name: name != address)
+
+
+def _callable_target(field: str, target: str, *, peer: str, hosts: Sequence[str] | None) -> str:
+    """hosts: names of the caller that TLS accepts; None without TLS."""
     is_local = peer.startswith(_LOCAL)
     if target.startswith("unix:"):
         if not is_local:
@@ -132,6 +150,14 @@ def _callable_target(field: str, target: str, *, peer: str) -> str:
     except ValueError as error:
         raise InvalidArgument(field, str(error)) from error
     found = reachable(target, seen_from=_host_port(peer))
+    if found != target and hosts is not None:
+        if not hosts:
+            raise InvalidArgument(
+                field,
+                f"the node's certificate names neither {found} nor a host name of it: `tasuki certs --host` with the name that the leader "
+                f"resolves, or set {_service(field)}.listen to HOST:PORT",
+            )
+        found = f"{hosts[0]}:{split_host_port(target)[1]}"
     if not is_local and not is_beyond_loopback(found):
         raise InvalidArgument(
             field, f"{target} is loopback, which the leader cannot call: set {_service(field)}.listen to HOST:PORT"
