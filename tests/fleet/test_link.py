@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(not can_make_namespaces(), reason="makes network namespaces, which needs root"),
     pytest.mark.timeout(300),
 ]
-TIMEOUT_S = 2.0
+TIMEOUT_S = 6.0
 
 
 @pytest.fixture
