@@ -1,4 +1,4 @@
-"""Where the nodes of a fleet run on one machine: network namespaces joined by a veth pair, or one namespace for all."""
+"""Where the nodes of a fleet run on one machine: network namespaces joined by veth pairs, or one namespace for all."""
 
 from __future__ import annotations
 
@@ -38,18 +38,22 @@ def can_make_namespaces() -> bool:
 
 
 @contextmanager
-def two_namespaces() -> Iterator[list[Place]]:
-    """Two, that reach each other over 10.77.0.0/24 and nothing else."""
-    names = [f"tasuki-{os.getpid()}-{rank}" for rank in range(2)]
-    links = [f"tk{os.getpid() % 10**6}-{rank}" for rank in range(2)]
+def namespaces(number: int) -> Iterator[list[Place]]:
+    """So many, that reach each other over 10.77.0.0/24 and nothing else: veth pairs to a bridge in a namespace of its own."""
+    names = [f"tasuki-{os.getpid()}-{rank}" for rank in range(number)]
+    links = [f"tk{os.getpid() % 10**6}-{rank}" for rank in range(number)]
+    switch = f"tasuki-{os.getpid()}-switch"
     made: list[str] = []
     try:
-        for name in names:
+        for name in (switch, *names):
             _ip("netns", "add", name)
             made.append(name)
-        _ip("link", "add", links[0], "type", "veth", "peer", "name", links[1])
+        _ip("-n", switch, "link", "add", "bridge0", "type", "bridge")
+        _ip("-n", switch, "link", "set", "bridge0", "up")
         for rank, (name, link) in enumerate(zip(names, links, strict=True)):
-            _ip("link", "set", link, "netns", name)
+            port = f"port{rank}"
+            _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", link, "netns", name)
+            _ip("-n", switch, "link", "set", port, "master", "bridge0", "up")
             _ip("-n", name, "address", "add", f"10.77.0.{rank + 1}/24", "dev", link)
             _ip("-n", name, "link", "set", link, "up")
             _ip("-n", name, "link", "set", "lo", "up")
@@ -68,13 +72,12 @@ def one_namespace(num_nodes: int) -> list[Place]:
 
 @contextmanager
 def places_of(number: int) -> Iterator[Sequence[Place]]:
-    """Of that many nodes: two get a namespace each where this process may make them."""
-    if number == 2 and can_make_namespaces():
-        with two_namespaces() as places:
+    """Of that many nodes: each gets a namespace where this process may make them."""
+    if can_make_namespaces():
+        with namespaces(number) as places:
             yield places
     else:
-        if number == 2:
-            warnings.warn("no namespaces without root: all nodes share one network", stacklevel=2)
+        warnings.warn("no namespaces without root: all nodes share one network", stacklevel=2)
         yield one_namespace(number)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.conftest import ENVIRONMENT
-from tests.fleet.network import Place, can_make_namespaces, two_namespaces
+from tests.fleet.network import Place, can_make_namespaces, namespaces
 
 NAMES = ("node-a", "node-b")
 _TOOLS = ("slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "munged")
@@ -80,7 +80,7 @@ class SlurmCluster:
 @contextmanager
 def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
     with ExitStack() as stack:
-        places = stack.enter_context(two_namespaces())
+        places = stack.enter_context(namespaces(2))
         environment = _write(folder, places)
         prefixes = [_prefix(folder, place, name) for place, name in zip(places, NAMES, strict=True)]
         munge = [

@@ -8,11 +8,20 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tasuki.cli.doctor.finding import Verdict
-from tasuki.cli.doctor.fleet import Connection, clock_finding, fleet_findings, measure, member_findings, rate_finding
+from tasuki.cli.doctor.fleet import (
+    Connection,
+    clock_finding,
+    fleet_findings,
+    gradients_finding,
+    measure,
+    member_findings,
+    rate_finding,
+)
 from tasuki.config.load import load_config
 from tasuki.config.places import fleet_target, socket_dir
 from tasuki.config.schema import NodeConfig
@@ -21,8 +30,9 @@ from tasuki.fleet.nodes import FleetNodes
 from tasuki.fleet.servicer import FleetServicer
 from tasuki.rpc.port import port_at
 from tasuki.rpc.server import RpcServer
-from tasuki.v1 import fleet_pb2
+from tasuki.v1 import fleet_pb2, trainer_pb2
 from tasuki.v1.fleet_pb2_grpc import FleetServiceStub, add_FleetServiceServicer_to_server
+from tasuki.v1.trainer_pb2_grpc import TrainerServiceServicer, add_TrainerServiceServicer_to_server
 from tasuki.wire.channel import open_channel
 from tests.integration.port_node import make_certs, mtls
 from tests.models import make_model, save_checkpoint
@@ -49,8 +59,18 @@ def _member(rank: int, *, port: int, version: str = "1") -> Member:
     return Member(rank, f"b{rank}", target, target, target, version, "c" * 64, 1, 0, "m" * 64)
 
 
+class MeasuredTrainers(TrainerServiceServicer):
+    """Tells what the trainers have measured, as the fleet's front does."""
+
+    def __init__(self, nodes_rate: float | None) -> None:
+        self._nodes_rate = nodes_rate
+
+    async def GetTrainerState(self, request: Any, context: Any) -> trainer_pb2.GetTrainerStateResponse:
+        return trainer_pb2.GetTrainerStateResponse(nodes_rate=self._nodes_rate)
+
+
 @contextmanager
-def leader(config: NodeConfig, members: list[Member]) -> Iterator[None]:
+def leader(config: NodeConfig, members: list[Member], *, nodes_rate: float | None = None) -> Iterator[None]:
     """The leader's FleetService in a thread, where `members` have joined."""
     started, stop = threading.Event(), threading.Event()
 
@@ -63,6 +83,7 @@ def leader(config: NodeConfig, members: list[Member]) -> Iterator[None]:
         listen = config.fleet.leader.replace("localhost", "127.0.0.1")
         server = RpcServer(service="fleet", target=fleet_target(config), port=port_at(config, listen, key="fleet.leader"))
         server.add(add_FleetServiceServicer_to_server, FleetServicer(nodes, members[0]), "tasuki.v1.FleetService")
+        server.add(add_TrainerServiceServicer_to_server, MeasuredTrainers(nodes_rate), "tasuki.v1.TrainerService")
         await server.start()
         started.set()
         await asyncio.to_thread(stop.wait)
@@ -85,17 +106,18 @@ def _port(config: NodeConfig) -> int:
 
 
 def test_a_whole_fleet_passes_with_measured_figures(config: NodeConfig) -> None:
-    with leader(config, [_member(rank, port=_port(config)) for rank in range(2)]):
+    with leader(config, [_member(rank, port=_port(config)) for rank in range(2)], nodes_rate=1.25e9):
         found = {finding.name: finding for finding in fleet_findings(config)}
     assert {finding.verdict for finding in found.values()} == {Verdict.OK}, found
     assert "Gb/s" in found["fleet rate"].found and "6 answer" in found["fleet ports"].found
+    assert "10.00 Gb/s from a node by gloo" in found["fleet gradients"].found
 
 
 def test_missing_unlike_and_unreachable_nodes_fail(config: NodeConfig) -> None:
     with leader(config, [_member(0, port=_port(config)), _member(1, port=free_port(), version="2")]):
         verdicts = {finding.name: finding.verdict for finding in fleet_findings(config)}
     assert verdicts["fleet versions"] is Verdict.FAIL and verdicts["fleet configurations"] is Verdict.OK
-    assert verdicts["fleet ports"] is Verdict.FAIL
+    assert verdicts["fleet ports"] is Verdict.FAIL and verdicts["fleet gradients"] is Verdict.FAIL
     with leader(config, [_member(0, port=_port(config))]):
         (first, *_) = fleet_findings(config)
     assert first.verdict is Verdict.FAIL and "missing: 1" in first.found
@@ -127,6 +149,14 @@ def test_between_machines_a_rate_is_asserted(config: NodeConfig, leader_at: str,
     assert config.fleet is not None
     elsewhere = config.model_copy(update={"fleet": config.fleet.model_copy(update={"leader": leader_at})})
     assert rate_finding(Connection(0.001, rate, 0.0), elsewhere).verdict is verdict
+    assert gradients_finding(rate, elsewhere).verdict is verdict
+
+
+def test_gpu_nodes_need_ten_times_the_rate(config: NodeConfig) -> None:
+    assert config.fleet is not None
+    fleet = config.fleet.model_copy(update={"leader": "10.0.0.1:1"})
+    on_gpus = config.model_copy(update={"fleet": fleet, "device": "cuda"})
+    assert [gradients_finding(rate, on_gpus).verdict for rate in (1e8, 1e9, 1e10)] == [Verdict.FAIL, Verdict.WARN, Verdict.OK]
 
 
 def test_a_clock_that_is_wrong_is_told() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tasuki.config.fleet_schema import FleetConfig
 from tasuki.config.schema import NodeConfig
-from tasuki.fleet.digests import config_digest, model_digest
+from tasuki.fleet.digests import config_digest, config_keys, model_digest
 from tasuki.fleet.member import Member, check_member, check_rank, member_from_proto
 from tasuki.wire.errors import FleetMismatch, InvalidArgument, PathNotFound, StaleEpoch, TasukiError
 
@@ -73,6 +73,30 @@ def test_an_address_that_listens_everywhere_is_that_of_the_caller() -> None:
     assert found.trainer_target == NODE.trainer_target
 
 
+@pytest.mark.parametrize(
+    ("certified", "host"),
+    [
+        (["node-a", "node-b", "localhost", "spiffe://tasuki/role/peer"], "node-b"),
+        (["node-a", "10.0.0.4"], "10.0.0.4"),
+        (["*.tasuki"], "w-1.tasuki"),
+    ],
+)
+def test_an_address_that_listens_everywhere_gets_a_name_of_the_certificate(certified: list[str], host: str) -> None:
+    known = {"node-a": {"10.0.0.3"}, "node-b": {"10.0.0.9", "10.0.0.4"}, "w-1.tasuki": {"10.0.0.4"}, "localhost": {"127.0.0.1"}}
+    told = replace(NODE, coordinator_target="0.0.0.0:50051", host="w-1").to_proto()
+
+    def found(names: list[str]) -> Member:
+        return member_from_proto(
+            told, peer="ipv4:10.0.0.4:4711", certified=names, resolve=lambda name: known.get(name, frozenset())
+        )
+
+    assert found(certified).coordinator_target == f"{host}:50051"
+    assert found(certified).trainer_target == NODE.trainer_target
+    with pytest.raises(InvalidArgument, match="tasuki certs --host") as refused:
+        found(["node-a", "localhost"])
+    assert refused.value.metadata["field"] == "coordinator_target"
+
+
 @pytest.mark.parametrize("target", ["unix:/run/trainer.sock", "127.0.0.1:50052", "0.0.0.0", ""])
 def test_an_address_that_the_leader_cannot_call_is_refused(target: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
@@ -97,9 +121,24 @@ def node_config(folder: Path, rank: int, **changed: Any) -> NodeConfig:
 
 
 def test_digests_of_configurations_leave_out_what_is_a_nodes_own(tmp_path: Path) -> None:
-    first = config_digest(node_config(tmp_path, 0))
-    assert config_digest(node_config(tmp_path, 1)) == first
-    assert config_digest(node_config(tmp_path, 1, trainer={"seed": 1})) != first
+    first = config_keys(node_config(tmp_path, 0))
+    assert config_keys(node_config(tmp_path, 1)) == first
+    other = config_keys(node_config(tmp_path, 1, trainer={"seed": 1}))
+    assert {key for key in first if first[key] != other[key]} == {"trainer.seed"}
+    assert config_digest(other) != config_digest(first)
+
+
+def test_a_refused_configuration_names_its_keys() -> None:
+    leader = replace(LEADER, config_keys={"trainer.seed": "a", "rollout.seed": "b", "train.num_steps": "c"})
+    node = replace(NODE, config_digest="d", config_keys={"trainer.seed": "x", "rollout.seed": "b", "memory.pool": "e"})
+    told = member_from_proto(node.to_proto(), peer="ipv4:10.0.0.4:1")
+    given: dict[str, Any] = {"config": CONFIG, "num_nodes": 4, "name": "run-1", "attempt": 2}
+    with pytest.raises(FleetMismatch, match="they differ in memory.pool, train.num_steps, trainer.seed; start all") as refused:
+        check_member(told, leader, **given)
+    assert refused.value.metadata["field"] == "config_digest"
+    many = replace(node, config_keys={f"a.{number}": "" for number in range(9)})
+    with pytest.raises(FleetMismatch, match=r"a.0, a.1, a.2, a.3, a.4 and 7 more; start all"):
+        check_member(many, leader, **given)
 
 
 def test_digests_of_models_are_of_files_and_layout_but_not_of_the_folder(tmp_path: Path) -> None:

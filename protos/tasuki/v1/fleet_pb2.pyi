@@ -59,6 +59,26 @@ class FleetNode(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class ConfigKeysEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NODE_RANK_FIELD_NUMBER: _builtins.int
     BOOT_ID_FIELD_NUMBER: _builtins.int
     COORDINATOR_TARGET_FIELD_NUMBER: _builtins.int
@@ -69,11 +89,15 @@ class FleetNode(_message.Message):
     NUM_RANKS_FIELD_NUMBER: _builtins.int
     NUM_GPUS_FIELD_NUMBER: _builtins.int
     MODEL_DIGEST_FIELD_NUMBER: _builtins.int
+    CONFIG_KEYS_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
     node_rank: _builtins.int
     boot_id: _builtins.str
     """Changes with every start of the node."""
     coordinator_target: _builtins.str
-    """gRPC targets. An address that listens everywhere, such as "0.0.0.0:50051", stands for the host that the node calls from."""
+    """gRPC targets. An address that listens everywhere, such as "0.0.0.0:50051", stands for the host that the node calls from, by a name that
+    its certificate has.
+    """
     trainer_target: _builtins.str
     rollout_target: _builtins.str
     version: _builtins.str
@@ -86,6 +110,14 @@ class FleetNode(_message.Message):
     """GPUs of the node; 0 on a CPU."""
     model_digest: _builtins.str
     """SHA-256, in hex, of the model's configuration, tokenizer and tensor layout."""
+    host: _builtins.str
+    """Name of the machine, by which a certificate for "*.DOMAIN" names it."""
+    @_builtins.property
+    def config_keys(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """By key, such as "trainer.learning_rate", digests of what `config_digest` is made of, so that a refusal names the keys that differ.
+        Not in the answer of GetFleet.
+        """
+
     def __init__(
         self,
         *,
@@ -99,10 +131,12 @@ class FleetNode(_message.Message):
         num_ranks: _builtins.int = ...,
         num_gpus: _builtins.int = ...,
         model_digest: _builtins.str = ...,
+        config_keys: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        host: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "config_digest", b"config_digest", "coordinator_target", b"coordinator_target", "model_digest", b"model_digest", "node_rank", b"node_rank", "num_gpus", b"num_gpus", "num_ranks", b"num_ranks", "rollout_target", b"rollout_target", "trainer_target", b"trainer_target", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "config_digest", b"config_digest", "config_keys", b"config_keys", "coordinator_target", b"coordinator_target", "host", b"host", "model_digest", b"model_digest", "node_rank", b"node_rank", "num_gpus", b"num_gpus", "num_ranks", b"num_ranks", "rollout_target", b"rollout_target", "trainer_target", b"trainer_target", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -248,10 +248,13 @@ class RankReady(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
+    NODES_RATE_FIELD_NUMBER: _builtins.int
     vocab_size: _builtins.int
     context_length: _builtins.int
     pid: _builtins.int
     """Process id, by which the front notices that the rank is gone."""
+    nodes_rate: _builtins.float
+    """Bytes a second to other nodes, as it was measured; absent where there is none."""
     @_builtins.property
     def roles(self) -> _containers.RepeatedCompositeFieldContainer[_trainer_pb2.RoleState]:
         """Of the policy, and of the critic if there is one."""
@@ -263,12 +266,15 @@ class RankReady(_message.Message):
         vocab_size: _builtins.int = ...,
         context_length: _builtins.int = ...,
         pid: _builtins.int = ...,
+        nodes_rate: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_nodes_rate", b"_nodes_rate", "nodes_rate", b"nodes_rate"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "pid", b"pid", "roles", b"roles", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_nodes_rate", b"_nodes_rate", "context_length", b"context_length", "nodes_rate", b"nodes_rate", "pid", b"pid", "roles", b"roles", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__nodes_rate: _TypeAlias = _typing.Literal["nodes_rate"]  # noqa: Y015
+    _WhichOneofArgType__nodes_rate: _TypeAlias = _typing.Literal["_nodes_rate", b"_nodes_rate"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__nodes_rate) -> _WhichOneofReturnType__nodes_rate | None: ...
 
 Global___RankReady: _TypeAlias = RankReady  # noqa: Y015
 

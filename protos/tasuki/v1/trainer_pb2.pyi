@@ -860,6 +860,7 @@ class GetTrainerStateResponse(_message.Message):
     IS_IN_STAGE_FIELD_NUMBER: _builtins.int
     ROLES_FIELD_NUMBER: _builtins.int
     MICRO_BATCH_TOKENS_FIELD_NUMBER: _builtins.int
+    NODES_RATE_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.str
     """Changes with every start of the service."""
     epoch: _builtins.int
@@ -880,6 +881,10 @@ class GetTrainerStateResponse(_message.Message):
     """Whether a stage command is being carried out, or waits for its turn: `stage` is not the last word then."""
     micro_batch_tokens: _builtins.int
     """Most tokens of the samples in one micro-batch, as configured or as the planner chose; a longer sample is refused."""
+    nodes_rate: _builtins.float
+    """Bytes a second that this node's ranks together sent to other nodes, measured by all-reduces when the trainers of a fleet started.
+    Of a fleet that of its slowest node; absent where there is no other node.
+    """
     @_builtins.property
     def resident_tags(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.MemoryTag.ValueType]: ...
     @_builtins.property
@@ -905,13 +910,19 @@ class GetTrainerStateResponse(_message.Message):
         is_in_stage: _builtins.bool = ...,
         roles: _abc.Iterable[Global___RoleState] | None = ...,
         micro_batch_tokens: _builtins.int = ...,
+        nodes_rate: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_published_version", b"_published_version", "published_version", b"published_version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_nodes_rate", b"_nodes_rate", "_published_version", b"_published_version", "nodes_rate", b"nodes_rate", "published_version", b"published_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_published_version", b"_published_version", "boot_id", b"boot_id", "context_length", b"context_length", "epoch", b"epoch", "has_gradients", b"has_gradients", "is_in_stage", b"is_in_stage", "micro_batch_tokens", b"micro_batch_tokens", "model_path", b"model_path", "num_parameters", b"num_parameters", "num_ranks", b"num_ranks", "policy_version", b"policy_version", "published_version", b"published_version", "resident_tags", b"resident_tags", "roles", b"roles", "sequence", b"sequence", "stage", b"stage", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_nodes_rate", b"_nodes_rate", "_published_version", b"_published_version", "boot_id", b"boot_id", "context_length", b"context_length", "epoch", b"epoch", "has_gradients", b"has_gradients", "is_in_stage", b"is_in_stage", "micro_batch_tokens", b"micro_batch_tokens", "model_path", b"model_path", "nodes_rate", b"nodes_rate", "num_parameters", b"num_parameters", "num_ranks", b"num_ranks", "policy_version", b"policy_version", "published_version", b"published_version", "resident_tags", b"resident_tags", "roles", b"roles", "sequence", b"sequence", "stage", b"stage", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__nodes_rate: _TypeAlias = _typing.Literal["nodes_rate"]  # noqa: Y015
+    _WhichOneofArgType__nodes_rate: _TypeAlias = _typing.Literal["_nodes_rate", b"_nodes_rate"]  # noqa: Y015
     _WhichOneofReturnType__published_version: _TypeAlias = _typing.Literal["published_version"]  # noqa: Y015
     _WhichOneofArgType__published_version: _TypeAlias = _typing.Literal["_published_version", b"_published_version"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__nodes_rate) -> _WhichOneofReturnType__nodes_rate | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__published_version) -> _WhichOneofReturnType__published_version | None: ...
 
 Global___GetTrainerStateResponse: _TypeAlias = GetTrainerStateResponse  # noqa: Y015

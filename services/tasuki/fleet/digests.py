@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 import struct
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -27,6 +28,7 @@ _PER_NODE = {
 """Keys that may differ between nodes. So may every path, [security], [paths], [track] and failpoints."""
 _PER_NODE_TABLES = ("security", "paths", "track", "failpoints")
 _SMALL_BYTES = 64 * 1024 * 1024
+_KEY_DIGITS = 16
 
 
 def this_member(config: NodeConfig, *, boot_id: str) -> Member:
@@ -34,6 +36,7 @@ def this_member(config: NodeConfig, *, boot_id: str) -> Member:
     assert config.fleet is not None
     gpus = gpus_of(config)
     targets = {**node_targets(config), **port_targets(config)}
+    keys = config_keys(config)
     return Member(
         node_rank=config.fleet.node_rank,
         boot_id=boot_id,
@@ -41,22 +44,30 @@ def this_member(config: NodeConfig, *, boot_id: str) -> Member:
         trainer_target=targets["trainer"],
         rollout_target=targets["rollout"],
         version=_tasuki_version(),
-        config_digest=config_digest(config),
+        config_digest=config_digest(keys),
         num_ranks=config.trainer.num_ranks,
         num_gpus=len({*gpus.trainer, *gpus.rollout}) if config.device == "cuda" else 0,
         model_digest=model_digest(config.model.path),
+        config_keys=keys,
+        host=socket.gethostname(),
     )
 
 
-def config_digest(config: NodeConfig) -> str:
-    """SHA-256, in hex, of what a configuration means, without what may differ between nodes."""
+def config_keys(config: NodeConfig) -> dict[str, str]:
+    """The value of every key as the start of its SHA-256, in hex, but for what may differ between nodes."""
     dump = config.model_dump(mode="python", exclude_none=True)
     for table, keys in _PER_NODE.items():
         for key in keys:
             dump.get(table, {}).pop(key, None)
     for table in _PER_NODE_TABLES:
         dump.pop(table, None)
-    return hashlib.sha256(json.dumps(_without_paths(dump), sort_keys=True, default=str).encode()).hexdigest()
+    flat = _flat(_without_paths(dump))
+    return {key: _digest(json.dumps(value, sort_keys=True, default=str))[:_KEY_DIGITS] for key, value in flat}
+
+
+def config_digest(keys: Mapping[str, str]) -> str:
+    """SHA-256, in hex, of what a configuration means. keys: of `config_keys`."""
+    return _digest(json.dumps(keys, sort_keys=True))
 
 
 def model_digest(folder: Path) -> str:
@@ -97,6 +108,19 @@ def _without_paths(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_without_paths(item) for item in value if not isinstance(item, Path)]
     return value
+
+
+def _flat(table: Mapping[str, Any], *, above: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys of all tables, as `--set` names them."""
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, above=f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _tasuki_version() -> str:

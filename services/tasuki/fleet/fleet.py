@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from tasuki.coordinator.attempts import next_attempt_id
 from tasuki.coordinator.journal_recovery import close_interrupted
@@ -20,7 +19,7 @@ from tasuki.fleet.node_peer import NodePeer
 from tasuki.fleet.records import Decision, NodeView
 from tasuki.fleet.rules import TRAIN, common_place, serves, worst
 from tasuki.memory.stages import Phase, Stage
-from tasuki.wire.errors import FleetEnded, Interrupted, PeerUnavailable, StageOrder, TasukiError
+from tasuki.wire.errors import FleetEnded, Interrupted, NotJoined, PeerUnavailable, StageOrder, TasukiError
 
 _log = logging.getLogger("tasuki.fleet")
 _POLL_S = 0.2
@@ -96,7 +95,7 @@ class Fleet:
     async def recover(self) -> None:
         """Asks the nodes, once they have joined, where they are: forward where a decision waits, else from the middle of the ring back."""
         while not self._is_known:
-            with suppress(TasukiError):  # of a changeover journalled, and told by the state
+            try:
                 async with self._operations.turn:
                     await self._look()
                     self._is_known = True
@@ -106,7 +105,16 @@ class Fleet:
                         await self._bring_to(Phase.TRAIN, request_id)
                     elif self._pending() is not None:
                         await self._bring_to(Phase.ROLLOUT, request_id)
+            except TasukiError as error:  # of a changeover journalled, too
+                self._tell_miss(error)
             await asyncio.sleep(0 if self._is_known else _POLL_S)
+
+    def _tell_miss(self, error: TasukiError) -> None:
+        """Once in the log, and in the state until a changeover ends."""
+        told = f"{error.reason}: {error.message}"
+        if told != self._last_error and not isinstance(error, NotJoined):
+            _log.warning("event=recover_waits reason=%s message=%a", error.reason, error.message)
+            self._last_error = told
 
     async def stop(self) -> None:
         """Cuts the running operation off; its steps stay in the journal without results."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from tasuki.config.fleet_schema import FleetConfig
 from tasuki.v1 import fleet_pb2
@@ -10,13 +11,19 @@ from tasuki.wire.address import is_beyond_loopback, reachable, split_host_port
 from tasuki.wire.errors import FleetMismatch, InvalidArgument, StaleEpoch
 
 _TARGETS = ("coordinator_target", "trainer_target", "rollout_target")
+_NAMED_KEYS = 5
+Resolve = Callable[[str], Collection[str]]
+"""Gives the addresses of a host name; none for one that is not known."""
 _LOCAL = ("unix:", "ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D")
 """How gRPC names a caller on the leader's machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One start of a node. digests: SHA-256 in hex; num_gpus: 0 on a CPU; targets: gRPC targets as the leader calls them."""
+    """One start of a node. digests: SHA-256 in hex; num_gpus: 0 on a CPU; targets: gRPC targets as the leader calls them.
+
+    config_keys: digests by key of what `config_digest` is of.
+    """
 
     node_rank: int
     boot_id: str
@@ -28,14 +35,22 @@ class Member:
     num_ranks: int
     num_gpus: int
     model_digest: str
+    config_keys: Mapping[str, str] = field(default_factory=dict)
+    host: str = ""
 
     def to_proto(self) -> fleet_pb2.FleetNode:
         return fleet_pb2.FleetNode(**{name: getattr(self, name) for name in self.__slots__})
 
 
-def member_from_proto(node: fleet_pb2.FleetNode, *, peer: str) -> Member:
-    """peer: where the call came from, as gRPC names it. Raises InvalidArgument for a target that cannot be called from the leader."""
-    targets = {name: _callable_target(name, getattr(node, name), peer=peer) for name in _TARGETS}
+def member_from_proto(
+    node: fleet_pb2.FleetNode, *, peer: str, certified: Sequence[str] = (), resolve: Resolve = lambda _: frozenset()
+) -> Member:
+    """peer: where the call came from, as gRPC names it. certified: names and addresses of the node's certificate; none without TLS.
+
+    Raises InvalidArgument for a target that cannot be called from the leader.
+    """
+    hosts = None if not certified or peer.startswith("unix:") else _hosts(node, certified, peer, resolve)
+    targets = {name: _callable_target(name, getattr(node, name), peer=peer, hosts=hosts) for name in _TARGETS}
     return Member(
         node_rank=node.node_rank,
         boot_id=node.boot_id,
@@ -44,6 +59,8 @@ def member_from_proto(node: fleet_pb2.FleetNode, *, peer: str) -> Member:
         num_ranks=node.num_ranks,
         num_gpus=node.num_gpus,
         model_digest=node.model_digest,
+        config_keys=dict(node.config_keys),
+        host=node.host,
         **targets,
     )
 
@@ -65,8 +82,9 @@ def check_member(member: Member, leader: Member, *, config: FleetConfig, num_nod
     _require("num_nodes", config.num_nodes, num_nodes, member)
     if member.node_rank >= config.num_nodes:
         raise _mismatch("node_rank", f"below {config.num_nodes}", member.node_rank, member)
-    for field in ("version", "num_ranks", "num_gpus", "config_digest", "model_digest"):
-        _require(field, getattr(leader, field), getattr(member, field), member)
+    keys = _other_keys(leader, member)
+    for alike in ("version", "num_ranks", "num_gpus", "config_digest", "model_digest"):
+        _require(alike, getattr(leader, alike), getattr(member, alike), member, keys=keys)
 
 
 def check_rank(member: Member, holder: Member | None) -> None:
@@ -91,18 +109,35 @@ _ADVICE = {
 }
 
 
-def _require(field: str, expected: object, found: object, member: Member) -> None:
+def _require(field: str, expected: object, found: object, member: Member, *, keys: Sequence[str] = ()) -> None:
     if expected != found:
-        raise _mismatch(field, expected, found, member)
+        raise _mismatch(field, expected, found, member, keys=keys if field == "config_digest" else ())
 
 
-def _mismatch(field: str, expected: object, found: object, member: Member) -> FleetMismatch:
+def _mismatch(field: str, expected: object, found: object, member: Member, *, keys: Sequence[str] = ()) -> FleetMismatch:
     advice = _ADVICE.get(field, "start all nodes with the same [fleet]")
+    if keys:
+        more = f" and {len(keys) - _NAMED_KEYS} more" if len(keys) > _NAMED_KEYS else ""
+        advice = f"they differ in {', '.join(keys[:_NAMED_KEYS])}{more}; {advice}"
     text = f"{field}: node {member.node_rank} has {found}, the fleet has {expected}; {advice}"
     return FleetMismatch(text, field=field, node_rank=member.node_rank, expected=expected, found=found)
 
 
-def _callable_target(field: str, target: str, *, peer: str) -> str:
+def _other_keys(leader: Member, member: Member) -> list[str]:
+    """Keys of the configuration that one of the two has otherwise, or alone."""
+    keys = {*leader.config_keys, *member.config_keys}
+    return sorted(key for key in keys if leader.config_keys.get(key) != member.config_keys.get(key))
+
+
+def _hosts(node: fleet_pb2.FleetNode, certified: Sequence[str], peer: str, resolve: Resolve) -> list[str]:
+    """What the node's certificate calls the host at `peer`; its address comes first."""
+    address = split_host_port(_host_port(peer))[0]
+    named = [f"{node.host}{name[1:]}" if name.startswith("*.") else name for name in certified if "/" not in name]
+    return sorted((name for name in named if name == address or address in resolve(name)), key=lambda name: name != address)
+
+
+def _callable_target(field: str, target: str, *, peer: str, hosts: Sequence[str] | None) -> str:
+    """hosts: names of the caller that TLS accepts; None without TLS."""
     is_local = peer.startswith(_LOCAL)
     if target.startswith("unix:"):
         if not is_local:
@@ -115,6 +150,14 @@ def _callable_target(field: str, target: str, *, peer: str) -> str:
     except ValueError as error:
         raise InvalidArgument(field, str(error)) from error
     found = reachable(target, seen_from=_host_port(peer))
+    if found != target and hosts is not None:
+        if not hosts:
+            raise InvalidArgument(
+                field,
+                f"the node's certificate names neither {found} nor a host name of it: `tasuki certs --host` with the name that the leader "
+                f"resolves, or set {_service(field)}.listen to HOST:PORT",
+            )
+        found = f"{hosts[0]}:{split_host_port(target)[1]}"
     if not is_local and not is_beyond_loopback(found):
         raise InvalidArgument(
             field, f"{target} is loopback, which the leader cannot call: set {_service(field)}.listen to HOST:PORT"

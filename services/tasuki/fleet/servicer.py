@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -27,7 +29,11 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         self._nodes, self._leader = nodes, leader
 
     async def Join(self, request: fleet_pb2.JoinRequest, context: _Context) -> fleet_pb2.JoinResponse:
-        member = member_from_proto(request.node, peer=context.peer())
+        shown: Any = context.auth_context()
+        names = [name.decode(errors="replace") for name in shown.get("x509_subject_alternative_name", ())]
+        member = await asyncio.to_thread(
+            member_from_proto, request.node, peer=context.peer(), certified=names, resolve=addresses_of
+        )
         config = self._nodes.config
         check_member(
             member, self._leader, config=config, num_nodes=request.num_nodes, name=request.name, attempt=request.attempt
@@ -72,9 +78,17 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     def _member(self, joined: Joined) -> fleet_pb2.FleetMember:
         joined_at = Timestamp()
         joined_at.FromNanoseconds(int(joined.join_time * 1e9))
-        return fleet_pb2.FleetMember(
-            node=joined.member.to_proto(), join_time=joined_at, silent_s=round(self._nodes.silent_s(joined), 3)
-        )
+        node = joined.member.to_proto()
+        node.ClearField("config_keys")
+        return fleet_pb2.FleetMember(node=node, join_time=joined_at, silent_s=round(self._nodes.silent_s(joined), 3))
+
+
+def addresses_of(host: str) -> set[str]:
+    """IP addresses of a host name; none for one that is not known here."""
+    try:
+        return {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return set()
 
 
 class PlanOfNodes:

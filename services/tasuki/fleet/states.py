@@ -56,6 +56,10 @@ def merged_trainer_state(states: Sequence[trainer_pb2.GetTrainerStateResponse]) 
     merged.num_ranks = sum(state.num_ranks for state in states)
     merged.is_in_stage = any(state.is_in_stage for state in states)
     merged.micro_batch_tokens = min(state.micro_batch_tokens for state in states)
+    if all(state.HasField("nodes_rate") for state in states):
+        merged.nodes_rate = min(state.nodes_rate for state in states)
+    else:
+        merged.ClearField("nodes_rate")
     for place, role in enumerate(merged.roles):
         of_nodes = [state.roles[place] for state in states]
         role.version = min(one.version for one in of_nodes)

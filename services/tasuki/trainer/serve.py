@@ -67,6 +67,7 @@ def run_rank(config: NodeConfig, *, launch: Launch) -> bool:
         replicas = join_nodes(config, launch, device=mesh_device(mesh))
         if replicas is not None:
             cleanup.callback(replicas.close)
+        nodes_rate = None if replicas is None else replicas.measure_rate()
         backend = FsdpBackend(config, mesh=mesh, replicas=replicas)
         cleanup.callback(backend.close)
         backend.warm_up()
@@ -82,7 +83,7 @@ def run_rank(config: NodeConfig, *, launch: Launch) -> bool:
                 signal.signal(number, signal.SIG_IGN)
         heartbeat.beat_in_thread()
         commands = RankCommands(learner, failpoints=failpoints)
-        return commands.ready(), commands.handlers()
+        return commands.ready(nodes_rate=nodes_rate), commands.handlers()
 
     with ExitStack() as cleanup:
         heartbeat = Heartbeat(config.state_dir, f"trainer{launch.rank}")
@@ -128,6 +129,8 @@ async def serve(config: NodeConfig, *, launch: Launch) -> int:
             micro_batch_tokens=await micro_batch_tokens(config, ranks),
         )
         _log.info("ready ranks=%d micro_batch_tokens=%d", launch.num_ranks, limits.micro_batch_tokens)
+        if ready.HasField("nodes_rate"):
+            _log.info("event=nodes_rate gbit_s=%.3f", 8e-9 * ready.nodes_rate)
         training = Training(
             ranks,
             state=state,

@@ -13,6 +13,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -56,9 +57,8 @@ def connect_over_nodes(
     group = ProcessGroupGloo.__new__(ProcessGroupGloo)
     before = _sockets()
     _CONNECT(group, store, rank, size, options)
-    of_store = _kernel_addresses(meeting)
-    found = _connections(_sockets() - before, num_peers=size - 1)
-    mine = [ends for ends in found if not of_store & {*ends}]
+    of_store = _addresses(meeting)
+    mine = [ends for ends in connections(besides=before) if not of_store & {*ends}]
     store.set(f"connections/{rank}", json.dumps(mine))
     theirs = [end for peer in range(size) if peer != rank for end in json.loads(store.get(f"connections/{peer}"))]
     check_mirrored(mine, theirs, num_peers=size - 1)
@@ -68,9 +68,9 @@ def connect_over_nodes(
 def check_mirrored(mine: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]], *, num_peers: int) -> None:
     """Raises PeerUnavailable unless every connection of `mine` is one of `theirs`, seen from its other end, and there are `num_peers`.
 
-    Each is its local and its remote address.
+    Each is its local and its remote address. A connection of this process with itself has both ends in `mine`.
     """
-    known = {(remote, local) for local, remote in theirs}
+    known = {(remote, local) for local, remote in (*theirs, *mine)}
     strange = [remote for local, remote in mine if (local, remote) not in known]
     if strange:
         raise PeerUnavailable(
@@ -80,29 +80,31 @@ def check_mirrored(mine: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]
         raise PeerUnavailable(f"{len(mine)} of {num_peers} gloo peers are connected")
 
 
-def _connections(sockets: set[int], *, num_peers: int) -> list[tuple[str, str]]:
-    """Local and remote address of those of `sockets` that are connected."""
+def connections(*, besides: set[int]) -> list[tuple[str, str]]:
+    """Local and remote address of this process's TCP connections, but for sockets `besides`, by inode.
+
+    The sockets tell it themselves: the kernel's table may lack a row while others connect.
+    """
     found: list[tuple[str, str]] = []
-    for _ in range(_NUM_LOOKS):
-        found = [(_comparable(row[1]), _comparable(row[2])) for row in _established() if int(row[9]) in sockets]
-        if len(found) >= num_peers:
-            break
+    for descriptor, inode in _descriptors().items():
+        if inode not in besides:
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:  # not connected, or closed meanwhile
+                if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
+                    found.append((_comparable(one.getsockname()), _comparable(one.getpeername())))
     return found
 
 
-def _kernel_addresses(target: str) -> set[str]:
-    """Every address of "HOST:PORT" as `_comparable` gives it. The kernel writes words of 4 bytes with the last byte first."""
+def _addresses(target: str) -> set[str]:
+    """Every address of "HOST:PORT" as `_comparable` gives it."""
     host, port = split_host_port(target)
-    names = {info[4][0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
-    packed = [ipaddress.ip_address(str(name).partition("%")[0]).packed for name in names]
-    words = ["".join(each[at : at + 4][::-1].hex() for at in range(0, len(each), 4)) for each in packed]
-    return {f"{word.upper()}:{port:04X}" for word in words}
+    return {_comparable(info[4]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
 
 
-def _comparable(address: str) -> str:
-    """The kernel's "ADDRESS:PORT" in hex; an IPv4 address has one form, also behind a socket of IPv6."""
-    host, _, port = address.partition(":")
-    return f"{host.removeprefix('0000000000000000FFFF0000')}:{port}"
+def _comparable(address: Sequence[Any]) -> str:
+    """A socket's address in one form, also of IPv4 behind a socket of IPv6."""
+    host = ipaddress.ip_address(str(address[0]).partition("%")[0])
+    mapped = host.ipv4_mapped if isinstance(host, ipaddress.IPv6Address) else None
+    return f"{mapped or host}:{address[1]}"
 
 
 def _checked(connect: Callable[..., None]) -> Callable[..., None]:
@@ -150,12 +152,17 @@ def _established() -> list[list[str]]:
 
 def _sockets() -> set[int]:
     """Inodes of the sockets that this process has open."""
-    inodes: set[int] = set()
+    return set(_descriptors().values())
+
+
+def _descriptors() -> dict[int, int]:
+    """The inode of every socket that this process has open, by its descriptor."""
+    found: dict[int, int] = {}
     for entry in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{entry}")
         except OSError:  # the descriptor of the listing, or one that another thread has closed
             continue
         if target.startswith("socket:["):
-            inodes.add(int(target[len("socket:[") : -1]))
-    return inodes
+            found[int(entry)] = int(target[len("socket:[") : -1])
+    return found

@@ -19,8 +19,9 @@ from tasuki.config.places import config_path
 from tasuki.config.schema import NodeConfig
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.rpc.peer_credentials import peer_credentials
-from tasuki.v1 import fleet_pb2
+from tasuki.v1 import fleet_pb2, trainer_pb2
 from tasuki.v1.fleet_pb2_grpc import FleetServiceStub
+from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
 from tasuki.wire.address import is_beyond_loopback
 from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import TasukiError, from_rpc_error
@@ -33,6 +34,8 @@ _MAX_SKEW_S = 1.0
 _NUM_LOOKS = 5
 _SLOW_RATE, _NO_RATE = 1e9 / 8, 1e8 / 8
 """Bytes a second, of one connection between machines: 1 and 0.1 Gb/s."""
+_GPU_FACTOR = 10
+"""Gradients of GPU nodes need that many times the rate."""
 _GRADIENT_BYTES = 4
 
 
@@ -56,7 +59,7 @@ def fleet_findings(config: NodeConfig) -> Iterator[Finding]:
     if config.fleet is None:
         return
     try:
-        fleet, unreachable, connection = asyncio.run(_look(config))
+        fleet, unreachable, connection, nodes_rate = asyncio.run(_look(config))
     except TasukiError as error:
         yield fail(
             "fleet", f"{error.reason}: {error.message}", f"start all nodes; then look again. Leader: {config.fleet.leader}"
@@ -66,10 +69,14 @@ def fleet_findings(config: NodeConfig) -> Iterator[Finding]:
     yield _reached(fleet, unreachable)
     yield clock_finding(connection)
     yield rate_finding(connection, config)
+    yield gradients_finding(nodes_rate, config)
 
 
-async def _look(config: NodeConfig) -> tuple[fleet_pb2.GetFleetResponse, list[str], Connection]:
-    """The fleet, the addresses of its nodes that do not answer, and the connection to the leader. Raises TasukiError."""
+async def _look(config: NodeConfig) -> tuple[fleet_pb2.GetFleetResponse, list[str], Connection, float | None]:
+    """The fleet, the addresses of its nodes that do not answer, the connection to the leader, and the trainers' rate in bytes a second.
+
+    Raises TasukiError.
+    """
     assert config.fleet is not None
     credentials = peer_credentials(config.security)
     async with open_channel(config.fleet.leader, credentials=credentials) as channel:
@@ -79,9 +86,19 @@ async def _look(config: NodeConfig) -> tuple[fleet_pb2.GetFleetResponse, list[st
             connection = await measure(stub, num_bytes=_MEASURED_BYTES)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
+        nodes_rate = await _nodes_rate(TrainerServiceStub(channel))
     targets = [target for member in fleet.members for target in _targets(member.node) if not target.startswith("unix:")]
     answers = await asyncio.gather(*(_answers(target, config) for target in targets))
-    return fleet, [target for target, answer in zip(targets, answers, strict=True) if not answer], connection
+    return fleet, [target for target, answer in zip(targets, answers, strict=True) if not answer], connection, nodes_rate
+
+
+async def _nodes_rate(stub: Any) -> float | None:
+    """None while trainers do not answer, or have nobody to send to."""
+    try:
+        state = await stub.GetTrainerState(trainer_pb2.GetTrainerStateRequest(), timeout=_TIMEOUT_S)
+    except grpc.aio.AioRpcError:
+        return None
+    return state.nodes_rate if state.HasField("nodes_rate") else None
 
 
 def _targets(node: fleet_pb2.FleetNode) -> tuple[str, str, str]:
@@ -163,13 +180,33 @@ def clock_finding(connection: Connection) -> Finding:
 
 def rate_finding(connection: Connection, config: NodeConfig) -> Finding:
     """By what was transferred; between machines a slow connection fails."""
+    found = f"{_gbit(connection.rate)} to node 0 by one gRPC connection"
+    return _judged("fleet rate", found, connection.rate, config)
+
+
+def gradients_finding(nodes_rate: float | None, config: NodeConfig) -> Finding:
+    """By the all-reduces that trainers measured when they started. nodes_rate: bytes a second of the slowest node."""
     assert config.fleet is not None
+    if config.fleet.num_nodes == 1:
+        return ok("fleet gradients", "stay on the one node")
+    if nodes_rate is None:
+        return fail(
+            "fleet gradients", "no trainer tells its rate to other nodes", "wait until the nodes serve; then look again"
+        )
     gradients = _GRADIENT_BYTES * read_model_shape(config.model.path).num_parameters
-    found = (
-        f"{8e-9 * connection.rate:.2f} Gb/s to node 0 by one gRPC connection; a step's {gradients / 1e9:.2f} GB of gradients would take "
-        f"{gradients / connection.rate:.2f} s at that rate (NCCL and gloo use others, which are not measured)"
-    )
-    advice = "look at the interface, its driver and the route to node 0 (ip route get, ethtool)"
-    if not is_beyond_loopback(config.fleet.leader) or connection.rate >= _SLOW_RATE:
-        return ok("fleet rate", found)
-    return (fail if connection.rate < _NO_RATE else warn)("fleet rate", found, advice)
+    sent = 2 * (config.fleet.num_nodes - 1) / config.fleet.num_nodes * gradients
+    by, factor = ("NCCL", _GPU_FACTOR) if config.device == "cuda" else ("gloo", 1)
+    found = f"{_gbit(nodes_rate)} from a node by {by}; a step sends {sent / 1e9:.2f} GB, in {sent / nodes_rate:.2f} s"
+    return _judged("fleet gradients", found, nodes_rate / factor, config)
+
+
+def _judged(name: str, found: str, rate: float, config: NodeConfig) -> Finding:
+    assert config.fleet is not None
+    if not is_beyond_loopback(config.fleet.leader) or rate >= _SLOW_RATE:
+        return ok(name, found)
+    advice = "look at fleet.interface, its driver and the route to the other nodes (ip route get, ethtool, NCCL_DEBUG=INFO)"
+    return (fail if rate < _NO_RATE else warn)(name, found, advice)
+
+
+def _gbit(rate: float) -> str:
+    return f"{8e-9 * rate:.2f} Gb/s"

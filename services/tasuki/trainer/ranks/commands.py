@@ -41,11 +41,13 @@ class RankCommands:
             "get_usage": self.get_usage,
         }
 
-    def ready(self) -> ranks_pb2.RankReady:
+    def ready(self, *, nodes_rate: float | None) -> ranks_pb2.RankReady:
+        """nodes_rate: bytes a second to other nodes."""
         return ranks_pb2.RankReady(
             roles=encode_roles(self._learner),
             vocab_size=self._backend.vocab_size,
             context_length=self._backend.context_length,
+            nodes_rate=nodes_rate,
         )
 
     def begin_run(self, request: trainer_pb2.BeginRunRequest) -> trainer_pb2.BeginRunResponse:

@@ -29,13 +29,19 @@ class TrainerRanks(RankFront[TrainerRankCommand, TrainerRankResult]):
         self.straggler_timeout_s = collective_timeout_s + _ANSWER_MARGIN_S
 
     async def ready(self) -> RankReady:
-        """Returns when every rank has loaded the model. Raises the error of the rank that could not."""
+        """Returns when every rank has loaded the model: what rank 0 says, with the sum of all rates to other nodes.
+
+        Raises the error of the rank that could not.
+        """
         results = await self._wait_for_results()
         await self._raise_errors(results)
         for rank, result in enumerate(results):
             if result.ready.pid != os.getpid():
                 self.watch(rank, pid=result.ready.pid)
-        return results[0].ready
+        ready = results[0].ready
+        if ready.HasField("nodes_rate"):
+            ready.nodes_rate = sum(result.ready.nodes_rate for result in results)
+        return ready
 
     async def stop(self) -> None:
         """Has the ranks leave, and closes."""

@@ -268,6 +268,7 @@ class TrainerServicer(TrainerServiceServicer):
             is_in_stage=state.gate.is_in_stage,
             roles=state.roles.values(),
             micro_batch_tokens=self._training.micro_batch_tokens,
+            nodes_rate=self._ready.nodes_rate if self._ready.HasField("nodes_rate") else None,
         )
 
     def _record(self, request: Commanded, **content: Any) -> ranks_pb2.TrainingRecord:

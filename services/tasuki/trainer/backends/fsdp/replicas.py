@@ -7,6 +7,7 @@ need as many micro-batches and a lost node breaks any call; here the collectives
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,6 +26,9 @@ from tasuki.trainer.rank_store import FleetStore, join_ranks
 from tasuki.transport.gloo_peers import connect_over_nodes
 from tasuki.wire.address import local_address_towards
 from tasuki.wire.errors import PeerUnavailable, VersionOrder
+
+_MEASURED_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
+_NUM_MEASUREMENTS = 3
 
 
 class NodeReplicas:
@@ -77,6 +81,25 @@ class NodeReplicas:
             works = [self._group.allreduce([tensor]) for tensor in tensors if tensor.numel()]
             for work in works:
                 work.wait()
+
+    @torch.no_grad()
+    def measure_rate(self) -> float:
+        """Bytes a second that this rank sends in an all-reduce over nodes, the best of a few; a collective."""
+        num_bytes = _MEASURED_BYTES[self._device.type]
+        tensor = torch.zeros(num_bytes // 4, dtype=torch.float32, device=self._device)
+        seconds: list[float] = []
+        for _ in range(_NUM_MEASUREMENTS):
+            self._greatest([0.0])  # all nodes are there, and connected
+            started = time.perf_counter()
+            self.add_up([tensor])
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            seconds.append(time.perf_counter() - started)
+        del tensor
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # the model is not there yet: nothing else is kept
+        num_nodes = self._fleet.num_nodes
+        return 2 * (num_nodes - 1) / num_nodes * num_bytes / min(seconds)
 
     def greatest(self, number: float) -> float:
         """Of all nodes: rounding may differ where their collectives take another order."""
