@@ -179,6 +179,11 @@ class NodeConfig(Schema):
         return self.dp_size * self.rollout.tp_size
 
     @property
+    def node_rank(self) -> int | None:
+        """In the fleet; None without one."""
+        return None if self.fleet is None else self.fleet.node_rank
+
+    @property
     def exports_parameters(self) -> bool:
         """Whether rollout reads the trainer's parameters themselves."""
         trainer = self.trainer
