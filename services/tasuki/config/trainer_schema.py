@@ -109,7 +109,7 @@ class TrainerConfig(OptimizerConfig):
     """Whether what rollout reads (the copy, or the parameters) stays on the GPU over OFFLOAD. If not, it leaves, and rollout maps it at
     every sync. By default it stays where the planner says that everything fits then."""
     export_handles: Literal["vmm", "ipc"] = "vmm"
-    """How a GPU's memory is given to rollout: file descriptors of our own arenas, or, where these do not work, a copy in torch's
+    """How a GPU's memory is given to rollout: our arenas' descriptors, or, where these do not work, a copy in torch's
     memory by a legacy CUDA IPC handle."""
     attention_backend: Literal["auto", "fa4", "varlen", "sdpa"] = "auto"
     """Attention over packed sequences: FlashAttention-4, torch's `varlen_attn`, or torch's `scaled_dot_product_attention`, which pads
