@@ -2,7 +2,7 @@
 
 On is metrics that are scraped, the sample dump, a tracker, a dashboard with an open page, and tracing to a receiver. Two nodes stay up,
 one for each side, each with one run that is stopped while it is the other's turn. CPU seconds are those of all processes of the node, of
-the run and of the dashboard. On a CPU it is the demo; on a GPU a model of 0.5 billion parameters with random weights on the demo's task.
+the run and of the dashboard. On a CPU it is the demo; on a GPU a model of 0.36 billion parameters, at random, on the demo's task.
 
 Usage: python -m tests.bench.overhead --out runs/bench [--pairs 24] [--steps 8] [--limit-s 450] [--without tracing,tracker]
 """
