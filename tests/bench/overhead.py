@@ -50,6 +50,7 @@ _GPU_SETTINGS = [
     'rollout.sampling_backend="pytorch"',
     "rollout.context_length=128",
     "rollout.kv_tokens=65536",
+    "trainer.micro_batch_tokens=8192",
     "train.max_new_tokens=64",
 ]
 _GPU_MODEL = {
