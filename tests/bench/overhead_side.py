@@ -148,5 +148,5 @@ class Side:
                 with suppress(psutil.NoSuchProcess):
                     service = process.environ().get(SERVICE_VARIABLE, name)
                     # User and system, and those of children that have ended.
-                    seconds[service] += sum(process.cpu_times()[:4])  # pyright: ignore[reportArgumentType]
+                    seconds[service] += sum(process.cpu_times()[:4])
         return seconds
