@@ -16,7 +16,7 @@ from tests.limits import limit_s
 
 @dataclass(frozen=True, slots=True)
 class ReceivedSpan:
-    """A span as it came; ids in hexadecimal."""
+    """A span as it came; ids in hexadecimal. node_rank: of its process, in a fleet."""
 
     service: str
     name: str
@@ -25,6 +25,7 @@ class ReceivedSpan:
     parent_id: str
     attributes: dict[str, str | int]
     is_failed: bool
+    node_rank: int | None
 
 
 @dataclass
@@ -51,19 +52,21 @@ class Receiver:
 
     def take(self, body: bytes) -> None:
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-            about = {one.key: one.value.string_value for one in resource.resource.attributes}
+            about = {one.key: one.value for one in resource.resource.attributes}
+            rank = about.get("tasuki.node_rank")
             for scope in resource.scope_spans:
                 for span in scope.spans:
                     attributes = {one.key: one.value.string_value or one.value.int_value for one in span.attributes}
                     self.spans.append(
                         ReceivedSpan(
-                            service=about["service.name"],
+                            service=about["service.name"].string_value,
                             name=span.name,
                             trace_id=span.trace_id.hex(),
                             span_id=span.span_id.hex(),
                             parent_id=span.parent_span_id.hex(),
                             attributes=attributes,
                             is_failed=span.status.code == span.status.STATUS_CODE_ERROR,
+                            node_rank=None if rank is None else rank.int_value,
                         )
                     )
 

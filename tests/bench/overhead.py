@@ -1,15 +1,15 @@
-"""What it costs a run to be watched: the demo's loop with everything on beside the same loop with everything off, in turns.
+"""What it costs a run to be watched: a loop with everything on beside the same loop with everything off, by turns.
 
-On is metrics that are scraped, the sample dump, a tracker, a dashboard with an open page, and tracing to a receiver. Two nodes stay up, one
-for each side, and each in turn carries out a short run. CPU seconds are those of all processes of the node, the run and the dashboard.
+On is metrics that are scraped, the sample dump, a tracker, a dashboard with an open page, and tracing to a receiver. Two nodes stay up,
+one for each side, each with one run that is stopped while it is the other's turn. CPU seconds are those of all processes of the node, of
+the run and of the dashboard. On a CPU it is the demo; on a GPU a model of 0.36 billion parameters, at random, on the demo's task.
 
-Usage: python -m tests.bench.overhead --out runs/bench [--pairs 6] [--steps 20]
+Usage: python -m tests.bench.overhead --out runs/bench [--pairs 24] [--steps 8] [--limit-s 450] [--without tracing,tracker]
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import shutil
 import statistics
@@ -18,106 +18,61 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
+import torch
 
-from tasuki.config.lock import NODE_LOCK, holder
+from tests.bench.overhead_side import CLI, LIMIT_S, Side, Turn
 from tests.bench.processes import REPOSITORY, tied
-from tests.otlp import receiving
 from tests.ports import free_port
 
-CLI = [sys.executable, "-m", "tasuki.cli"]
 DEMO = REPOSITORY / "client" / "examples" / "demo"
 SCRAPE_S, PAGE_S = 5.0, 2.0
 PAGE_PARTS = ("node", "run", "curves", "changeovers")
-LIMIT_S = 300.0
+PARTS = ("metrics", "samples", "tracker", "dashboard", "tracing")
 _WARM_STEPS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """One short run. Seconds of each step but the first, and CPU seconds a step over the same steps."""
-
-    step_s: list[float]
-    cpu_s: float
-
-
-@dataclass
-class Side:
-    """A node, with everything on or off. dashboard: its process."""
-
-    folder: Path
-    overrides: list[str]
-    dashboard: subprocess.Popen[bytes] | None = None
-
-    @property
-    def config(self) -> Path:
-        return self.folder / "config.toml"
-
-    def run(self, number: int, *, num_steps: int) -> Segment:
-        output = self.folder / f"run-{number}"
-        settings = [f"train.output_dir={output}", f"train.num_steps={num_steps}", f"train.eval_every={num_steps}"]
-        argv = [*CLI, "train", str(self.config), "--no-start", *_set([*settings, *self.overrides])]
-        with (self.folder / f"train-{number}.log").open("wb") as log:
-            train = subprocess.Popen(tied(argv), cwd=REPOSITORY, stdout=log, stderr=log)
-        moments = list(self._steps(output / "metrics.jsonl", train, num_steps=num_steps))
-        if train.wait(LIMIT_S) != 0 or len(moments) < 2:
-            raise RuntimeError(Path(log.name).read_text()[-2000:])
-        step_s = [(at - before) / (step - last) for (last, before, _), (step, at, _) in itertools.pairwise(moments)]
-        (first, _, cpu_then), (last, _, cpu_now) = moments[0], moments[-1]
-        return Segment(step_s, (cpu_now - cpu_then) / (last - first))
-
-    def _steps(self, metrics: Path, train: subprocess.Popen[bytes], *, num_steps: int) -> Iterator[tuple[int, float, float]]:
-        """Steps that have ended, with time and CPU seconds so far, whenever there are more."""
-        seen = 0
-        while seen < num_steps:
-            if train.poll() is not None:
-                return
-            lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-            if lines > seen:
-                seen = min(lines, num_steps)  # a held-out score at the end has another line
-                yield seen, time.perf_counter(), self._cpu_s(train.pid)
-            time.sleep(0.005)
-
-    def _cpu_s(self, train_pid: int) -> float:
-        pids = [train_pid, holder(self.folder / "node", name=NODE_LOCK)]
-        if self.dashboard is not None:
-            pids.append(self.dashboard.pid)
-        total = 0.0
-        for pid in pids:
-            assert pid is not None, "the node has ended"
-            for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
-                try:
-                    total += sum(process.cpu_times()[:4])  # user, system, and those of children that have ended
-                except psutil.NoSuchProcess:
-                    continue
-        return total
-
-
-def _set(overrides: Sequence[str]) -> list[str]:
-    return [part for override in overrides for part in ("--set", override)]
+_ENDLESS = 1_000_000
+# Weights stay as they are, so that all steps are alike.
+_SETTINGS = [
+    "trainer.learning_rate=1e-9",
+    f"trainer.total_steps={_ENDLESS}",
+    f"train.num_steps={_ENDLESS}",
+    f"train.eval_every={_ENDLESS}",
+]
+_GPU_SETTINGS = [
+    'device="cuda"',
+    "trainer.num_ranks=1",
+    'trainer.compute_dtype="bfloat16"',
+    'rollout.dtype="bfloat16"',
+    'rollout.attention_backend="triton"',
+    'rollout.sampling_backend="pytorch"',
+    "rollout.context_length=128",
+    "rollout.kv_tokens=65536",
+    "trainer.micro_batch_tokens=8192",
+    "train.max_new_tokens=64",
+]
+_GPU_MODEL = {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+_REWARD = "def exact(*, completion: str) -> float:\n    return sum(map(ord, completion)) % 7 / 7\n"
 
 
 @contextmanager
-def serving(side: Side) -> Iterator[None]:
-    subprocess.run([*CLI, "up", str(side.config), *_set(side.overrides)], cwd=REPOSITORY, check=True)
-    try:
-        yield
-    finally:
-        subprocess.run([*CLI, "down", str(side.config)], cwd=REPOSITORY, check=False)
-
-
-@contextmanager
-def polled(url: str, *, every_s: float) -> Iterator[None]:
+def polled(urls: Sequence[str], side: Side, *, every_s: float) -> Iterator[None]:
+    """Reads the addresses while it is the side's turn."""
     stop = threading.Event()
 
     def poll() -> None:
         while not stop.wait(every_s):
-            urllib.request.urlopen(url, timeout=LIMIT_S).read()
+            for url in urls if side.is_its_turn else ():
+                urllib.request.urlopen(url, timeout=LIMIT_S).read()
 
     thread = threading.Thread(target=poll, daemon=True)
     thread.start()
@@ -131,19 +86,17 @@ def polled(url: str, *, every_s: float) -> Iterator[None]:
 @contextmanager
 def shown(side: Side) -> Iterator[None]:
     """A dashboard that follows the node's runs, and a page that asks for its parts."""
-    port = free_port()
-    argv = [*CLI, "dashboard", "--config", str(side.config), "--listen", f"127.0.0.1:{port}"]
-    with (side.folder / "dashboard.log").open("wb") as log, ExitStack() as pages:
+    url = f"http://127.0.0.1:{free_port()}"
+    argv = [*CLI, "dashboard", "--config", str(side.config), "--listen", url.removeprefix("http://")]
+    with (side.folder / "dashboard.log").open("wb") as log:
         side.dashboard = subprocess.Popen(tied(argv), cwd=REPOSITORY, stdout=log, stderr=log)
-        try:
-            pages.callback(side.dashboard.terminate)
-            _await_page(f"http://127.0.0.1:{port}/", side.dashboard)
-            for part in PAGE_PARTS:
-                pages.enter_context(polled(f"http://127.0.0.1:{port}/api/{part}", every_s=PAGE_S))
+    try:
+        _await_page(url, side.dashboard)
+        with polled([f"{url}/api/{part}" for part in PAGE_PARTS], side, every_s=PAGE_S):
             yield
-        finally:
-            pages.close()
-            side.dashboard.wait(LIMIT_S)
+    finally:
+        side.dashboard.terminate()
+        side.dashboard.wait(LIMIT_S)
 
 
 def _await_page(url: str, dashboard: subprocess.Popen[bytes]) -> None:
@@ -158,79 +111,140 @@ def _await_page(url: str, dashboard: subprocess.Popen[bytes]) -> None:
             time.sleep(0.1)
 
 
-def make_side(folder: Path, task: Path, overrides: list[str]) -> Side:
+def make_task(folder: Path) -> None:
+    """The demo's; on a GPU with a larger model."""
+    subprocess.run([sys.executable, DEMO / "make_task.py", folder, "--seed", "0"], cwd=REPOSITORY, check=True)
+    if not torch.cuda.is_available():
+        return
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(folder / "model")
+    config.update(_GPU_MODEL)
+    config.layer_types = ["full_attention"] * config.num_hidden_layers
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "model")
+
+
+def make_side(folder: Path, task: Path, overrides: Sequence[str]) -> Side:
     folder.mkdir(parents=True)
-    shutil.copy(REPOSITORY / "deploy" / "config" / "demo.toml", folder / "config.toml")
-    shutil.copy(DEMO / "reward.py", folder)
+    config = (REPOSITORY / "deploy" / "config" / "demo.toml").read_text()
+    ends = "stop_at_eval_score = 0.985\n"
+    assert config.count(ends) == 1
+    # The dashboard takes no settings but the file's.
+    (folder / "config.toml").write_text(f"{config.replace(ends, '')}\n[security]\ninsecure = true\n")
+    (folder / "reward.py").write_text(_REWARD)
     shutil.copytree(task, folder / "task")
-    # A run ends after its steps, and not for its score.
-    config = folder / "config.toml"
-    config.write_text(config.read_text().replace("stop_at_eval_score = 0.985\n", ""))
-    return Side(folder, overrides)
+    gpu = _GPU_SETTINGS if torch.cuda.is_available() else []
+    return Side(folder, [*_SETTINGS, *gpu, f"train.output_dir={folder / 'run'}", *overrides])
 
 
-def measure(folder: Path, *, num_pairs: int, num_steps: int) -> dict[str, object]:
-    subprocess.run([sys.executable, DEMO / "make_task.py", folder / "task", "--seed", "0"], cwd=REPOSITORY, check=True)
-    metrics = free_port()
-    with receiving() as receiver, ExitStack() as stack:
+@contextmanager
+def watched(folder: Path, parts: Sequence[str]) -> Iterator[tuple[Side, Callable[[], int]]]:
+    """The side that is watched, its node up, and the number of spans that have come."""
+    with ExitStack() as stack:
+        overrides = [] if "samples" in parts else ["train.samples.groups_per_step=0"]
+        count: Callable[[], int] = int
+        if "tracing" in parts:
+            from tests.otlp import receiving  # needs the extra
+
+            receiver = stack.enter_context(receiving())
+            overrides.append(f"telemetry.endpoint={receiver.endpoint}")
+            count = lambda: len(receiver.spans)  # noqa: E731
+        if "tracker" in parts:
+            overrides.append('track.to=["tensorboard"]')
+        metrics = f"127.0.0.1:{free_port()}"
+        if "metrics" in parts:
+            overrides.append(f"metrics.listen={metrics}")
+        side = make_side(folder / "on", folder / "task", overrides)
+        stack.enter_context(side.up())
+        if "metrics" in parts:
+            stack.enter_context(polled([f"http://{metrics}/metrics"], side, every_s=SCRAPE_S))
+        if "dashboard" in parts:
+            stack.enter_context(shown(side))
+        yield side, count
+
+
+def measure(folder: Path, *, parts: Sequence[str], num_pairs: int, num_steps: int, limit_s: float) -> dict[str, object]:
+    """limit_s: no pair is begun that would end later."""
+    started = time.monotonic()
+    make_task(folder / "task")
+    with ExitStack() as stack:
         off = make_side(folder / "off", folder / "task", ["train.samples.groups_per_step=0"])
-        watching = [
-            f"metrics.listen=127.0.0.1:{metrics}",
-            f"telemetry.endpoint={receiver.endpoint}",
-            'track.to=["tensorboard"]',
-            "security.insecure=true",
-        ]
-        on = make_side(folder / "on", folder / "task", watching)
-        config = on.config.read_text()
-        on.config.write_text(f"{config}\n[security]\ninsecure = true\n")
+        stack.enter_context(off.up())
+        on, num_spans = stack.enter_context(watched(folder, parts))
         for side in (off, on):
-            stack.enter_context(serving(side))
-        stack.enter_context(polled(f"http://127.0.0.1:{metrics}/metrics", every_s=SCRAPE_S))
-        stack.enter_context(shown(on))
-        for side in (off, on):
-            side.run(0, num_steps=_WARM_STEPS)
-        pairs: list[tuple[Segment, Segment]] = []
+            stack.enter_context(side.training(warm_steps=_WARM_STEPS))
+        pairs: list[tuple[Turn, Turn]] = []
         found: dict[str, object] = {}
-        for number in range(1, num_pairs + 1):
+        pair_s = 0.0
+        while len(pairs) < num_pairs and time.monotonic() - started + pair_s < limit_s:
+            begun = time.monotonic()
             # The first of a pair is now the one, now the other: a machine that warms up favours neither.
-            if number % 2:
-                pairs.append((off.run(number, num_steps=num_steps), on.run(number, num_steps=num_steps)))
-            else:
-                later = on.run(number, num_steps=num_steps)
-                pairs.append((off.run(number, num_steps=num_steps), later))
-            found = {**report(pairs), "num_spans": len(receiver.spans), "num_steps": num_steps}
+            turns = {side.folder.name: side.take_turn(num_steps) for side in ((off, on) if len(pairs) % 2 else (on, off))}
+            pairs.append((turns["off"], turns["on"]))
+            pair_s = max(pair_s, time.monotonic() - begun)
+            found = {
+                "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+                "parts": list(parts),
+                **report(pairs),
+                "steps_a_turn": num_steps,
+                "num_spans": num_spans(),
+                "seconds": time.monotonic() - started,
+            }
             # A bench that is cut off has told what it had.
             (folder / "overhead.json").write_text(json.dumps(found, indent=2) + "\n")
         return found
 
 
-def report(pairs: Sequence[tuple[Segment, Segment]]) -> dict[str, object]:
-    """Medians of a step, and the ratio of on to off in each pair."""
+def report(pairs: Sequence[tuple[Turn, Turn]]) -> dict[str, object]:
+    """A step on each side, and by how many percent a watched turn costs more than the other one of its pair."""
     sides = {"off": [off for off, _ in pairs], "on": [on for _, on in pairs]}
-    steps = {name: [second for segment in segments for second in segment.step_s] for name, segments in sides.items()}
+    names = sorted({name for turns in sides.values() for turn in turns for name in turn.step_cpu_s})
     return {
-        "step_s": {name: _spread(seconds) for name, seconds in steps.items()},
-        "step_cpu_s": {name: _spread([segment.cpu_s for segment in segments]) for name, segments in sides.items()},
-        "ratio_of_step_s": _spread([statistics.median(on.step_s) / statistics.median(off.step_s) for off, on in pairs]),
-        "ratio_of_step_cpu_s": _spread([on.cpu_s / off.cpu_s for off, on in pairs]),
+        "step_s": {side: _spread([turn.step_s for turn in turns]) for side, turns in sides.items()},
+        "step_cpu_s": {side: _spread([turn.total_cpu_s for turn in turns]) for side, turns in sides.items()},
+        "more_step_s_percent": _spread([100 * (on.step_s / off.step_s - 1) for off, on in pairs]),
+        "more_step_cpu_s_percent": _spread([100 * (on.total_cpu_s / off.total_cpu_s - 1) for off, on in pairs]),
+        "step_cpu_s_by_process": {
+            name: {side: statistics.median(turn.step_cpu_s.get(name, 0.0) for turn in turns) for side, turns in sides.items()}
+            for name in names
+        },
         "num_pairs": len(pairs),
     }
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "least": min(values), "greatest": max(values)}
+    quarters = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    return {
+        "median": statistics.median(values),
+        "quarter": quarters[0],
+        "three_quarters": quarters[2],
+        "least": min(values),
+        "greatest": max(values),
+    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
-    parser.add_argument("--pairs", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--pairs", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=8, help="of a turn")
+    parser.add_argument("--limit-s", type=float, default=450.0, help="no pair is begun that would end later")
+    parser.add_argument("--without", default="", help=f"parts to leave off, of {', '.join(PARTS)}")
     arguments = parser.parse_args()
+    left_off = [part for part in arguments.without.split(",") if part]
+    if not set(left_off) <= set(PARTS):
+        parser.error(f"--without: give some of {', '.join(PARTS)}")
     folder = (arguments.out / "overhead").resolve()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    found = measure(folder, num_pairs=arguments.pairs, num_steps=arguments.steps)
+    found = measure(
+        folder,
+        parts=[part for part in PARTS if part not in left_off],
+        num_pairs=arguments.pairs,
+        num_steps=arguments.steps,
+        limit_s=arguments.limit_s,
+    )
     print(json.dumps(found, indent=2))
     return 0
 

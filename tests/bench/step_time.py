@@ -18,13 +18,13 @@ PAGE = """# Where a training step's time goes
 
 Made by `make demo` and then `.venv/bin/python tests/bench/step_time.py runs/demo > docs/step-time.md`, on {cpus} CPUs ({cpu_model}),
 without a GPU. {num_steps} steps of {prompts} prompts x {samples} samples, at most {tokens} new tokens each, on the demo's model of
-0.1 million parameters; the first step, which also warms up, and the evaluations are left out. Median and quartiles, in milliseconds of
+0.1 million parameters. The first step, which also warms up, and the evaluations are left out. Median and quartiles, in milliseconds of
 wall clock. The client's clock times the parts, the coordinator's the stages; the stages lie inside the two changeovers.
 
 | part | median | quartiles | share |
 |---|---:|---:|---:|
 {rows}
-With a model this small the fixed costs show and the arithmetic does not: read it for what a changeover adds, not for how a real model
+With a model this small the fixed costs show and the arithmetic does not. Read it for what a changeover adds, not for how a real model
 would divide its time.
 """
 PARTS = {

@@ -177,7 +177,7 @@ async def serving(config: NodeConfig) -> AsyncIterator[tuple[StageService, Stage
         ("trainer", trainer, Trainer(trainer), trainer_pb2_grpc.add_TrainerServiceServicer_to_server),
         ("rollout", rollout, Rollout(rollout), rollout_pb2_grpc.add_RolloutServiceServicer_to_server),
     ):
-        tracer = open_tracer(config.telemetry.endpoint, service=name)
+        tracer = open_tracer(config.telemetry.endpoint, service=name, node_rank=config.node_rank)
         server = RpcServer(service=name, target=targets[name], port=port_of(config, name), tracer=tracer)
         server.add(add, servicer, f"tasuki.v1.{name.title()}Service")
         server.add(memory_pb2_grpc.add_MemoryServiceServicer_to_server, Memory(service), "tasuki.v1.MemoryService")

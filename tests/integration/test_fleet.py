@@ -49,10 +49,13 @@ from tasuki.wire.errors import (
     TasukiError,
     from_rpc_error,
 )
+from tasuki.wire.tracing import NO_TRACER, Tracer, open_tracer
+from tests.otlp import ReceivedSpan, receiving
 from tests.ports import free_port
 from tests.unit.simulated_fleet import MemberNode
 
 TIMEOUT_S = 20.0
+TO_ROLLOUT = ("LOAD_WEIGHTS", "RESUME_WEIGHTS", "SYNC", "OFFLOAD", "RESUME_KV")
 MODEL = (
     '{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128,'
     ' "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 64}'
@@ -83,8 +86,8 @@ class QuietRollout(RolloutServiceServicer):
 
 
 @asynccontextmanager
-async def serving_node(config: NodeConfig) -> AsyncIterator[MemberNode]:
-    """A node's coordinator and a rollout that generates nothing, on their sockets."""
+async def serving_node(config: NodeConfig, *, tracer: Tracer = NO_TRACER) -> AsyncIterator[MemberNode]:
+    """A node's coordinator and a rollout that generates nothing, on their sockets. tracer: of the coordinator's calls."""
     assert config.fleet is not None
     config.state_dir.mkdir(exist_ok=True)
     node = MemberNode(config.state_dir, config.fleet.node_rank, config.fleet, on_served=lambda: None)
@@ -93,7 +96,7 @@ async def serving_node(config: NodeConfig) -> AsyncIterator[MemberNode]:
     servicer = CoordinatorServicer(
         node.node, node._journal, SimpleNamespace(), instance=Instance(), port_targets={}, hold=node.hold
     )
-    servers = [RpcServer(service="coordinator", target=member.coordinator_target, fleet=config.fleet)]
+    servers = [RpcServer(service="coordinator", target=member.coordinator_target, fleet=config.fleet, tracer=tracer)]
     servers[0].add(add_CoordinatorServiceServicer_to_server, servicer, "tasuki.v1.CoordinatorService")
     servers.append(RpcServer(service="rollout", target=member.rollout_target, fleet=config.fleet))
     servers[1].add(add_RolloutServiceServicer_to_server, QuietRollout(), "tasuki.v1.RolloutService")
@@ -108,16 +111,18 @@ async def serving_node(config: NodeConfig) -> AsyncIterator[MemberNode]:
 
 
 @asynccontextmanager
-async def leading(config: NodeConfig, *, patience_s: float = 20.0) -> AsyncIterator[FleetNodes]:
+async def leading(config: NodeConfig, *, patience_s: float = 20.0, tracer: Tracer = NO_TRACER) -> AsyncIterator[FleetNodes]:
     """The leader's server."""
     assert config.fleet is not None
     config.state_dir.mkdir(exist_ok=True)
     (config.state_dir / "run").mkdir(mode=0o700, exist_ok=True)
     journal = FleetJournal(config.state_dir / "fleet.sqlite")
-    nodes = FleetNodes(config, epoch=journal.begin_life("l", attempt=config.fleet.attempt, num_nodes=config.fleet.num_nodes))
+    epoch = journal.begin_life("l", attempt=config.fleet.attempt, num_nodes=config.fleet.num_nodes)
+    nodes = FleetNodes(config, epoch=epoch, tracer=tracer)
     peers = [GrpcNodePeer(nodes, rank, config.coordinator) for rank in range(nodes.num_nodes)]
-    fleet = Fleet(journal, peers, boot_id="l", target=config.fleet.leader, patience_s=patience_s, end=nodes.end)
-    server = make_server(config, fleet, journal, nodes, this_member(config, boot_id="b0"))
+    target = config.fleet.leader
+    fleet = Fleet(journal, peers, boot_id="l", target=target, patience_s=patience_s, end=nodes.end, tracer=tracer)
+    server = make_server(config, fleet, journal, nodes, this_member(config, boot_id="b0"), tracer=tracer)
     await server.start()
     tasks = [asyncio.create_task(fleet.recover()), asyncio.create_task(nodes.watch_silence())]
     try:
@@ -204,7 +209,7 @@ async def test_two_nodes_change_over_together_and_the_fleet_looks_like_a_node(tm
             stages = [
                 types_pb2.Stage.Name(answer.event.stage) for answer in told if answer.event.status == 2 and answer.event.stage
             ]
-            assert stages == [f"STAGE_{name}" for name in ("LOAD_WEIGHTS", "RESUME_WEIGHTS", "SYNC", "OFFLOAD", "RESUME_KV")]
+            assert stages == [f"STAGE_{name}" for name in TO_ROLLOUT]
             assert first.serves == second.serves == (0, 0)
             state = (await fleet.GetState(coordinator_pb2.GetStateRequest(), timeout=TIMEOUT_S)).state
             assert (state.policy_version, state.trainer_target, state.rollout_target) == (0, leader, leader)
@@ -214,6 +219,49 @@ async def test_two_nodes_change_over_together_and_the_fleet_looks_like_a_node(tm
             assert [len(one.stages) for one in listed.changeovers] == [4, 5]
             seen = await FleetServiceStub(channel).GetFleet(fleet_pb2.GetFleetRequest(), timeout=TIMEOUT_S)
             assert ([member.node.boot_id for member in seen.members], seen.num_nodes) == (["b0", "b1"], 2)
+
+
+async def test_a_changeover_of_a_fleet_is_one_trace_over_its_nodes(tmp_path: Path) -> None:
+    leader = leader_address()
+    configs = [config_of(tmp_path, rank, leader) for rank in range(2)]
+    with receiving() as receiver:
+        async with AsyncExitStack() as stack:
+
+            def tracer(service: str, rank: int) -> Tracer:
+                made = open_tracer(receiver.endpoint, service=service, node_rank=rank)
+                stack.push_async_callback(asyncio.to_thread, made.close)
+                return made
+
+            await stack.enter_async_context(leading(configs[0], tracer=tracer("fleet", 0)))
+            for rank, config in enumerate(configs):
+                await stack.enter_async_context(serving_node(config, tracer=tracer("coordinator", rank)))
+            async with open_channel(leader) as channel:
+                for rank, config in enumerate(configs):
+                    await join(channel, this_member(config, boot_id=f"b{rank}"))
+            client = await stack.enter_async_context(AsyncClient(leader, otlp_endpoint=receiver.endpoint))
+            await client.acquire(Phase.ROLLOUT)
+        changeover, stages = receiver.one("changeover to ROLLOUT"), [receiver.one(f"stage {stage}") for stage in TO_ROLLOUT]
+    by_id = {span.span_id: span for span in receiver.spans}
+
+    def above(span: ReceivedSpan) -> list[str]:
+        found = []
+        while span.parent_id:
+            span = by_id[span.parent_id]
+            found.append(f"{span.service} {span.name.rpartition('/')[2]}")
+        return found
+
+    assert above(changeover) == ["tasuki-fleet Acquire", "tasuki-client Acquire"]
+    for stage in stages:
+        assert by_id[stage.parent_id] is changeover
+        assert stage.attributes["tasuki.changeover_id"] == changeover.attributes["tasuki.changeover_id"]
+        served = [
+            span
+            for span in receiver.spans
+            if span.service == "tasuki-coordinator" and by_id[span.parent_id].parent_id == stage.span_id
+        ]
+        assert sorted(span.node_rank for span in served) == [0, 1]
+        assert all(above(span)[:2] == ["tasuki-fleet RunStage", f"tasuki-fleet {stage.name}"] for span in served)
+    assert {span.trace_id for span in (*stages, changeover)} == {changeover.trace_id}
 
 
 async def test_a_node_of_a_fleet_refuses_clients_other_fleets_and_older_lives(tmp_path: Path) -> None:

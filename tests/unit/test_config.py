@@ -281,3 +281,14 @@ def test_a_port_is_beside_the_socket(tmp_path: Path) -> None:
     assert port_targets(config) == {"rollout": "127.0.0.1:5005"}
     assert node_targets(config)["rollout"] == unix_target(config.state_dir, service="rollout")
     assert not socket_folder(config.state_dir).exists()
+
+
+def test_a_refused_address_is_told_without_its_password(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"^telemetry.endpoint: must be the address") as refused:
+        load_config(write(tmp_path, MINIMAL), overrides=["telemetry.endpoint=http://me:hunter2@127.0.0.1:4318"])
+    assert "//***@127.0.0.1:4318" in refused.value.message and "hunter2" not in refused.value.message
+
+
+def test_a_folder_is_no_configuration(tmp_path: Path) -> None:
+    with pytest.raises(PathNotFound, match="is not a regular file"):
+        load_config(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,15 @@ def secret(path: Path, text: str, *, mode: int = 0o600) -> Path:
 def test_tokens_are_lines(tmp_path: Path) -> None:
     first, second = secrets.token_hex(16), secrets.token_hex(16)
     assert read_tokens("f", secret(tmp_path / "t", f"# ours\n{first}\n\n  {second}\n")) == (first, second)
+
+
+@pytest.mark.parametrize(
+    "read", [lambda path: read_tokens("f", path), read_roles, lambda path: TlsFiles(ca=("f", path)).read()]
+)
+def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path, read: Callable[[Path], object]) -> None:
+    os.mkfifo(tmp_path / "fifo", mode=0o600)
+    with pytest.raises(InvalidArgument, match="is not a regular file"):
+        read(tmp_path / "fifo")
 
 
 @pytest.mark.parametrize("text", ["", "\n# nothing\n", "short\n", f"{'a' * 20} {'b' * 20}\n", "é" * 40])

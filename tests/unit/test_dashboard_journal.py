@@ -15,7 +15,7 @@ from tasuki.cli.dashboard.journal_tail import STAGES, JournalTail, reading
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.records import Outcome
 from tasuki.memory.stages import HOLDS, Phase, Stage
-from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory
 from tests.limits import limit_s
 
 RECORDED = Path(__file__).parents[1] / "recorded_run"
@@ -56,6 +56,18 @@ def test_a_reader_sees_what_the_writer_commits_and_holds_up_none_of_it(journal: 
     write_changeover(journal, "b", rollout_boot_id="r2")
     read_all(tail)
     assert tail.num_restarts == {"rollout": 1}
+
+
+def test_events_are_the_stages_that_ended_last(journal: Journal, tmp_path: Path) -> None:
+    for number in range(120):
+        write_changeover(journal, f"a{number}")
+    changeover = journal.begin_changeover("b", origin=HOLDS[Phase.TRAIN], target=Phase.ROLLOUT)
+    intent = journal.intend(Stage.LOAD_WEIGHTS, changeover, is_undo=False, trainer_boot_id="t1", rollout_boot_id="r1")
+    journal.failed(intent, OutOfGpuMemory("no room"), seconds=1.5)
+    events = read_all(JournalTail(tmp_path / "journal.sqlite")).events()
+    assert len(events) == 100
+    assert events[0].endswith("c000121  LOAD_WEIGHTS    FAILED  1.500 s, 0.0 MiB  GPU_MEMORY: no room")
+    assert events[1].endswith("c000120  LOAD_WEIGHTS    DONE  0.250 s, 0.0 MiB")
 
 
 def test_a_journal_that_is_absent_damaged_or_strange_is_told_and_nothing_is_raised(tmp_path: Path) -> None:

@@ -204,3 +204,16 @@ def test_the_report_is_a_line_for_each_check_and_a_count(capsys: pytest.CaptureF
     printed = capsys.readouterr().out
     assert "fail  model" in printed and "-> change" in printed
     assert printed.splitlines()[-1].endswith("fail") and " ok, " in printed.splitlines()[-1]
+
+
+def test_the_report_names_tables_in_brackets(capsys: pytest.CaptureFixture[str], config: Path):
+    run = ["train.dataset=/nonexistent", "train.output_dir=run", "train.reward.function=a:b"]
+    assert main(["doctor", str(config), *(part for one in run for part in ("--set", one))]) == 1
+    assert "data of [train]" in capsys.readouterr().out
+
+
+def test_little_locked_memory_matters_on_gpus_alone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host, "_may_lock", lambda: False)
+    assert host.check_locked_memory(8 << 20, has_gpus=True).verdict is Verdict.WARN
+    assert host.check_locked_memory(8 << 20, has_gpus=False).verdict is Verdict.OK
+    assert host.check_locked_memory(0, has_gpus=False).verdict is Verdict.FAIL

@@ -142,8 +142,8 @@ class RewardPool:
     ) -> Scores:
         """The reward of each completion. rows: [P]; completions: [P * group_size], those of the first row first.
 
-        Raises RewardFailed naming sample, prompt and cause when a reward raises, hangs, kills its worker or is no finite number,
-        unless a failed reward counts as 0 or is skipped (`on_error`).
+        Raises RewardFailed naming sample, prompt and cause when a reward raises, hangs, kills its worker or is not finite.
+        By `on_error` a failed reward counts as 0 or is skipped instead.
         """
         if len(completions) != len(rows) * group_size:
             raise InvalidArgument("completions", f"{len(completions)} for {len(rows)} rows of {group_size}")

@@ -55,7 +55,7 @@ class TlsFiles:
             check_secret(*self.key)
         if self.cert is not None and self.key is not None:
             _check_pair(self.cert, self.key)
-        cert, key, ca = (None if file is None else _read(*file) for file in (self.cert, self.key, self.ca))
+        cert, key, ca = (None if file is None else read_file(*file) for file in (self.cert, self.key, self.ca))
         if ca is not None and self.ca is not None:
             try:
                 ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=ca.decode("ascii"))
@@ -88,7 +88,7 @@ def read_tokens(field: str, path: Path) -> tuple[str, ...]:
     """
     check_secret(field, path)
     try:
-        lines = [line.strip() for line in _read(field, path).decode("ascii").splitlines()]
+        lines = [line.strip() for line in read_file(field, path).decode("ascii").splitlines()]
     except UnicodeDecodeError as error:
         raise InvalidArgument(field, f"{path} is not ASCII") from error
     tokens = tuple(line for line in lines if line and not line.startswith("#"))
@@ -119,7 +119,7 @@ def check_secret(field: str, path: Path) -> None:
 
 def _check_pair(cert: tuple[str, Path], key: tuple[str, Path]) -> None:
     for field, path in (cert, key):
-        _read(field, path)
+        read_file(field, path)
     try:
         # An encrypted key is refused here; without a password OpenSSL would ask the terminal for one.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert[1], key[1], password="")
@@ -128,8 +128,11 @@ def _check_pair(cert: tuple[str, Path], key: tuple[str, Path]) -> None:
         raise InvalidArgument(key[0], problem) from error
 
 
-def _read(field: str, path: Path) -> bytes:
+def read_file(field: str, path: Path) -> bytes:
+    """The content of a file that `field` names. Raises InvalidArgument for one that cannot be read, or is no regular file."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a FIFO would be waited for, and a device has no end
+            raise InvalidArgument(field, f"{path} is not a regular file")
         return path.read_bytes()
     except OSError as error:
         raise InvalidArgument(field, f"{path} cannot be read: {error.strerror}") from error

@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from tasuki.wire.traced_channel import TRACEPARENT_KEY, TracedChannel
-from tasuki.wire.tracing import REASON, REQUEST_ID, Span, SpanKind, current_span
+from tasuki.wire.tracing import NODE_RANK, REASON, REQUEST_ID, Span, SpanKind, current_span
 
 _log = logging.getLogger("tasuki.wire")
 _MAX_WAITING = 2048
@@ -36,9 +36,10 @@ _KINDS = {
 class OtelTracer:
     """Has a private provider: it changes nothing for a program that has OpenTelemetry set up."""
 
-    def __init__(self, endpoint: str, *, service: str) -> None:
+    def __init__(self, endpoint: str, *, service: str, node_rank: int | None = None) -> None:
         exporter = trace_exporter.OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=_EXPORT_TIMEOUT_S)
-        resource = Resource.create({"service.namespace": "tasuki", "service.name": f"tasuki-{service}"})
+        named = {} if node_rank is None else {NODE_RANK: node_rank}
+        resource = Resource.create({"service.namespace": "tasuki", "service.name": f"tasuki-{service}", **named})
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._sender = SpanSender(exporter)
         provider.add_span_processor(self._sender)

@@ -15,6 +15,8 @@ from tasuki.wire.errors import InvalidArgument, TasukiError
 REQUEST_ID = "tasuki.request_id"
 """Attribute that links spans, log lines and the journal."""
 CHANGEOVER_ID = "tasuki.changeover_id"
+NODE_RANK = "tasuki.node_rank"
+"""Attribute of a process in a fleet."""
 REASON = "tasuki.reason"
 
 
@@ -136,10 +138,10 @@ class _NoTracer:
 NO_TRACER: Tracer = _NoTracer()
 
 
-def open_tracer(endpoint: str | None, *, service: str, key: str = "telemetry.endpoint") -> Tracer:
+def open_tracer(endpoint: str | None, *, service: str, node_rank: int | None = None, key: str = "telemetry.endpoint") -> Tracer:
     """A tracer that sends to an OTLP receiver over HTTP; without an endpoint one that does nothing.
 
-    endpoint: e.g. "http://127.0.0.1:4318". service: the spans' `service.name` is "tasuki-SERVICE".
+    endpoint: e.g. "http://127.0.0.1:4318". service: the spans' `service.name` is "tasuki-SERVICE". node_rank: of a fleet's node.
     Raises InvalidArgument naming `key` when OpenTelemetry is not installed.
     """
     if endpoint is None:
@@ -147,7 +149,7 @@ def open_tracer(endpoint: str | None, *, service: str, key: str = "telemetry.end
     check_tracing_installed(endpoint, key=key)
     from tasuki.wire.otel import OtelTracer
 
-    return OtelTracer(endpoint, service=service)
+    return OtelTracer(endpoint, service=service, node_rank=node_rank)
 
 
 def check_tracing_installed(endpoint: str | None, *, key: str = "telemetry.endpoint") -> None:

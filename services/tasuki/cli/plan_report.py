@@ -34,7 +34,7 @@ def show(planned: Plan, advice: Advice, *, console: Console) -> None:
     for gpus, index in groups(planned):
         console.print(_stage_table(planned, gpus, index))
     for line in answers(planned, advice):
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, markup=False)
 
 
 def answers(planned: Plan, advice: Advice) -> list[str]:
@@ -46,9 +46,8 @@ def answers(planned: Plan, advice: Advice) -> list[str]:
     if layout.device == "cuda":
         lines.append(f"GPU peak: {peak.stage}, {gb(peak.gpu_bytes)} of {gb(layout.gpu_bytes)} GB: {parts}.")
     lines.append(f"Host peak: {host.stage}, {gb(host.host_bytes)} of {gb(layout.host_bytes)} GB.")
-    lines.append(
-        f"KV cache: {planned.kv_pool.num_tokens:,} tokens for each engine, {gb(planned.kv_pool.num_bytes)} GB on a GPU."
-    )
+    size = f"{gb(planned.kv_pool.num_bytes)} GB {'on a GPU' if layout.device == 'cuda' else 'of a rank'}"
+    lines.append(f"KV cache: {planned.kv_pool.num_tokens:,} tokens for each engine, {size}.")
     idle = layout.num_gpus - layout.num_engine_ranks
     if layout.device == "cuda" and idle and layout.engine_gpus is None:
         engines = f"{layout.num_engines} of TP {layout.tp_size}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -48,7 +49,8 @@ def _started_fleet(table: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def _read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """The tables, with absolute paths."""
     if not path.is_file():
-        raise PathNotFound(f"config {path} does not exist", path=path)
+        found = "is not a regular file" if path.exists() else "does not exist"
+        raise PathNotFound(f"config {path} {found}", path=path)
     try:
         table = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -81,7 +83,13 @@ def _explain(problem: Mapping[str, Any]) -> str:
         return "required, but not given"
     if isinstance(problem["input"], Mapping):  # a whole table, whose keys do not fit together
         return str(problem.get("ctx", {}).get("error", problem["msg"]))
-    return f"{problem['msg']} (got {problem['input']!r})"
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{message} (got {_without_password(repr(problem['input']))})"
+
+
+def _without_password(text: str) -> str:
+    """The user and the password of an address are not for a terminal or a log."""
+    return re.sub(r"//[^/@]*@", "//***@", text)
 
 
 def _apply(table: dict[str, Any], override: str) -> None:

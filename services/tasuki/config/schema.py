@@ -75,8 +75,8 @@ class RolloutConfig(Schema):
     context_length: PositiveInt | None = None
     """Longest prompt plus completion; by default the model's own."""
     kv_tokens: KvTokens | None = None
-    """Tokens in a replica's KV cache: a number, what `kv_ratio` leaves of a GPU ("most"), or what the samples of a step of `[train]` take
-    when all run at once ("needed"), never more than "most". By default "needed" where `train.max_prompt_tokens` or `context_length` tells
+    """Tokens in a replica's KV cache. "most" is what `kv_ratio` leaves of a GPU; "needed" is what the samples of a step of `[train]` take
+    when all run at once, and never more than "most". By default "needed" where `train.max_prompt_tokens` or `context_length` tells
     how long they are. What the cache does not take, the trainer may keep."""
     kv_ratio: float = Field(default=0.85, gt=0, lt=1)
     """Share of a GPU that weights and KV cache may take together (SGLang's mem_fraction_static)."""
@@ -94,8 +94,8 @@ class RolloutConfig(Schema):
     full_read_back: bool = False
     """At every sync, and not only at a plan's first, weights are read back once more after all copies."""
     lora: Literal["merged", "adapter"] = "merged"
-    """With `[trainer.lora]`: whole weights with the adapters merged in, or adapters alone beside the model as SGLang loads it at its start,
-    which then stays in memory while the trainer runs."""
+    """With `[trainer.lora]`: whole weights with the adapters merged in, or adapters alone, beside the model as SGLang loads it at its
+    start. The model then stays in memory while the trainer runs."""
     start_timeout_s: PositiveFloat = 600.0
     num_threads: PositiveInt = 1
     """Torch threads for each engine rank on a CPU."""
@@ -126,8 +126,8 @@ class MemoryConfig(Schema):
     """What a node on a CPU may take."""
 
     host_budget_bytes: Annotated[ByteSize, Field(gt=0)] | None = None
-    """Memory that trainer and engine share in turn, as they would a GPU's: bytes, or text such as "8GB" or "512MiB"; none by default, so
-    that only the machine's memory is the limit. Copies of what sleeps are not counted."""
+    """Memory that trainer and engine share in turn, as they would a GPU's: bytes, or text such as "8GB" or "512MiB". By default only the
+    machine's memory is the limit. Copies of what sleeps are not counted."""
     pool: bool = False
     """Whether this memory is made once, when the node starts, and lent to trainer and engine in turn, instead of made and given back at
     every changeover. Needs `host_budget_bytes`, which is then taken for as long as the node runs."""
@@ -177,6 +177,11 @@ class NodeConfig(Schema):
     @property
     def num_engine_ranks(self) -> int:
         return self.dp_size * self.rollout.tp_size
+
+    @property
+    def node_rank(self) -> int | None:
+        """In the fleet; None without one."""
+        return None if self.fleet is None else self.fleet.node_rank
 
     @property
     def exports_parameters(self) -> bool:

@@ -93,9 +93,9 @@ class TrainerConfig(OptimizerConfig):
     """What gradients that are not finite do: fail the step, or drop them and count the step as skipped."""
     critic: CriticConfig | None = None
     micro_batch_tokens: PositiveInt | None = None
-    """Most tokens of the samples in one micro-batch; a longer sample is refused. By default 8192 on a CPU; on a GPU 16384, or
-    the first of 8192, 4096, ... for which the planner has room, down to 1024 or `rollout.context_length`, whichever is more; times
-    `sequence_parallel`."""
+    """Most tokens of the samples in one micro-batch; a longer sample is refused. By default 8192 on a CPU. On a GPU it
+    is the first of 16384, 8192, ... for which the planner has room, and at least 1024 and `rollout.context_length`. The default is
+    taken times `sequence_parallel`."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of forward and backward."""
     param_dtype: Literal["bfloat16", "float32"] = "float32"
@@ -109,8 +109,8 @@ class TrainerConfig(OptimizerConfig):
     """Whether what rollout reads (the copy, or the parameters) stays on the GPU over OFFLOAD. If not, it leaves, and rollout maps it at
     every sync. By default it stays where the planner says that everything fits then."""
     export_handles: Literal["vmm", "ipc"] = "vmm"
-    """How a GPU's memory is given to rollout: as file descriptors of our own arenas, or a copy in torch's memory by a legacy CUDA IPC
-    handle, where descriptors do not work."""
+    """How a GPU's memory is given to rollout: our arenas' descriptors, or, where these do not work, a copy in torch's
+    memory by a legacy CUDA IPC handle."""
     attention_backend: Literal["auto", "fa4", "varlen", "sdpa"] = "auto"
     """Attention over packed sequences: FlashAttention-4, torch's `varlen_attn`, or torch's `scaled_dot_product_attention`, which pads
     inside and takes every model and dtype. "auto" is the first that is there and computes right when the trainer starts; the log says

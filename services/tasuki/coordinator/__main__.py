@@ -65,7 +65,7 @@ async def _serve(config: NodeConfig) -> None:
     socket_dir(config.state_dir)
     heartbeat = Heartbeat(config.state_dir, "coordinator")
     heartbeat.beat_in_loop()
-    tracer = open_tracer(config.telemetry.endpoint, service="coordinator")
+    tracer = open_tracer(config.telemetry.endpoint, service="coordinator", node_rank=config.node_rank)
     try:
         targets, boot_id, instance = node_targets(config), uuid.uuid4().hex, read_instance(config.state_dir)
         state = coordinator_pb2.NodeState(

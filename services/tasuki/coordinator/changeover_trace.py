@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from tasuki.coordinator.records import Intent
 from tasuki.memory.stages import Phase
 from tasuki.wire.errors import TasukiError
-from tasuki.wire.tracing import CHANGEOVER_ID, NO_TRACER, REQUEST_ID, Span, SpanKind, Tracer, spanning
+from tasuki.wire.tracing import CHANGEOVER_ID, NO_TRACER, REQUEST_ID, Span, SpanKind, Tracer, current, spanning
 
 
 class ChangeoverTrace:
@@ -18,6 +18,12 @@ class ChangeoverTrace:
         self._tracer, self._changeover_id = tracer, changeover_id
         attributes = {REQUEST_ID: request_id, CHANGEOVER_ID: changeover_id}
         self._span = tracer.begin(f"changeover to {target}", kind=SpanKind.INTERNAL, attributes=attributes)
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Calls in the block are below the changeover."""
+        with current(self._span):
+            yield
 
     @contextmanager
     def stage(self, intent: Intent) -> Iterator[Span]:

@@ -218,6 +218,11 @@ class Journal:
         ).fetchall()
         return [self._changeover(row) for row in rows]
 
+    def target_of(self, changeover_id: str) -> Phase:
+        """Where a changeover of this journal was to lead."""
+        number = id_number(changeover_id)
+        return Phase(self._db.execute("SELECT target FROM changeovers WHERE number = ?", (number,)).fetchone()["target"])
+
     def _changeover(self, row: sqlite3.Row) -> ChangeoverRecord:
         stages = self._db.execute(
             "SELECT stage, status, coalesce(results.time, stages.time) AS time, seconds, bytes, error_reason, error_message"

@@ -103,9 +103,7 @@ class NodeMetrics:
         if event.stage is not None and event.status is not Status.STARTED:
             self._stages.labels(event.stage, event.status).observe(event.seconds)
         elif event.stage is None and event.changeover_id:
-            newest = self._journal.changeovers(limit=1)
-            target = newest[0].target if newest and newest[0].changeover_id == event.changeover_id else "unknown"
-            self._changeovers.labels(target, event.status).inc()
+            self._changeovers.labels(self._journal.target_of(event.changeover_id), event.status).inc()
             self._gpu_seconds.labels("changeover").inc(event.seconds * self._num_gpus)
 
     async def _of_service(self, service: Service) -> bytes | None:

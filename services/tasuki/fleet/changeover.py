@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from tasuki.coordinator.changeover_trace import NO_TRACE, ChangeoverTrace
 from tasuki.coordinator.records import Intent, Outcome, StageEvent, Status
 from tasuki.fleet.journal import FleetJournal, StepIntent, StepResult
 from tasuki.fleet.node_peer import NodePeer
@@ -39,9 +40,10 @@ class FleetChangeover:
         peers: Sequence[NodePeer],
         tell: Tell,
         patience_s: float,
+        trace: ChangeoverTrace = NO_TRACE,
     ) -> None:
         """patience_s: how long a node that was missed is asked again."""
-        self.id, self.target, self.views = changeover_id, target, list(views)
+        self.id, self.target, self.views, self.trace = changeover_id, target, list(views), trace
         self.started = time.perf_counter()
         self._journal, self._peers, self._tell, self._patience_s = journal, peers, tell, patience_s
         self._finished: list[Stage] = []
@@ -140,17 +142,19 @@ class FleetChangeover:
             answer, result = await _timed(step, peer.run_stage(stage, self._request_id(step)))
             return answer, replace(result, view=None if answer is None else answer.view)
 
-        ran = await asyncio.gather(*map(run, self._peers, steps))
-        results = [result for _, result in ran]
-        self._note(results)
-        errors = [(result.intent.rank, result.error) for result in results if result.error is not None]
-        seconds = time.perf_counter() - started
-        if errors:
-            error = worst(errors)
-            self._report(intent, self._journal.failed(intent, error, seconds=seconds))
-            raise error
-        answers = [answer for answer, _ in ran if answer is not None]
-        num_bytes = sum(answer.num_bytes for answer in answers)
+        with self.trace.stage(intent) as span:
+            ran = await asyncio.gather(*map(run, self._peers, steps))
+            results = [result for _, result in ran]
+            self._note(results)
+            errors = [(result.intent.rank, result.error) for result in results if result.error is not None]
+            seconds = time.perf_counter() - started
+            if errors:
+                error = worst(errors)
+                self._report(intent, self._journal.failed(intent, error, seconds=seconds))
+                raise error
+            answers = [answer for answer, _ in ran if answer is not None]
+            num_bytes = sum(answer.num_bytes for answer in answers)
+            span.set("tasuki.bytes", num_bytes)
         version = answers[0].sums.policy_version if answers[0].sums is not None else None
         self._finished.append(stage)
         self._report(intent, self._journal.done(intent, Outcome(num_bytes, policy_version=version), seconds=seconds))
@@ -219,7 +223,8 @@ class FleetChangeover:
 
     async def _step(self, peer: NodePeer, step: Stage | Step, ask: Callable[[str], Awaitable[NodeView]]) -> NodeView:
         (intent,) = self._journal.begin_steps(step, self.id, ranks=[peer.rank])
-        view, result = await _timed(intent, ask(self._request_id(intent)))
+        with self.trace.around():
+            view, result = await _timed(intent, ask(self._request_id(intent)))
         self._note([replace(result, view=view)])
         if result.error is not None:
             raise result.error

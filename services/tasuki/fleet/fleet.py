@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from tasuki.coordinator.attempts import next_attempt_id
+from tasuki.coordinator.changeover_trace import ChangeoverTrace
 from tasuki.coordinator.journal_recovery import close_interrupted
 from tasuki.coordinator.operation import Operation
 from tasuki.coordinator.operations import LOSSES, Operations
@@ -20,6 +21,7 @@ from tasuki.fleet.records import Decision, NodeView
 from tasuki.fleet.rules import TRAIN, common_place, serves, worst
 from tasuki.memory.stages import Phase, Stage
 from tasuki.wire.errors import FleetEnded, Interrupted, NotJoined, PeerUnavailable, StageOrder, TasukiError
+from tasuki.wire.tracing import NO_TRACER, Tracer
 
 _log = logging.getLogger("tasuki.fleet")
 _POLL_S = 0.2
@@ -40,12 +42,13 @@ class Fleet:
         target: str,
         patience_s: float,
         end: Callable[[TasukiError], None],
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         """peers: by rank. target: where clients find the fleet's trainer and rollout. patience_s: how long a node is waited for.
 
         end: called when the fleet cannot go on.
         """
-        self._journal, self._peers = journal, peers
+        self._journal, self._peers, self._tracer = journal, peers, tracer
         self._boot_id, self._target, self._patience_s, self._end = boot_id, target, patience_s, end
         self._views = [NodeView(peer.rank, None) for peer in peers]
         self._is_known = False
@@ -90,7 +93,7 @@ class Fleet:
 
     def run_stage(self, stage: Stage, request_id: str) -> Operation:
         """The operation that carries one stage out on all nodes. Raises ChangeoverRunning when another one is under way."""
-        return self._operations.start(f"stage {stage}", request_id, lambda: self._run_by_hand(stage, request_id))
+        return self._operations.start(f"stage {stage}", request_id, lambda: self._run_stage_alone(stage, request_id))
 
     async def recover(self) -> None:
         """Asks the nodes, once they have joined, where they are: forward where a decision waits, else from the middle of the ring back."""
@@ -159,8 +162,8 @@ class Fleet:
             raise
         self._close(changeover)
 
-    async def _run_by_hand(self, stage: Stage, request_id: str) -> None:
-        """One stage on all nodes, taken back by nobody. OFFLOAD is preceded by the decision."""
+    async def _run_stage_alone(self, stage: Stage, request_id: str) -> None:
+        """One stage on all nodes, which no error takes back. OFFLOAD is preceded by the decision."""
         self._resolve_intents()
         await self._look()
         at = common_place(self._views)
@@ -245,6 +248,7 @@ class Fleet:
             peers=self._peers,
             tell=self._operations.tell,
             patience_s=self._patience_s,
+            trace=ChangeoverTrace(self._tracer, changeover_id=changeover_id, target=target, request_id=request_id),
         )
         return self._open
 
@@ -258,6 +262,7 @@ class Fleet:
         seconds = time.perf_counter() - changeover.started
         version = self._served() if error is None and changeover.target is Phase.ROLLOUT else None
         ended = self._journal.end_changeover(changeover.id, seconds=seconds, policy_version=version, error=error)
+        changeover.trace.end(error)
         self._open = None
         self._num_done += error is None
         self._last_error = f"{error.reason}: {error.message}" if error else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from contextlib import suppress
+from contextlib import AsyncExitStack, closing, suppress
 
 from tasuki.config.instance import read_instance
 from tasuki.config.places import fleet_journal_path, fleet_target
@@ -29,6 +29,7 @@ from tasuki.v1.fleet_pb2_grpc import add_FleetServiceServicer_to_server
 from tasuki.v1.rank_store_pb2_grpc import add_RankStoreServiceServicer_to_server
 from tasuki.wire.address import is_beyond_loopback, split_host_port
 from tasuki.wire.errors import FleetEnded
+from tasuki.wire.tracing import NO_TRACER, Tracer, open_tracer
 
 _log = logging.getLogger("tasuki.fleet")
 _GRACE_S = 3.0
@@ -42,11 +43,14 @@ async def lead(config: NodeConfig, leader: Member, stop: asyncio.Event) -> None:
     """
     assert config.fleet is not None
     boot_id = uuid.uuid4().hex
-    journal = FleetJournal(fleet_journal_path(config.state_dir), failpoints=Failpoints.of(config, "fleet"))
-    try:
+    async with AsyncExitStack() as stack:
+        tracer = open_tracer(config.telemetry.endpoint, service="fleet", node_rank=config.node_rank)
+        stack.push_async_callback(asyncio.to_thread, tracer.close)
+        path = fleet_journal_path(config.state_dir)
+        journal = stack.enter_context(closing(FleetJournal(path, failpoints=Failpoints.of(config, "fleet"))))
         epoch = journal.begin_life(boot_id, attempt=config.fleet.attempt, num_nodes=config.fleet.num_nodes)
         _log.info("event=epoch epoch=%d boot_id=%s attempt=%d", epoch, boot_id, config.fleet.attempt)
-        nodes = FleetNodes(config, epoch=epoch)
+        nodes = FleetNodes(config, epoch=epoch, tracer=tracer)
         peers = [GrpcNodePeer(nodes, rank, config.coordinator) for rank in range(nodes.num_nodes)]
         fleet = Fleet(
             journal,
@@ -55,19 +59,21 @@ async def lead(config: NodeConfig, leader: Member, stop: asyncio.Event) -> None:
             target=fleet_target(config),
             patience_s=config.coordinator.recovery_timeout_s,
             end=nodes.end,
+            tracer=tracer,
         )
-        server = make_server(config, fleet, journal, nodes, leader)
+        server = make_server(config, fleet, journal, nodes, leader, tracer=tracer)
         await _serve(server, fleet, nodes, stop)
-    finally:
-        journal.close()
 
 
-def make_server(config: NodeConfig, fleet: Fleet, journal: FleetJournal, nodes: FleetNodes, leader: Member) -> RpcServer:
+def make_server(
+    config: NodeConfig, fleet: Fleet, journal: FleetJournal, nodes: FleetNodes, leader: Member, *, tracer: Tracer = NO_TRACER
+) -> RpcServer:
     """On the fleet's port, and on a unix socket in the leader's state folder."""
     assert config.fleet is not None
     address = config.fleet.leader
     listen = f"0.0.0.0:{split_host_port(address)[1]}" if is_beyond_loopback(address) else address
-    server = RpcServer(service="fleet", target=fleet_target(config), port=port_at(config, listen, key="fleet.leader"))
+    port = port_at(config, listen, key="fleet.leader")
+    server = RpcServer(service="fleet", target=fleet_target(config), port=port, tracer=tracer)
     coordinator = CoordinatorServicer(
         fleet,
         journal,

@@ -17,6 +17,7 @@ from tasuki.rpc.peer_credentials import peer_credentials
 from tasuki.v1 import fleet_pb2
 from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import FleetEnded, NotJoined, TasukiError
+from tasuki.wire.tracing import NO_TRACER, Tracer
 
 _log = logging.getLogger("tasuki.fleet")
 _BEATS_PER_TIMEOUT = 5
@@ -49,13 +50,15 @@ class Joined:
 class FleetNodes:
     """Made inside an event loop by the leader. `command` is what every call to a node carries."""
 
-    def __init__(self, config: NodeConfig, *, epoch: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """config: with a table [fleet]. epoch: of the fleet's coordinator."""
+    def __init__(
+        self, config: NodeConfig, *, epoch: int, clock: Callable[[], float] = time.monotonic, tracer: Tracer = NO_TRACER
+    ) -> None:
+        """config: with a table [fleet]. epoch: of the fleet's coordinator. tracer: of the calls to nodes."""
         assert config.fleet is not None
         self.config = config.fleet
         self.command = fleet_pb2.FleetCommand(name=config.fleet.name, attempt=config.fleet.attempt, epoch=epoch)
         self._credentials = peer_credentials(config.security)
-        self._clock = clock
+        self._clock, self._tracer = clock, tracer
         self._joined: dict[int, Joined] = {}
         self._all_joined = asyncio.Event()
         self._ended: asyncio.Future[FleetEnded] = asyncio.get_running_loop().create_future()
@@ -160,7 +163,7 @@ class FleetNodes:
 
     def _open(self, member: Member) -> NodeChannels:
         def channel(target: str) -> grpc.aio.Channel:
-            return open_channel(target, credentials=self._credentials, metadata=fleet_metadata(self.command))
+            return self._tracer.wrap(open_channel(target, credentials=self._credentials, metadata=fleet_metadata(self.command)))
 
         targets = (member.coordinator_target, member.trainer_target, member.rollout_target)
         return NodeChannels(*map(channel, targets))

@@ -48,7 +48,7 @@ def serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, deadline:
 
 async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, deadline: StartupDeadline) -> int:
     shutdown = _Shutdown(ranks)
-    tracer = open_tracer(config.telemetry.endpoint, service="rollout")
+    tracer = open_tracer(config.telemetry.endpoint, service="rollout", node_rank=config.node_rank)
     server = _make_server(config, tracer)
     engine = start_engine(config, model, ranks, on_death=shutdown.on_death)
     deadline.finish()

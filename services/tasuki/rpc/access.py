@@ -15,7 +15,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.config.security_schema import CallerRole
 from tasuki.rpc.client_paths import ClientPaths
 from tasuki.rpc.methods import EPOCH_FIELDS, Method
-from tasuki.wire.credentials import read_tokens
+from tasuki.wire.credentials import read_file, read_tokens
 from tasuki.wire.errors import InvalidArgument, PermissionDenied, Unauthenticated
 from tasuki.wire.reloaded import Reloaded
 
@@ -132,10 +132,9 @@ def _certified_name(shown: Mapping[str, Sequence[bytes]]) -> str:
 def read_roles(path: Path) -> dict[str, CallerRole]:
     """The role of each name in the file of `security.roles`. Raises InvalidArgument."""
     field = "security.roles"
+    text = read_file(field, path)
     try:
-        table = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise InvalidArgument(field, f"{path} cannot be read: {error.strerror}") from error
+        table = tomllib.loads(text.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidArgument(field, f"{path} is not TOML: {error}") from error
     roles = {name: CallerRole.named(role) if isinstance(role, str) else None for name, role in table.items()}

@@ -114,7 +114,7 @@ async def serve(config: NodeConfig, *, launch: Launch) -> int:
     own_rank = threading.Thread(target=run_rank, args=(config,), kwargs={"launch": launch}, name="rank-0", daemon=True)
     own_rank.start()
     cleanup = ExitStack()
-    tracer = open_tracer(config.telemetry.endpoint, service="trainer")
+    tracer = open_tracer(config.telemetry.endpoint, service="trainer", node_rank=config.node_rank)
     cleanup.callback(tracer.close)
     try:
         ready = await _ready_or_stopped(ranks, stop)

@@ -76,7 +76,9 @@ class Feed:
 
     def node(self) -> dict[str, Any]:
         """The node now, with the last seconds of each stage."""
-        return {**self._node.read(), "last_seconds": self._journal.last_seconds(), "num_restarts": self._journal.num_restarts}
+        journal = self._journal
+        told = {"events": journal.events(), "last_seconds": journal.last_seconds(), "num_restarts": journal.num_restarts}
+        return {**self._node.read(), **told}
 
     def curves(self, *, first: int, last: int, points: int) -> dict[str, Any]:
         thinned = self._steps.thinned(first=first, last=last, points=points)

@@ -25,7 +25,7 @@ def check_listen(listen: str, config: NodeConfig | None) -> None:
     """Raises InvalidArgument for an address beyond loopback without TLS and known callers."""
     if not is_beyond_loopback(listen):
         return
-    problem = f"= {listen} is not loopback: "
+    problem = f"{listen} is not loopback: "
     if config is None:
         raise InvalidArgument(
             "listen", f"{problem}give --config of a node with [security], or forward a port of 127.0.0.1 by ssh"

@@ -5,19 +5,23 @@ from __future__ import annotations
 import sqlite3
 import threading
 from array import array
+from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tasuki.coordinator.records import Status
+from tasuki.coordinator.records import Status, id_text
 from tasuki.memory.stages import RING, Stage
 
 _ROWS = 20_000
 _BUSY_S = 0.2
+_NUM_EVENTS = 100
+_MIB = 1 << 20
 STAGES = [rule.stage for rule in RING]
 _STAGE_NUMBERS = {str(stage): number for number, stage in enumerate(STAGES)}
 
@@ -61,6 +65,7 @@ class JournalTail:
     def __post_init__(self) -> None:
         self.columns = StageColumns()
         self._lock = threading.Lock()
+        self._events: deque[str] = deque(maxlen=_NUM_EVENTS)
         self._file: tuple[int, int] | None = None
         self._last_id, self._last_epoch, self._num_ended = 0, 0, -1
         self._boots: dict[str, str] = {}
@@ -81,6 +86,11 @@ class JournalTail:
         except (sqlite3.Error, TypeError, ValueError) as error:
             is_busy = isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
             return False if is_busy else self._note_problem(f"{self.path} cannot be read: {error}")
+
+    def events(self) -> list[str]:
+        """The last stages that ended, newest first, a line each."""
+        with self._lock:
+            return list(self._events)
 
     def copied(self) -> StageColumns:
         """As they are now."""
@@ -125,6 +135,7 @@ class JournalTail:
     def _begin_again(self) -> None:
         with self._lock:
             self.columns = StageColumns()
+            self._events.clear()
         self._last_id, self._last_epoch, self._num_ended, self._boots, self.num_restarts = 0, 0, -1, {}, {}
 
     def _note_problem(self, text: str) -> bool:
@@ -134,7 +145,8 @@ class JournalTail:
     def _read(self, db: sqlite3.Connection) -> bool:
         was_broken, self.problem = bool(self.problem), ""
         rows = db.execute(
-            "SELECT id, number, stage, is_undo, trainer_boot_id, rollout_boot_id, status, results.time AS time, seconds"
+            "SELECT id, number, stage, is_undo, trainer_boot_id, rollout_boot_id, status, results.time AS time, seconds, bytes,"
+            " error_reason, error_message"
             " FROM results JOIN stages USING (id) WHERE id > ? ORDER BY id LIMIT ?",
             (self._last_id, _ROWS),
         ).fetchall()
@@ -161,11 +173,22 @@ class JournalTail:
         columns.seconds.append(float(row["seconds"]))
         columns.is_done.append(row["status"] == Status.DONE)
         columns.is_undo.append(bool(row["is_undo"]))
+        self._events.appendleft(_event_line(row))
         for service in ("trainer", "rollout"):
             boot = str(row[f"{service}_boot_id"])
             if boot and boot != self._boots.get(service, boot):
                 self.num_restarts[service] = self.num_restarts.get(service, 0) + 1
             self._boots[service] = boot or self._boots.get(service, "")
+
+
+def _event_line(row: sqlite3.Row) -> str:
+    """Time, changeover, stage, status, and what came of it."""
+    moment = datetime.fromtimestamp(float(row["time"]), tz=UTC).astimezone().strftime("%H:%M:%S")
+    name = f"undo {row['stage']}" if row["is_undo"] else str(row["stage"])
+    figures = f"{float(row['seconds']):.3f} s, {int(row['bytes']) / _MIB:.1f} MiB"
+    error = f"{row['error_reason']}: {row['error_message']}" if row["error_reason"] else ""
+    parts = (moment, id_text(int(row["number"])), f"{name:<14}", str(row["status"]), figures, error)
+    return "  ".join(part for part in parts if part)
 
 
 def stage_number(stage: Stage) -> int:

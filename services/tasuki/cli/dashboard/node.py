@@ -1,25 +1,24 @@
-"""Follows a running node: its state as it changes, and now and then what its services say. Asks nothing of the ranks."""
+"""Follows a running node: its state twice a second, and now and then what its services say. Asks nothing of the ranks."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
 
 from tasuki.cli.node_snapshot import NodeReader, as_dict, plain
-from tasuki.cli.node_tables import event_line
 from tasuki.config.load import load_config
 from tasuki.v1 import coordinator_pb2
 from tasuki.wire.errors import TasukiError
 
 _RETRY_S = 2.0
 _POLL_S = 2.0
-_NUM_EVENTS = 100
+_LOOK_S = 0.5
 
 
 class NodeFollower:
@@ -33,7 +32,6 @@ class NodeFollower:
         self._reader: NodeReader | None = None
         self._state: dict[str, Any] = {}
         self._note = "no node runs here"
-        self._events: deque[str] = deque(maxlen=_NUM_EVENTS)
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._poll, self._watch)]
 
     def start(self) -> None:
@@ -52,7 +50,7 @@ class NodeFollower:
     def read(self) -> dict[str, Any]:
         """What is known now. is_live: whether the coordinator has answered."""
         with self._lock:
-            return {"is_live": bool(self._state), "note": self._note, "events": list(self._events), **self._state}
+            return {"is_live": bool(self._state), "note": self._note, **self._state}
 
     def _poll(self) -> None:
         """The services' own words, as often as people look."""
@@ -80,17 +78,14 @@ class NodeFollower:
                 self._reader = None
 
     def _watch(self) -> None:
-        """Each change as it happens."""
-        while not self._stop.wait(_RETRY_S / 4):
+        """Where the node is now. A stream of each change would cost a node with short steps more than a look."""
+        while not self._stop.wait(_LOOK_S):
             with self._lock:
                 reader = self._reader
             if reader is None:
                 continue
-            try:
-                for response in reader.coordinator.WatchState(coordinator_pb2.WatchStateRequest()):
-                    self._take_update(response)
-            except (grpc.RpcError, ValueError):
-                continue
+            with suppress(grpc.RpcError, ValueError):  # `_follow` tells what is wrong
+                self._take_node(reader.coordinator.GetState(coordinator_pb2.GetStateRequest(), timeout=_POLL_S).state)
 
     def _take(self, state: dict[str, Any]) -> None:
         with self._lock:
@@ -101,14 +96,14 @@ class NodeFollower:
         if is_new:
             self._tell()
 
-    def _take_update(self, response: coordinator_pb2.WatchStateResponse) -> None:
-        told = plain(response.state)
+    def _take_node(self, state: coordinator_pb2.NodeState) -> None:
+        told = plain(state)
         with self._lock:
-            if self._state:
+            is_new = bool(self._state) and self._state["node"] != told
+            if is_new:
                 self._state = {**self._state, "node": told}
-            if response.HasField("event"):
-                self._events.appendleft(event_line(response.event))
-        self._tell()
+        if is_new:
+            self._tell()
 
     def _lose(self, note: str) -> None:
         with self._lock:

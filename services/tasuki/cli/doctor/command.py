@@ -71,7 +71,7 @@ def _show(findings: Sequence[Finding]) -> None:
         text = Text(finding.found)
         if finding.advice:
             text.append(f"\n-> {finding.advice}", style="dim")
-        table.add_row(Text(finding.verdict, style=_STYLES[finding.verdict]), finding.name, text)
+        table.add_row(Text(finding.verdict, style=_STYLES[finding.verdict]), Text(finding.name), text)
     Console(width=None if sys.stdout.isatty() else 140, soft_wrap=False).print(table, highlight=False)
     counts = {verdict: sum(finding.verdict is verdict for finding in findings) for verdict in Verdict}
     sys.stdout.write(", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + "\n")

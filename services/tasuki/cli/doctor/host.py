@@ -22,6 +22,7 @@ from tasuki.wire.errors import TasukiError
 _MIB, _GIB = 1 << 20, 1 << 30
 _PYTHONS = ((3, 11), (3, 13))
 _LOCK = Path(__file__).parents[3] / "uv.lock"
+_NVIDIA = Path("/dev/nvidiactl")
 _COMPARED = ("flash-attn-4", "grpcio", "numpy", "protobuf", "pydantic", "pyzmq", "sglang", "torch", "transformers")
 """Packages that a node's numbers or its start depend on."""
 
@@ -31,7 +32,7 @@ def host_findings() -> Iterable[Finding]:
     yield check_native_library()
     yield check_versions(installed_versions(), locked_versions(_LOCK))
     yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    yield check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
+    yield check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_gpus=_NVIDIA.exists())
     yield check_yama(Path("/proc/sys/kernel/yama/ptrace_scope"))
     yield check_processes(Path("/proc"))
     yield check_clock(time.time())
@@ -99,11 +100,11 @@ def check_open_files(limit: int) -> Finding:
     return ok(name, text)
 
 
-def check_locked_memory(limit: int) -> Finding:
+def check_locked_memory(limit: int, *, has_gpus: bool) -> Finding:
     name, text = "locked memory", _count(limit) if limit < 0 else f"{limit // _MIB} MiB"
     if 0 <= limit < _MIB:
         return fail(name, text, "raise it: ulimit -l unlimited, LimitMEMLOCK=infinity or docker --ulimit memlock=-1")
-    if 0 <= limit < 64 * _MIB and not _may_lock():
+    if has_gpus and 0 <= limit < 64 * _MIB and not _may_lock():
         return warn(name, text, "raise it for NCCL over InfiniBand: ulimit -l unlimited, or docker --ulimit memlock=-1")
     return ok(name, text)
 

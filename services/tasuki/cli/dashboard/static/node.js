@@ -87,7 +87,7 @@ function services(node) {
     service("Coordinator", absent.coordinator, coordinator),
     service("Trainer", absent.trainer, [["Ranks", trainer.num_ranks], ["Parameters", number(Number(trainer.num_parameters ?? 0))], ["Version", version(trainer.policy_version)], ["Address", node.node.trainer_target]]),
     service("Rollout", absent.rollout, [["Engines", `${rollout.dp_size} × TP ${rollout.tp_size}`], ["Health", health], ["Address", node.node.rollout_target]]),
-    h("div", { class: "card wide" }, h("h2", {}, "Events"), node.events.length ? h("ol", { class: "events", tabindex: 0, "aria-label": "Events, newest first", "data-key": "events" }, node.events.map((line) => h("li", {}, line))) : h("p", { class: "note" }, "None since the page's server started.")));
+    h("div", { class: "card wide" }, h("h2", {}, "Events"), node.events.length ? h("ol", { class: "events", tabindex: 0, "aria-label": "Events, newest first", "data-key": "events" }, node.events.map((line) => h("li", {}, line))) : h("p", { class: "note" }, "No stage has ended yet.")));
 }
 
 function service(name, absent, pairs) {
