@@ -6,12 +6,21 @@ import os
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tasuki.rollout.receive import WeightReceiver
-from tasuki.transport.copies import DeviceChecksums, DeviceCopies, DeviceSummedCopies, HostChecksums, ViewChecksum, ViewCopy
+from tasuki.transport.copies import (
+    DeviceChecksums,
+    DeviceCopies,
+    DeviceSummedCopies,
+    HostChecksums,
+    ViewChecksum,
+    ViewCopy,
+    compile_copies,
+)
 from tasuki.transport.export import WeightExport
 from tasuki.transport.fd_socket import FdServer
 from tasuki.transport.imported_weights import import_weights
@@ -115,6 +124,25 @@ def test_summed_copies_copy_and_give_the_checksums_of_their_slices(
         assert fused.sums().tolist() == HostChecksums(expected).read()
         assert all(same_bits(copy.destination, copy.source.to(destination_dtype)) for copy in copies)
         sources.neg_()
+
+
+def num_compiled(kernel: Any) -> int:
+    return sum(len(cache) for cache, *_ in kernel.device_caches.values())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_compiled_ahead_is_what_a_sync_launches(dtype: torch.dtype) -> None:
+    from tasuki.transport.kernels import copy_and_sum_tiles, sum_tiles
+
+    compile_copies(dtype, device=DEVICE)
+    compiled = [num_compiled(kernel) for kernel in (copy_and_sum_tiles, sum_tiles)]
+    assert all(compiled)
+    source, destination = torch.randn(2, 700, 520, device=DEVICE).to(dtype)
+    at = whole(source.shape)
+    copies = DeviceSummedCopies([ViewCopy(destination, source, where=at)], num_sums=1, device=DEVICE)
+    copies.start()
+    assert copies.sums().tolist() == DeviceChecksums([ViewChecksum(destination, at, dtype)], device=DEVICE).read()
+    assert [num_compiled(kernel) for kernel in (copy_and_sum_tiles, sum_tiles)] == compiled
 
 
 class Trainer:

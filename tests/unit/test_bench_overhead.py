@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from tests.bench.overhead import Segment, report
+from tests.bench.overhead import report
+from tests.bench.overhead_side import Turn
 
 
 def test_report_compares_within_pairs_and_not_across_them() -> None:
-    slow = (Segment([2.0, 2.2, 2.1], cpu_s=4.0), Segment([2.1, 2.31, 2.205], cpu_s=4.2))
-    fast = (Segment([1.0, 1.1, 1.05], cpu_s=2.0), Segment([1.0, 1.1, 1.05], cpu_s=2.02))
-    found = report([slow, fast])
-    assert found["ratio_of_step_s"] == pytest.approx({"median": 1.025, "least": 1.0, "greatest": 1.05})
-    assert found["ratio_of_step_cpu_s"] == pytest.approx({"median": 1.03, "least": 1.01, "greatest": 1.05})
-    assert found["step_cpu_s"]["off"] == {"median": 3.0, "least": 2.0, "greatest": 4.0}
+    slow = Turn(2.0, {"trainer": 3.0, "coordinator": 1.0}), Turn(2.1, {"trainer": 3.1, "coordinator": 1.1})
+    fast = Turn(1.0, {"trainer": 2.0}), Turn(1.0, {"trainer": 2.02})
+    found: Any = report([slow, fast])
+    assert found["more_step_s_percent"]["median"] == pytest.approx(2.5)
+    assert found["more_step_cpu_s_percent"]["least"] == pytest.approx(1.0)
+    assert found["more_step_cpu_s_percent"]["greatest"] == pytest.approx(5.0)
+    assert found["step_cpu_s"]["off"]["median"] == pytest.approx(3.0)
+    assert found["step_cpu_s_by_process"]["coordinator"] == {"off": 0.5, "on": 0.55}
+    assert found["num_pairs"] == 2

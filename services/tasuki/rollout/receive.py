@@ -15,7 +15,14 @@ from tasuki.rollout.fingerprint import Fingerprint
 from tasuki.rollout.record import EngineModel, Parameters, record_plan
 from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
 from tasuki.transport.checksum import checksum
-from tasuki.transport.copies import ViewChecksum, ViewCopy, prepare_checksums, prepare_copies, prepare_summed_copies
+from tasuki.transport.copies import (
+    ViewChecksum,
+    ViewCopy,
+    compile_copies,
+    prepare_checksums,
+    prepare_copies,
+    prepare_summed_copies,
+)
 from tasuki.transport.imported_weights import ImportedWeights, import_weights
 from tasuki.transport.plan import Constant, CopyPlan, Slice, whole
 from tasuki.transport.split import split_by_entries
@@ -55,6 +62,12 @@ class WeightReceiver:
     def plan(self) -> CopyPlan | None:
         """The plan of the last sync."""
         return None if self._prepared is None else self._prepared.plan
+
+    def warm_up(self) -> None:
+        """Compiles on a GPU what the first sync would: a second of it on a machine that has not run one."""
+        parameters = Parameters(self.model)
+        for dtype in parameters.dtypes:
+            compile_copies(dtype, device=parameters.device)
 
     def receive(
         self, weights: weights_pb2.PublishedWeights, *, import_timeout_s: float, reads_back_in_full: bool = False

@@ -76,6 +76,10 @@ class Parameters:
     def device(self) -> torch.device:
         return next(iter(self._by_name.values())).device
 
+    @property
+    def dtypes(self) -> frozenset[torch.dtype]:
+        return frozenset(tensor.dtype for tensor in self._by_name.values())
+
     def numels(self) -> dict[str, int]:
         return {name: tensor.numel() for name, tensor in self._by_name.items()}
 

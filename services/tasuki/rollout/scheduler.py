@@ -134,6 +134,7 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
             staying=frozenset() if setup.config is None else staying_of_engine_rank(setup.config, setup.rank),
             cache=self._growing_cache(),
         )
+        engine_rank.receiver.warm_up()
         lock.acquire()
         self.request_receiver = LendingReceiver(self.request_receiver, lock)
         if setup.config is not None:

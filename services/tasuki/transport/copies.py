@@ -12,10 +12,11 @@ import torch
 
 from tasuki.transport.checksum import GROUP, MODULUS, checksum
 from tasuki.transport.host_sums import checksum_blocks, copy_and_sum, copy_blocks
-from tasuki.transport.plan import Slice
+from tasuki.transport.plan import Slice, whole
 from tasuki.transport.table import TILE_UNITS, VECTOR_BYTES, Side, Table, Transfer, build_tables, memory_side
 
 _NUM_WARPS = 4
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,18 @@ def prepare_summed_copies(
 
 def prepare_checksums(views: Sequence[ViewChecksum], *, device: torch.device) -> Checksums:
     return DeviceChecksums(views, device=device) if device.type == "cuda" else HostChecksums(views)
+
+
+def compile_copies(dtype: torch.dtype, *, device: torch.device) -> None:
+    """Compiles the kernels that sync weights of `dtype`, by copying and summing a few. None on a CPU, or for another dtype than floats."""
+    if device.type != "cuda" or dtype not in _FLOATS:
+        return
+    source, destination = torch.zeros(2, TILE_UNITS * GROUP, dtype=dtype, device=device)
+    at = whole(source.shape)
+    copies = prepare_summed_copies([ViewCopy(destination, source, where=at)], num_sums=1, device=device)
+    copies.start()
+    copies.sums()
+    prepare_checksums([ViewChecksum(destination, at, dtype)], device=device).read()
 
 
 class HostCopies:
