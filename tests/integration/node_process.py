@@ -51,7 +51,7 @@ class Node:
         assert [pid for pid in (self.process.pid, *self.pids) if is_alive(pid)] == []
         assert list(socket_dir(self.state_dir).iterdir()) == []
         shm = Path("/dev/shm")
-        assert [file for file in shm.glob("tasuki-test-*") if int(file.name.split("-")[2]) in self.pids] == []
+        assert [pid for pid in self.pids if (shm / f"tasuki-test-{pid}").exists()] == []
         semaphores = [file.read_text().removeprefix("/") for file in self.state_dir.glob("*.semaphore")]
         assert len(semaphores) == len(self.names)
         assert [name for name in semaphores if (shm / f"sem.{name}").exists()] == []

@@ -26,7 +26,7 @@ settings.load_profile("tasuki")
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
     """In memory: no test cuts the power, so no commit need wait for a disk."""
-    with tempfile.TemporaryDirectory(prefix="tasuki-test-", dir=memory_folder(), ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="tasuki-unit-", dir=memory_folder(), ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 
