@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.trainer.backends.fsdp.lora import add_adapters, trained_parameters
@@ -45,3 +47,32 @@ def test_adapters_take_their_places_beside_fused_attention() -> None:
     policy = policy_of(fused)
     policy(pack(LENGTHS))[0].sum().backward()
     assert all(param.grad is not None and bool(param.grad.isfinite().all()) for _, param in trained_parameters(policy))
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products while it is entered."""
+
+    num_seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_seen += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])  # with biases and without
+@pytest.mark.parametrize(("adapted", "num_products"), [(False, 3), (True, 4 * 3)])  # an adapter has two beside its projection's
+def test_keys_and_values_are_one_product_unless_an_adapter_is_between(kind: str, adapted: bool, num_products: int) -> None:
+    causal_lm = make_model(kind, seed=5)
+    fuse_rotation(causal_lm)
+    if adapted:
+        add_adapters(causal_lm, LoraConfig(rank=4))
+    attention = next(module for module in causal_lm.modules() if isinstance(module, RotaryAttention))
+    cos_TD = torch.ones(1, 3, attention.head_dim)
+
+    def queries(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, layer: int) -> Tensor:
+        return q_THD
+
+    with Products() as products, torch.no_grad():
+        hidden_states = torch.ones(1, 3, causal_lm.config.hidden_size)
+        attention(hidden_states, position_embeddings=(cos_TD, cos_TD), layer_attention=queries)
+    assert products.num_seen == num_products

@@ -14,7 +14,7 @@ from tasuki.planner.layout import GB, Checkpointing, Layout
 from tasuki.planner.node_plan import node_layout
 from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS
-from tasuki.planner.step_tokens import fastest_checkpointing, most_tokens, with_fastest_checkpointing
+from tasuki.planner.step_tokens import fastest_checkpointing, most_tokens, with_fastest_checkpointing, with_last_layer_kept
 
 SHAPE = MODELS["qwen2.5-7b"]
 LAYOUT = Layout(
@@ -66,6 +66,26 @@ def test_layers_that_there_is_room_for_keep_everything() -> None:
     assert with_fastest_checkpointing(LAYOUT) == replace(LAYOUT, checkpointing=Checkpointing.NONE)
     tight = replace(LAYOUT, gpu_bytes=60 * GB)
     assert with_fastest_checkpointing(tight).kept_layers == 0
+
+
+@pytest.mark.parametrize("rung", [Checkpointing.ATTENTION, Checkpointing.FULL])
+def test_the_last_layer_is_kept_where_no_stage_is_larger_for_it(rung: Checkpointing) -> None:
+    layout = replace(LAYOUT, checkpointing=rung)
+    kept = with_last_layer_kept(layout)
+    assert kept == replace(layout, kept_layers=1)
+    stages = zip(plan(kept).stages, plan(layout).stages, strict=True)
+    assert all(one.gpu_bytes <= other.gpu_bytes for one, other in stages)
+    two = replace(layout, kept_layers=2)
+    assert plan(two).gpu_peak.gpu_bytes > plan(layout).gpu_peak.gpu_bytes, "a second one is not free"
+    assert with_last_layer_kept(two) == two, "more than the last one is a choice already made"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"checkpointing": Checkpointing.NONE}, {"checkpointing": Checkpointing.OFFLOADED}, {"device": "cpu"}]
+)
+def test_a_last_layer_that_is_kept_already_or_never_stays_so(settings: dict[str, Any]) -> None:
+    layout = replace(LAYOUT, **settings)
+    assert with_last_layer_kept(layout) == layout
 
 
 def test_what_tokens_cannot_mend_does_not_lower_them() -> None:
