@@ -190,9 +190,5 @@ def test_a_dead_rank_ends_the_service_and_leaves_nothing(engine_pair: RolloutPro
     assert still_there(processes) == []
     assert left_of(shared) == []
     assert "event=engine_lost" in engine_pair.log.read_text()
-    assert sorted(path.name for path in engine_pair.socket_dir.iterdir()) == [
-        "generate-calls",
-        "pair-0.sock",
-        "pair-1.sock",
-        "pulse",
-    ]
+    left = {path.name for path in engine_pair.socket_dir.iterdir()}
+    assert left - {"generate-calls"} == {"pair-0.sock", "pair-1.sock", "pulse"}
