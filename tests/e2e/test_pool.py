@@ -63,6 +63,7 @@ def test_changeovers_keep_weights_and_samples_and_the_chunks_add_up(pooled: Runn
         assert chaos.log_probs() == chaos.learned
 
 
+@only_whole
 def test_chunks_of_a_killed_engine_come_back_and_the_next_one_finds_them(pooled: RunningNode) -> None:
     with Client(state_dir=pooled.state_dir) as client:
         chaos = ChaosNode(pooled, client)

@@ -57,6 +57,7 @@ def test_where_everything_stays_every_stage_is_written_down_and_moves_nothing(ro
     assert "kv_cache (stays)" in shown and "optimizer (stays)" in shown
 
 
+@only_whole
 def test_an_engine_that_is_lost_while_the_trainer_works_finds_room(roomy: RunningNode) -> None:
     with Client(state_dir=roomy.state_dir) as client:
         chaos = ChaosNode(roomy, client)

@@ -13,6 +13,7 @@ import pytest
 
 from tasuki.v1.types_pb2 import ROLE_POLICY, TrainingSample
 from tasuki.wire.errors import InvalidArgument, PeerUnavailable, VersionOrder, from_rpc_error
+from tests.extent import only_whole
 from tests.integration.fleet_port import FleetPort, fleet_port
 from tests.integration.fleet_trainers import fleet_of, nodes_of, share_call, start_node, sums_of
 from tests.integration.trainer_process import PPO, TrainerClient, TrainerProcess, connect, start_trainer
@@ -148,6 +149,7 @@ async def test_a_killed_node_fails_the_others_and_all_go_on_after_a_restart(
             node.stop()
 
 
+@only_whole
 async def test_a_trainer_that_is_killed_between_steps_has_the_others_start_again(
     folder: Path, model: Path, port: FleetPort
 ) -> None:
