@@ -34,6 +34,8 @@ class Devices:
     torch_cached_bytes: int = 0
     staying: frozenset[tuple[Service, MemoryTag]] = frozenset()
     """Tags that keep their pages, but where room is made for an engine."""
+    looks_until_left: int = 0
+    """How often the trainer is asked after OFFLOAD until what it copies to the host has left; 0: it leaves with the answer."""
     silent: dict[Service, TasukiError] = field(default_factory=dict)
     asked: list[Service] = field(default_factory=list)
 
@@ -52,7 +54,12 @@ class Devices:
         return tags | ({MemoryTag.KV_CACHE} if at in (Stage.RESUME_KV, Stage.DRAIN) else set())
 
     def mapped(self, service: Service) -> int:
-        return sum(self.sizes(service)[tag] for tag in self.awake(service))
+        return sum(self.sizes(service)[tag] for tag in self.awake(service) | self.leaving(service))
+
+    def leaving(self, service: Service) -> set[MemoryTag]:
+        """Asleep, and still there."""
+        is_under_way = service is Service.TRAINER and self.services.stage[service] is Stage.OFFLOAD and self.looks_until_left > 1
+        return {MemoryTag.WEIGHTS, MemoryTag.OPTIMIZER} if is_under_way else set()
 
     async def usage(self, service: Service) -> ServiceUsage:
         self.asked.append(service)
@@ -62,17 +69,20 @@ class Devices:
         processes = {each: self.mapped(each) + CONTEXT for each in Service}
         processes[Service.TRAINER] += self.torch_cached_bytes if self.awake(Service.TRAINER) else 0
         free = self.total_bytes - sum(processes.values()) - self.foreign_bytes
-        awake = self.awake(service)
+        awake, leaving = self.awake(service), self.leaving(service)
+        if leaving:
+            self.looks_until_left -= 1
         tags = tuple(
             TagUsage(
                 tag,
                 self.device,
-                size if tag in awake else 0,
+                size if tag in awake | leaving else 0,
                 size,
                 tag not in awake,
                 0,
                 0,
                 stays=(service, tag) in self.staying,
+                leaves_later=self.looks_until_left > 0 and tag in (MemoryTag.WEIGHTS, MemoryTag.OPTIMIZER),
             )
             for tag, size in self.sizes(service).items()
         )

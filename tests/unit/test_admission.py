@@ -116,6 +116,27 @@ async def test_what_torch_gives_back_with_the_trainer_counts_when_it_is_needed(
     assert devices.asked == [*Service] * 3
 
 
+@pytest.mark.parametrize(("cache_gb", "looks"), [(3, 1), (6, 3)])
+async def test_kv_cache_waits_for_what_leaves_behind_the_trainers_answer_only_where_it_needs_the_room(
+    journal: Journal, services: FakeServices, devices: Devices, cache_gb: int, looks: int
+) -> None:
+    devices.looks_until_left, devices.cache_bytes = 4, cache_gb * GB
+    node = make_node(journal, services, devices)
+    await acquire(node, Phase.ROLLOUT)
+    assert node.state().phase is Phase.ROLLOUT
+    # Where the gradients' room is enough, nobody is asked what has left.
+    assert devices.looks_until_left == 4 - (looks if cache_gb == 6 else 0)
+
+
+async def test_kv_cache_is_refused_when_what_is_leaving_would_not_be_enough(
+    journal: Journal, services: FakeServices, devices: Devices
+) -> None:
+    devices.looks_until_left, devices.cache_bytes = 4, 11 * GB
+    error = await refused(make_node(journal, services, devices), Phase.ROLLOUT)
+    assert error.metadata["stage"] == "RESUME_KV"
+    assert devices.leaving(Service.TRAINER) == set(), "it was waited for"
+
+
 async def test_kv_cache_without_room_leads_back_to_train(journal: Journal, services: FakeServices, devices: Devices) -> None:
     node = make_node(journal, services, devices)
     devices.cache_bytes = 11 * GB

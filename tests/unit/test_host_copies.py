@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from torch.nn import Parameter
 
 from tasuki.memory import arena as native
 from tasuki.memory.arena import Arena, Keep
-from tasuki.memory.tags import MemoryTag
+from tasuki.memory.tags import MemoryTag, TagUsage
 from tasuki.trainer.backends.fsdp.memory import ExportChoice, Staying, TrainerMemory
 
 MIB = 2**20
@@ -74,6 +75,38 @@ def test_what_stays_leaves_only_to_make_room(mesh: DeviceMesh) -> None:
     assert memory.resume(BOTH) == 4 * MIB
     memory.wait_for_optimizer()
     assert bool((local_of(kept) == 3.0).all() and (moment == 4.0).all())
+
+
+def test_what_is_copied_leaves_behind_the_answer_where_the_kv_cache_grows(mesh: DeviceMesh) -> None:
+    memory = TrainerMemory(mesh, ExportChoice(of_parameters=False, stays=True), staying=Staying(leaves_later=True))
+    weights = parameter(memory, mesh, 3.0, is_frozen=False)
+    with memory.region(MemoryTag.OPTIMIZER):
+        moment = torch.full((64, 64), 4.0)
+    (gradient,) = memory.make_gradients([weights])
+
+    def usage() -> dict[str, TagUsage]:
+        return {usage.tag: usage for usage in memory.usage()}
+
+    for turn in range(3):
+        local_of(weights).fill_(float(turn))
+        assert memory.pause([*BOTH, MemoryTag.GRADIENTS]) == 2 * MIB, "the gradients' alone"
+        assert all(one.is_paused and one.leaves_later is (one.tag in BOTH) for one in usage().values())
+        deadline = time.monotonic() + 20
+        while any(one.is_leaving for one in usage().values()):
+            assert time.monotonic() < deadline
+        assert not any(one.mapped_bytes for one in usage().values())
+        # A second pause, and a resume in the middle, find it as it is.
+        assert memory.pause(BOTH) == 0
+        assert memory.resume(BOTH) == 4 * MIB
+        memory.wait_for_optimizer()
+        assert bool((local_of(weights) == turn).all() and (moment == 4.0).all())
+        memory.pause(BOTH)
+        memory.resume([*BOTH, MemoryTag.GRADIENTS])
+        memory.wait_for_optimizer()
+        assert bool((local_of(weights) == turn).all() and (moment == 4.0).all())
+    assert not gradient.any()
+    assert memory.pause(BOTH, makes_room=True) == 4 * MIB, "an engine is to start there: at once"
+    memory.close()
 
 
 def test_host_memory_is_taken_in_steps_before_a_pause_needs_it() -> None:

@@ -59,7 +59,7 @@ class PauseResponse(_message.Message):
 
     RELEASED_BYTES_FIELD_NUMBER: _builtins.int
     released_bytes: _builtins.int
-    """Bytes given back to the system over all ranks."""
+    """Bytes given back to the system over all ranks; without those of tags with TagUsage.leaves_later, which go behind the answer."""
     def __init__(
         self,
         *,

@@ -479,6 +479,7 @@ class TagUsage(_message.Message):
     HOST_COPY_BYTES_FIELD_NUMBER: _builtins.int
     STAYS_FIELD_NUMBER: _builtins.int
     FOLLOWING_BYTES_FIELD_NUMBER: _builtins.int
+    LEAVES_LATER_FIELD_NUMBER: _builtins.int
     tag: Global___MemoryTag.ValueType
     device: _builtins.str
     """Torch's name of the device, e.g. "cuda:0" or "cpu"."""
@@ -497,6 +498,8 @@ class TagUsage(_message.Message):
     """Whether the tag keeps its pages while the other service works: the planner found room for both."""
     following_bytes: _builtins.int
     """Of total_bytes, what a resume leaves for later: mapped while the service works, as memory becomes free."""
+    leaves_later: _builtins.bool
+    """Whether a pause answers before its pages have gone: their content is still being copied. Meanwhile is_paused, with mapped_bytes."""
     def __init__(
         self,
         *,
@@ -510,10 +513,11 @@ class TagUsage(_message.Message):
         host_copy_bytes: _builtins.int = ...,
         stays: _builtins.bool = ...,
         following_bytes: _builtins.int = ...,
+        leaves_later: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "following_bytes", b"following_bytes", "host_copy_bytes", b"host_copy_bytes", "is_paused", b"is_paused", "kept_bytes", b"kept_bytes", "mapped_bytes", b"mapped_bytes", "rank", b"rank", "stays", b"stays", "tag", b"tag", "total_bytes", b"total_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "following_bytes", b"following_bytes", "host_copy_bytes", b"host_copy_bytes", "is_paused", b"is_paused", "kept_bytes", b"kept_bytes", "leaves_later", b"leaves_later", "mapped_bytes", b"mapped_bytes", "rank", b"rank", "stays", b"stays", "tag", b"tag", "total_bytes", b"total_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -43,6 +43,7 @@ from tasuki.planner.node_plan import plan_node
 from tasuki.planner.plan import needed_bytes
 from tasuki.wire.errors import TasukiError
 
+_LEAVING_POLL_S = 0.02
 _log = logging.getLogger("tasuki.coordinator")
 
 
@@ -105,6 +106,8 @@ class Admission:
             return
         if not await self._measure_all(stage):
             return
+        if stage is Stage.RESUME_KV:
+            await self._let_leave(stage)
         is_made = any(one.tag is MemoryTag.EXPORT for one in self._usages[Service.TRAINER].tags)
         needed = await self._first_export() if is_first and not is_made else self._taken(stage)
         if needed and (shortages := self._shortages(stage, needed)):
@@ -126,6 +129,15 @@ class Admission:
                 reading.cancel()
                 await asyncio.wait([reading])
 
+    async def _let_leave(self, stage: Stage) -> None:
+        """Waits as long as `stage` has no room and something of the trainer is leaving, at most the time of a stalled node."""
+        clock = asyncio.get_running_loop()
+        ends = clock.time() + self._config.restart.progress_s
+        while any(one.is_leaving for one in self._usages[Service.TRAINER].tags) and self._shortages(stage, self._taken(stage) or {}):
+            await asyncio.sleep(_LEAVING_POLL_S)
+            if clock.time() >= ends or not await self._measure_all(stage):
+                return
+
     def done(self, stage: Stage, outcome: Outcome) -> None:
         """Reckons with what a stage has taken or given."""
         service = RULES[stage].service
@@ -142,6 +154,8 @@ class Admission:
             is_moving = bool(given or taken) and stage is not Stage.LOAD_WEIGHTS
             if is_moving and sum(given.values()) + sum(taken.values()) != outcome.num_bytes:
                 self._doubt(service)  # its tags have grown, or others of them moved
+            if any(one.is_leaving for one in self._usages.get(service, usage).tags):
+                self._usages.pop(service, None)  # until it is asked again, what has left counts as little as what has not
 
     def _doubt(self, service: Service) -> None:
         """What is reckoned of its memory may be wrong."""

@@ -53,8 +53,8 @@ def taken_by(stage: Stage, usage: ServiceUsage) -> Bytes:
 
 
 def given_by(stage: Stage, usage: ServiceUsage) -> Bytes:
-    """What the tags of `stage` leave to others when they fall asleep: nothing for those that stay."""
-    return _sums((one.device, one.mapped_bytes) for one in _of(stage, usage, _GIVES) if not one.stays)
+    """What the tags of `stage` leave to others with its answer: nothing for those that stay, or leave later."""
+    return _sums((one.device, one.mapped_bytes) for one in _of(stage, usage, _GIVES) if not (one.stays or one.leaves_later))
 
 
 def after(stage: Stage, usage: ServiceUsage) -> ServiceUsage:
@@ -64,7 +64,9 @@ def after(stage: Stage, usage: ServiceUsage) -> ServiceUsage:
     def moved(one: TagUsage) -> TagUsage:
         if one in wakes:
             return replace(one, mapped_bytes=one.total_bytes, kept_bytes=0, is_paused=False)
-        return replace(one, mapped_bytes=0, is_paused=True) if one in sleeps and not one.stays else one
+        if one not in sleeps or one.stays:
+            return one
+        return replace(one, mapped_bytes=one.mapped_bytes if one.leaves_later else 0, is_paused=True)
 
     return replace(usage, tags=tuple(moved(one) for one in usage.tags))
 

@@ -30,6 +30,12 @@ class TagUsage:
     host_copy_bytes: int
     stays: bool = False  # over a changeover, by the planner's decision
     following_bytes: int = 0  # of the total, what comes after a resume, as memory becomes free
+    leaves_later: bool = False  # a pause answers before its pages have gone
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it is asleep, and its pages are still there."""
+        return self.leaves_later and self.is_paused and self.mapped_bytes > 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,14 +63,17 @@ class Staying:
 
     tags: frozenset[MemoryTag] = frozenset()
     cache: bool = False
+    leaves_later: bool = False
+    """Whether what is copied to the host goes behind the answer: rollout's KV cache grows into its room."""
 
     @classmethod
     def of(cls, config: NodeConfig, mesh: DeviceMesh) -> Staying:
-        """As the planner decided for the node; nothing for services that were started one by one."""
+        """As the planner decided for the node; no tag for services that were started one by one."""
+        later = config.rollout.kv_growth
         if config.residency is None:
-            return cls()
+            return cls(leaves_later=later)
         names = config.residency.of_trainer(mesh.get_local_rank())
-        return cls(frozenset(tag for tag in TAGS if tag in names), "cache" in names)
+        return cls(frozenset(tag for tag in TAGS if tag in names), "cache" in names, later)
 
 
 class TrainerMemory:
@@ -87,6 +90,7 @@ class TrainerMemory:
         self._is_export_there = False
         self._gradients: list[Tensor] = []
         self._optimizer_transfer: Transfer | None = None
+        self._leaving: threading.Thread | None = None
         self._pinning: threading.Thread | None = None
         self._is_closing = threading.Event()
 
@@ -118,6 +122,7 @@ class TrainerMemory:
         """Ends what goes on in the background."""
         self._is_closing.set()
         self._end_pinning()
+        self._end_leaving()
 
     def make_gradients(self, parameters: Iterable[Parameter]) -> list[Tensor]:
         """Gives every parameter a gradient of zeros, into which FSDP2 adds from then on, in the same place. Returns this rank's shards."""
@@ -160,18 +165,31 @@ class TrainerMemory:
     def pause(self, tags: Sequence[MemoryTag], *, makes_room: bool = False) -> int:
         """Gives the pages of `tags` back; parameters and optimizer state move to host memory. Returns the bytes released.
 
-        makes_room: also of tags that stay over an OFFLOAD. Raises OutOfGpuMemory when the host cannot pin what is copied.
+        Where that leaves later (Staying), the copies go on behind the return, and their pages are not among the bytes.
+
+        makes_room: also of tags that stay over an OFFLOAD, and everything at once. Raises OutOfGpuMemory, with every tag awake as before,
+        when the host cannot pin what is copied.
         """
         self._end_pinning()
+        self._end_leaving()
         self.wait_for_optimizer()
         copies = self._copies() if MemoryTag.WEIGHTS in tags and not self._choice.stays else []
         tags = [*(tag for tag in tags if makes_room or tag not in self._staying.tags), *copies]
         is_shared = MemoryTag.EXPORT in tags or (MemoryTag.WEIGHTS in tags and not self._choice.stays)
+        later = [] if makes_room else [tag for tag in tags if self._leaves_later(tag)]
+        for tag in later:
+            while self._allocator.arena(tag).reserve_host(_PIN_STEP_BYTES):
+                pass
         with self._export.leaving() if self._export is not None and is_shared else nullcontext():
-            released = self._allocator.pause(tags)
+            released = self._allocator.pause([tag for tag in tags if tag not in later])
         if self._device.type == "cuda" and (makes_room or not self._staying.cache):
             # What torch only caches nobody else could take.
             torch.cuda.empty_cache()
+        if later:
+            # Last, since whatever gives memory back waits for copies that were started. The optimizer's part is the largest.
+            transfers = [self._allocator.pause_async([tag]) for tag in reversed(later)]
+            self._leaving = threading.Thread(target=_leave, args=(transfers,), name="leaving", daemon=True)
+            self._leaving.start()
         return released
 
     def resume(self, tags: Sequence[MemoryTag]) -> int:
@@ -180,6 +198,7 @@ class TrainerMemory:
         The optimizer's content is still on its way on return, see `wait_for_optimizer`. Every rank must call it. Raises OutOfGpuMemory on
         all ranks, with every tag asleep as before, when one of them has no room.
         """
+        self._end_leaving()
         slept = [usage.tag for usage in self._allocator.usage() if usage.is_paused and usage.tag in tags]
         error: TasukiError | None = None
         mapped = 0
@@ -202,7 +221,10 @@ class TrainerMemory:
 
     def usage(self) -> list[TagUsage]:
         staying = {*self._staying.tags, *([MemoryTag.EXPORT] if self._choice.stays else [])}
-        return [replace(usage, stays=usage.tag in staying) for usage in self._allocator.usage()]
+        return [
+            replace(usage, stays=usage.tag in staying, leaves_later=self._leaves_later(usage.tag))
+            for usage in self._allocator.usage()
+        ]
 
     def device_usage(self) -> DeviceUsage:
         return device_usage(str(self._device), self._mesh.get_local_rank())
@@ -227,6 +249,16 @@ class TrainerMemory:
         pinning, self._pinning = self._pinning, None
         if pinning is not None:
             pinning.join()
+
+    def _end_leaving(self) -> None:
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            leaving.join()
+
+    def _leaves_later(self, tag: MemoryTag) -> bool:
+        """What is copied to the host, unless a peer reads it: that is released with the answer."""
+        is_shared = tag is MemoryTag.WEIGHTS and self._choice.of_parameters
+        return self._staying.leaves_later and tag in _KEEP and tag not in self._staying.tags and not is_shared
 
     def _made(self, make: Callable[[ExportMemory], WeightExport]) -> WeightExport:
         choice = self._choice
@@ -282,3 +314,12 @@ class TrainerMemory:
 
     def _mapped_bytes(self) -> int:
         return sum(usage.mapped_bytes for usage in self._allocator.usage())
+
+
+def _leave(transfers: Sequence[Transfer]) -> None:
+    """Ends pauses that were begun, one after the other. What cannot leave is awake again: the next resume has nothing to do for it."""
+    for transfer in transfers:
+        try:
+            transfer.wait()
+        except TasukiError as error:
+            _log.error("event=leaving_failed reason=%s error=%s", error.reason, error.message)

@@ -1,0 +1,129 @@
+"""A whole node whose KV cache grows: the same samples as before, also when its engine is struck while it grows or gives back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+import grpc
+import pytest
+
+from tasuki.client import Client, Phase, SamplingParams
+from tasuki.config.failpoints import Action
+from tasuki.config.load import load_config
+from tasuki.config.places import config_path, node_targets, socket_dir
+from tasuki.memory.pool import pool_bytes
+from tasuki.rpc.failpoints import plant
+from tasuki.v1 import rollout_pb2, types_pb2
+from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
+from tasuki.wire.errors import TasukiError
+from tests.chaos_node import ChaosNode
+from tests.conftest import RunningNode, started_node, tasuki
+from tests.e2e.test_pool import free, usage
+from tests.footprint import MIB
+
+pytestmark = pytest.mark.timeout(600)
+# 128 MiB of KV cache: 2 layers, keys and values, 2 heads of 16, bfloat16.
+_KV_TOKENS = (128 * MIB) // (2 * 2 * 2 * 16 * 2)
+_BUDGET = 224 * MIB
+
+
+@pytest.fixture(scope="module")
+def growing() -> Iterator[RunningNode]:
+    settings = [
+        "memory.pool=true",
+        f"memory.host_budget_bytes={_BUDGET}",
+        "rollout.kv_growth=true",
+        f"rollout.kv_tokens={_KV_TOKENS}",
+    ]
+    with started_node(overrides=settings) as started:
+        yield started
+
+
+def held(node: RunningNode) -> int:
+    tags = [tag for service in ("trainer", "rollout") for tag in usage(node, service).tags]
+    return sum(tag.mapped_bytes + tag.kept_bytes for tag in tags)
+
+
+def wait_until_grown(node: RunningNode) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        (cache,) = [tag for tag in usage(node, "rollout").tags if tag.tag == types_pb2.MEMORY_TAG_KV_CACHE]
+        if cache.mapped_bytes == cache.total_bytes:
+            return
+        assert time.monotonic() < deadline, cache
+        time.sleep(0.05)
+
+
+def state(node: RunningNode) -> rollout_pb2.GetRolloutStateResponse:
+    with grpc.insecure_channel(node_targets(load_config(config_path(node.state_dir)))["rollout"]) as channel:
+        return RolloutServiceStub(channel).GetRolloutState(rollout_pb2.GetRolloutStateRequest(), timeout=30)
+
+
+def generate_long(node: RunningNode) -> None:
+    """Samples that DRAIN has to wait for; they are lost with their engine."""
+    with Client(state_dir=node.state_dir) as client, suppress(TasukiError):
+        client.generate([[5, 6]], SamplingParams(max_new_tokens=240, ignore_eos=True), num_samples=16)
+
+
+def greedy_again(chaos: ChaosNode) -> list[list[int]]:
+    """Once an engine that was struck is back."""
+    deadline = time.monotonic() + 240
+    while True:
+        try:
+            chaos.client.acquire(Phase.ROLLOUT)
+            return chaos.greedy()
+        except TasukiError as error:
+            assert time.monotonic() < deadline, error
+            time.sleep(0.2)
+
+
+def test_changeovers_with_a_cache_that_grows_keep_weights_and_samples(growing: RunningNode) -> None:
+    with Client(state_dir=growing.state_dir) as client:
+        chaos = ChaosNode(growing, client)
+        chaos.step()
+        client.acquire(Phase.ROLLOUT)
+        tokens = chaos.greedy()
+        for _ in range(3):
+            client.acquire(Phase.TRAIN)
+            client.acquire(Phase.ROLLOUT)
+            assert chaos.greedy() == tokens
+        wait_until_grown(growing)
+        assert free(growing) + held(growing) == pool_bytes(_BUDGET)
+        # What left behind OFFLOAD's answer was copied whole.
+        assert {tag.leaves_later for tag in usage(growing, "trainer").tags} == {True, False}
+        client.acquire(Phase.TRAIN)
+        assert chaos.log_probs() == chaos.learned
+
+
+@pytest.mark.parametrize("action", [Action.KILL, Action.STOP])
+def test_an_engine_that_is_struck_while_its_cache_grows_comes_back(growing: RunningNode, action: Action) -> None:
+    with Client(state_dir=growing.state_dir) as client:
+        chaos = ChaosNode(growing, client)
+        client.acquire(Phase.ROLLOUT)
+        tokens = chaos.greedy()
+        client.acquire(Phase.TRAIN)
+        plant(socket_dir(growing.state_dir), "scheduler0", "grow_cache.done", action)
+        assert greedy_again(chaos) == tokens
+        wait_until_grown(growing)
+        client.acquire(Phase.TRAIN)
+        assert free(growing) + held(growing) == pool_bytes(_BUDGET)
+
+
+def test_an_engine_that_is_killed_while_its_cache_shrinks_comes_back(growing: RunningNode) -> None:
+    with Client(state_dir=growing.state_dir) as client:
+        chaos = ChaosNode(growing, client)
+        client.acquire(Phase.ROLLOUT)
+        tokens = chaos.greedy()
+        plant(socket_dir(growing.state_dir), "scheduler0", "shrink_cache", Action.KILL)
+        generating = threading.Thread(target=generate_long, args=(growing,))
+        generating.start()
+        while state(growing).num_running == 0:
+            assert generating.is_alive()
+        client.acquire(Phase.TRAIN)
+        generating.join()
+        assert greedy_again(chaos) == tokens
+    audited = tasuki("audit", growing.state_dir, timeout_s=60)
+    assert (audited.returncode, audited.stdout.splitlines()[0]) == (0, "clean"), audited.stdout
