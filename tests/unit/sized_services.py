@@ -58,7 +58,9 @@ class Devices:
 
     def leaving(self, service: Service) -> set[MemoryTag]:
         """Asleep, and still there."""
-        is_under_way = service is Service.TRAINER and self.services.stage[service] is Stage.OFFLOAD and self.looks_until_left > 1
+        is_under_way = (
+            service is Service.TRAINER and self.services.stage[service] is Stage.OFFLOAD and self.looks_until_left > 1
+        )
         return {MemoryTag.WEIGHTS, MemoryTag.OPTIMIZER} if is_under_way else set()
 
     async def usage(self, service: Service) -> ServiceUsage:

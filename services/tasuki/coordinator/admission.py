@@ -133,7 +133,9 @@ class Admission:
         """Waits as long as `stage` has no room and something of the trainer is leaving, at most the time of a stalled node."""
         clock = asyncio.get_running_loop()
         ends = clock.time() + self._config.restart.progress_s
-        while any(one.is_leaving for one in self._usages[Service.TRAINER].tags) and self._shortages(stage, self._taken(stage) or {}):
+        while any(one.is_leaving for one in self._usages[Service.TRAINER].tags) and self._shortages(
+            stage, self._taken(stage) or {}
+        ):
             await asyncio.sleep(_LEAVING_POLL_S)
             if clock.time() >= ends or not await self._measure_all(stage):
                 return
