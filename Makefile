@@ -16,11 +16,8 @@ VERL_VERSION := 0.9.1
 # Only the system's Python, only this folder's environment, whatever is active in the caller's shell.
 export UV_PYTHON_DOWNLOADS := never
 export UV_PROJECT_ENVIRONMENT := .venv
-# Once here, instead of at every start of a process where Python may not write bytecode: SGLang's imports are most of a start.
-export UV_COMPILE_BYTECODE := 1
-unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
-# That of our own sources is written by the first process that imports them.
-unexport PYTHONDONTWRITEBYTECODE
+# Bytecode is written by the first process that imports a module: SGLang's imports are most of a start.
+unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 
 UV := .uv/bin/uv
 BIN := .venv/bin
