@@ -44,8 +44,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More of them than are on the device at a time."""
-    monkeypatch.setattr(streamed_adamw, "BLOCK_BYTES", 1 << 16)
+    """More of them than are on the device at a time, and some parameters in pieces."""
+    monkeypatch.setattr(streamed_adamw, "BLOCK_BYTES", 1 << 14)
 
 
 def start(model: Path, mesh: DeviceMesh, *, optimizer_on_host: bool, **settings: Any) -> Learner:
@@ -84,6 +84,9 @@ def test_there_are_several_blocks_and_the_tag_is_empty(model: Path, mesh: Device
     optimizer = trained(learner, Role.POLICY).optimizer
     assert isinstance(optimizer, StreamedAdamW)
     assert len(optimizer._blocks) > 2 * streamed_adamw.NUM_BLOCKS
+    assert max(block.num_bytes for block in optimizer._blocks) <= streamed_adamw.BLOCK_BYTES
+    assert {len(block.pieces) > 1 for block in optimizer._blocks if block.pieces[0].start == 0} == {True, False}
+    assert any(block.pieces[0].start for block in optimizer._blocks), "a parameter larger than a block"
     usage = {each.tag: each.total_bytes for each in fsdp(learner).usage()}
     assert usage[MemoryTag.OPTIMIZER] == 0 < usage[MemoryTag.GRADIENTS]
     step(learner, 1)

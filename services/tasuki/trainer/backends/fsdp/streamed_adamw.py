@@ -19,7 +19,7 @@ from tasuki.trainer.backends.fsdp.mesh import mesh_device
 from tasuki.trainer.backends.fsdp.optimizer import ShardedAdamW
 
 BLOCK_BYTES = 256 << 20
-"""Both moments of some parameters: at least one parameter, and else at most so much."""
+"""Both moments of some parameters, or of a part of one."""
 NUM_BLOCKS = 3
 """On the device at a time: one that arrives, one that is computed with, one that leaves."""
 _ALIGNMENT = 256
@@ -28,19 +28,45 @@ _ADVICE = "leave it out, or give the trainer more ranks"
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _Home:
+    """One buffer of host memory, with both moments of each of some parameters."""
+
     parameters: Sequence[Parameter]
     places: Sequence[tuple[int, int]]
-    """Where both moments of each parameter begin, in bytes of the block."""
+    """Where both moments of each parameter begin, in bytes."""
     num_bytes: int
 
-    def moments(self, memory: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Views of a copy of the block. memory: [num_bytes] uint8."""
-        first, second = ([_view(memory, place, like) for place, like in self._at(moment)] for moment in (0, 1))
-        return first, second
 
-    def _at(self, moment: int) -> Iterator[tuple[int, Tensor]]:
-        return ((place[moment], _local(parameter)) for place, parameter in zip(self.places, self.parameters, strict=True))
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Elements [start, end) of a parameter's local part."""
+
+    parameter: Parameter
+    start: int
+    end: int
+    places: tuple[int, int]
+    """Where both their moments begin, in bytes of the block."""
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return _local(tensor).view(-1)[self.start : self.end]
+
+    def moment(self, memory: Tensor, place: int) -> Tensor:
+        """memory: [num_bytes of the block] uint8."""
+        like = self.of(self.parameter)
+        return memory[place : place + like.nbytes].view(like.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """What is on the device at a time."""
+
+    pieces: Sequence[_Piece]
+    spans: Sequence[tuple[Tensor, int]]
+    """Host memory, and where it goes in the block."""
+
+    @property
+    def num_bytes(self) -> int:
+        return max(place + span.nbytes for span, place in self.spans)
 
 
 class StreamedAdamW(ShardedAdamW):
@@ -50,8 +76,9 @@ class StreamedAdamW(ShardedAdamW):
         self, parameters: Sequence[Parameter], *, config: OptimizerConfig, memory: TrainerMemory, mesh: DeviceMesh
     ) -> None:
         """Every rank must call it. Raises as take_buffers."""
-        self._device, self._blocks = mesh_device(mesh), list(_blocks(parameters))
-        self._host = take_buffers(mesh, [block.num_bytes for block in self._blocks], setting=_SETTING, advice=_ADVICE)
+        self._device, self._homes = mesh_device(mesh), list(_homes(parameters))
+        self._host = take_buffers(mesh, [home.num_bytes for home in self._homes], setting=_SETTING, advice=_ADVICE)
+        self._blocks = [block for home, host in zip(self._homes, self._host, strict=True) for block in _blocks(home, host)]
         self._to_host, self._to_device = copy_stream(self._device), copy_stream(self._device)
         super().__init__(parameters, config=config, memory=memory, mesh=mesh)
 
@@ -69,7 +96,7 @@ class StreamedAdamW(ShardedAdamW):
                 arriving = self._fetch(index + 1, memories[(index + 1) % NUM_BLOCKS])
             arrived.wait()
             self._step_block(block, arrived.tensor, learning_rate=learning_rate)
-            left.append(start_copy(self._host[index], arrived.tensor, stream=self._to_host))
+            left.append(self._bring_back(block, arrived.tensor))
         # The device's blocks are free for what comes after the last copy.
         Copy(memories[0], left[-1]).wait()
 
@@ -88,13 +115,14 @@ class StreamedAdamW(ShardedAdamW):
     def close(self) -> None:
         self.optimizer.state.clear()
         release_buffers(self._host, device=self._device)
-        self._host = []
+        self._host, self._blocks = [], []
 
     def _make_state(self) -> None:
         """The moments as tensors of all ranks, whose local parts are views of host memory."""
-        for block, memory in zip(self._blocks, self._host, strict=True):
+        for home, memory in zip(self._homes, self._host, strict=True):
             memory.zero_()
-            for parameter, first, second in zip(block.parameters, *block.moments(memory), strict=True):
+            for parameter, places in zip(home.parameters, home.places, strict=True):
+                first, second = (_view(memory, place, _local(parameter)) for place in places)
                 spec = cast(DTensor, parameter)._spec
                 self.optimizer.state[parameter] = {
                     "step": torch.zeros((), device=self._device),
@@ -103,32 +131,62 @@ class StreamedAdamW(ShardedAdamW):
                 }
 
     def _fetch(self, index: int, memory: Tensor) -> Copy:
-        target = memory[: self._blocks[index].num_bytes]
-        return Copy(target, start_copy(target, self._host[index], stream=self._to_device))
+        is_done: torch.cuda.Event | None = None
+        for span, place in self._blocks[index].spans:
+            is_done = start_copy(memory[place : place + span.nbytes], span, stream=self._to_device)
+        return Copy(memory, is_done)
+
+    def _bring_back(self, block: _Block, memory: Tensor) -> torch.cuda.Event | None:
+        is_done: torch.cuda.Event | None = None
+        for span, place in block.spans:
+            is_done = start_copy(span, memory[place : place + span.nbytes], stream=self._to_host)
+        return is_done
 
     def _step_block(self, block: _Block, memory: Tensor, *, learning_rate: float) -> None:
         self._adamw(
-            [_local(parameter) for parameter in block.parameters],
-            [_local(cast(Parameter, parameter.grad)) for parameter in block.parameters],
-            *block.moments(memory),
-            [self.optimizer.state[parameter]["step"] for parameter in block.parameters],
+            [piece.of(piece.parameter) for piece in block.pieces],
+            [piece.of(cast(Parameter, piece.parameter.grad)) for piece in block.pieces],
+            [piece.moment(memory, piece.places[0]) for piece in block.pieces],
+            [piece.moment(memory, piece.places[1]) for piece in block.pieces],
+            [self._count(piece) for piece in block.pieces],
             learning_rate=learning_rate,
         )
 
+    def _count(self, piece: _Piece) -> Tensor:
+        """Of steps before this one; AdamW adds 1 to it. A parameter's first piece, which goes first, counts for all."""
+        count: Tensor = self.optimizer.state[piece.parameter]["step"]
+        return count if piece.start == 0 else count - 1
 
-def _blocks(parameters: Sequence[Parameter]) -> Iterator[_Block]:
+
+def _homes(parameters: Sequence[Parameter]) -> Iterator[_Home]:
+    """At least one parameter each, and else at most BLOCK_BYTES."""
     chosen: list[Parameter] = []
     places: list[tuple[int, int]] = []
     end = 0
     for parameter in parameters:
         size = -(-_local(parameter).nbytes // _ALIGNMENT) * _ALIGNMENT
         if chosen and end + 2 * size > BLOCK_BYTES:
-            yield _Block(chosen, places, max(end, _ALIGNMENT))
+            yield _Home(chosen, places, max(end, _ALIGNMENT))
             chosen, places, end = [], [], 0
         chosen.append(parameter)
         places.append((end, end + size))
         end += 2 * size
-    yield _Block(chosen, places, max(end, _ALIGNMENT))
+    yield _Home(chosen, places, max(end, _ALIGNMENT))
+
+
+def _blocks(home: _Home, host: Tensor) -> Iterator[_Block]:
+    """All of a home at once, or the one parameter of a larger one piece by piece. host: [num_bytes of the home] uint8."""
+    if home.num_bytes <= BLOCK_BYTES:
+        pieces = [_Piece(one, 0, _local(one).numel(), places) for one, places in zip(home.parameters, home.places, strict=True)]
+        yield _Block(pieces, [(host, 0)])
+        return
+    (parameter,), (places,) = home.parameters, home.places
+    local, half = _local(parameter), BLOCK_BYTES // 2
+    for start in range(0, local.nbytes, half):
+        num_bytes = min(half, local.nbytes - start)
+        piece = _Piece(parameter, start // local.itemsize, (start + num_bytes) // local.itemsize, (0, half))
+        spans = [(host[place + start : place + start + num_bytes], at) for place, at in zip(places, piece.places, strict=True)]
+        yield _Block([piece], spans)
 
 
 def _view(memory: Tensor, place: int, like: Tensor) -> Tensor:
