@@ -61,7 +61,7 @@ chaos: setup  ## every process killed and stopped in every stage, and other long
 	TASUKI_PROOFS=whole $(BIN)/python -m pytest tests/chaos $(SAMPLED) $(PYTEST_ARGS)
 
 fleet: setup  ## real fleets on this machine, with root in network namespaces, and on Slurm where it is installed; every message cut, every process struck; writes runs/fleet
-	TASUKI_PROOFS=whole $(BIN)/python -m pytest -rs tests/fleet tests/chaos/test_fleet_trainer.py tests/integration/test_fleet_cuts.py \
+	TASUKI_PROOFS=whole $(BIN)/python -m pytest -rs tests/fleet tests/chaos/test_fleet_trainer.py tests/integration/test_fleet_trainer.py tests/integration/test_fleet_cuts.py \
 	  tests/unit/test_fleet_faults.py tests/unit/test_fleet_machine.py $(PYTEST_ARGS)
 
 containers: setup grpcurl  ## every command of docs/deploy.md on Docker, on a CPU; BASE=IMAGE, such as tests/containers/base.sh makes
