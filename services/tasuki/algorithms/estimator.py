@@ -19,6 +19,8 @@ from tasuki.algorithms.loss_types import (
 )
 
 Std = Literal["none", "sample", "population"]
+MAX_KL_ERROR = 0.2
+"""Most that a step's error counts where kl_coef is steered: samples / horizon times it is the most that kl_coef changes by."""
 
 
 class Estimator(StrEnum):

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tasuki.algorithms.estimator import MAX_KL_ERROR
 from tasuki.algorithms.loss_types import KlEstimator, SettingError
 from tasuki.algorithms.samples import Floats, Integers, check_shape, sample_ids
 
 # As in the loss: beyond it an exponential says nothing.
 _MAX_LOG_RATIO = 20.0
-MAX_ERROR = 0.2
-"""Most that a step's error counts: samples / horizon times it is the most that a coefficient changes by."""
 
 
 def kl_penalties(
@@ -86,5 +85,5 @@ class AdaptiveKlCoef:
 
     def updated(self, kl: float, *, num_samples: int) -> AdaptiveKlCoef:
         """The coefficient after a batch of `num_samples` with this mean KL divergence, in the target's units."""
-        error = min(max(kl / self.target - 1.0, -MAX_ERROR), MAX_ERROR)
+        error = min(max(kl / self.target - 1.0, -MAX_KL_ERROR), MAX_KL_ERROR)
         return dataclasses.replace(self, coef=self.coef * (1.0 + error * num_samples / self.horizon))

@@ -8,9 +8,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ByteSize, Field, PlainSerializer, PositiveFloat, PositiveInt, model_validator
 
-from tasuki.algorithms.estimator import AdvantageSettings, Estimator, check_critic, check_groups, check_loss, check_overlong
+from tasuki.algorithms.estimator import (
+    MAX_KL_ERROR,
+    AdvantageSettings,
+    Estimator,
+    check_critic,
+    check_groups,
+    check_loss,
+    check_overlong,
+)
 from tasuki.algorithms.loss_types import Correction, KlEstimator, LossConfig, OldPolicy, SettingError, ValueLoss
-from tasuki.algorithms.reward_kl import MAX_ERROR
 from tasuki.config.algorithms import DEFAULT_MAX_NEW_TOKENS, Algorithm, expanded
 from tasuki.config.loss_table import read_loss, write_loss
 from tasuki.config.table import Schema, Seed
@@ -212,7 +219,7 @@ class TrainConfig(Schema):
     def _check_kl_horizon(self) -> None:
         """Raises SettingError for one within which a single step could take kl_coef to 0 or below."""
         num_samples, advantages = self.prompts_per_step * self.group_size, self.advantages
-        least = MAX_ERROR * num_samples
+        least = MAX_KL_ERROR * num_samples
         if advantages.kl_target is not None and advantages.kl_horizon <= least:
             problem = (
                 f"is {advantages.kl_horizon:g}, but a step of prompts_per_step * group_size = {num_samples} samples needs more than "
