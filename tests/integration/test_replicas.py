@@ -58,7 +58,7 @@ async def client(replicas: RolloutProcess) -> AsyncIterator[RolloutClient]:
 
 def ranks_of(replicas: RolloutProcess) -> list[psutil.Process]:
     children = psutil.Process(replicas.process.pid).children(recursive=True)
-    return [child for child in children if "scheduler" in child.name()]
+    return [child for child in children if child.name().startswith("sglang::sched")]
 
 
 async def test_both_replicas_receive_each_version_and_generate_with_it(

@@ -25,7 +25,7 @@ class Rank:
 
     def __init__(self, rollout: RolloutProcess) -> None:
         children = psutil.Process(rollout.process.pid).children(recursive=True)
-        (self.process,) = [child for child in children if "scheduler" in child.name()]
+        (self.process,) = [child for child in children if child.name().startswith("sglang::sched")]
 
     def resident_bytes(self) -> int:
         return self.process.memory_info().rss

@@ -182,7 +182,7 @@ async def test_corrupt_weights_poison_the_engine(client: RolloutClient, pair_tra
 
 def test_a_dead_rank_ends_the_service_and_leaves_nothing(engine_pair: RolloutProcess, pair_trainer: TestTrainer) -> None:
     processes = children(engine_pair)
-    ranks = [process for process in processes if "scheduler" in process.name()]
+    ranks = [process for process in processes if process.name().startswith("sglang::sched")]
     assert len(ranks) == 2
     shared = shared_memory([engine_pair.process.pid, *(process.pid for process in processes)])
     ranks[1].kill()
