@@ -17,7 +17,10 @@ TRAIN, ROLLOUT = HOLDS[Phase.TRAIN], HOLDS[Phase.ROLLOUT]
 TO_ROLLOUT, TO_TRAIN = path(TRAIN, Phase.ROLLOUT), path(ROLLOUT, Phase.TRAIN)
 
 
-def make_node(journal: Journal, services: FakeServices, *, admission: Admission | None = None) -> Node:
+def make_node(
+    journal: Journal, services: FakeServices, *, admission: Admission | None = None, recovery_timeout_s: float = 0.3
+) -> Node:
+    """recovery_timeout_s: more than the default where a test expects that services come back in time, on a machine that is busy."""
     return Node(
         journal,
         services,
@@ -25,7 +28,7 @@ def make_node(journal: Journal, services: FakeServices, *, admission: Admission 
         trainer_target="unix:/t",
         rollout_target="unix:/r",
         restart=services.restart,
-        recovery_timeout_s=0.3,
+        recovery_timeout_s=recovery_timeout_s,
         admission=admission,
     )
 

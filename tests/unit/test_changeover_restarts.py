@@ -24,7 +24,7 @@ async def test_stage_that_was_cut_off_is_settled_before_the_trainer_makes_room(
     hold.release.set()
     services.kill(Service.ROLLOUT)
     journal.begin_epoch("boot-2")
-    acquiring = asyncio.create_task(acquire(make_node(journal, services), Phase.ROLLOUT))
+    acquiring = asyncio.create_task(acquire(make_node(journal, services, recovery_timeout_s=60.0), Phase.ROLLOUT))
     while services.stage[Service.TRAINER] is not Stage.OFFLOAD:
         await asyncio.sleep(0)
     assert journal.unresolved() == []
@@ -49,7 +49,7 @@ async def test_stage_that_ends_after_its_coordinator_is_waited_for(
     await hold.reached.wait()
     await first.stop()
     journal.begin_epoch("boot-2")
-    second = make_node(journal, services)
+    second = make_node(journal, services, recovery_timeout_s=60.0)
     acquiring = asyncio.create_task(acquire(second, target, "again"))
     await asyncio.sleep(0.05)
     num_asked = len(services.asked)
