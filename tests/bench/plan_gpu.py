@@ -65,8 +65,8 @@ def make_model(folder: Path, layout: Layout, device: str) -> None:
 def measure(folder: Path, layout: Layout, device: str, num_micro_batches: int) -> dict[str, Any]:
     """Bytes by stage and kind, and the tags' bytes."""
     from tasuki.algorithms.loss_types import LossConfig
-    from tasuki.trainer.backends.fsdp.memory import TAGS
     from tasuki.trainer.backends.fsdp.mesh import start_mesh
+    from tasuki.trainer.backends.fsdp.staying import TAGS
     from tasuki.trainer.data.micro_batch import micro_batch
     from tasuki.trainer.launch import read_launch
     from tasuki.trainer.roles import Role

@@ -49,8 +49,8 @@ def make_model(folder: Path, *, is_tiny: bool) -> None:
 def train(model: Path, *, device: str, sleeps: bool) -> dict[str, Any]:
     """Losses, gradient norms and seconds of NUM_STEPS steps, with a sleep of all tags between any two if asked."""
     from tasuki.algorithms.loss_types import LossConfig
-    from tasuki.trainer.backends.fsdp.memory import TAGS
     from tasuki.trainer.backends.fsdp.mesh import start_mesh
+    from tasuki.trainer.backends.fsdp.staying import TAGS
     from tasuki.trainer.data.micro_batch import micro_batch
     from tasuki.trainer.launch import read_launch
     from tasuki.trainer.roles import Role

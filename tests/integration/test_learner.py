@@ -21,8 +21,8 @@ from tasuki.algorithms.loss_types import Correction, LossConfig, ValueLoss
 from tasuki.models.families import read_model
 from tasuki.trainer.backends.fsdp.attention import IMPLEMENTATION, PackedAttention
 from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
-from tasuki.trainer.backends.fsdp.memory import TAGS
 from tasuki.trainer.backends.fsdp.model import Policy
+from tasuki.trainer.backends.fsdp.staying import TAGS
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.learner import Learner

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tasuki.algorithms.loss_types import LossConfig, ValueLoss
 from tasuki.memory.tags import MemoryTag
 from tasuki.trainer.backends.fsdp import streamed_adamw
-from tasuki.trainer.backends.fsdp.memory import TAGS
+from tasuki.trainer.backends.fsdp.staying import TAGS
 from tasuki.trainer.backends.fsdp.streamed_adamw import StreamedAdamW
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.roles import Role

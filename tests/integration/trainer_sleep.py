@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from tasuki.algorithms.loss_types import LossConfig, ValueLoss
 from tasuki.memory import arena as native
-from tasuki.trainer.backends.fsdp.memory import TAGS
 from tasuki.trainer.backends.fsdp.mesh import start_mesh
 from tasuki.trainer.backends.fsdp.shards import whole_tensors
+from tasuki.trainer.backends.fsdp.staying import TAGS
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.launch import read_launch
 from tasuki.trainer.learner import Learner

@@ -18,7 +18,8 @@ from tasuki.memory.arena import Arena
 from tasuki.memory.stages import Service, Stage
 from tasuki.memory.tags import DeviceUsage, MemoryTag, ServiceUsage, TagUsage
 from tasuki.planner.budget import check_host_budget
-from tasuki.trainer.backends.fsdp.memory import ExportChoice, TrainerMemory
+from tasuki.trainer.backends.fsdp.memory import TrainerMemory
+from tasuki.trainer.backends.fsdp.staying import ExportChoice
 from tasuki.transport.export import ExportMemory, WeightExport
 from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory
 from tests.unit.test_plan_cli import CONFIG

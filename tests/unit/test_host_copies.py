@@ -16,7 +16,8 @@ from torch.nn import Parameter
 from tasuki.memory import arena as native
 from tasuki.memory.arena import Arena, Keep
 from tasuki.memory.tags import MemoryTag, TagUsage
-from tasuki.trainer.backends.fsdp.memory import ExportChoice, Staying, TrainerMemory
+from tasuki.trainer.backends.fsdp.memory import TrainerMemory
+from tasuki.trainer.backends.fsdp.staying import ExportChoice, Staying
 
 MIB = 2**20
 BOTH = [MemoryTag.WEIGHTS, MemoryTag.OPTIMIZER]

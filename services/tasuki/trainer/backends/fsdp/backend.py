@@ -32,7 +32,7 @@ from tasuki.trainer.backends.fsdp.checkpoint import (
     write_checkpoint,
 )
 from tasuki.trainer.backends.fsdp.lora import adapters_off, merged_rows, trained_parameters
-from tasuki.trainer.backends.fsdp.memory import ExportChoice, Staying, TrainerMemory
+from tasuki.trainer.backends.fsdp.memory import TrainerMemory
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
 from tasuki.trainer.backends.fsdp.mlp_tiles import tile_mlps
 from tasuki.trainer.backends.fsdp.model import (
@@ -51,6 +51,7 @@ from tasuki.trainer.backends.fsdp.replicas import NodeReplicas
 from tasuki.trainer.backends.fsdp.routing import ExpertLoad
 from tasuki.trainer.backends.fsdp.sequence_parallel import SequenceGroup
 from tasuki.trainer.backends.fsdp.shards import adapter_shards, local_shards
+from tasuki.trainer.backends.fsdp.staying import ExportChoice, Staying
 from tasuki.trainer.backends.fsdp.streamed_adamw import StreamedAdamW
 from tasuki.trainer.backends.fsdp.trained import Trained, checkpoint_facts, learner_facts, training_state
 from tasuki.trainer.data.micro_batch import WHOLE, SequencePart, TokenBatch

@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Literal, cast
+from dataclasses import replace
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from tasuki.config.schema import NodeConfig
 from tasuki.memory import arena as native
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import Arena, Keep, Transfer
@@ -27,11 +26,10 @@ from tasuki.planner.layout import Layout, Part
 from tasuki.planner.plan import TRAINER_TAGS
 from tasuki.planner.trainer_bytes import trainer_tags
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
+from tasuki.trainer.backends.fsdp.staying import NOTHING_STAYS, TAGS, ExportChoice, Staying
 from tasuki.transport.export import ExportMemory, WeightExport
 from tasuki.wire.errors import OutOfGpuMemory, TasukiError
 
-TAGS = (MemoryTag.WEIGHTS, MemoryTag.GRADIENTS, MemoryTag.OPTIMIZER)
-"""What is told to leave. The copies that are published follow the weights."""
 # Nothing is offloaded while gradients are pending, so there is nothing to keep of them.
 _KEEP = {MemoryTag.WEIGHTS: Keep.CONTENT, MemoryTag.OPTIMIZER: Keep.CONTENT}
 _PARTS: dict[MemoryTag, Part] = dict(zip(TAGS, TRAINER_TAGS, strict=True))
@@ -40,46 +38,10 @@ _PIN_STEP_BYTES = 256 * 2**20
 _log = logging.getLogger("tasuki.trainer")
 
 
-@dataclass(frozen=True, slots=True)
-class ExportChoice:
-    """How weights are published: the parameters themselves or a copy, staying over OFFLOAD or not, and under which handles."""
-
-    of_parameters: bool
-    stays: bool
-    handles: Literal["vmm", "ipc"] = "vmm"
-
-    @classmethod
-    def of(cls, config: NodeConfig, layout: Layout, *, rank: int) -> ExportChoice:
-        """The configuration's, and where that leaves it open the planner's, which `layout` says."""
-        handles, stays = config.trainer.export_handles, layout.export_stays
-        if config.residency is not None:
-            stays = "export" in config.residency.of_trainer(rank)
-        return cls(config.exports_parameters, stays or handles == "ipc", handles)
-
-
-@dataclass(frozen=True, slots=True)
-class Staying:
-    """What one rank keeps over OFFLOAD: tags, and whether torch keeps its cache."""
-
-    tags: frozenset[MemoryTag] = frozenset()
-    cache: bool = False
-    leaves_later: bool = False
-    """Whether what is copied to the host goes behind the answer: rollout's KV cache grows into its room."""
-
-    @classmethod
-    def of(cls, config: NodeConfig, mesh: DeviceMesh) -> Staying:
-        """As the planner decided for the node; no tag for services that were started one by one."""
-        later = config.rollout.kv_growth
-        if config.residency is None:
-            return cls(leaves_later=later)
-        names = config.residency.of_trainer(mesh.get_local_rank())
-        return cls(frozenset(tag for tag in TAGS if tag in names), "cache" in names, later)
-
-
 class TrainerMemory:
     """Pausable memory of one rank. Tensors keep their addresses from their making to the end of the process."""
 
-    def __init__(self, mesh: DeviceMesh, export: ExportChoice, *, staying: Staying = Staying()) -> None:
+    def __init__(self, mesh: DeviceMesh, export: ExportChoice, *, staying: Staying = NOTHING_STAYS) -> None:
         device = mesh_device(mesh)
         self._mesh, self._device, self._choice, self._staying = mesh, device, export, staying
         self._allocator = NativeAllocator(tags=TAGS, device=str(device), keep=_KEEP)
