@@ -116,7 +116,9 @@ def test_a_node_whose_certificate_does_not_name_it_is_refused(folder: Path) -> N
             assert "tasuki certs --host" in (states[1] / "fleet.log").read_text()
 
 
-@pytest.mark.parametrize(("name", "attempt", "words"), [("other", 0, "NOT_JOINED"), ("certs", 1, "STALE_EPOCH")])
+@pytest.mark.parametrize(
+    ("name", "attempt", "words"), [("other", 0, "does not sign the certificate of the leader"), ("certs", 1, "STALE_EPOCH")]
+)
 def test_a_foreign_certificate_and_another_attempt_do_not_join(folder: Path, name: str, attempt: int, words: str) -> None:
     authority, other = _authority(folder, "certs"), _authority(folder, "other")
     with namespaces(2) as places:
@@ -127,6 +129,15 @@ def test_a_foreign_certificate_and_another_attempt_do_not_join(folder: Path, nam
             assert process.wait(90) == 2
             assert words in (stranger / "fleet.log").read_text()
             assert _members(lead) == 1
+
+
+def test_a_node_that_finds_no_leader_asks_for_another_attempt(folder: Path) -> None:
+    authority = _authority(folder, "certs")
+    with namespaces(2) as places:
+        alone = _configured(folder, 1, places[1], authority=authority)
+        with _running(places[1], alone) as process:
+            assert process.wait(90) == EXIT_FLEET_ENDED
+            assert "NOT_JOINED: no leader answered at 10.77.0.1:7000" in (alone / "fleet.log").read_text()
 
 
 def test_two_leaders_do_not_share_an_address(folder: Path) -> None:

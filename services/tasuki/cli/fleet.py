@@ -29,7 +29,7 @@ from tasuki.v1 import coordinator_pb2, fleet_pb2, types_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.fleet_pb2_grpc import FleetServiceStub
 from tasuki.wire.channel import open_blocking_channel
-from tasuki.wire.errors import FleetEnded, InvalidArgument, NodeDown, TasukiError, from_rpc_error
+from tasuki.wire.errors import FleetEnded, InvalidArgument, NodeDown, NotJoined, TasukiError, from_rpc_error
 
 INTERRUPTED = 130
 _READ_TIMEOUT_S = 5.0
@@ -108,11 +108,11 @@ def up(config: NodeConfig, *, grace_s: float) -> int:
 
 
 def _code_of_loss(error: TasukiError, config: NodeConfig) -> int:
-    """EXIT_FLEET_ENDED for what another attempt may cure: the fleet has ended, or the node's processes were killed.
+    """EXIT_FLEET_ENDED for what another attempt may cure: the fleet has ended, no leader came, or the node's processes were killed.
 
     0 after `tasuki down` while the node starts. Raises any other error.
     """
-    if not isinstance(error, FleetEnded | NodeDown):
+    if not isinstance(error, FleetEnded | NotJoined | NodeDown):
         raise error
     to_stderr(f"tasuki: error {error.reason}: {error.message}")
     is_asked_for = isinstance(error, NodeDown) and is_requested(read_exit_report(config.state_dir))

@@ -29,7 +29,7 @@ from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.peer_credentials import peer_credentials
 from tasuki.wire.channel import open_channel
-from tasuki.wire.errors import FleetEnded, InvalidArgument, TasukiError
+from tasuki.wire.errors import FleetEnded, InvalidArgument, NotJoined, TasukiError
 
 _log = logging.getLogger("tasuki.fleet")
 
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
             raise InvalidArgument("fleet", "the configuration has no table [fleet]; `tasuki fleet up` writes it")
         with StateLock.take(config.state_dir, name="fleet"):
             uvloop.run(_run(config))
-    except FleetEnded as error:
+    except (FleetEnded, NotJoined) as error:
         sys.stderr.write(f"tasuki: error {error.reason}: {error.message}\n")
         return EXIT_FLEET_ENDED
     except TasukiError as error:

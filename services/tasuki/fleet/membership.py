@@ -12,11 +12,21 @@ from tasuki.config.fleet_schema import FleetConfig
 from tasuki.fleet.member import Member
 from tasuki.v1 import fleet_pb2
 from tasuki.v1.fleet_pb2_grpc import FleetServiceStub
-from tasuki.wire.errors import DeadlineExceeded, FleetEnded, NotJoined, PeerUnavailable, TasukiError, from_rpc_error
+from tasuki.wire.errors import (
+    DeadlineExceeded,
+    FleetEnded,
+    InvalidArgument,
+    NotJoined,
+    PeerUnavailable,
+    TasukiError,
+    from_rpc_error,
+)
 
 _log = logging.getLogger("tasuki.fleet")
 _JOIN_EVERY_S = 1.0
 _UNHEARD = (DeadlineExceeded, PeerUnavailable)
+_FOREIGN = "CERTIFICATE_VERIFY_FAILED"
+"""OpenSSL's word, in what gRPC says of a handshake."""
 
 
 class Membership:
@@ -30,7 +40,7 @@ class Membership:
 
     async def run(self) -> None:
         """Raises FleetEnded when the leader says so, or is silent for `fleet.node_timeout_s`; a refusal of Join; NotJoined when no leader
-        came."""
+        came; InvalidArgument for one whose certificate another authority has signed."""
         clock = asyncio.get_running_loop().time
         heard = clock()
         every_s = _JOIN_EVERY_S
@@ -40,6 +50,12 @@ class Membership:
                 heard = clock()
             except _UNHEARD as error:
                 silent_s = clock() - heard
+                if not self.has_joined.is_set() and _FOREIGN in error.message:
+                    problem = (
+                        f"does not sign the certificate of the leader at {self._config.leader}: give all nodes certificates of one "
+                        "authority, such as `tasuki certs --fleet` makes"
+                    )
+                    raise InvalidArgument("security.client_ca", problem) from error
                 if isinstance(error, NotJoined):  # the leader was restarted: it lives, and is to be told at once
                     self.has_joined.clear()
                     heard = clock()
