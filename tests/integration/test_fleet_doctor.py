@@ -169,3 +169,11 @@ async def test_a_measurement_counts_what_was_sent(config: NodeConfig) -> None:
         async with open_channel(fleet_target(config)) as channel:
             done = await measure(FleetServiceStub(channel), num_bytes=(5 << 20) + 7)
     assert done.rate > 1e6 and abs(done.skew_s) < 0.1
+
+
+async def test_a_slow_connection_is_measured_by_what_it_takes_in_time(config: NodeConfig) -> None:
+    with leader(config, [_member(0, port=_port(config))]):
+        async with open_channel(fleet_target(config)) as channel:
+            # All of it would be refused.
+            done = await measure(FleetServiceStub(channel), num_bytes=1 << 40, most_s=0.0)
+    assert done.rate > 0

@@ -28,7 +28,7 @@ from tasuki.wire.errors import TasukiError, from_rpc_error
 
 _TIMEOUT_S = 10.0
 _MEASURE_TIMEOUT_S = 60.0
-_MEASURED_BYTES = 256 << 20
+_MEASURED_BYTES, _MEASURED_S = 256 << 20, 10.0
 _CHUNK_BYTES = 1 << 20
 _MAX_SKEW_S = 1.0
 _NUM_LOOKS = 5
@@ -115,12 +115,18 @@ async def _answers(target: str, config: NodeConfig) -> bool:
     return True
 
 
-async def measure(stub: FleetServiceStub, *, num_bytes: int) -> Connection:
-    """Sends `num_bytes`, and compares clocks by the quickest of a few empty calls. Raises AioRpcError."""
+async def measure(stub: FleetServiceStub, *, num_bytes: int, most_s: float = _MEASURED_S) -> Connection:
+    """Sends `num_bytes`, or what a slower connection takes in `most_s`, and compares clocks by the quickest of a few empty calls.
+
+    Raises AioRpcError.
+    """
 
     async def send(total: int) -> AsyncIterator[fleet_pb2.MeasureRequest]:
+        ends = time.perf_counter() + most_s
         for start in range(0, total, _CHUNK_BYTES):
             yield fleet_pb2.MeasureRequest(padding=bytes(min(_CHUNK_BYTES, total - start)))
+            if time.perf_counter() >= ends:
+                return
 
     # The stub's types are those of a blocking channel.
     send_bytes: Any = stub.Measure
