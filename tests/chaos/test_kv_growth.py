@@ -21,7 +21,7 @@ from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
 from tasuki.wire.errors import TasukiError
 from tests.chaos_node import ChaosNode
 from tests.conftest import RunningNode, started_node, tasuki
-from tests.e2e.test_pool import free, usage
+from tests.e2e.test_pool import free, held, usage
 from tests.footprint import MIB
 
 pytestmark = pytest.mark.timeout(600)
@@ -40,11 +40,6 @@ def growing() -> Iterator[RunningNode]:
     ]
     with started_node(overrides=settings) as started:
         yield started
-
-
-def held(node: RunningNode) -> int:
-    tags = [tag for service in ("trainer", "rollout") for tag in usage(node, service).tags]
-    return sum(tag.mapped_bytes + tag.kept_bytes for tag in tags)
 
 
 def wait_until_grown(node: RunningNode) -> None:
