@@ -1,11 +1,12 @@
 """Whole changeovers of a node: `python -m tests.bench.changeover_gpu [--out FOLDER] [--size qwen2.5-7b] [--gpus N] [--kv needed most ...]`.
 
 A node with random weights, float32 masters, N trainer ranks and N replicas, started once for each way to size the KV cache. After a batch
-of 512 samples (64 x 8, 256 + 512 tokens) and a training step, each round goes from the end of an optimizer step to the first token, and
-from there back to TRAIN. Every other round first waits for the optimizer's kernels, for which OptimStep does not ("settled"). Beside the
-seconds of every stage: what the driver says is taken of the first GPU after each of them, what the planner expected, and what
-`tasuki audit` says at the end. Rounds end early where --limit-s is over. --kv may also be "nothing": as "most", with nothing that stays,
-or "growing": as "most", with kv_growth. --tiny: a small model on a CPU. Writes changeover_gpu.json and prints a table.
+of 512 samples (64 x 8, 256 + 512 tokens) and a training step, each round goes from the end of an optimizer step to the first token, then
+from the last token of a shorter batch (192 tokens a sample) back to TRAIN. Every other round first waits for the optimizer's kernels, for
+which OptimStep does not ("settled"). Beside the seconds of every stage: what the driver says is taken of the first GPU after each of
+them, what the planner expected, and what `tasuki audit` says at the end. Rounds end early where --limit-s is over. --kv may also be
+"nothing": as "most", with nothing that stays, or "growing": as "most", with kv_growth. --tiny: a small model on a CPU. Writes
+changeover_gpu.json and prints a table.
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ class Load:
     group: int
     prompt_tokens: int
     new_tokens: int
+    round_tokens: int
+    """That each sample of a round's batch has."""
     trained_samples: int
     vocab_size: int
     context: int
@@ -105,6 +108,10 @@ class Load:
     def questions(self, random: np.random.Generator) -> list[list[int]]:
         return random.integers(3, self.vocab_size, (self.prompts, self.prompt_tokens)).tolist()
 
+    @staticmethod
+    def sampling(num_tokens: int) -> SamplingParams:
+        return SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
+
     def samples(self, random: np.random.Generator, *, count: int, version: int) -> list[TrainingSample]:
         return [
             TrainingSample(
@@ -119,10 +126,12 @@ class Load:
 
 
 GPU = Load(
-    device="cuda", gpus=2, prompts=64, group=8, prompt_tokens=256, new_tokens=512, trained_samples=128, vocab_size=30_000, context=4096
+    device="cuda", gpus=2, prompts=64, group=8, prompt_tokens=256, new_tokens=512, round_tokens=192, trained_samples=128,
+    vocab_size=30_000, context=4096,
 )  # fmt: skip
 TINY = Load(
-    device="cpu", gpus=1, prompts=4, group=2, prompt_tokens=16, new_tokens=16, trained_samples=8, vocab_size=100, context=128
+    device="cpu", gpus=1, prompts=4, group=2, prompt_tokens=16, new_tokens=16, round_tokens=8, trained_samples=8,
+    vocab_size=100, context=128,
 )  # fmt: skip
 
 
@@ -142,8 +151,10 @@ def stages_ms(events: Sequence[StageEvent]) -> dict[str, float]:
     return {str(event.stage): round(1000 * event.seconds, 2) for event in events if event.stage and event.seconds}
 
 
-def round_trip(client: Client, samples: Sequence[TrainingSample], *, settles: bool) -> dict[str, Any]:
-    """From the end of an optimizer step to the first token, and back to a trainer that has learned."""
+def round_trip(client: Client, load: Load, random: np.random.Generator, *, settles: bool) -> dict[str, Any]:
+    """From the end of an optimizer step to the first token and, behind a batch of tokens, back to the trainer."""
+    version = client.trainer_state().policy_version
+    samples = load.samples(random, count=2 * load.gpus, version=version)
     client.forward_backward(samples)
     client.optim_step(learning_rate=1e-6)
     if settles:
@@ -153,13 +164,16 @@ def round_trip(client: Client, samples: Sequence[TrainingSample], *, settles: bo
     serves = time.perf_counter()
     client.generate([[5, 6, 7]], SamplingParams(max_new_tokens=1))
     answered = time.perf_counter()
+    client.generate(load.questions(random), load.sampling(load.round_tokens), num_samples=load.group)
+    generated = time.perf_counter()
     back = client.acquire(Phase.TRAIN)
     returned = time.perf_counter()
     return {
         "is_settled": settles,
         "to_rollout_ms": round(1000 * (serves - started), 2),
         "to_first_token_ms": round(1000 * (answered - started), 2),
-        "to_train_ms": round(1000 * (returned - answered), 2),
+        "generate_s": round(generated - answered, 2),
+        "to_train_ms": round(1000 * (returned - generated), 2),
         "stages_ms": stages_ms(there) | stages_ms(back),
     }
 
@@ -183,8 +197,7 @@ def measure(config: NodeConfig, load: Load, *, num_rounds: int, ends_at: float) 
         events = client.acquire(Phase.ROLLOUT)
         result["first_to_rollout_ms"] = round(1000 * (time.perf_counter() - started), 1)
         started = time.perf_counter()
-        sampling = SamplingParams(max_new_tokens=load.new_tokens, ignore_eos=True)
-        made = client.generate(load.questions(random), sampling, num_samples=load.group)
+        made = client.generate(load.questions(random), load.sampling(load.new_tokens), num_samples=load.group)
         result["generate_s"] = round(time.perf_counter() - started, 2)
         result["generated_tokens"] = sum(len(sample.token_ids) for sample in made)
         started = time.perf_counter()
@@ -199,10 +212,7 @@ def measure(config: NodeConfig, load: Load, *, num_rounds: int, ends_at: float) 
         for index in range(num_rounds):
             if time.monotonic() > ends_at:
                 break
-            version = client.trainer_state().policy_version
-            result["rounds"].append(
-                round_trip(client, load.samples(random, count=2 * load.gpus, version=version), settles=index % 2 == 1)
-            )
+            result["rounds"].append(round_trip(client, load, random, settles=index % 2 == 1))
         result["taken_gb"] = taken_by_stage(config, load)
     return result
 
