@@ -164,7 +164,7 @@ Status Arena::map(uint64_t* mapped_bytes) {
   return {};
 }
 
-Status Arena::begin_restore() { return host_copy_.restore(base_, blocks_.runs()); }
+Status Arena::begin_restore(const HostCopy::Reached& reached) { return host_copy_.restore(base_, blocks_.runs(), reached); }
 
 Status Arena::undo_resume() {
   state = State::paused;

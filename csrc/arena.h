@@ -73,7 +73,7 @@ class Arena {
   // Resume, in this order; undo_resume takes back whatever was done.
   Status create_missing();
   Status map(uint64_t* mapped_bytes);
-  Status begin_restore();
+  Status begin_restore(const HostCopy::Reached& reached);
   Status undo_resume();
   void commit_resume();
 

@@ -202,8 +202,10 @@ int tasuki_poll(uint64_t ticket, int* is_reached) {
   });
 }
 
-int tasuki_stream_after(uint64_t ticket, void* stream) {
-  return guarded([&] { return process().memory.stream_after(ticket, reinterpret_cast<uintptr_t>(stream)); });
+int tasuki_stream_after(uint64_t ticket, void* stream, const void* address, size_t bytes) {
+  return guarded([&] {
+    return process().memory.stream_after(ticket, reinterpret_cast<uintptr_t>(stream), reinterpret_cast<uintptr_t>(address), bytes);
+  });
 }
 
 int tasuki_get_usage(uint64_t arena, tasuki_usage* usage) {

@@ -9,6 +9,8 @@ namespace {
 
 // Pinning is slow per call and a mapping cannot grow, so small wants are rounded up.
 constexpr size_t kSegmentStep = size_t{16} << 20;
+// What is copied back is told in pieces, so that a reader of the first ones need not wait for the last.
+constexpr size_t kPiece = size_t{64} << 20;
 
 size_t bytes_of(const std::vector<Range>& runs) {
   size_t bytes = 0;
@@ -67,14 +69,18 @@ Status pin(Driver& driver, int device, size_t bytes, void** host) {
   return status;
 }
 
-Status HostCopy::restore(uintptr_t base, const std::vector<Range>& runs) {
+Status HostCopy::restore(uintptr_t base, const std::vector<Range>& runs, const Reached& reached) {
   auto run = runs.begin();
   for (const Saved& piece : saved_) {
     while (run != runs.end() && run->end() <= piece.range.offset) ++run;
     for (auto live = run; live != runs.end() && live->offset < piece.range.end(); ++live) {
       size_t start = std::max(live->offset, piece.range.offset), end = std::min(live->end(), piece.range.end());
-      Status status = driver_.copy_from_host(device_, base + start, piece.host + (start - piece.range.offset), end - start);
-      if (!status.ok()) return status;
+      for (size_t done = start; done < end; done += kPiece) {
+        size_t bytes = std::min(kPiece, end - done);
+        Status status = driver_.copy_from_host(device_, base + done, piece.host + (done - piece.range.offset), bytes);
+        if (status.ok()) status = reached(base + done + bytes);
+        if (!status.ok()) return status;
+      }
     }
   }
   return {};

@@ -1,6 +1,7 @@
 // An arena's content while it is paused: pinned host memory that is taken once and kept for the next pause.
 #pragma once
 
+#include <functional>
 #include <vector>
 
 #include "blocks.h"
@@ -26,8 +27,10 @@ class HostCopy {
   // What was saved of `range` is no longer right.
   void forget(const Range& range) { valid_.remove(range); }
   void forget() { valid_.clear(); }
-  // Starts copying back those saved bytes that `runs` still covers.
-  Status restore(uintptr_t base, const std::vector<Range>& runs);
+  // Gets the address up to which copies have been started.
+  using Reached = std::function<Status(uintptr_t end)>;
+  // Starts copying back those saved bytes that `runs` still covers, by rising addresses, and calls `reached` behind every piece.
+  Status restore(uintptr_t base, const std::vector<Range>& runs, const Reached& reached);
   // Gives the pinned memory back; the saved content is lost.
   void drop();
 

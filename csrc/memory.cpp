@@ -205,12 +205,17 @@ Status Memory::poll(uint64_t ticket, bool* is_reached) {
   return {};
 }
 
-Status Memory::stream_after(uint64_t ticket, uintptr_t stream) {
+Status Memory::stream_after(uint64_t ticket, uintptr_t stream, uintptr_t address, size_t bytes) {
   Lock lock(mutex_);
   auto found = transfers_.find(ticket);
   if (found == transfers_.end()) return failure(Code::not_found, "no such transfer");
-  if (found->second.is_pause) return failure(Code::bad_argument, "a stream can wait for a resume only");
-  for (const auto& mark : found->second.marks) {
+  const Transfer& transfer = found->second;
+  if (transfer.is_pause) return failure(Code::bad_argument, "a stream can wait for a resume only");
+  for (const Piece& piece : transfer.pieces) {
+    if (bytes == 0 || !piece.arena->contains(address) || piece.end < address + bytes) continue;
+    return piece.mark->driver.stream_after(piece.mark->device, stream, piece.mark->event);
+  }
+  for (const auto& mark : transfer.marks) {
     Status status = mark->driver.stream_after(mark->device, stream, mark->event);
     if (!status.ok()) return status;
   }

@@ -72,7 +72,8 @@ class Memory {
   Status resume_async(const Ids& arenas, uint64_t* ticket);
   Status wait(uint64_t ticket, uint64_t* bytes);
   Status poll(uint64_t ticket, bool* is_reached);
-  Status stream_after(uint64_t ticket, uintptr_t stream);
+  // Of a resume; bytes: 0 for all that comes back, else behind what lies at lower addresses of the same arena, too.
+  Status stream_after(uint64_t ticket, uintptr_t stream, uintptr_t address, size_t bytes);
 
   Status usage(uint64_t arena, Usage* usage);
   Totals totals();
@@ -102,10 +103,18 @@ class Memory {
     Mark& operator=(const Mark&) = delete;
   };
 
+  // Up to where one arena's content is back behind a mark.
+  struct Piece {
+    Arena* arena;
+    uintptr_t end;
+    std::shared_ptr<Mark> mark;
+  };
+
   struct Transfer {
     bool is_pause = false;
     std::vector<Arena*> arenas;
-    std::vector<std::shared_ptr<Mark>> marks;
+    std::vector<std::shared_ptr<Mark>> marks;  // behind everything, one a device
+    std::vector<Piece> pieces;
     bool is_done = false;
     Status status;
     uint64_t bytes = 0;
@@ -121,7 +130,8 @@ class Memory {
   void finish(Transfer* transfer);
   Status finish_pause(Transfer* transfer);
   Status finish_resume(Transfer* transfer);
-  Status mark(const std::vector<Arena*>& arenas, Transfer* transfer);
+  static Status mark(Driver& driver, int device, std::shared_ptr<Mark>* mark);
+  static Status mark(const std::vector<Arena*>& arenas, Transfer* transfer);
   Status room_failure(const std::vector<Arena*>& arenas, size_t num_created, const Status& cause);
   Status driver_of(DriverKind kind, Driver** driver);
   // The device's pool; null where there is none.

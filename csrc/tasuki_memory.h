@@ -14,7 +14,7 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
-#define TASUKI_ABI_VERSION 5
+#define TASUKI_ABI_VERSION 6
 
 enum tasuki_code {
   TASUKI_OK = 0,
@@ -163,7 +163,8 @@ int tasuki_pause_async(const uint64_t* arenas, size_t num_arenas, void* stream, 
 int tasuki_resume_async(const uint64_t* arenas, size_t num_arenas, uint64_t* ticket);
 int tasuki_wait(uint64_t ticket, uint64_t* bytes);
 int tasuki_poll(uint64_t ticket, int* is_reached);
-int tasuki_stream_after(uint64_t ticket, void* stream);
+/* bytes: 0 for all of a resume, else for what lies at `address`, and at lower addresses of its arena. */
+int tasuki_stream_after(uint64_t ticket, void* stream, const void* address, size_t bytes);
 
 int tasuki_get_usage(uint64_t arena, tasuki_usage* usage);
 int tasuki_get_totals(tasuki_totals* totals);

@@ -58,17 +58,23 @@ void Memory::finish(Transfer* transfer) {
   transfer->status = transfer->is_pause ? finish_pause(transfer) : finish_resume(transfer);
   transfer->is_done = true;
   transfer->marks.clear();
+  transfer->pieces.clear();
   for (Arena* arena : transfer->arenas) arena->ticket = 0;
+}
+
+Status Memory::mark(Driver& driver, int device, std::shared_ptr<Mark>* mark) {
+  Event event = 0;
+  Status status = driver.mark(device, &event);
+  if (status.ok()) *mark = std::make_shared<Mark>(driver, device, event);
+  return status;
 }
 
 Status Memory::mark(const std::vector<Arena*>& arenas, Transfer* transfer) {
   std::set<std::pair<Driver*, int>> devices;
   for (Arena* arena : arenas) devices.insert({&arena->driver(), arena->device()});
   for (const auto& [driver, device] : devices) {
-    Event event = 0;
-    Status status = driver->mark(device, &event);
-    if (!status.ok()) return status;
-    transfer->marks.push_back(std::make_shared<Mark>(*driver, device, event));
+    Status status = mark(*driver, device, &transfer->marks.emplace_back());
+    if (!status.ok()) return transfer->marks.pop_back(), status;
   }
   return {};
 }
@@ -161,7 +167,13 @@ Status Memory::restore(Transfer* transfer) {
                [](Arena* arena) { return arena->has_saved_content(); });
   Status status;
   for (Arena* arena : saved) {
-    if (status.ok()) status = arena->begin_restore();
+    auto reached = [&](uintptr_t end) {
+      std::shared_ptr<Mark> behind;
+      Status marked = mark(arena->driver(), arena->device(), &behind);
+      if (marked.ok()) transfer->pieces.push_back({arena, end, std::move(behind)});
+      return marked;
+    };
+    if (status.ok()) status = arena->begin_restore(reached);
   }
   if (status.ok()) status = mark(saved, transfer);
   // What was started writes to pages that the undo unmaps.

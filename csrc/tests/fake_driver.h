@@ -35,7 +35,8 @@ class FakeDriver final : public Driver {
   std::map<uintptr_t, Mapping> mappings;
   std::map<uintptr_t, size_t> reservations;
   std::map<void*, size_t> pinned;
-  std::set<Event> events;
+  std::map<Event, size_t> events;  // with the copies before each
+  std::vector<size_t> copies_waited_for;  // by every stream_after
   std::vector<std::string> calls;
 
   // Fails `call` after it has succeeded `after` more times, `count` times in a row.
@@ -174,7 +175,7 @@ class FakeDriver final : public Driver {
   }
   Status mark(int, Event* event) override {
     Status status = outcome("mark");
-    if (status.ok()) events.insert(*event = ++last_event_);
+    if (status.ok()) events[*event = ++last_event_] = late_copies_.size();
     return status;
   }
   Status wait(int, Event event) override {
@@ -184,7 +185,11 @@ class FakeDriver final : public Driver {
     return status;
   }
   Status poll(int, Event, bool* is_reached) override { return *is_reached = late_copies_.empty(), outcome("poll"); }
-  Status stream_after(int, uintptr_t, Event) override { return outcome("stream_after"); }
+  Status stream_after(int, uintptr_t, Event event) override {
+    rule(events.count(event) == 1, "a stream waits for a known event");
+    copies_waited_for.push_back(events[event]);
+    return outcome("stream_after");
+  }
   void forget(int, Event event) override { events.erase(event); }
 
  private:

@@ -107,7 +107,7 @@ def measure(folder: Path, layout: Layout, device: str, num_micro_batches: int) -
     memory.pause(TAGS)
     stages[Stage.OFFLOAD] = {"driver": used_bytes(device)}
     memory.resume(TAGS)
-    memory.wait_for_optimizer()
+    memory.wait_for_content()
     stages[Stage.LOAD_TRAINER] = {"driver": used_bytes(device)}
     learner.backend.close()
     return {"tags": tags, "stages": stages if device == "cuda" else {}}

@@ -81,7 +81,7 @@ def train(model: Path, *, device: str, sleeps: bool) -> dict[str, Any]:
             result["pause_ms"].append(timed_ms(lambda: memory.pause(TAGS), device))
             result["asleep_bytes"].append(used_bytes(device))
             result["resume_ms"].append(timed_ms(lambda: memory.resume(TAGS), device))
-    memory.wait_for_optimizer()
+    memory.wait_for_content()
     result["tag_bytes"] = {usage.tag: usage.total_bytes for usage in memory.usage()}
     result["awake_bytes"] = used_bytes(device)
     return result

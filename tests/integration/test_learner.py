@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,15 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from tasuki.algorithms.loss_types import Correction, LossConfig, ValueLoss
+from tasuki.memory.tags import MemoryTag
 from tasuki.models.families import read_model
 from tasuki.trainer.backends.fsdp.attention import IMPLEMENTATION, PackedAttention
 from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
-from tasuki.trainer.backends.fsdp.model import Policy
+from tasuki.trainer.backends.fsdp.model import Policy, groups_of
 from tasuki.trainer.backends.fsdp.staying import TAGS
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.data.samples import Samples
@@ -238,14 +240,43 @@ def test_a_sleep_keeps_every_byte_of_the_critic(mesh: DeviceMesh, model: Path, s
     assert released > 0.9 * 16 * learner.backend.num_parameters(Role.CRITIC)
     assert sum(usage.mapped_bytes for usage in memory.usage()) == mapped - released
     memory.resume(TAGS)
-    memory.wait_for_optimizer()
+    memory.wait_for_content()
     assert all(torch.equal(*pair) for pair in zip(everything(), before, strict=True))
+
+
+def test_a_forward_pass_asks_for_the_weights_that_come_back_group_by_group(
+    mesh: DeviceMesh, model: Path, samples: Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = start_learner(model, mesh=mesh)
+    network, returning = trained(learner, Role.POLICY).network, fsdp(learner).memory._returning
+    ends: list[int] = []
+
+    class Transfer:
+        def wait_on_stream(self, stream: int, *, address: int, num_bytes: int) -> None:
+            assert stream == 42
+            ends.append(address + num_bytes)
+
+        def wait(self) -> int:
+            return 0
+
+    stream = SimpleNamespace(cuda_stream=42)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr("tasuki.trainer.backends.fsdp.returning._gathering_stream", lambda _group: stream)
+    returning.guard(groups_of(network))
+    returning._transfers[MemoryTag.WEIGHTS] = cast(Any, Transfer())
+    step(learner, Role.POLICY, samples)
+    shards = [param.to_local() for param in network.parameters() if isinstance(param, DTensor)]
+    assert ends[0::2] == ends[1::2], "both the stream that computes and the one that gathers"
+    assert ends[0] < ends[2] < ends[4], "the embedding before the layers"
+    assert max(ends) == max(shard.data_ptr() + shard.nbytes for shard in shards)
+    assert len(set(ends)) == len(groups(learner))
+    assert not returning._transfers, "the optimizer has waited for all"
 
 
 def groups(learner: Learner) -> list[Any]:
     """FSDP2's parameters of the policy, group by group."""
-    modules = [module for module in trained(learner, Role.POLICY).network.modules() if isinstance(module, FSDPModule)]
-    return [module._get_fsdp_state()._fsdp_param_group.fsdp_params for module in modules]
+    groups = [module._get_fsdp_state()._fsdp_param_group for module in groups_of(trained(learner, Role.POLICY).network)]
+    return [group.fsdp_params for group in groups if group is not None]
 
 
 def test_gradients_are_in_their_shards_after_every_micro_batch(mesh: DeviceMesh, model: Path, samples: Samples) -> None:

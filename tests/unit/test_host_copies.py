@@ -74,7 +74,7 @@ def test_what_stays_leaves_only_to_make_room(mesh: DeviceMesh) -> None:
     assert memory.pause(BOTH, makes_room=True) == 4 * MIB
     assert mapped()["weights"] == (True, False)
     assert memory.resume(BOTH) == 4 * MIB
-    memory.wait_for_optimizer()
+    memory.wait_for_content()
     assert bool((local_of(kept) == 3.0).all() and (moment == 4.0).all())
 
 
@@ -99,11 +99,11 @@ def test_what_is_copied_leaves_behind_the_answer_where_the_kv_cache_grows(mesh: 
         # A second pause, and a resume in the middle, find it as it is.
         assert memory.pause(BOTH) == 0
         assert memory.resume(BOTH) == 4 * MIB
-        memory.wait_for_optimizer()
+        memory.wait_for_content()
         assert bool((local_of(weights) == turn).all() and (moment == 4.0).all())
         memory.pause(BOTH)
         memory.resume([*BOTH, MemoryTag.GRADIENTS])
-        memory.wait_for_optimizer()
+        memory.wait_for_content()
         assert bool((local_of(weights) == turn).all() and (moment == 4.0).all())
     assert not gradient.any()
     assert memory.pause(BOTH, makes_room=True) == 4 * MIB, "an engine is to start there: at once"

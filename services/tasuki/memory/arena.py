@@ -253,9 +253,12 @@ class Transfer:
         (num_bytes,) = self._call("wait", self._ticket, num_outs=1)
         return num_bytes
 
-    def wait_on_stream(self, stream: int) -> None:
-        """Work given to the CUDA stream from now on starts after the content of a resume has come back."""
-        self._call("stream_after", self._ticket, stream)
+    def wait_on_stream(self, stream: int, *, address: int = 0, num_bytes: int = 0) -> None:
+        """Work given to the CUDA stream from now on starts after the content of a resume has come back.
+
+        With `num_bytes`, once those at `address` have: content comes by rising addresses.
+        """
+        self._call("stream_after", self._ticket, stream, address, num_bytes)
 
 
 def pause(arenas: Sequence[Arena]) -> int:

@@ -19,7 +19,7 @@ from tasuki.wire.errors import (
     WrongPhase,
 )
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 LIBRARY_PATH = Path(__file__).with_name("libtasuki_memory.so")
 NUM_SLOTS = 8
 
@@ -60,7 +60,7 @@ def _library() -> ctypes.CDLL:
         "tasuki_resume_async": [pointer, ctypes.c_size_t, pointer],
         "tasuki_wait": [u64, pointer],
         "tasuki_poll": [u64, pointer],
-        "tasuki_stream_after": [u64, pointer],
+        "tasuki_stream_after": [u64, pointer, pointer, ctypes.c_size_t],
         "tasuki_get_usage": [u64, pointer],
         "tasuki_get_totals": [pointer],
         "tasuki_export": [u64, i32, pointer, ctypes.c_size_t, pointer, pointer, pointer],

@@ -74,6 +74,6 @@ def _on_gpu(layout: Layout, sizes: Sizes, index: int) -> Mapping[Stage, float]:
         Stage.DRAIN: _COMMAND,
         Stage.PAUSE_KV: _COMMAND + cache * _RELEASE,
         Stage.PAUSE_WEIGHTS: _COMMAND + weights * _RELEASE,
-        # The optimizer's content comes back behind the stage.
-        Stage.LOAD_TRAINER: 2 * _COMMAND + sum(left.values()) * _MAKE + left.get(Part.TRAINER_WEIGHTS, 0) * _COPY,
+        # Content comes back behind the stage.
+        Stage.LOAD_TRAINER: 2 * _COMMAND + sum(left.values()) * _MAKE,
     }

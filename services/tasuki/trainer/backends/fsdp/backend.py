@@ -39,6 +39,7 @@ from tasuki.trainer.backends.fsdp.model import (
     Critic,
     NetworkSource,
     Policy,
+    groups_of,
     load_critic,
     load_policy,
     read_model_config,
@@ -185,24 +186,25 @@ class FsdpBackend:
         return self.memory.device_usage()
 
     def save_checkpoint(self, path: Path, *, facts: LearnerFacts) -> int:
-        self.memory.wait_for_optimizer()
+        self.memory.wait_for_content()
         return save_checkpoint(path, tensors=training_state(self._trained), facts=self._facts(facts))
 
     def write_checkpoint(self, path: Path, save_id: str, *, facts: LearnerFacts) -> int:
-        self.memory.wait_for_optimizer()
+        self.memory.wait_for_content()
         return write_checkpoint(path, save_id, tensors=training_state(self._trained), facts=self._facts(facts))
 
     def check_checkpoint(self, path: Path, *, have: LearnerFacts) -> LearnerFacts:
         return learner_facts(check_checkpoint(path, have=self._facts(have)))
 
     def load_checkpoint(self, path: Path, *, have: LearnerFacts, progressed: Callable[[], None]) -> LearnerFacts:
-        self.memory.wait_for_optimizer()
+        self.memory.wait_for_content()
         have_facts = self._facts(have)
         return learner_facts(
             load_checkpoint(path, tensors=training_state(self._trained), have=have_facts, progressed=progressed)
         )
 
     def export_model(self, path: Path) -> int:
+        self.memory.wait_for_content()
         return export.export_model(path, causal_lm=self._policy.causal_lm, source=self._node.model.path)
 
     def close(self) -> None:
@@ -220,6 +222,7 @@ class FsdpBackend:
             if self._reference is None:
                 source = self._source(self._node.model.path, lora=None, is_frozen=True)
                 self._reference = load_policy(source, region=self._weights()).requires_grad_(False).eval()
+                self.memory.guard(groups_of(self._reference))
                 self.memory.freeze(self._reference.parameters())
             return self._reference
         return self._trained[role].network
@@ -234,6 +237,7 @@ class FsdpBackend:
         if self._node.trainer.mlp_tile_tokens is not None:
             tile_mlps(network.causal_lm, num_tokens=self._node.trainer.mlp_tile_tokens)
         network.train()
+        self.memory.guard(groups_of(network))
         self.memory.freeze(param for param in network.parameters() if not param.requires_grad)
         parameters = [param for _, param in trained_parameters(network)]
         is_8bit, on_host = self._node.trainer.optimizer_8bit, self._node.trainer.optimizer_on_host

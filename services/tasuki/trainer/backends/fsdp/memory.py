@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
@@ -26,6 +27,8 @@ from tasuki.planner.layout import Layout, Part
 from tasuki.planner.plan import TRAINER_TAGS
 from tasuki.planner.trainer_bytes import trainer_tags
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
+from tasuki.trainer.backends.fsdp.returning import TAGS as RETURNING_TAGS
+from tasuki.trainer.backends.fsdp.returning import Returning
 from tasuki.trainer.backends.fsdp.staying import NOTHING_STAYS, TAGS, ExportChoice, Staying
 from tasuki.transport.export import ExportMemory, WeightExport
 from tasuki.wire.errors import OutOfGpuMemory, TasukiError
@@ -51,7 +54,7 @@ class TrainerMemory:
         self._export: WeightExport | None = None
         self._is_export_there = False
         self._gradients: list[Tensor] = []
-        self._optimizer_transfer: Transfer | None = None
+        self._returning = Returning(self._allocator)
         self._leaving: threading.Thread | None = None
         self._pinning: threading.Thread | None = None
         self._is_closing = threading.Event()
@@ -111,6 +114,7 @@ class TrainerMemory:
 
         Raises OutOfGpuMemory on all ranks when one of them has no room.
         """
+        self._returning.wait([MemoryTag.WEIGHTS])
         if not (self._is_export_there and self._choice.stays):
             error: TasukiError | None = None
             try:
@@ -134,7 +138,7 @@ class TrainerMemory:
         """
         self._end_pinning()
         self._end_leaving()
-        self.wait_for_optimizer()
+        self.wait_for_content()
         copies = self._copies() if MemoryTag.WEIGHTS in tags and not self._choice.stays else []
         tags = [*(tag for tag in tags if makes_room or tag not in self._staying.tags), *copies]
         is_shared = MemoryTag.EXPORT in tags or (MemoryTag.WEIGHTS in tags and not self._choice.stays)
@@ -145,7 +149,7 @@ class TrainerMemory:
         with self._export.leaving() if self._export is not None and is_shared else nullcontext():
             released = self._allocator.pause([tag for tag in tags if tag not in later])
         if self._device.type == "cuda" and (makes_room or not self._staying.cache):
-            # What torch only caches nobody else could take.
+            # Return cached blocks to the driver.
             torch.cuda.empty_cache()
         if later:
             # Last, since whatever gives memory back waits for copies that were started. The optimizer's part is the largest.
@@ -157,8 +161,8 @@ class TrainerMemory:
     def resume(self, tags: Sequence[MemoryTag]) -> int:
         """Takes pages for `tags` and brings their content back. Returns the bytes mapped.
 
-        The optimizer's content is still on its way on return, see `wait_for_optimizer`. Every rank must call it. Raises OutOfGpuMemory on
-        all ranks, with every tag asleep as before, when one of them has no room.
+        Content is still on its way on return: forward passes through what is `guard`ed may begin, all else needs `wait_for_content`. Every
+        rank must call it. Raises OutOfGpuMemory on all ranks, with every tag asleep as before, when one of them has no room.
         """
         self._end_leaving()
         slept = [usage.tag for usage in self._allocator.usage() if usage.is_paused and usage.tag in tags]
@@ -175,11 +179,14 @@ class TrainerMemory:
                 torch._foreach_zero_(self._gradients)
         return mapped
 
-    def wait_for_optimizer(self) -> None:
-        """Returns when the optimizer state has its content."""
-        transfer, self._optimizer_transfer = self._optimizer_transfer, None
-        if transfer is not None:
-            transfer.wait()
+    def guard(self, groups: Iterable[FSDPModule]) -> None:
+        """As Returning.guard; nothing on a CPU, where a copy ends before its call."""
+        if self._device.type == "cuda":
+            self._returning.guard(groups)
+
+    def wait_for_content(self) -> None:
+        """Returns when weights and optimizer state have their content."""
+        self._returning.wait()
 
     def usage(self) -> list[TagUsage]:
         staying = {*self._staying.tags, *([MemoryTag.EXPORT] if self._choice.stays else [])}
@@ -234,15 +241,14 @@ class TrainerMemory:
         return [MemoryTag.EXPORT] if MemoryTag.EXPORT in self._allocator.tags else []
 
     def _take_pages(self, tags: Sequence[MemoryTag]) -> int:
-        others = [tag for tag in tags if tag is not MemoryTag.OPTIMIZER]
+        others = [tag for tag in tags if tag not in RETURNING_TAGS]
         before = self._mapped_bytes()
         self._allocator.resume(others)
-        if MemoryTag.OPTIMIZER in tags:
-            try:
-                self._optimizer_transfer = self._allocator.resume_async([MemoryTag.OPTIMIZER])
-            except TasukiError:
-                self._allocator.pause(others)
-                raise
+        try:
+            self._returning.begin(tags)
+        except TasukiError:
+            self._allocator.pause(others)
+            raise
         return self._mapped_bytes() - before
 
     def _raise_if_any(

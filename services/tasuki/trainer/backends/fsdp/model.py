@@ -214,12 +214,12 @@ def _materialize(network: Policy | Critic, source: NetworkSource, *, region: Abs
 
 def reshard(network: Policy | Critic) -> None:
     """Frees what a forward pass has left gathered, of root and vocabulary projection, for a backward pass that does not come."""
-    for module in _groups(network):
+    for module in groups_of(network):
         module.reshard()
 
 
 def _shard(network: Policy | Critic, *, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
-    """Makes the FSDP2 groups: each layer, embedding and vocabulary projection each, and the root with the rest.
+    """Makes the FSDP2 groups: each layer, embedding, last norm and vocabulary projection each, and the root with the rest.
 
     A tied embedding is used at both ends of a pass, so it is the root's, which stays gathered in between.
     """
@@ -228,6 +228,8 @@ def _shard(network: Policy | Critic, *, mesh: DeviceMesh, compute_dtype: torch.d
     decoder, head = network.causal_lm.model, network.causal_lm.lm_head
     for layer in decoder.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
+    # Not the root's, which is gathered first: the last weights in memory are the last that a forward pass needs.
+    fully_shard(decoder.norm, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     is_policy = isinstance(head, LmHead)
     if not (is_policy and head.weight is decoder.embed_tokens.weight):
         embedding = fully_shard(decoder.embed_tokens, mesh=mesh, mp_policy=precision)
@@ -239,13 +241,14 @@ def _shard(network: Policy | Critic, *, mesh: DeviceMesh, compute_dtype: torch.d
     fully_shard(network, mesh=mesh, mp_policy=precision)
     if mesh.size() == 1:
         return
-    for module in _groups(network):
+    for module in groups_of(network):
         module.set_gradient_divide_factor(1.0)
         # Without it a factor other than the number of ranks takes an NCCL-only operation.
         module.set_force_sum_reduction_for_comms(True)
 
 
-def _groups(network: Policy | Critic) -> Iterator[FSDPModule]:
+def groups_of(network: Policy | Critic) -> Iterator[FSDPModule]:
+    """FSDP2's groups of parameters."""
     return (module for module in network.modules() if isinstance(module, FSDPModule))
 
 

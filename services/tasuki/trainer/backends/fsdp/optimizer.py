@@ -56,7 +56,7 @@ class ShardedAdamW:
     def step(self, *, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        self._memory.wait_for_optimizer()
+        self._memory.wait_for_content()
         self.optimizer.step()
 
     @torch.no_grad()
@@ -66,7 +66,7 @@ class ShardedAdamW:
     @torch.no_grad()
     def reset(self) -> None:
         """State as before the first step."""
-        self._memory.wait_for_optimizer()
+        self._memory.wait_for_content()
         for state in self.optimizer.state.values():
             for tensor in state.values():
                 tensor.zero_()

@@ -55,7 +55,7 @@ class QuantizedAdamW(ShardedAdamW):
 
     @torch.no_grad()
     def step(self, *, learning_rate: float) -> None:
-        self._memory.wait_for_optimizer()
+        self._memory.wait_for_content()
         for parameter, state in self.optimizer.state.items():
             count = state["step"]
             for part, gradient, moments in _parts(cast(Parameter, parameter), state):
