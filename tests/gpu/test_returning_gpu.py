@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tasuki.algorithms.loss_types import LossConfig
-from tasuki.trainer.backends.fsdp.staying import TAGS
+from tasuki.memory.tags import MemoryTag
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.roles import Role
 from tests.gpu.test_checkpointing_gpu import VOCAB_SIZE, samples_of
@@ -51,10 +51,10 @@ def _rank(rank: int, num_ranks: int, folder: str) -> None:
     learner = start_learner(Path(folder) / "model", mesh=mesh, **settings)
     expected = _gradients(learner)
     for turn in range(NUM_TURNS):
-        assert learner.backend.pause(TAGS) > 0
+        assert learner.backend.pause([MemoryTag.WEIGHTS]) > 0
         _scribble()
-        learner.backend.resume(TAGS)
-        transfer = fsdp(learner).memory._returning._transfers["weights"]
+        learner.backend.resume([MemoryTag.WEIGHTS])
+        transfer = fsdp(learner).memory._returning._transfers[MemoryTag.WEIGHTS]
         assert not transfer.is_done, "the copy is over before training begins: nothing is proved"
         found = _gradients(learner)
         different = [name for name, gradient in expected.items() if not torch.equal(found[name], gradient)]
@@ -67,7 +67,7 @@ def _rank(rank: int, num_ranks: int, folder: str) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("returning")
     config = Qwen2Config(
-        hidden_size=2048, intermediate_size=8192, num_hidden_layers=10, num_attention_heads=16, num_key_value_heads=16,
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=20, num_attention_heads=16, num_key_value_heads=16,
         vocab_size=VOCAB_SIZE, max_position_embeddings=1024, dtype=torch.bfloat16,
     )  # fmt: skip
     torch.manual_seed(0)
