@@ -53,6 +53,13 @@ class FilesOverWorkers(LoadScopeScheduling):
         super().__init__(config, log)
         config.option.loadscopereorder = False
 
+    def remove_node(self, node: Any) -> str | None:
+        """Hands on what a crashed worker has left. xdist would hand on its finished files, too, and who gets one waits forever."""
+        groups = self.assigned_work[node]
+        for group in [group for group, tests in groups.items() if all(tests.values())]:
+            del groups[group]
+        return super().remove_node(node)
+
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)
 
