@@ -7,16 +7,16 @@ from types import SimpleNamespace
 import pytest
 
 from tests.conftest import ROOT
-from tests.workers import _GROUPS, FilesOverWorkers, group_of
+from tests.workers import _GROUPS, FilesOverWorkers, group_of, turn
 
 
 class Worker:
     """A worker of xdist as its scheduler sees it."""
 
     shutting_down = False
-    gateway = SimpleNamespace(id="gw")
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.gateway = SimpleNamespace(id=f"gw{number}")
         self.given: list[list[int]] = []
 
     def send_runtest_some(self, indices: list[int]) -> None:
@@ -44,7 +44,7 @@ def test_a_crashed_worker_leaves_only_what_it_has_not_run(pytestconfig: pytest.C
     scheduler = FilesOverWorkers(config)
     files = [f"tests/unit/test_{letter}.py" for letter in "abcdef"]
     tests = [f"{file}::test_{number}" for file in files for number in range(3)]
-    crashing, other, fresh = Worker(), Worker(), Worker()
+    crashing, other, fresh = map(Worker, range(3))
     for worker in (crashing, other):
         scheduler.add_node(worker)
         scheduler.add_node_collection(worker, tests)
@@ -61,3 +61,9 @@ def test_a_crashed_worker_leaves_only_what_it_has_not_run(pytestconfig: pytest.C
                 scheduler.mark_test_complete(worker, index)
     assert [] not in fresh.given + other.given
     assert scheduler.tests_finished
+
+
+def test_the_last_worker_begins_with_unit_tests_and_no_other_has_them_early() -> None:
+    groups = ["tests/unit/test_a.py", "tests/integration/test_b.py", "parts", "node"]
+    assert min(groups, key=lambda group: turn(group, units_first=True)) == "tests/unit/test_a.py"
+    assert sorted(groups, key=lambda group: turn(group, units_first=False)) == groups[::-1]
