@@ -89,7 +89,7 @@ class ModelTokenizer:
 
 
 def _auto_tokenizer() -> Any:
-    """transformers' AutoTokenizer, imported without torch, which takes 3 s and 0.5 GiB and makes no text.
+    """transformers' AutoTokenizer, imported without torch, which takes seconds and 0.7 GB and makes no text.
 
     A process that has torch or transformers already keeps what it has.
     """
