@@ -32,7 +32,8 @@ SOURCES := protos services client tests tools
 # All but the larger trackers, whose tests are skipped without them.
 EXTRAS := --extra certs --extra otel --extra rollout --extra tensorboard --extra trainer
 # Of their proofs `make test` carries out a sample (tests/extent.py).
-SAMPLED := $(shell grep -rl 'tests.extent import' tests/unit tests/integration tests/e2e --include='test_*.py') tests/integration/test_loss_cuts.py tests/integration/test_engine_parts.py
+SAMPLED := $(shell grep -rl 'tests.extent import' tests/unit tests/integration tests/e2e --include='test_*.py') tests/integration/test_loss_cuts.py tests/integration/test_engine_parts.py \
+  tests/integration/test_trainer_memory.py
 
 .PHONY: help setup trackers demo example test oracles chaos fleet containers check protos native lint types buf bench bench-memory bench-memory-gpu bench-sync-gpu grpcurl jobset clean
 
