@@ -57,7 +57,7 @@ oracles: $(ORACLES)  ## every advantage and loss against verl's and TRL's own fu
 	.oracles-venv/bin/python -m pytest -c tests/oracles/pytest.ini tests/oracles $(PYTEST_ARGS)
 
 chaos: setup  ## every process killed and stopped in every stage, and other long proofs; writes runs/chaos
-	TASUKI_PROOFS=whole $(BIN)/python -m pytest tests/chaos $(SAMPLED) $(PYTEST_ARGS)
+	TASUKI_PROOFS=whole OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos $(SAMPLED) $(PYTEST_ARGS)
 
 fleet: setup  ## real fleets on this machine, with root in network namespaces, and on Slurm where it is installed; every message cut, every process struck; writes runs/fleet
 	TASUKI_PROOFS=whole $(BIN)/python -m pytest -rs tests/fleet tests/chaos/test_fleet_trainer.py tests/integration/test_fleet_trainer.py tests/integration/test_fleet_cuts.py \

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.conftest import ROOT
 from tests.workers import _GROUPS, FilesOverWorkers, group_of, turn
@@ -67,3 +69,8 @@ def test_the_last_worker_begins_with_unit_tests_and_no_other_has_them_early() ->
     groups = ["tests/unit/test_a.py", "tests/integration/test_b.py", "parts", "node"]
     assert min(groups, key=lambda group: turn(group, units_first=True)) == "tests/unit/test_a.py"
     assert sorted(groups, key=lambda group: turn(group, units_first=False)) == groups[::-1]
+
+
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="alone, a test may have every core")
+def test_workers_share_the_cores() -> None:
+    assert torch.get_num_threads() == 1
