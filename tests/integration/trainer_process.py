@@ -90,7 +90,7 @@ def start_trainer(
     paths = os.pathsep.join(str(ROOT / folder) for folder in ("protos", "services", "client"))
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     log = state_dir / "trainer.log"
-    log.touch()
+    log.write_bytes(b"")
     if not inside:
         return TrainerProcess(ForkedModule(argv, environment=environment, log=log), state_dir, log)
     with log.open("wb") as output:
