@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,10 @@ _KEYS = {
     "[": 219,
     "]": 221,
 }
+
+
+class Navigated(AssertionError):
+    """A command met a page that another was about to replace."""
 
 
 class Browser:
@@ -55,6 +59,8 @@ class Browser:
             answer = self._read(deadline)
             self._note(answer)
             if answer.get("id") == self._number:
+                if "navigated" in answer.get("error", {}).get("message", ""):
+                    raise Navigated(method)
                 assert "error" not in answer, f"{method}: {answer['error']}"
                 return answer["result"]
 
@@ -84,11 +90,16 @@ class Browser:
     def until(self, script: str, *, timeout_s: float = _TIMEOUT_S) -> None:
         """Waits until an expression is true. Raises AssertionError with what the page shows."""
         deadline = time.monotonic() + timeout_s
-        while not self.evaluate(f"!!({script})"):
+        while not self._is_true(script):
             assert time.monotonic() < deadline, (
                 f"not true: {script}\n{self.evaluate('document.body?.innerText')}\n{self.complaints}"
             )
             time.sleep(0.05)
+
+    def _is_true(self, script: str) -> bool:
+        with suppress(Navigated):  # the next page may say it
+            return self.evaluate(f"!!({script})")
+        return False
 
     def press(self, *keys: str) -> None:
         for key in keys:

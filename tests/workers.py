@@ -1,4 +1,7 @@
-"""How pytest-xdist's workers share the tests: a file goes to one worker, as do files that share a running service."""
+"""How pytest-xdist's workers share the tests: a file goes to one worker, as do files that share a running service.
+
+A test with processes waits for them about a third of its time. The last worker runs the unit tests meanwhile, and then helps the others.
+"""
 
 from __future__ import annotations
 
@@ -47,17 +50,25 @@ _GROUPS = {f"tests/{file}.py": group for group, files in _FIRST.items() for file
 
 
 class FilesOverWorkers(LoadScopeScheduling):
-    """Hands out one group after another: unit tests and contracts, the groups above, all other files, those of a GPU together."""
+    """Hands out one group after another: those above, all other files, those of a GPU together; unit tests and contracts, see above."""
 
     def __init__(self, config: Any, log: Any = None) -> None:
         super().__init__(config, log)
         config.option.loadscopereorder = False
 
+    def remove_node(self, node: Any) -> str | None:
+        """Hands on what a crashed worker has left. xdist would hand on its finished files, too, and who gets one waits forever."""
+        groups = self.assigned_work[node]
+        for group in [group for group, tests in groups.items() if all(tests.values())]:
+            del groups[group]
+        return super().remove_node(node)
+
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)
 
     def _assign_work_unit(self, node: Any) -> None:
-        first = min(self.workqueue, key=_turn)
+        is_last = node.gateway.id == f"gw{self.numnodes - 1}"
+        first = min(self.workqueue, key=lambda group: turn(group, units_first=is_last))
         self.workqueue.move_to_end(first, last=False)
         super()._assign_work_unit(node)
 
@@ -68,9 +79,9 @@ def group_of(nodeid: str) -> str:
     return "gpu" if file.startswith("tests/gpu/") else _GROUPS.get(file, file)
 
 
-def _turn(scope: str) -> int:
+def turn(group: str, *, units_first: bool) -> int:
     """When a group's turn comes; those of equal turn keep their order."""
-    if scope.startswith(("tests/unit/", "tests/contract/")):
-        return 0
     groups = list(_FIRST)
-    return 1 + groups.index(scope) if scope in groups else 1 + len(groups)
+    if group.startswith(("tests/unit/", "tests/contract/")):
+        return -1 if units_first else len(groups) + 1
+    return groups.index(group) if group in groups else len(groups)

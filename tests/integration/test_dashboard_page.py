@@ -189,6 +189,17 @@ def test_figures_come_as_the_run_makes_them(page: Browser, tmp_path: Path) -> No
         with (folder / "metrics.jsonl").open("a") as lines:
             lines.write('{"step": 31, "mean_reward": 0.1234}\n')
         page.until("document.querySelector('#view-run').innerText.includes('0.123')")
+        open_tab(page, server.url, "samples", "Group 44")
+        page.until("document.querySelector('.tokens')")
+        page.evaluate("document.querySelector('[aria-label=\"Step before\"]').click()")
+        page.until("document.querySelector('.sample').innerText.includes('version\\n16')")
+        page.evaluate("document.querySelector('.tokens').focus()")
+        page.press("End")
+        shutil.copy(folder / "samples" / "step-000029.jsonl", folder / "samples" / "step-000030.jsonl")
+        page.until("document.querySelector('#view-samples').innerText.includes('7 steps, 0 to 30')")
+        page.evaluate("new Promise((done) => setTimeout(done, 300))")
+        assert page.evaluate("document.activeElement.className") == "tokens", "who reads a completion is not disturbed"
+        assert "token 5 of 5" in page.text(".sample [aria-live]")
     page.until("document.querySelector('#live').innerText === 'not connected'")
     page.open("about:blank#left")
     page.complaints.clear()  # of a server that is gone

@@ -95,7 +95,8 @@ async def test_beyond_loopback_it_scrapes_as_a_viewer_and_as_nobody_else(
             found.wait_until("up")
             assert value(found, "tasuki_gpus") == 8
         with prometheus(tmp_path / "nobody", target=target, port=free(), scheme="https", tls_config=tls) as found:
-            assert re.search("401|certificate required|bad certificate", found.wait_until("down"))
+            # A server that hangs up may reset the connection before its reason is read.
+            assert re.search("401|certificate required|bad certificate|connection reset", found.wait_until("down"))
 
     async with served(config, b"tasuki_gpus 8\n"):
         await asyncio.to_thread(scrape)

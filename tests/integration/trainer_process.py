@@ -28,6 +28,7 @@ from tasuki.v1 import (
 from tasuki.v1.types_pb2 import ROLE_POLICY, TrainingSample
 from tasuki.wire.address import unix_target
 from tasuki.wire.channel import open_channel
+from tests.integration.forked import ForkedModule
 from tests.integration.trainer_samples import make_samples
 from tests.models import VOCAB_SIZE
 
@@ -42,7 +43,7 @@ TAGS = (types_pb2.MEMORY_TAG_WEIGHTS, types_pb2.MEMORY_TAG_GRADIENTS, types_pb2.
 
 @dataclass
 class TrainerProcess:
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedModule
     state_dir: Path
     log: Path
 
@@ -78,32 +79,23 @@ def start_trainer(
 ) -> TrainerProcess:
     """Starts the service, in which faults may be planted, and returns at once. settings: further lines of the table [trainer].
 
-    inside: command in which it runs, such as `ip netns exec NAME`, and which becomes it.
+    inside: command in which it runs, such as `ip netns exec NAME`, and which becomes it; a fork without one.
     """
     state_dir.mkdir(parents=True, exist_ok=True)
     config = state_dir / "node.toml"
     head = f'state_dir = "{state_dir}"\nunsafe = true\n[model]\npath = "{model}"\n'
     config.write_text(f"{head}[trainer]\nnum_ranks = {num_ranks}\n{settings}\n")
-    launch = [
-        sys.executable,
-        "-m",
-        "tasuki.trainer.launch",
-        "--num-ranks",
-        str(num_ranks),
-        "--preload",
-        "tasuki.trainer.serve",
-        "--",
-    ]
+    launch = ["tasuki.trainer.launch", "--num-ranks", str(num_ranks), "--preload", "tasuki.trainer.serve", "--"]
+    argv = [*launch, "-m", "tasuki.trainer", "--config", str(config)]
     paths = os.pathsep.join(str(ROOT / folder) for folder in ("protos", "services", "client"))
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     log = state_dir / "trainer.log"
+    log.write_bytes(b"")
+    if not inside:
+        return TrainerProcess(ForkedModule(argv, environment=environment, log=log), state_dir, log)
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*inside, *launch, "-m", "tasuki.trainer", "--config", str(config)],
-            stdout=output,
-            stderr=output,
-            env=environment,
-            start_new_session=True,
+            [*inside, sys.executable, "-m", *argv], stdout=output, stderr=output, env=environment, start_new_session=True
         )
     return TrainerProcess(process, state_dir, log)
 

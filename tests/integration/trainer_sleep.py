@@ -31,11 +31,13 @@ from tasuki.trainer.service.requests import decode_samples
 from tasuki.transport.imported_weights import ImportedWeights, import_weights
 from tasuki.v1.weights_pb2 import PublishedWeights, WeightHandle
 from tasuki.wire.errors import OutOfGpuMemory
+from tests.extent import IS_WHOLE
 from tests.integration.learning import fsdp, learn, metric, start_learner, trained
 from tests.integration.trainer_samples import make_samples
 from tests.models import VOCAB_SIZE
 
-NUM_STEPS, NUM_CYCLES, NUM_SAMPLES = 4, 300, 11
+NUM_STEPS, NUM_SAMPLES = 4, 11
+NUM_CYCLES = 300 if IS_WHOLE else 30
 
 
 def make_learner(model: Path, *, mesh: DeviceMesh, engine_dtype: str = "bfloat16", **settings: Any) -> Learner:

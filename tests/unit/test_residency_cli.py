@@ -11,6 +11,7 @@ import pytest
 from tasuki.cli.__main__ import main
 from tasuki.config.residency_schema import ResidencyConfig
 from tasuki.config.schema import NodeConfig
+from tasuki.memory.host import HostMemory
 from tasuki.planner.layout import GB
 from tasuki.supervisor import residency as cli
 from tasuki.supervisor.residency import with_residency
@@ -77,7 +78,8 @@ def test_where_nobody_says_how_large_a_gpu_is_nothing_stays(model: Path, monkeyp
     assert "NVML does not say" in told[0]
 
 
-def test_on_a_cpu_the_machines_memory_or_its_budget_decides(model: Path) -> None:
+def test_on_a_cpu_the_machines_memory_or_its_budget_decides(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "host_memory", lambda: HostMemory(64 * GB, 32 * GB))
     roomy = with_residency(node(model, device="cpu", rollout={"kv_tokens": 4096}), tell=lambda line: None).residency
     tight = node(model, device="cpu", rollout={"kv_tokens": 4096}, memory={"host_budget_bytes": 3 * GB})
     held = with_residency(tight, tell=lambda line: None).residency

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from typing import Any
 
 import pytest
@@ -119,33 +118,6 @@ def test_the_load_is_that_of_transformers_choice(kind: str) -> None:
         assert not routers[0].load_E.any()
     finally:
         dist.destroy_process_group()
-
-
-def _load_of_rank(rank: int, store: str, results: Any) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    model = make_model("mixtral", seed=5)
-    replace_routers(model)
-    load = ExpertLoad(model, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), device=torch.device("cpu"))
-    for router in routers_of(model):
-        # Over both ranks 4, 2, 2, 0, 0.
-        router.load_E += torch.tensor([[3, 0, 1, 0, 0], [1, 2, 1, 0, 0]][rank])
-    metrics = load.take()
-    results.put({name: (metric.total.item(), metric.weight.item()) for name, metric in metrics.items()})
-    dist.destroy_process_group()
-
-
-def test_counts_of_ranks_add_up_before_they_are_compared(tmp_path: Any) -> None:
-    context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    ranks = [context.Process(target=_load_of_rank, args=(rank, str(tmp_path / "store"), results)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    found = [results.get(timeout=60) for _ in ranks]
-    for rank in ranks:
-        rank.join(30)
-    for each in found:
-        assert each["expert_load_max"] == (2.5, 1.0)
-        assert each["idle_expert_fraction"][0] / each["idle_expert_fraction"][1] == 0.4
 
 
 def test_the_planner_counts_the_choice() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -24,12 +26,13 @@ class ModelTokenizer:
         """Raises PathNotFound when the folder has none, InvalidArgument when it cannot be loaded."""
         try:
             from huggingface_hub.errors import StrictDataclassError  # comes with transformers
-            from transformers import AutoTokenizer  # takes seconds, and only training needs it
+
+            tokenizers = _auto_tokenizer()
         except ImportError as error:
             raise InvalidArgument("model.path", "text needs transformers: pip install 'tasuki[trainer]'") from error
         try:
             # Any: transformers' return type is a union of every tokenizer.
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+            self._tokenizer: Any = tokenizers.from_pretrained(model_path, local_files_only=True)
         except OSError as error:
             raise PathNotFound(f"{model_path} has no tokenizer: {error}", path=model_path) from error
         except (ValueError, StrictDataclassError) as error:
@@ -83,3 +86,23 @@ class ModelTokenizer:
     def _check_template(self, field: str) -> None:
         if self._tokenizer.chat_template is None:
             raise InvalidArgument(field, "is a list of chat messages, but the model's tokenizer has no chat template")
+
+
+def _auto_tokenizer() -> Any:
+    """transformers' AutoTokenizer, imported without torch, which takes seconds and 0.7 GB and makes no text.
+
+    A process that has torch or transformers already keeps what it has.
+    """
+    if "torch" in sys.modules or "transformers" in sys.modules:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer
+    log = logging.getLogger("transformers")
+    sys.modules["torch"] = cast(Any, None)  # the import system's mark of what is not there
+    log.disabled = True  # it would warn of the same
+    try:
+        from transformers import AutoTokenizer
+    finally:
+        del sys.modules["torch"]
+        log.disabled = False
+    return AutoTokenizer

@@ -7,7 +7,7 @@ const FIRST_TOKENS = 1500;
 const DECADES = [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1];
 
 export function makeSamples(host, api, fail) {
-  let [steps, step, index, follows] = [[], null, 0, true];
+  let [steps, step, index, follows, shown] = [[], null, 0, true, ""];
   const field = h("input", { type: "number", min: 0, "aria-label": "Step", on: { change: () => choose(Number(field.value)) } });
   const back = h("button", { type: "button", "aria-label": "Step before", on: { click: () => move(-1) } }, "◀");
   const forth = h("button", { type: "button", "aria-label": "Step after", on: { click: () => move(1) } }, "▶");
@@ -36,7 +36,7 @@ export function makeSamples(host, api, fail) {
     told.textContent = described(read, steps);
     put(groups, byGroup(read.samples).map(([group, samples]) => groupOf(group, samples, index, select)));
     if (read.samples.length) await select(read.samples.some((sample) => sample.index === index) ? index : read.samples[0].index, { focus: false });
-    else put(one, h("p", { class: "note" }, "This step has no samples that can be read."));
+    else clear(h("p", { class: "note" }, "This step has no samples that can be read."));
   }
   async function select(wanted, { focus = true } = {}) {
     index = wanted;
@@ -47,7 +47,15 @@ export function makeSamples(host, api, fail) {
       if (isChosen && focus) button.focus();
     }
     const sample = await api(`/api/samples/one?step=${step}&index=${wanted}`);
-    if (index === wanted) show(one, sample);
+    const read = JSON.stringify(sample);
+    // Shown again, it would lose the token that somebody has chosen.
+    if (index !== wanted || read === shown) return;
+    shown = read;
+    show(one, sample);
+  }
+  function clear(...notes) {
+    shown = "";
+    put(one, ...notes);
   }
   groups.addEventListener("keydown", (event) => {
     const buttons = [...groups.querySelectorAll("button")];
@@ -68,7 +76,7 @@ export function makeSamples(host, api, fail) {
       if (!steps.length) {
         told.textContent = "No samples: [train.samples] groups_per_step is 0, or no step has ended yet.";
         put(groups);
-        put(one);
+        clear();
         return;
       }
       if (step === null || follows || !steps.includes(step)) step = steps.at(-1);
