@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import socket
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -57,8 +56,8 @@ class PortedNode:
 
 
 @pytest.fixture(scope="module")
-def ported() -> Iterator[PortedNode]:
-    certs = make_certs(Path(tempfile.mkdtemp(prefix="tasuki-certs-")))
+def ported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PortedNode]:
+    certs = make_certs(tmp_path_factory.mktemp("certs"))
     ports = {service: free_port() for service in SERVICES}
     listens = [f"{service}.listen=0.0.0.0:{port}" for service, port in ports.items()]
     with started_node(overrides=[*listens, *mtls(certs)]) as node:
@@ -113,9 +112,11 @@ def test_a_million_mutated_messages(ported: PortedNode) -> None:
                     codes[f"{service} in {phase}"] = attacked.result()
         client.discard_gradients()
     told = {name: {code.name: count for code, count in counts.items()} for name, counts in codes.items()}
+    log_bytes = {service: log_path(ported.node.state_dir, service).stat().st_size for service in METHODS}
     folder = Path("runs/chaos")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "ports.json").write_text(json.dumps({"seconds": time.monotonic() - started, "answers": told}, indent=2))
+    found = {"seconds": time.monotonic() - started, "answers": told, "log_bytes": log_bytes}
+    (folder / "ports.json").write_text(json.dumps(found, indent=2))
     assert sum(counts.total() for counts in codes.values()) >= NUM_MUTATIONS
     assert not any({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN} & counts.keys() for counts in codes.values()), told
 
