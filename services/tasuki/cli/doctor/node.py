@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from tasuki.cli.doctor.certificates import check_certificate
 from tasuki.cli.doctor.finding import Finding, Verdict, fail, ok, warn
 from tasuki.cli.doctor.gpus import Gpu
 from tasuki.cli.doctor.host import check_disk, check_port, check_shared_memory
@@ -37,7 +38,10 @@ def node_findings(config: NodeConfig, gpus: Sequence[Gpu]) -> Iterable[Finding]:
     yield ok("node", f"runs on {config.state_dir}") if runs else ok("node", "does not run")
     model = _checked("model", str(config.model.path), lambda: check_model_folders(config), key="model.path")
     yield model
-    yield _checked("security", _secured(config), lambda: check_ports(config), key="[security]")
+    security = _checked("security", _secured(config), lambda: check_ports(config), key="[security]")
+    yield security
+    if security.verdict is Verdict.OK and config.security.cert is not None and config.security.key is not None:
+        yield check_certificate(config.security.cert, config.security.key)
     arguments = ", ".join(config.rollout.engine) or "none"
     yield _checked("engine arguments", arguments, lambda: _check_engine(config), key="[rollout.engine]")
     endpoint = config.telemetry.endpoint
