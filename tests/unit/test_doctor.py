@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import socket
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from tasuki.cli.doctor.gpus import Gpu, GpuFacts, check_compilers, check_driver,
 from tasuki.cli.doctor.node import check_plan
 from tasuki.config.load import load_config
 from tests.conftest import ENVIRONMENT
+from tests.dashboard import RECORDED
 from tests.tiny_disk import tmpfs
 from tests.unit.test_plan_cli import CONFIG
 
@@ -164,6 +166,24 @@ def test_a_fault_of_the_configuration_is_found(
     assert main(["doctor", str(config), *arguments, "--json"]) == 1
     findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
     assert findings[name]["verdict"] == "fail" and found in findings[name]["found"] and findings[name]["advice"]
+
+
+def test_data_that_a_run_would_refuse_is_found(config: Path, capsys: pytest.CaptureFixture[str]):
+    shutil.copy(RECORDED / "model" / "tokenizer.json", config.parent / "model")
+    data = config.parent / "train.jsonl"
+    data.write_text('{"prompt": "1234>", "answer": "4321"}\n')
+    run = [f"train.dataset={data}", "train.output_dir=run", "train.reward.function=a:b"]
+
+    def judged(*overrides: str) -> dict[str, str]:
+        main(["doctor", str(config), *(part for one in (*run, *overrides) for part in ("--set", one)), "--json"])
+        return {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}["data of [train]"]
+
+    assert judged("train.max_new_tokens=100")["verdict"] == "ok"
+    too_long = judged("train.max_new_tokens=256")
+    assert too_long["verdict"] == "fail" and "leaves no room for a prompt" in too_long["found"]
+    assert too_long["advice"] == "change train.max_new_tokens"
+    data.write_text('{"prompt": "1234>"}\n{}\n')
+    assert "train.jsonl:2: lacks `prompt`" in judged("train.max_new_tokens=100")["found"]
 
 
 def test_a_certificate_that_ends_is_found(config: Path, capsys: pytest.CaptureFixture[str]):
