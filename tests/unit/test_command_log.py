@@ -116,6 +116,12 @@ def test_text_of_a_caller_makes_no_line_of_its_own(tmp_path: Path, monkeypatch: 
     assert read_command_log(tmp_path / "trainer.log") == []
 
 
+def test_a_command_behind_a_progress_bar_is_read(tmp_path: Path) -> None:
+    (tmp_path / "trainer.log").write_text(f"Loading: 0%|\rLoading: 50%|##  |{FORGED}\n")
+    (life,) = read_command_log(tmp_path / "trainer.log")
+    assert [command.name for command in life.commands] == ["SYNC"]
+
+
 def test_refused_calls_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     seconds = [0.0]
     refusals = RefusalLog(now=lambda: seconds[0])
