@@ -18,6 +18,7 @@ from tasuki.config.ports import port_targets
 from tasuki.wire.errors import PermissionDenied, Unauthenticated
 from tests.conftest import RunningNode, tasuki
 from tests.dashboard import get, served, token_of
+from tests.integration.node_process import wait_for
 from tests.integration.port_node import write_secret
 from tests.sockets import process_tree
 
@@ -70,6 +71,7 @@ def told_over_http(roomy: RunningNode) -> Iterator[tuple[str, bytes]]:
     with urllib.request.urlopen(f"http://{config.metrics.listen}/metrics", timeout=60) as answer:
         yield "metrics", answer.read()
     with served(None, config=config) as server:
+        wait_for(lambda: json.loads(get(server, "/api/node", token=token_of(server))[2])["is_live"])
         for path in API:
             status, _, body = get(server, f"/api/{path}", token=token_of(server))
             assert status == 200, (path, body)
@@ -85,5 +87,3 @@ def test_no_secret_is_in_an_argument_an_environment_a_file_or_an_answer(roomy: R
     files = {Path(name).name for name, _ in told}
     assert files >= {"node.toml", "journal.sqlite", "coordinator.log", "trainer.log", "rollout.log", "supervisor.log", "up.log"}
     assert {name: secret for name, text in told for secret in secrets if secret in text} == {}
-    node = json.loads(next(text for name, text in told if name == "node"))
-    assert node["is_live"], "the dashboard has not asked the node"
