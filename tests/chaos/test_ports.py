@@ -7,13 +7,14 @@ import itertools
 import json
 import os
 import socket
-import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 import grpc
@@ -55,8 +56,8 @@ class PortedNode:
 
 
 @pytest.fixture(scope="module")
-def ported() -> Iterator[PortedNode]:
-    certs = make_certs(Path(tempfile.mkdtemp(prefix="tasuki-certs-")))
+def ported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PortedNode]:
+    certs = make_certs(tmp_path_factory.mktemp("certs"))
     ports = {service: free_port() for service in SERVICES}
     listens = [f"{service}.listen=0.0.0.0:{port}" for service, port in ports.items()]
     with started_node(overrides=[*listens, *mtls(certs)]) as node:
@@ -103,22 +104,30 @@ def test_a_million_mutated_messages(ported: PortedNode) -> None:
     started = time.monotonic()
     with unharmed(ported), Client(state_dir=ported.node.state_dir) as client:
         for phase in (Phase.TRAIN, Phase.ROLLOUT):
-            for service, methods in METHODS.items():
+            for service in METHODS:
                 client.acquire(phase)
-                calls = itertools.islice(mutated_calls(seed=len(codes), services=methods), NUM_MUTATIONS // 6 + 1)
-                codes[f"{service} in {phase}"] = asyncio.run(attack(ported, service, calls))
+                # Each in a process of its own: grpcio calls back into event loops that have ended, which crashes.
+                with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as attacker:
+                    attacked = attacker.submit(attack, ported.target(service), ported.certs, service, seed=len(codes))
+                    codes[f"{service} in {phase}"] = attacked.result()
         client.discard_gradients()
     told = {name: {code.name: count for code, count in counts.items()} for name, counts in codes.items()}
+    log_bytes = {service: log_path(ported.node.state_dir, service).stat().st_size for service in METHODS}
     folder = Path("runs/chaos")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "ports.json").write_text(json.dumps({"seconds": time.monotonic() - started, "answers": told}, indent=2))
+    found = {"seconds": time.monotonic() - started, "answers": told, "log_bytes": log_bytes}
+    (folder / "ports.json").write_text(json.dumps(found, indent=2))
     assert sum(counts.total() for counts in codes.values()) >= NUM_MUTATIONS
     assert not any({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN} & counts.keys() for counts in codes.values()), told
 
 
-async def attack(ported: PortedNode, service: str, calls: Iterator[tuple[str, list[bytes]]]) -> Counter[grpc.StatusCode]:
-    async with open_channel(ported.target(service), credentials=certificate(ported.certs, "operator")) as channel:
-        return await answers(channel, calls)
+def attack(target: str, certs: Path, service: str, *, seed: int) -> Counter[grpc.StatusCode]:
+    async def send() -> Counter[grpc.StatusCode]:
+        calls = itertools.islice(mutated_calls(seed=seed, services=METHODS[service]), NUM_MUTATIONS // 6 + 1)
+        async with open_channel(target, credentials=certificate(certs, "operator")) as channel:
+            return await answers(channel, calls)
+
+    return asyncio.run(send())
 
 
 def test_slow_connections_are_closed_while_a_client_trains(ported: PortedNode) -> None:

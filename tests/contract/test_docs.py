@@ -40,3 +40,7 @@ def test_models_page_has_a_row_for_every_family() -> None:
 
 def test_config_page_is_what_the_schema_says() -> None:
     assert (DOCS / "config.md").read_text() == config_page.page(), "run tools/config_page.py"
+
+
+def test_readme_is_short():
+    assert len((DOCS.parent / "README.md").read_text().splitlines()) <= 120

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import RunningNode, started_node
+from tests.integration.port_node import SERVICES, make_certs, make_tokens, mtls, tokens
+from tests.ports import free_port
 
 _ROOM = 24 * 10**9
 CRITIC_STEPS, CRITIC_LEARNING_RATE = 3, 1e-3
@@ -19,7 +22,19 @@ total_steps = {CRITIC_STEPS}
 
 
 @pytest.fixture(scope="session")
-def roomy() -> Iterator[RunningNode]:
-    """With a critic, and room for everything at once, whatever else the machine does: nothing leaves at a changeover."""
-    with started_node(tables=_TABLES, residency="", overrides=[f"memory.host_budget_bytes={_ROOM}"]) as started:
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Certificates and tokens of `roomy`."""
+    return make_tokens(make_certs(tmp_path_factory.mktemp("lab")))
+
+
+@pytest.fixture(scope="session")
+def roomy(lab: Path) -> Iterator[RunningNode]:
+    """With a critic, and room for everything at once, whatever else the machine does: nothing leaves at a changeover.
+
+    Its services listen on ports with TLS and tokens, its metrics on a plain one.
+    """
+    ports = [f"{place}.listen=127.0.0.1:{free_port()}" for place in (*SERVICES, "metrics")]
+    with started_node(
+        tables=_TABLES, residency="", overrides=[*ports, *mtls(lab)[:2], *tokens(lab), f"memory.host_budget_bytes={_ROOM}"]
+    ) as started:
         yield started

@@ -1,14 +1,27 @@
-"""The Python of README.md and docs/client.md, run unchanged beside the state folder of a running node."""
+"""The Python of README.md and docs/client.md, run unchanged beside the state folder of a running node, and the README's own node."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.conftest import ENVIRONMENT, ROOT, RunningNode
+from tasuki.cli.__main__ import INTERRUPTED
+from tasuki.config.lock import NODE_LOCK, holder
+from tests.conftest import ENVIRONMENT, ROOT, RunningNode, tasuki
+from tests.extent import only_whole
+from tests.integration.node_process import wait_for
+from tests.models import make_model, save_checkpoint
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/client.md"])
@@ -26,3 +39,46 @@ def test_first_client_program_of_the_page_works(page: str, node: RunningNode) ->
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) >= 1
+
+
+@pytest.fixture
+def own_work() -> Iterator[Path]:
+    """A folder with what the README has a user bring: configuration, rewards, data and a model."""
+    folder = Path(tempfile.mkdtemp(prefix="tasuki-"))  # a unix socket's path must be short
+    page = (ROOT / "README.md").read_text()
+    (folder / "node.toml").write_text(block_of(page, "toml", "state_dir"))
+    (folder / "rewards.py").write_text(block_of(page, "python", "def exact"))
+    (folder / "train.jsonl").write_text("".join(json.dumps({"prompt": f"{n}=", "answer": str(n)}) + "\n" for n in range(64)))
+    save_checkpoint(make_model("qwen2", seed=0, max_position_embeddings=1024), folder / "models" / "my-model")
+    yield folder
+    tasuki("down", folder / "node.toml", timeout_s=120)
+    shutil.rmtree(folder)
+
+
+def block_of(page: str, language: str, containing: str) -> str:
+    blocks = re.findall(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    return next(block for block in blocks if containing in block)
+
+
+@only_whole
+@pytest.mark.timeout(1800)
+def test_commands_of_the_readme_work_as_they_stand(own_work: Path) -> None:
+    environment = {**ENVIRONMENT, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{ENVIRONMENT['PATH']}"}
+    activate, *lines = block_of((ROOT / "README.md").read_text(), "sh", "tasuki up").splitlines()
+    assert activate == "source .venv/bin/activate"
+    assert [line.split()[1] for line in lines] == ["doctor", "plan", "up", "train", "watch", "down"]
+    for line in lines:
+        with subprocess.Popen(["bash", "-c", f"exec {line}"], cwd=own_work, env=environment) as command:
+            if " train " in line:  # a hundred steps
+                wait_for((own_work / "runs" / "first" / "metrics.jsonl").exists, within_s=1200)
+            elif " watch " in line:
+                time.sleep(5)
+            else:
+                assert command.wait(600) == 0, line
+                continue
+            assert command.poll() is None, line
+            command.send_signal(signal.SIGINT)
+            assert command.wait(120) == INTERRUPTED, line
+    audited = tasuki("audit", own_work / "runs" / "first", timeout_s=60)
+    assert audited.returncode == 0, audited.stdout
+    assert holder(own_work / "node", name=NODE_LOCK) is None

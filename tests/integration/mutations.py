@@ -73,9 +73,14 @@ def mutated_calls(seed: int, services: frozenset[str]) -> Iterator[tuple[str, li
         path = randomness.choice(methods)
         messages = [message.SerializeToString() for message in VALID.get(f"{path.rpartition('/')[2]}Request", [])] or [b""]
         victim = randomness.randrange(len(messages))
-        for _ in range(randomness.choice((1, 1, 2, 4, 16))):
-            messages[victim] = randomness.choice(_MUTATIONS)(randomness, messages[victim])
+        messages[victim] = mutated(randomness, messages[victim])
         yield path, messages
+
+
+def mutated(randomness: random.Random, message: bytes) -> bytes:
+    for _ in range(randomness.choice((1, 1, 2, 4, 16))):
+        message = randomness.choice(_MUTATIONS)(randomness, message)
+    return message
 
 
 def _turn_bit(randomness: random.Random, message: bytes) -> bytes:

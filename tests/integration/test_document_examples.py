@@ -1,9 +1,12 @@
-"""The examples of README.md and docs/ that need no node: rewards, losses, configuration and imports."""
+"""The examples of README.md and docs/ that need no node: rewards, losses, configuration, imports, and commands on what a run left."""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +15,13 @@ import pytest
 
 import tasuki.client
 from tasuki.algorithms.loss_types import LossConfig
+from tasuki.cli.__main__ import main
 from tasuki.client.encode import loss_to_proto
 from tasuki.config.load import load_config
 from tasuki.trainer.ranks.loss import decode_loss
 from tests.conftest import ENVIRONMENT, ROOT
+from tests.dashboard import RECORDED
+from tests.unit.test_plan_cli import CONFIG
 
 REWARD_ARGUMENTS = """
 from pathlib import Path
@@ -84,3 +90,34 @@ def test_imports_of_the_page_work(page: str, tmp_path: Path) -> None:
     lines = [line for text in blocks(page, "python") for line in text.splitlines() if line.startswith("from tasuki")]
     assert lines
     run("\n".join(lines), tmp_path)
+
+
+@pytest.fixture
+def run_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With all that the pages name: the README's node, its data and a model, and the run that it left."""
+    for folder in ("node", "runs/first", "runs/demo"):
+        shutil.copytree(RECORDED, tmp_path / folder)
+    samples = tmp_path / "runs" / "demo" / "samples"
+    shutil.copy(samples / "step-000008.jsonl", samples / "step-000012.jsonl")
+    shutil.copy(RECORDED / "journal.sqlite", tmp_path)
+    model = tmp_path / "models" / "my-model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "node.toml").write_text(blocks("README.md", "toml")[0])
+    (tmp_path / "rewards.py").write_text(block("README.md", "def exact("))
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", ["audit", "plan", "changeover", "client", "ports"])
+def test_commands_of_the_page_work_as_they_stand(page: str, run_folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [line for text in blocks(f"docs/{page}.md", "sh") for line in text.splitlines()]
+    assert lines
+    for line in lines:
+        program, *arguments = shlex.split(line, comments=True)
+        if program == "tasuki":
+            assert main(arguments) == 0, line
+            assert "".join(capsys.readouterr()), line
+        elif shutil.which("openssl" if "openssl" in line else program):
+            subprocess.run(line, shell=True, check=True, timeout=60)

@@ -6,13 +6,11 @@ import asyncio
 import secrets
 import ssl
 import time
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import grpc
 import pytest
 
-from tasuki.cli import certs
 from tasuki.client import AsyncClient, Credentials
 from tasuki.config.ports import port_targets
 from tasuki.wire.channel import PORT_OPTIONS, open_channel
@@ -160,32 +158,6 @@ async def test_token_file_that_is_deleted_shuts_its_holders_out(tmp_path: Path) 
             (folder / "viewer.token").unlink()
             with pytest.raises(Unauthenticated):
                 await client.state()
-
-
-@pytest.mark.parametrize(("what", "until"), [("expired", -1), ("foreign", 1)])
-async def test_certificate_that_is_expired_or_of_another_authority_is_refused(tmp_path: Path, what: str, until: int) -> None:
-    folder = make_certs(tmp_path / "certs")
-    authority = certs.make_authority() if what == "foreign" else certs.read_authority(folder)
-    pair = certs.issue(
-        authority, "x", spiffe_id="spiffe://tasuki.lab/tasuki/peer", until=datetime.now(UTC) + timedelta(hours=until)
-    )
-    certs.write_pair(folder, "bad", *pair)
-    shown = Credentials(ca=folder / "ca.pem", cert=folder / "bad.pem", key=folder / "bad.key")
-    async with port_node(port_config(tmp_path, *mtls(folder)), folder) as node:
-        async with open_channel(node.target, credentials=shown) as channel:
-            assert await code_of(channel, GET_STATE) is grpc.StatusCode.UNAVAILABLE
-        async with open_channel(node.target, credentials=node.credentials("viewer")) as channel:
-            assert await code_of(channel, GET_STATE) is grpc.StatusCode.OK
-
-
-async def test_certificate_of_the_node_is_no_callers(tmp_path: Path) -> None:
-    folder = make_certs(tmp_path / "certs")
-    shown = Credentials(ca=folder / "ca.pem", cert=folder / "node.pem", key=folder / "node.key")
-    async with (
-        port_node(port_config(tmp_path, *mtls(folder)), folder) as node,
-        open_channel(node.target, credentials=shown) as channel,
-    ):
-        assert await code_of(channel, GET_STATE) is not grpc.StatusCode.OK
 
 
 async def test_connections_that_end_by_their_age_lose_no_call_and_shut_a_lost_authority_out(

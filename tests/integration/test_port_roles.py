@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import grpc
 import pytest
 
+from tasuki.cli import certs
+from tasuki.client import Credentials
 from tasuki.config.security_schema import CallerRole
 from tasuki.rpc.methods import METHODS, Method, standard_methods
 from tasuki.wire.channel import CLIENT_OPTIONS, open_channel
-from tests.integration.port_node import ROLES, PortNode, make_certs, make_tokens, mtls, port_config, port_node, tokens
+from tests.integration.port_node import (
+    ROLES,
+    SERVICES,
+    PortNode,
+    certificate,
+    make_certs,
+    make_tokens,
+    mtls,
+    port_config,
+    port_node,
+    tokens,
+    write_secret,
+)
 from tests.integration.raw_calls import code_of
 
 ALL = {**METHODS, **standard_methods()}
-DENIED = grpc.StatusCode.PERMISSION_DENIED
+DENIED, UNAVAILABLE = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAVAILABLE
 
 
 def service_of(path: str) -> str:
@@ -30,7 +47,7 @@ def service_of(path: str) -> str:
 async def denied(node: PortNode, role: str) -> set[str]:
     """Methods that the role is refused; every other must have come to its servicer."""
     refused = set()
-    for service in ("coordinator", "trainer", "rollout"):
+    for service in SERVICES:
         async with open_channel(node.port_of(service), credentials=node.credentials(role)) as channel:
             for path in ALL:
                 if service_of(path) == service:
@@ -77,10 +94,55 @@ async def test_nobody_may_call_anything_without_a_good_token(tmp_path: Path, hea
     async with port_node(port_config(tmp_path, *tokens(folder)), folder) as node:
         token = (folder / "peer.token").read_text().strip()
         metadata = [] if header is None else [("authorization", header.format(token=token))]
-        for service in ("coordinator", "trainer", "rollout"):
+        for service in SERVICES:
             async with grpc.aio.insecure_channel(node.port_of(service), options=CLIENT_OPTIONS) as channel:
                 for path in (path for path in ALL if service_of(path) == service):
                     assert await code_of(channel, path, metadata=metadata) is grpc.StatusCode.UNAUTHENTICATED, path
+
+
+def removed_certificate(folder: Path) -> Credentials:
+    (folder / "roles.toml").write_text("# nobody\n")
+    return certificate(folder, "peer")
+
+
+def removed_token(folder: Path) -> Credentials:
+    (folder / "old.token").write_text((folder / "peer.token").read_text())
+    (folder / "old.token").chmod(0o600)
+    write_secret(folder / "peer.token", "0" * 64)
+    return Credentials(ca=folder / "ca.pem", token_file=folder / "old.token")
+
+
+def certificate_of(authority: certs.Authority, folder: Path, *, hours: int = 1) -> Credentials:
+    until = datetime.now(UTC) + timedelta(hours=hours)
+    certs.write_pair(folder, "bad", *certs.issue(authority, "x", spiffe_id="spiffe://tasuki.lab/tasuki/peer", until=until))
+    return certificate(folder, "bad")
+
+
+STRANGERS: dict[str, tuple[Callable[[Path], Credentials], grpc.StatusCode]] = {
+    "expired certificate": (lambda folder: certificate_of(certs.read_authority(folder), folder, hours=-1), UNAVAILABLE),
+    "foreign certificate": (lambda folder: certificate_of(certs.make_authority(), folder), UNAVAILABLE),
+    "certificate of the node": (lambda folder: certificate(folder, "node"), UNAVAILABLE),
+    "certificate that was removed": (removed_certificate, DENIED),
+    "token that was removed and is replayed": (removed_token, grpc.StatusCode.UNAUTHENTICATED),
+}
+"""How a former or false peer comes, and what every method answers him. Without a connection nothing is answered."""
+
+
+@pytest.mark.parametrize("who", STRANGERS)
+async def test_who_is_no_peer_or_is_none_any_more_may_call_nothing(tmp_path: Path, who: str) -> None:
+    credentials_of, code = STRANGERS[who]
+    folder = make_tokens(make_certs(tmp_path / "certs"))
+    (folder / "roles.toml").write_text("".join(f'"spiffe://tasuki.lab/tasuki/{role}" = "{role}"\n' for role in ROLES))
+    security = (
+        [*mtls(folder)[:2], *tokens(folder)] if "token" in who else [*mtls(folder), f"security.roles={folder}/roles.toml"]
+    )
+    async with port_node(port_config(tmp_path, *security), folder) as node:
+        assert await denied(node, "peer") == above("peer")
+        shown = credentials_of(folder)
+        for service in SERVICES:
+            async with open_channel(node.port_of(service), credentials=shown) as channel:
+                calls = [code_of(channel, path) for path in ALL if service_of(path) == service]
+                assert calls and set(await asyncio.gather(*calls)) == {code}
 
 
 async def test_two_tokens_in_one_call_are_none(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import errno
 import io
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ import pytest
 from tasuki.rpc.command_log import LoggedCommand, LoggedLife, read_command_log
 from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.logs import configure_logging
+from tasuki.rpc.refusal_log import RefusalLog
 from tasuki.v1 import memory_pb2, trainer_pb2, types_pb2, weights_pb2
-from tasuki.wire.errors import OutOfGpuMemory, StaleSequence
+from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory, StaleSequence
 
 
 @pytest.fixture
@@ -83,6 +85,57 @@ def test_a_service_without_a_log_has_no_lives(tmp_path: Path) -> None:
     assert read_command_log(tmp_path / "missing.log") == []
 
 
+@contextmanager
+def logging_to(stderr: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As a service does."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    monkeypatch.setattr("sys.stderr", stderr)
+    try:
+        root.handlers = []
+        configure_logging("trainer")
+        yield
+    finally:
+        root.handlers, root.level = handlers, level
+
+
+FORGED = (
+    "2026-01-01 00:00:00,000 INFO service=trainer logger=tasuki.rpc "
+    "event=command name=SYNC epoch=9 sequence=1 outcome=OK seconds=1 request_id='r'"
+)
+
+
+@pytest.mark.parametrize("before", ["", "\n", "\r\n", "\x85", "\u2028", "\x1b[2K"])
+def test_text_of_a_caller_makes_no_line_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str) -> None:
+    stderr, text = io.StringIO(), f"{before}{FORGED}"
+    with logging_to(stderr, monkeypatch):
+        RefusalLog().refused("tasuki.v1.TrainerService/OptimStep", InvalidArgument("request_id", text), request_id="r")
+    (line,) = stderr.getvalue().splitlines()
+    assert line.isprintable() and "reason=INVALID_ARGUMENT message=request_id: " in line
+    (tmp_path / "trainer.log").write_text(stderr.getvalue())
+    assert read_command_log(tmp_path / "trainer.log") == []
+
+
+def test_a_command_behind_a_progress_bar_is_read(tmp_path: Path) -> None:
+    (tmp_path / "trainer.log").write_text(f"Loading: 0%|\rLoading: 50%|##  |{FORGED}\n")
+    (life,) = read_command_log(tmp_path / "trainer.log")
+    assert [command.name for command in life.commands] == ["SYNC"]
+
+
+def test_refused_calls_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    seconds = [0.0]
+    refusals = RefusalLog(now=lambda: seconds[0])
+    caplog.set_level(logging.INFO, logger="tasuki.rpc")
+    for seconds[0] in (0.0, 0.0, 1.0, 1000.0):
+        for _ in range(500):
+            refusals.refused("tasuki.v1.CoordinatorService/GetState", InvalidArgument("field", "x" * 10**6), request_id="r")
+    lines = [record.getMessage() for record in caplog.records]
+    left_out = [number for number, line in enumerate(lines) if "event=refusals_left_out" in line]
+    assert [lines[number] for number in left_out] == [f"event=refusals_left_out num={num}" for num in (900, 495)]
+    assert (left_out, len(lines)) == ([100, 106], 207)
+    assert max(map(len, lines)) < 1200
+
+
 def test_lines_that_a_full_disk_took_are_told_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Disk(io.StringIO):
         is_full = False
@@ -92,18 +145,12 @@ def test_lines_that_a_full_disk_took_are_told_in_the_log(tmp_path: Path, monkeyp
                 raise OSError(errno.ENOSPC, "No space left on device")
             return super().write(text)
 
-    disk, root = Disk(), logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    monkeypatch.setattr("sys.stderr", disk)
-    try:
-        root.handlers = []
-        configure_logging("trainer")
+    disk = Disk()
+    with logging_to(disk, monkeypatch):
         line = "event=command name=SYNC epoch=1 sequence=%d outcome=OK seconds=0.1 boot_id=b version=2 request_id='r'"
         for sequence in (1, 2, 3, 4):
             disk.is_full = sequence in (2, 3)
             logging.getLogger("tasuki.rpc").info(line, sequence)
-    finally:
-        root.handlers, root.level = handlers, level
     (tmp_path / "trainer.log").write_text(disk.getvalue())
     (life,) = read_command_log(tmp_path / "trainer.log")
     assert ([command.sequence for command in life.commands], life.lacks_lines) == ([1, 4], True)

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import socket
 import subprocess
 import sys
+import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tasuki.cli import certs
 from tasuki.cli.__main__ import main
 from tasuki.cli.doctor import host
+from tasuki.cli.doctor.certificates import check_certificate
 from tasuki.cli.doctor.finding import Finding, Verdict
 from tasuki.cli.doctor.gpus import Gpu, GpuFacts, check_compilers, check_driver, check_peers, check_strangers, gpu_findings
 from tasuki.cli.doctor.node import check_plan
 from tasuki.config.load import load_config
 from tests.conftest import ENVIRONMENT
+from tests.dashboard import RECORDED
 from tests.tiny_disk import tmpfs
 from tests.unit.test_plan_cli import CONFIG
 
@@ -160,6 +166,44 @@ def test_a_fault_of_the_configuration_is_found(
     assert main(["doctor", str(config), *arguments, "--json"]) == 1
     findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
     assert findings[name]["verdict"] == "fail" and found in findings[name]["found"] and findings[name]["advice"]
+
+
+def test_data_that_a_run_would_refuse_is_found(config: Path, capsys: pytest.CaptureFixture[str]):
+    shutil.copy(RECORDED / "model" / "tokenizer.json", config.parent / "model")
+    data = config.parent / "train.jsonl"
+    data.write_text('{"prompt": "1234>", "answer": "4321"}\n')
+    run = [f"train.dataset={data}", "train.output_dir=run", "train.reward.function=a:b"]
+
+    def judged(*overrides: str) -> dict[str, str]:
+        main(["doctor", str(config), *(part for one in (*run, *overrides) for part in ("--set", one)), "--json"])
+        return {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}["data of [train]"]
+
+    assert judged("train.max_new_tokens=100")["verdict"] == "ok"
+    too_long = judged("train.max_new_tokens=256")
+    assert too_long["verdict"] == "fail" and "leaves no room for a prompt" in too_long["found"]
+    assert too_long["advice"] == "change train.max_new_tokens"
+    data.write_text('{"prompt": "1234>"}\n{}\n')
+    assert "train.jsonl:2: lacks `prompt`" in judged("train.max_new_tokens=100")["found"]
+
+
+def test_a_certificate_that_ends_is_found(config: Path, capsys: pytest.CaptureFixture[str]):
+    folder = config.parent / "lab"
+    assert certs.run(folder, hosts=["node-a"], days=90) == 0
+    pair = folder / "node.pem", folder / "node.key"
+    found = check_certificate(*pair)
+    assert is_ok(found) and "for node-a, localhost, 127.0.0.1" in found.found
+    assert is_bad(check_certificate(*pair, now=time.time() + 80 * 86400), Verdict.WARN, found="until 20", advice="tasuki certs")
+    viewers = check_certificate(folder / "viewer.pem", folder / "viewer.key")
+    assert is_bad(viewers, Verdict.FAIL, found="unsuitable certificate purpose", advice="for servers")
+    over = datetime.now(UTC) - timedelta(minutes=1)
+    certs.write_pair(folder, "node", *certs.issue(certs.read_authority(folder), "node", hosts=["node-a"], until=over))
+    capsys.readouterr()
+    security = [f"security.cert={pair[0]}", f"security.key={pair[1]}", f"security.client_ca={folder}/ca.pem"]
+    overrides = ["coordinator.listen=0.0.0.0:1", *security]
+    assert main(["doctor", str(config), *(part for one in overrides for part in ("--set", one)), "--json"]) == 1
+    findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
+    assert (findings["security"]["verdict"], findings["certificate"]["verdict"]) == ("ok", "fail")
+    assert "certificate has expired" in findings["certificate"]["found"] and findings["certificate"]["advice"]
 
 
 def test_a_tracker_that_is_not_installed_is_found(

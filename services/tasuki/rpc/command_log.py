@@ -8,6 +8,8 @@ from pathlib import Path
 
 from tasuki.rpc.logs import LINES_LOST
 
+# The first one of a line: behind it there may be a caller's text, and before it what a library's progress bar has left.
+_PREFIX = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ service=\S+ logger=\S+ ")
 _LINE = re.compile(
     rf"event=(?:(?P<start>serving) service=|(?P<lost>{LINES_LOST})|command name=(?P<name>\S+) epoch=(?P<epoch>\d+)"
     r" sequence=(?P<sequence>\d+) outcome=(?P<outcome>\S+) seconds=\S+"
@@ -50,7 +52,8 @@ def read_command_log(path: Path) -> list[LoggedLife]:
     """The lives in a log; none when there is no log, or nothing of a service in it."""
     lives = [LoggedLife()]
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
-        found = _LINE.search(line)
+        prefix = _PREFIX.search(line)
+        found = _LINE.match(line, prefix.end() if prefix is not None else 0)
         if found is None:
             continue
         if found["start"]:

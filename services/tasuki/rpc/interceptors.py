@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -25,6 +25,7 @@ from tasuki.rpc.access import Access
 from tasuki.rpc.fleet_caller import FleetFence
 from tasuki.rpc.methods import METHODS, Method, standard_methods, unknown_method
 from tasuki.rpc.metrics import CallMetrics
+from tasuki.rpc.refusal_log import RefusalLog
 from tasuki.rpc.stranger_log import StrangerLog
 from tasuki.wire.errors import DeadlineRequired, InternalError, InvalidArgument, TasukiError, Unauthenticated, to_status
 from tasuki.wire.traced_channel import REQUEST_ID_KEY, TRACEPARENT_KEY, set_status
@@ -49,6 +50,7 @@ class Observers:
 
     metrics: CallMetrics
     tracer: Tracer = NO_TRACER
+    refusals: RefusalLog = field(default_factory=RefusalLog)
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
@@ -178,7 +180,8 @@ async def _observed(method: Method, context: grpc.aio.ServicerContext[Any, Any],
     observers.metrics.started(method)
     with _traced(method, context, observers.tracer, request_id=request_id, outcome=outcome):
         try:
-            async with _errors_mapped(method, context, request_id=request_id, outcome=outcome):
+            refusals = observers.refusals
+            async with _errors_mapped(method, context, request_id=request_id, outcome=outcome, refusals=refusals):
                 await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
                 yield
         finally:
@@ -211,13 +214,15 @@ def _require_deadline(method: Method, context: grpc.aio.ServicerContext[Any, Any
 
 
 @asynccontextmanager
-async def _errors_mapped(method: Method, context: Any, *, request_id: str, outcome: _Outcome) -> AsyncIterator[None]:
+async def _errors_mapped(
+    method: Method, context: Any, *, request_id: str, outcome: _Outcome, refusals: RefusalLog
+) -> AsyncIterator[None]:
     try:
         yield
     except TasukiError as error:
         outcome.code, outcome.reason = error.code, error.reason
-        level = logging.DEBUG if isinstance(error, Unauthenticated) else logging.INFO
-        _log.log(level, "rpc=%s request_id=%s reason=%s message=%s", method.name, request_id, error.reason, error.message)
+        if not isinstance(error, Unauthenticated):  # StrangerLog counts those
+            refusals.refused(method.name, error, request_id=request_id)
         await context.abort_with_status(to_status(error))
     except grpc.aio.AbortError:  # of the health service, which has told its caller
         outcome.code = next(code for code in grpc.StatusCode if code.value[0] == context.code())

@@ -9,6 +9,16 @@ import sys
 LINES_LOST = "log_lines_lost"
 
 
+class _OneLine(logging.Formatter):
+    """Escapes what cannot be printed in a message of ours: text of a caller may be in it, and makes no line of its own."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        if record.name.startswith("tasuki") and not record.message.isprintable():
+            shown = (char if char.isprintable() else char.encode("unicode_escape").decode() for char in record.message)
+            record.message = "".join(shown)
+        return super().formatMessage(record)
+
+
 class _Lines(logging.StreamHandler):
     """Says so, once there is room again, when lines could not be written: an audit must not miss what was never there to find."""
 
@@ -31,9 +41,6 @@ class _Lines(logging.StreamHandler):
 def configure_logging(service: str) -> None:
     """Sets the format once, at the start of a service's process. A crash in native code leaves every thread's Python stack on stderr."""
     faulthandler.enable(file=2)
-    logging.basicConfig(
-        level=logging.INFO,
-        format=f"%(asctime)s %(levelname)s service={service} logger=%(name)s %(message)s",
-        handlers=[_Lines()],
-        force=True,
-    )
+    lines = _Lines()
+    lines.setFormatter(_OneLine(f"%(asctime)s %(levelname)s service={service} logger=%(name)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[lines], force=True)

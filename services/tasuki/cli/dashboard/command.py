@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tasuki.cli.dashboard.places import RunPlace, place_of, place_of_node
 from tasuki.cli.dashboard.server import DashboardServer
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
-from tasuki.wire.address import is_beyond_loopback, split_host_port
+from tasuki.wire.address import is_beyond_loopback, reachable, split_host_port
 from tasuki.wire.errors import InvalidArgument
 
 _NICE = 10
@@ -60,5 +61,6 @@ def make_server(folder: Path | None, *, config: NodeConfig | None, listen: str) 
     token = None if is_open else make_token()
     server = Dashboard(Feed(place), listen, token=token, guard_config=config if is_beyond else None)
     # What is behind the # is sent to nobody, and is in no log.
-    server.url = f"{'https' if is_beyond else 'http'}://{listen}/{'' if token is None else f'#token={token}'}"
+    address = reachable(listen, seen_from=f"{socket.gethostname()}:0")
+    server.url = f"{'https' if is_beyond else 'http'}://{address}/{'' if token is None else f'#token={token}'}"
     return server

@@ -7,19 +7,22 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from tasuki.cli.doctor.certificates import check_certificate
 from tasuki.cli.doctor.finding import Finding, Verdict, fail, ok, warn
 from tasuki.cli.doctor.gpus import Gpu
 from tasuki.cli.doctor.host import check_disk, check_port, check_shared_memory
 from tasuki.config.engine_arguments import check_argument_names
 from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.ports import port_targets
-from tasuki.config.schema import NodeConfig
+from tasuki.config.schema import NodeConfig, SftConfig, TrainConfig
 from tasuki.memory.host import host_memory
 from tasuki.models.shape import ModelShape
 from tasuki.planner.advice import problems
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node_plan import plan_node
 from tasuki.rpc.port import check_ports
+from tasuki.runs.inputs import read_inputs
+from tasuki.runs.sft_training import read_sft
 from tasuki.runs.trackers import check_installed
 from tasuki.supervisor.model_folder import check_model_folders
 from tasuki.wire.address import split_host_port
@@ -37,14 +40,18 @@ def node_findings(config: NodeConfig, gpus: Sequence[Gpu]) -> Iterable[Finding]:
     yield ok("node", f"runs on {config.state_dir}") if runs else ok("node", "does not run")
     model = _checked("model", str(config.model.path), lambda: check_model_folders(config), key="model.path")
     yield model
-    yield _checked("security", _secured(config), lambda: check_ports(config), key="[security]")
+    security = _checked("security", _secured(config), lambda: check_ports(config), key="[security]")
+    yield security
+    if security.verdict is Verdict.OK and config.security.cert is not None and config.security.key is not None:
+        yield check_certificate(config.security.cert, config.security.key)
     arguments = ", ".join(config.rollout.engine) or "none"
     yield _checked("engine arguments", arguments, lambda: _check_engine(config), key="[rollout.engine]")
     endpoint = config.telemetry.endpoint
     yield _checked("tracing", endpoint or "off", lambda: check_tracing_installed(endpoint), key="telemetry.endpoint")
     yield _checked("trackers", ", ".join(config.track.to) or "none", lambda: _check_trackers(config), key="track.to")
-    yield from check_datasets(config)
-    if model.verdict is Verdict.OK:
+    has_model = model.verdict is Verdict.OK
+    yield from check_datasets(config, has_model=has_model)
+    if has_model:
         yield check_plan(config, gpus)
     yield check_shared_memory(num_ranks=max(config.trainer.num_ranks, config.num_engine_ranks))
     yield check_passing("cpu")
@@ -92,19 +99,24 @@ def check_passing(device: str) -> Finding:
     return ok(name, "2 MiB written by one were read by another")
 
 
-def check_datasets(config: NodeConfig) -> Iterable[Finding]:
-    """Whether the files of a run are there; `tasuki train` reads their lines before it starts a node."""
-    for table, run in (("train", config.train), ("sft", config.sft)):
-        if run is None:
-            continue
-        missing = [path for path in (run.dataset, run.eval_dataset) if path is not None and not path.is_file()]
-        if missing:
-            yield fail(f"data of [{table}]", f"{missing[0]} is no file", f"change {table}.dataset or {table}.eval_dataset")
-        else:
-            yield ok(f"data of [{table}]", str(run.dataset))
+def check_datasets(config: NodeConfig, *, has_model: bool) -> Iterable[Finding]:
+    """Whether a run could begin with its data: with the model's tokenizer, as `tasuki train` looks at it before its first step."""
+    if config.train is not None:
+        yield _check_data("train", config.train, (lambda: read_inputs(config)) if has_model else None)
+    if (sft := config.sft) is not None:
+        yield _check_data("sft", sft, (lambda: read_sft(config, sft)) if has_model else None)
 
 
-def _checked(name: str, found: str, check: Callable[[], None], *, key: str) -> Finding:
+def _check_data(table: str, run: TrainConfig | SftConfig, read: Callable[[], object] | None) -> Finding:
+    """read: None without a tokenizer."""
+    name = f"data of [{table}]"
+    missing = [path for path in (run.dataset, run.eval_dataset) if path is not None and not path.is_file()]
+    if missing:
+        return fail(name, f"{missing[0]} is no file", f"change {table}.dataset or {table}.eval_dataset")
+    return ok(name, str(run.dataset)) if read is None else _checked(name, str(run.dataset), read, key=f"{table}.dataset")
+
+
+def _checked(name: str, found: str, check: Callable[[], object], *, key: str) -> Finding:
     """key: to change where an error names none."""
     try:
         check()
