@@ -68,7 +68,7 @@ def test_a_node_with_another_configuration_is_refused_for_good(folder: Path, tas
         fleet.start()
         assert fleet.nodes[1].wait(120) == REFUSED, fleet.logs()
         assert "FLEET_MISMATCH" in fleet.nodes[1].log.read_text()
-        assert "they differ in trainer.learning_rate;" in fleet.nodes[1].log.read_text()
+        assert "node 1 differs from the leader in trainer.learning_rate;" in fleet.nodes[1].log.read_text()
 
 
 def test_two_fleets_do_not_share_a_node(folder: Path, task: Path) -> None:

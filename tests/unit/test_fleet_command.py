@@ -49,7 +49,8 @@ def test_flags_come_before_the_file_and_the_file_before_the_environment(tmp_path
         ({"TASUKI_FLEET": "lab", "NNODES": "2", "NODE_RANK": "0"}, {}, "fleet.leader", "--leader"),
         ({**ENVIRONMENT, "NODE_RANK": "2"}, {}, "fleet", "node_rank = 2 needs num_nodes > 2"),
         (ENVIRONMENT, {"leader": "node-a"}, "fleet.leader", "host and a port"),
-        ({**ENVIRONMENT, "NNODES": "many"}, {}, "NNODES", "must be a number"),
+        ({**ENVIRONMENT, "NNODES": "many"}, {}, "NNODES", "must be a whole number"),
+        ({**ENVIRONMENT, "TASUKI_FLEET": "a b/../c"}, {}, "fleet.name", "must begin with a letter or a digit"),
     ],
 )
 def test_what_nobody_tells_and_what_is_wrong_is_named(

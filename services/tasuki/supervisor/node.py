@@ -33,6 +33,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.planner.budget import check_host_budget
 from tasuki.rpc.port import check_ports
 from tasuki.supervisor.exit_report import node_down
+from tasuki.supervisor.fleet_place import check_place
 from tasuki.supervisor.model_folder import check_model_folders
 from tasuki.supervisor.node_settings import check_node_runs_with
 from tasuki.supervisor.pool import check_pool_room
@@ -102,7 +103,8 @@ def start_node(config: NodeConfig, *, resumes: bool = False, tell: Tell = to_std
     resumes: the trainer goes on where the last one on the state folder was, and not from the model.
 
     Raises NodeRunning when one runs already, PathNotFound or InvalidArgument for the model folder, InvalidArgument for GPUs where there
-    are none, ServiceFailed when a service ends before it serves. Whatever is raised, KeyboardInterrupt included, nothing is left running.
+    are none, ServiceFailed when a service ends before it serves, and as `check_place` for a node of a fleet. Whatever is raised,
+    KeyboardInterrupt included, nothing is left running.
     """
     check_model_folders(config)
     check_gpu_is_shown(config)
@@ -115,6 +117,7 @@ def start_node(config: NodeConfig, *, resumes: bool = False, tell: Tell = to_std
     lock = StateLock.take(config.state_dir, name=NODE_LOCK)
     read_fd, starter_fd = os.pipe()
     try:
+        check_place(config)
         config = with_residency(config, tell=tell)
         save_config(config, config_path(config.state_dir))
         exit_path(config.state_dir).unlink(missing_ok=True)
