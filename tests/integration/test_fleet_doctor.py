@@ -126,6 +126,7 @@ def test_missing_unlike_and_unreachable_nodes_fail(config: NodeConfig) -> None:
 def test_a_fleet_that_is_not_up_fails_and_a_node_without_one_is_not_asked(config: NodeConfig) -> None:
     (finding,) = fleet_findings(config)
     assert finding.verdict is Verdict.FAIL
+    assert finding.found.startswith(f"NODE_DOWN: no node runs on {config.state_dir}")
     assert list(fleet_findings(config.model_copy(update={"fleet": None}))) == []
 
 

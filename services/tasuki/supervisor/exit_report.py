@@ -26,15 +26,15 @@ def read_exit_report(state_dir: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def node_down(state_dir: Path) -> NodeDown:
-    """The error of a call that needs a node, with the cause when nobody asked the last one to end."""
+def node_down(state_dir: Path, *, start: str = "tasuki up CONFIG") -> NodeDown:
+    """The error of a call that needs a node, with the cause when nobody asked the last one to end. start: the command to give."""
     report = read_exit_report(state_dir)
     cause = ""
     if report and not is_requested(report):
         cause = f": the last one ended at {report['time']} because {report['reason']}"
     if first := report.get("first"):
         cause += f" ({describe_exit(report, first)}), see {log_path(state_dir, first)}"
-    return NodeDown(f"no node runs on {state_dir}{cause}; start one with: tasuki up CONFIG", state_dir=state_dir)
+    return NodeDown(f"no node runs on {state_dir}{cause}; start one with: {start}", state_dir=state_dir)
 
 
 def is_requested(report: Mapping[str, Any]) -> bool:

@@ -269,7 +269,10 @@ def _wait_until_serving(config: NodeConfig, *, tell: Tell, supervisor: subproces
             raise DiskFull(state.last_error.partition(": ")[2], path=config.state_dir)
         time.sleep(_POLL_S)
         state = node_state(config)
-    tell(f"the node is up: {types_pb2.Phase.Name(state.phase)}, coordinator at {node_targets(config)['coordinator']}")
+    where = f"coordinator at {node_targets(config)['coordinator']}"
+    if config.fleet is not None:  # whose nodes take commands from it alone
+        where = f"in fleet {config.fleet.name!r}, which clients call at {config.fleet.leader}"
+    tell(f"the node is up: {types_pb2.Phase.Name(state.phase)}, {where}")
 
 
 def node_state(config: NodeConfig) -> coordinator_pb2.NodeState:
