@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 import sys
@@ -17,6 +18,7 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
+from tasuki.cli.missing_nodes import missing_nodes
 from tasuki.cli.node_tables import phase_name, stage_name
 from tasuki.config.fleet_environment import fleet_table
 from tasuki.config.load import load_config
@@ -96,7 +98,7 @@ def up(config: NodeConfig, *, grace_s: float) -> int:
         f"node {fleet.node_rank} of {fleet.num_nodes} in fleet {fleet.name!r}, attempt {fleet.attempt}, led at {fleet.leader}"
     )
     try:
-        node = start_node(config)
+        node = start_node(config, waits_for=functools.partial(missing_nodes, config))
     except TasukiError as error:
         return _code_of_loss(error, config)
     asked = _StopSignal(config, grace_s=grace_s)

@@ -92,7 +92,7 @@ async def _serve(server: RpcServer, fleet: Fleet, nodes: FleetNodes, stop: async
     await server.start()
     stopped = asyncio.create_task(server.serve(stop))
     ended = asyncio.create_task(nodes.ended())
-    work = (asyncio.create_task(nodes.watch_silence()), asyncio.create_task(fleet.recover()))
+    work = [asyncio.create_task(each) for each in (nodes.watch_silence(), nodes.watch_missing(), fleet.recover())]
     try:
         await asyncio.wait({stopped, ended}, return_when=asyncio.FIRST_COMPLETED)
         if ended.done() and not stop.is_set():

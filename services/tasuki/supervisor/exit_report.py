@@ -12,12 +12,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tasuki.config.places import exit_path, log_path
+from tasuki.config.places import REQUESTED_BY, exit_path, log_path
 from tasuki.wire.errors import NodeDown
 
 _log = logging.getLogger("tasuki.supervisor")
-REQUESTED_BY = "asked by"
-"""How the reason begins when somebody stopped the node."""
 
 
 def read_exit_report(state_dir: Path) -> dict[str, Any]:

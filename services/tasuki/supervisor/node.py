@@ -62,7 +62,10 @@ _KEPT_TRAINING_LOGS = 2
 _CALL_TIMEOUT_S = 2.0
 # Beside the engine's own start_timeout_s: the trainer's start on CUDA comes after it.
 _START_MARGIN_S = 300.0
+_TELL_EVERY_S = 15.0
 Tell = Callable[[str], None]
+WaitsFor = Callable[[], str]
+"""A line on what beyond the machine a node waits for; empty when for nothing."""
 
 
 def to_stderr(line: str) -> None:
@@ -97,10 +100,12 @@ class StartedNode:
             self.process.wait()
 
 
-def start_node(config: NodeConfig, *, resumes: bool = False, tell: Tell = to_stderr) -> StartedNode:
+def start_node(
+    config: NodeConfig, *, resumes: bool = False, tell: Tell = to_stderr, waits_for: WaitsFor = lambda: ""
+) -> StartedNode:
     """Starts coordinator, trainer and rollout, and returns when all three serve and the phase is known.
 
-    resumes: the trainer goes on where the last one on the state folder was, and not from the model.
+    resumes: the trainer goes on where the last one on the state folder was, and not from the model. waits_for: asked meanwhile.
 
     Raises NodeRunning when one runs already, PathNotFound or InvalidArgument for the model folder, InvalidArgument for GPUs where there
     are none, ServiceFailed when a service ends before it serves, and as `check_place` for a node of a fleet. Whatever is raised,
@@ -130,7 +135,7 @@ def start_node(config: NodeConfig, *, resumes: bool = False, tell: Tell = to_std
         os.close(read_fd)
     node = StartedNode(config, process, starter_fd=starter_fd)
     try:
-        _wait_until_serving(config, tell=tell, supervisor=process)
+        _wait_until_serving(config, tell=tell, supervisor=process, waits_for=waits_for)
     except BaseException:
         node.stop()
         raise
@@ -245,8 +250,10 @@ def _spawn_supervisor(config: NodeConfig, *, lock_fd: int, read_fd: int) -> subp
         )
 
 
-def _wait_until_serving(config: NodeConfig, *, tell: Tell, supervisor: subprocess.Popen[bytes] | None) -> None:
-    started = time.monotonic()
+def _wait_until_serving(
+    config: NodeConfig, *, tell: Tell, supervisor: subprocess.Popen[bytes] | None, waits_for: WaitsFor = lambda: ""
+) -> None:
+    started = told = time.monotonic()
     deadline = started + config.rollout.start_timeout_s + _START_MARGIN_S
     waiting = {service.name: service for service in node_services(config) if service.target}
     while waiting:
@@ -257,6 +264,10 @@ def _wait_until_serving(config: NodeConfig, *, tell: Tell, supervisor: subproces
         for service in [service for service in waiting.values() if _is_serving(service)]:
             tell(f"{service.name} serves after {time.monotonic() - started:.1f} s")
             del waiting[service.name]
+        if time.monotonic() - told >= _TELL_EVERY_S:
+            told = time.monotonic()
+            if line := waits_for():
+                tell(line)
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"{', '.join(waiting)} did not serve within {deadline - started:.0f} s")
         time.sleep(_POLL_S)

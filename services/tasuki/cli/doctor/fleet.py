@@ -68,7 +68,7 @@ def fleet_findings(config: NodeConfig) -> Iterator[Finding]:
         return
     yield from member_findings(fleet)
     yield _reached(fleet, unreachable)
-    yield clock_finding(connection)
+    yield clock_finding(connection, fleet)
     yield rate_finding(connection, config)
     yield gradients_finding(nodes_rate, config)
 
@@ -188,9 +188,13 @@ def _reached(fleet: fleet_pb2.GetFleetResponse, unreachable: Sequence[str]) -> F
     return ok("fleet ports", f"{num_ports} answer from here")
 
 
-def clock_finding(connection: Connection) -> Finding:
-    found = f"{1000 * connection.skew_s:+.1f} ms against node 0, round trip {1000 * connection.seconds:.1f} ms"
-    if abs(connection.skew_s) > _MAX_SKEW_S:
+def clock_finding(connection: Connection, fleet: fleet_pb2.GetFleetResponse) -> Finding:
+    """By this machine's clock, and by what the other nodes told of theirs."""
+    found = f"{-1000 * connection.skew_s:+.1f} ms against node 0, round trip {1000 * connection.seconds:.1f} ms"
+    others = {member.node.node_rank: member.clock_skew_s for member in fleet.members}
+    wrong = [f"node {rank} {skew_s:+.1f} s" for rank, skew_s in others.items() if abs(skew_s) > _MAX_SKEW_S]
+    if abs(connection.skew_s) > _MAX_SKEW_S or wrong:
+        found = "; ".join([found, *wrong])
         return warn("fleet clock", found, "run chrony or ntpd on all nodes: certificates and journals have times")
     return ok("fleet clock", found)
 
