@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,11 +31,11 @@ _log = logging.getLogger("tasuki.fleet")
 _JOIN_EVERY_S = 1.0
 _UNHEARD = (DeadlineExceeded, PeerUnavailable)
 _LEAVE_TIMEOUT_S = 2.0
-_FOREIGN = "CERTIFICATE_VERIFY_FAILED"
-"""OpenSSL's word, in what gRPC says of a handshake."""
+_FOREIGN = re.compile(r"CERTIFICATE_VERIFY_FAILED(?:: ([\w ]+))?")
+"""OpenSSL's words, in what gRPC says of a handshake."""
 _CLOSED = "Socket closed"
 """What gRPC says when the other end has refused a certificate, and for much else."""
-_ADVICE = "give all nodes certificates of one authority, good today, such as `tasuki certs --fleet` makes"
+_ADVICE = "give all nodes certificates of one authority, good now by their clocks, such as `tasuki certs --fleet` makes"
 
 
 class Membership:
@@ -88,8 +89,9 @@ class Membership:
     async def _check_certificates(self, error: TasukiError) -> None:
         """Raises InvalidArgument when one end does not take the certificate of the other."""
         leader = f"the leader at {self._config.leader}"
-        if _FOREIGN in error.message:
-            raise InvalidArgument("security.client_ca", f"does not sign the certificate of {leader}: {_ADVICE}") from error
+        if found := _FOREIGN.search(error.message):
+            problem = f"does not sign the certificate of {leader} ({found[1] or 'not verified'}): {_ADVICE}"
+            raise InvalidArgument("security.client_ca", problem) from error
         if _CLOSED in error.message and await asyncio.to_thread(self._is_refused):
             raise InvalidArgument("security.cert", f"{leader} does not take this node's certificate: {_ADVICE}") from error
 
