@@ -69,7 +69,7 @@ def start(fleet: RealFleet, name: str, *settings: str, rank: int = 1, environmen
 
 def refusal(fleet: RealFleet, name: str, *settings: str, **given: object) -> str:
     """What a node says that is refused, for good, and before its engine is there."""
-    other = start(fleet, name, *settings, **given)  # pyright: ignore[reportArgumentType]
+    other = start(fleet, name, *settings, **given)
     try:
         assert other.nodes[0].wait(90) == REFUSED, other.logs()
     finally:
