@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from tasuki.memory.stages import Phase, Stage
+from tasuki.memory.stages import Phase, Service, Stage
 from tests.unit.simulated_fleet import FleetFault, SimulatedFleet
 from tests.unit.virtual_time import VirtualTimeLoop
 
@@ -42,6 +42,12 @@ def test_a_node_that_was_away_when_the_fleet_started_is_told_until_it_answers(tm
         assert fleet.fleet.state().last_error == "PEER_UNAVAILABLE: node 0: connection reset"
         await asyncio.sleep(5.0)
         assert (fleet.fleet.state().at, fleet.fleet.state().last_error) == (Stage.LOAD_TRAINER, "")
+        fleet.nodes[0].kill(Service.TRAINER)
+        assert (await fleet.fleet.look()).at is None
+        assert fleet.nodes[0].node.state().last_error.startswith("PEER_UNAVAILABLE: ")
+        await asyncio.sleep(60.0)
+        assert (await fleet.fleet.look()).at is Stage.LOAD_TRAINER
+        assert fleet.nodes[0].node.state().last_error == ""
         await fleet.close()
 
     in_virtual_time(work)
