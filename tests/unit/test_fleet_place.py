@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from tasuki.cli.__main__ import USER_ERROR, main
+from tasuki.cli.doctor.finding import Verdict
+from tasuki.cli.doctor.node import node_findings
 from tasuki.config.load import load_config
 from tasuki.config.lock import NODE_LOCK, StateLock
 from tasuki.config.places import config_path
@@ -37,6 +39,10 @@ def test_a_node_that_the_leader_cannot_call_is_refused_by_key(tmp_path: Path) ->
         ) as refused:
             check_place(node(tmp_path, *PORTS, f"trainer.listen={listen}"))
         assert refused.value.metadata["field"] == "trainer.listen"
+    finding = next(
+        each for each in node_findings(node(tmp_path, *PORTS, "trainer.listen=unix"), []) if each.name == "place in the fleet"
+    )
+    assert (finding.verdict, finding.advice) == (Verdict.FAIL, "change trainer.listen")
 
 
 def test_a_node_whose_certificate_is_not_there_is_refused_by_key(tmp_path: Path) -> None:

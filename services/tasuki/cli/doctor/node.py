@@ -21,6 +21,7 @@ from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node_plan import plan_node
 from tasuki.rpc.port import check_ports
 from tasuki.runs.trackers import check_installed
+from tasuki.supervisor.fleet_place import check_place
 from tasuki.supervisor.model_folder import check_model_folders
 from tasuki.wire.address import split_host_port
 from tasuki.wire.errors import TasukiError
@@ -38,6 +39,8 @@ def node_findings(config: NodeConfig, gpus: Sequence[Gpu]) -> Iterable[Finding]:
     model = _checked("model", str(config.model.path), lambda: check_model_folders(config), key="model.path")
     yield model
     yield _checked("security", _secured(config), lambda: check_ports(config), key="[security]")
+    if config.fleet is not None and not runs:
+        yield _checked("place in the fleet", config.fleet.leader, lambda: check_place(config), key="fleet")
     arguments = ", ".join(config.rollout.engine) or "none"
     yield _checked("engine arguments", arguments, lambda: _check_engine(config), key="[rollout.engine]")
     endpoint = config.telemetry.endpoint
