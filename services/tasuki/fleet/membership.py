@@ -33,6 +33,8 @@ _UNHEARD = (DeadlineExceeded, PeerUnavailable)
 _LEAVE_TIMEOUT_S = 2.0
 _FOREIGN = re.compile(r"CERTIFICATE_VERIFY_FAILED(?:: ([\w ]+))?")
 """OpenSSL's words, in what gRPC says of a handshake."""
+_REFUSED = "Connection refused"
+"""What gRPC says where a machine answers, and no process."""
 _CLOSED = "Socket closed"
 """What gRPC says when the other end has refused a certificate, and for much else."""
 _ADVICE = "give all nodes certificates of one authority, good now by their clocks, such as `tasuki certs --fleet` makes"
@@ -77,14 +79,15 @@ class Membership:
                     self.has_joined.clear()
                     heard = clock()
                 elif self.has_joined.is_set() and silent_s > self._config.node_timeout_s:
-                    text = (
-                        f"the leader at {self._config.leader} was silent for {silent_s:.1f} s, longer than fleet.node_timeout_s"
-                    )
-                    raise FleetEnded(text, node_rank=0) from error
+                    raise FleetEnded(self._silence(silent_s, error), node_rank=0) from error
                 elif silent_s > max(self._start_timeout_s, self._config.node_timeout_s):
                     text = f"no leader answered at {self._config.leader} in {silent_s:.0f} s: {error.message}"
                     raise NotJoined(text, node_rank=self._member.node_rank) from error
             await asyncio.sleep(every_s if self.has_joined.is_set() else _JOIN_EVERY_S)
+
+    def _silence(self, silent_s: float, error: TasukiError) -> str:
+        text = f"the leader at {self._config.leader} was silent for {silent_s:.1f} s, longer than fleet.node_timeout_s"
+        return f"{text}; nobody listens there any more: it was stopped, or has ended" if _REFUSED in error.message else text
 
     async def _check_certificates(self, error: TasukiError) -> None:
         """Raises InvalidArgument when one end does not take the certificate of the other."""
