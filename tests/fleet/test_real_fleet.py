@@ -68,7 +68,7 @@ def test_a_node_with_another_configuration_is_refused_for_good(folder: Path, tas
         fleet.start()
         assert fleet.nodes[1].wait(120) == REFUSED, fleet.logs()
         assert "FLEET_MISMATCH" in fleet.nodes[1].log.read_text()
-        assert "they differ in trainer.learning_rate;" in fleet.nodes[1].log.read_text()
+        assert "node 1 differs from the leader in trainer.learning_rate;" in fleet.nodes[1].log.read_text()
 
 
 def test_two_fleets_do_not_share_a_node(folder: Path, task: Path) -> None:
@@ -83,9 +83,12 @@ def test_two_fleets_do_not_share_a_node(folder: Path, task: Path) -> None:
         assert fleet.num_members() == 1
 
 
-def test_a_node_that_is_stopped_while_it_starts_asks_for_no_other_attempt(folder: Path, task: Path) -> None:
+def test_a_node_that_its_operator_stops_asks_for_no_other_attempt_and_the_others_learn_why(folder: Path, task: Path) -> None:
     with places_of(2) as places, real_fleet(folder, places, base=task) as fleet:
         fleet.start(ranks=[0])
-        wait_for(lambda: fleet.num_members() == 1)
-        fleet.tasuki("down", "--state-dir", fleet.nodes[0].state_dir)
-        assert fleet.nodes[0].wait(60) == 0, fleet.logs()
+        wait_for(lambda: "waiting for node 1 of 2 to join" in fleet.nodes[0].log.read_text())
+        fleet.start(ranks=[1])
+        wait_for(lambda: fleet.num_members() == 2)
+        fleet.tasuki("down", "--state-dir", fleet.nodes[1].state_dir)
+        assert [node.wait(60) for node in fleet.nodes] == [EXIT_FLEET_ENDED, 0], fleet.logs()
+        assert "FLEET_ENDED: fleet: the fleet has ended: node 1 was stopped by its operator" in fleet.nodes[0].log.read_text()

@@ -16,7 +16,6 @@ import pytest
 
 from tasuki.client.async_client import AsyncClient
 from tasuki.client.types import Phase
-from tasuki.config.fleet_schema import FleetConfig
 from tasuki.config.instance import Instance
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.fleet_hold import FleetHold
@@ -27,7 +26,6 @@ from tasuki.fleet.fleet import Fleet
 from tasuki.fleet.journal import FleetJournal
 from tasuki.fleet.lead import make_server
 from tasuki.fleet.member import Member
-from tasuki.fleet.membership import Membership
 from tasuki.fleet.node_peer import GrpcNodePeer
 from tasuki.fleet.nodes import FleetNodes
 from tasuki.rpc.fleet_caller import fleet_metadata
@@ -39,7 +37,6 @@ from tasuki.v1.fleet_pb2_grpc import FleetServiceStub
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceServicer, RolloutServiceStub, add_RolloutServiceServicer_to_server
 from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import (
-    FleetEnded,
     FleetMismatch,
     HeldByFleet,
     InvalidArgument,
@@ -334,35 +331,3 @@ async def test_the_leader_takes_a_rank_once_and_a_node_that_fits(tmp_path: Path)
         assert isinstance(await caught(join(channel, replace(member, boot_id="b2"))), FleetMismatch)
         beat = fleet_pb2.HeartbeatRequest(name="f", attempt=1, node_rank=1, boot_id="b2")
         assert isinstance(await caught(FleetServiceStub(channel).Heartbeat(beat, timeout=TIMEOUT_S)), NotJoined)
-
-
-async def test_a_silent_node_ends_the_fleet_and_the_others_hear_of_it(tmp_path: Path) -> None:
-    leader = leader_address()
-    configs = [config_of(tmp_path, rank, leader, node_timeout_s=0.5) for rank in range(2)]
-    async with leading(configs[0]) as nodes, open_channel(leader) as channel:
-        members = [replace(this_member(config, boot_id=f"b{rank}"), node_rank=rank) for rank, config in enumerate(configs)]
-        living = asyncio.create_task(Membership(channel, members[0], configs[0].fleet, start_timeout_s=30.0).run())
-        await join(channel, members[1])  # and never again a word
-        with pytest.raises(FleetEnded) as told:
-            await asyncio.wait_for(living, 60.0)
-        assert told.value.metadata["node_rank"] == "1"
-        assert "was silent" in told.value.message
-        with pytest.raises(FleetEnded):
-            nodes.all()
-        assert isinstance(await caught(join(channel, members[1])), FleetEnded)
-
-
-async def test_a_node_joins_again_when_the_leader_was_restarted_and_ends_when_it_stays_away(tmp_path: Path) -> None:
-    leader = leader_address()
-    config = config_of(tmp_path, 0, leader, node_timeout_s=2.0)
-    assert isinstance(config.fleet, FleetConfig)
-    async with open_channel(leader) as channel:
-        membership = Membership(channel, this_member(config, boot_id="b0"), config.fleet, start_timeout_s=30.0)
-        living = asyncio.create_task(membership.run())
-        for _ in range(2):
-            async with leading(config) as nodes:
-                async with asyncio.timeout(60.0):
-                    while not nodes.joined:
-                        await asyncio.sleep(0.05)
-        with pytest.raises(FleetEnded, match="the leader at"):
-            await asyncio.wait_for(living, 60.0)

@@ -22,18 +22,24 @@ from tasuki.cli.doctor.fleet import (
     member_findings,
     rate_finding,
 )
+from tasuki.cli.missing_nodes import missing_nodes
 from tasuki.config.load import load_config
 from tasuki.config.places import fleet_target, socket_dir
 from tasuki.config.schema import NodeConfig
+from tasuki.fleet.handshake import is_certificate_refused
 from tasuki.fleet.member import Member
+from tasuki.fleet.membership import Membership
 from tasuki.fleet.nodes import FleetNodes
 from tasuki.fleet.servicer import FleetServicer
+from tasuki.rpc.peer_credentials import peer_credentials
 from tasuki.rpc.port import port_at
 from tasuki.rpc.server import RpcServer
 from tasuki.v1 import fleet_pb2, trainer_pb2
 from tasuki.v1.fleet_pb2_grpc import FleetServiceStub, add_FleetServiceServicer_to_server
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceServicer, add_TrainerServiceServicer_to_server
 from tasuki.wire.channel import open_channel
+from tasuki.wire.credentials import Credentials
+from tasuki.wire.errors import InvalidArgument
 from tests.integration.port_node import make_certs, mtls
 from tests.models import make_model, save_checkpoint
 from tests.ports import free_port
@@ -126,6 +132,7 @@ def test_missing_unlike_and_unreachable_nodes_fail(config: NodeConfig) -> None:
 def test_a_fleet_that_is_not_up_fails_and_a_node_without_one_is_not_asked(config: NodeConfig) -> None:
     (finding,) = fleet_findings(config)
     assert finding.verdict is Verdict.FAIL
+    assert finding.found.startswith(f"NODE_DOWN: no node runs on {config.state_dir}")
     assert list(fleet_findings(config.model_copy(update={"fleet": None}))) == []
 
 
@@ -159,9 +166,51 @@ def test_gpu_nodes_need_ten_times_the_rate(config: NodeConfig) -> None:
     assert [gradients_finding(rate, on_gpus).verdict for rate in (1e8, 1e9, 1e10)] == [Verdict.FAIL, Verdict.WARN, Verdict.OK]
 
 
-def test_a_clock_that_is_wrong_is_told() -> None:
-    assert clock_finding(Connection(0.001, 1e9, -3.0)).verdict is Verdict.WARN
-    assert clock_finding(Connection(0.001, 1e9, 0.01)).verdict is Verdict.OK
+def test_a_clock_that_is_wrong_is_told_on_every_node() -> None:
+    members = [
+        fleet_pb2.FleetMember(node={"node_rank": rank}, clock_skew_s=skew_s) for rank, skew_s in ((0, 0.0), (1, 0.01), (2, 4.2))
+    ]
+    alike, other = fleet_pb2.GetFleetResponse(members=members[:2]), fleet_pb2.GetFleetResponse(members=members)
+    assert clock_finding(Connection(0.001, 1e9, 0.01), alike).verdict is Verdict.OK
+    behind = clock_finding(Connection(0.001, 1e9, 3.0), alike)
+    assert behind.verdict is Verdict.WARN and behind.found.startswith("-3000.0 ms against node 0")
+    on_leader = clock_finding(Connection(0.001, 1e9, 0.0), other)
+    assert on_leader.verdict is Verdict.WARN and on_leader.found.endswith("; node 2 +4.2 s")
+
+
+async def test_a_node_whose_certificate_the_leader_does_not_take_is_refused(config: NodeConfig, folder: Path) -> None:
+    assert config.fleet is not None
+    others = make_certs(folder / "others", is_fleet=True)
+    taken = peer_credentials(config.security)
+    foreign = Credentials(ca=config.security.client_ca, cert=others / "node.pem", key=others / "node.key")
+    target = config.fleet.leader
+    assert not is_certificate_refused(target, taken)  # nobody is there
+    with leader(config, [_member(0, port=_port(config))]):
+        assert not is_certificate_refused(target, taken) and not is_certificate_refused(target, None)
+        async with open_channel(target.replace("localhost", "127.0.0.1"), credentials=foreign) as channel:
+            membership = Membership(
+                channel,
+                _member(1, port=1),
+                config.fleet,
+                start_timeout_s=60.0,
+                is_refused=lambda: is_certificate_refused(target, foreign),
+            )
+            with pytest.raises(
+                InvalidArgument, match="security.cert: .*does not take this node's certificate: give all"
+            ) as refused:
+                await asyncio.wait_for(membership.run(), 20.0)
+    assert refused.value.metadata["field"] == "security.cert"
+
+
+def test_a_node_that_starts_says_for_whom_it_waits(config: NodeConfig) -> None:
+    assert config.fleet is not None
+    assert missing_nodes(config) == f"waiting for node 0, which does not answer at {config.fleet.leader}"
+    with leader(config, [_member(0, port=_port(config))]):
+        assert missing_nodes(config) == "waiting for node 1 of 2 to join"
+        worker = config.model_copy(update={"fleet": config.fleet.model_copy(update={"node_rank": 1})})
+        assert missing_nodes(worker) == "waiting for node 1 of 2 to join"
+    with leader(config, [_member(rank, port=_port(config)) for rank in range(2)]):
+        assert missing_nodes(config) == ""
 
 
 async def test_a_measurement_counts_what_was_sent(config: NodeConfig) -> None:

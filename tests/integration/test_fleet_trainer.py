@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -11,6 +12,8 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
+from tasuki.algorithms.loss_types import Aggregation, LossConfig, ValueLoss
+from tasuki.client.encode import loss_to_proto
 from tasuki.v1.types_pb2 import ROLE_POLICY, TrainingSample
 from tasuki.wire.errors import InvalidArgument, PeerUnavailable, VersionOrder, from_rpc_error
 from tests.extent import only_whole
@@ -20,10 +23,18 @@ from tests.integration.trainer_process import PPO, TrainerClient, TrainerProcess
 from tests.integration.trainer_samples import make_samples
 from tests.limits import limit_s
 from tests.models import VOCAB_SIZE, make_model, save_checkpoint
+from tests.unit.every_loss import EXAMPLES
 
 NUM_STEPS = 20
 HEADER = PPO, ROLE_POLICY
 SETTINGS = 'learning_rate = 1e-3\neps = 1e-3\nmicro_batch_tokens = 64\ncollective_timeout_s = 30\ncompute_dtype = "float32"\n'
+LOSSES = [
+    loss_to_proto(LossConfig(loss=loss, aggregation=aggregation, aggregation_length=16 if aggregation == "constant" else None))
+    for loss, aggregation in zip(
+        [one for one in EXAMPLES if not isinstance(one, ValueLoss)], itertools.cycle(Aggregation), strict=False
+    )
+]
+"""One a step: every loss of a policy, and every aggregation."""
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +79,9 @@ async def test_two_nodes_learn_as_one(folder: Path, model: Path, alone: TrainerP
     async with fleet_of(nodes, model) as fleet, connect(alone) as channel:
         one = TrainerClient(channel)
         for step in range(NUM_STEPS):
-            samples = samples_of(step)
-            expected = await one.forward_backward(samples)
-            got = await fleet.forward_backward(samples, dealt=uneven[step % 2] if step % 5 == 0 else None)
+            samples, loss = samples_of(step), LOSSES[step % len(LOSSES)]
+            expected = await one.forward_backward(samples, loss=loss)
+            got = await fleet.forward_backward(samples, loss=loss, dealt=uneven[step % 2] if step % 5 == 0 else None)
             assert got.loss == pytest.approx(expected.loss, abs=1e-5)
             assert got.denominator == expected.denominator
             assert dict(got.metrics) == pytest.approx(dict(expected.metrics), abs=1e-4)

@@ -15,7 +15,7 @@ from tasuki.cli.state import show_state
 from tasuki.cli.watch import watch
 from tasuki.config.instance import Instance, begin_instance, read_instance
 from tasuki.config.lock import NODE_LOCK, StateLock
-from tasuki.config.places import node_targets, socket_dir
+from tasuki.config.places import log_path, node_targets, socket_dir
 from tasuki.config.save import save_config
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.supervisor.exit_report import write_exit_report
@@ -43,16 +43,18 @@ async def test_services_that_are_away_are_marked_and_the_others_told(
             assert await asyncio.to_thread(show_state, config, as_json=False, must_serve=True) == 0
         with NodeReader(config) as reader:
             snapshot = await asyncio.to_thread(reader.read)
-        assert dict(snapshot.absent) == dict.fromkeys(("trainer", "rollout"), "is being restarted")
+        assert dict(snapshot.absent) == dict.fromkeys(("trainer", "rollout"), "is starting")
         assert snapshot.node.phase == PHASE_TRAIN
         assert snapshot.node.instance_id
         assert Instance(snapshot.node.instance_id, snapshot.node.lock_path) == read_instance(config.state_dir)
         capsys.readouterr()
+        log = log_path(config.state_dir, "supervisor")
+        log.write_text("".join(f"event=restart service={name} number=1\n" for name in ("trainer", "coordinator")))
         assert await asyncio.to_thread(show_state, config, as_json=False) == 0
         text = capsys.readouterr().out
         assert [
             line.split(maxsplit=1)[1].strip() for line in text.splitlines() if line.startswith(("trainer ", "rollout "))
-        ] == ["is being restarted"] * 2
+        ] == ["is being restarted", "is starting"]
         assert await asyncio.to_thread(show_state, config, as_json=False, must_serve=True) == 1
         watching = asyncio.create_task(asyncio.to_thread(watch, config))
         await asyncio.sleep(1.0)

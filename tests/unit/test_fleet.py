@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from tasuki.memory.stages import Phase, Stage
-from tests.unit.simulated_fleet import SimulatedFleet
+from tasuki.memory.stages import Phase, Service, Stage
+from tests.unit.simulated_fleet import FleetFault, SimulatedFleet
 from tests.unit.virtual_time import VirtualTimeLoop
 
 
@@ -29,5 +29,25 @@ def test_all_nodes_come_to_rollout_and_back(tmp_path: Path) -> None:
             assert fleet.fleet.state().at is Stage.LOAD_TRAINER
         found = await fleet.close()
         assert (found.num_decisions, found.num_done, found.num_unanswered) == (2, 4, 0)
+
+    in_virtual_time(work)
+
+
+def test_a_node_that_was_away_when_the_fleet_started_is_told_until_it_answers(tmp_path: Path) -> None:
+    faults = [FleetFault.DROP] * 4
+
+    async def work() -> None:
+        fleet = SimulatedFleet(tmp_path, num_nodes=2, fault=lambda: faults.pop() if faults else None)
+        await asyncio.sleep(0.2)
+        assert fleet.fleet.state().last_error == "PEER_UNAVAILABLE: node 0: connection reset"
+        await asyncio.sleep(5.0)
+        assert (fleet.fleet.state().at, fleet.fleet.state().last_error) == (Stage.LOAD_TRAINER, "")
+        fleet.nodes[0].kill(Service.TRAINER)
+        assert (await fleet.fleet.look()).at is None
+        assert fleet.nodes[0].node.state().last_error.startswith("PEER_UNAVAILABLE: ")
+        await asyncio.sleep(60.0)
+        assert (await fleet.fleet.look()).at is Stage.LOAD_TRAINER
+        assert fleet.nodes[0].node.state().last_error == ""
+        await fleet.close()
 
     in_virtual_time(work)

@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 
-from tasuki.cli.__main__ import _parser
-from tasuki.cli.fleet import fleet_config
+from tasuki.cli.__main__ import USER_ERROR, _parser, main
+from tasuki.cli.fleet import _draw, fleet_config
 from tasuki.config.load import load_beside_node
+from tasuki.config.lock import NODE_LOCK, StateLock
 from tasuki.config.places import client_target, config_path, fleet_target, node_targets
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
 from tasuki.fleet import EXIT_FLEET_ENDED
+from tasuki.supervisor.exit_report import write_exit_report
 from tasuki.supervisor.services import EXIT_REFUSED, node_services
+from tasuki.v1 import fleet_pb2
+from tasuki.v1.coordinator_pb2 import NodeState
 from tasuki.wire.errors import InvalidArgument
 
 ENVIRONMENT = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node-a", "TASUKI_FLEET": "first", "TASUKI_ATTEMPT": "3"}
@@ -49,7 +53,8 @@ def test_flags_come_before_the_file_and_the_file_before_the_environment(tmp_path
         ({"TASUKI_FLEET": "lab", "NNODES": "2", "NODE_RANK": "0"}, {}, "fleet.leader", "--leader"),
         ({**ENVIRONMENT, "NODE_RANK": "2"}, {}, "fleet", "node_rank = 2 needs num_nodes > 2"),
         (ENVIRONMENT, {"leader": "node-a"}, "fleet.leader", "host and a port"),
-        ({**ENVIRONMENT, "NNODES": "many"}, {}, "NNODES", "must be a number"),
+        ({**ENVIRONMENT, "NNODES": "many"}, {}, "NNODES", "must be a whole number"),
+        ({**ENVIRONMENT, "TASUKI_FLEET": "a b/../c"}, {}, "fleet.name", "must begin with a letter or a digit"),
     ],
 )
 def test_what_nobody_tells_and_what_is_wrong_is_named(
@@ -94,3 +99,30 @@ def test_the_command_line(tmp_path: Path) -> None:
     arguments = _parser().parse_args(["fleet", "up", "node.toml", "--node-rank", "1", "--grace-s", "5", "--set", "a.b=1"])
     assert (arguments.node_rank, arguments.num_nodes, arguments.grace_s, arguments.overrides) == (1, None, 5.0, ["a.b=1"])
     assert _parser().parse_args(["fleet", "state", "--state-dir", "x", "--serving"]).serving
+
+
+def test_the_state_of_a_fleet_whose_node_does_not_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = read(tmp_path, node_rank=0)
+    for is_left_behind in (False, True):  # by a node that ran there
+        if is_left_behind:
+            config.state_dir.mkdir()
+            save_config(config, config_path(config.state_dir))
+            write_exit_report(config.state_dir, reason="fleet ended with exit code 75", first="fleet")
+        assert main(["fleet", "state", "--state-dir", str(config.state_dir)]) == USER_ERROR
+        told = capsys.readouterr().err
+        assert told.startswith(f"tasuki: error NODE_DOWN: no node runs on {config.state_dir}")
+        assert told.endswith("start one with: tasuki fleet up CONFIG\n")
+    assert "because fleet ended with exit code 75" in told
+    with StateLock.take(config.state_dir, name=NODE_LOCK):
+        assert main(["fleet", "state", "--state-dir", str(config.state_dir)]) == USER_ERROR
+    assert "PEER_UNAVAILABLE: the node runs, and its fleet service does not answer yet; see" in capsys.readouterr().err
+
+
+def test_the_state_of_a_fleet_names_phase_and_stage_as_people_do(capsys: pytest.CaptureFixture[str]) -> None:
+    fleet = fleet_pb2.GetFleetResponse(name="lab", num_nodes=2)
+    for state, words in (
+        (NodeState(), "between phases, last stage unknown"),
+        (NodeState(phase="PHASE_TRAIN", stage="STAGE_LOAD_TRAINER"), "TRAIN, last stage LOAD_TRAINER"),
+    ):
+        _draw(fleet, state)
+        assert f"0 of 2 nodes, {words}" in capsys.readouterr().out

@@ -35,14 +35,21 @@ def test_a_node_like_the_leader_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "found"),
-    [("version", "0.2.0"), ("num_ranks", 4), ("num_gpus", 0), ("config_digest", "d"), ("model_digest", "n")],
+    ("field", "found", "words"),
+    [
+        ("version", "0.2.0", "has 0.2.0, the fleet has 0.1.0; install"),
+        ("num_ranks", 4, "has 4, the fleet has 8"),
+        ("num_gpus", 0, "has 0, the fleet has 8"),
+        ("config_digest", "d", "another configuration than the leader"),
+        ("model_digest", "n", "node 3 has another model than the leader; give all nodes the same model folder"),
+    ],
 )
-def test_a_node_that_differs_is_refused_by_field(field: str, found: object) -> None:
+def test_a_node_that_differs_is_refused_by_field(field: str, found: object, words: str) -> None:
     error = refusal(replace(NODE, **{field: found}))
     assert isinstance(error, FleetMismatch)
     assert (error.metadata["field"], error.metadata["node_rank"], error.metadata["found"]) == (field, "3", str(found))
     assert error.metadata["expected"] == str(getattr(LEADER, field))
+    assert words in error.message
 
 
 def test_another_fleet_another_size_and_a_rank_beyond_it_are_refused() -> None:
@@ -133,7 +140,9 @@ def test_a_refused_configuration_names_its_keys() -> None:
     node = replace(NODE, config_digest="d", config_keys={"trainer.seed": "x", "rollout.seed": "b", "memory.pool": "e"})
     told = member_from_proto(node.to_proto(), peer="ipv4:10.0.0.4:1")
     given: dict[str, Any] = {"config": CONFIG, "num_nodes": 4, "name": "run-1", "attempt": 2}
-    with pytest.raises(FleetMismatch, match="they differ in memory.pool, train.num_steps, trainer.seed; start all") as refused:
+    with pytest.raises(
+        FleetMismatch, match="node 3 differs from the leader in memory.pool, train.num_steps, trainer.seed; start all"
+    ) as refused:
         check_member(told, leader, **given)
     assert refused.value.metadata["field"] == "config_digest"
     many = replace(node, config_keys={f"a.{number}": "" for number in range(9)})

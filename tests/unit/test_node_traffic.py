@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from tasuki.cli.__main__ import main
+from tasuki.cli.__main__ import USER_ERROR, main
 from tasuki.planner.layout import GB, Layout
 from tasuki.planner.node_traffic import node_traffic
 from tasuki.planner.presets import MODELS
 from tasuki.wire.errors import InvalidArgument
+from tests.unit.test_plan_cli import CONFIG
 
 LAYOUT = Layout(model=MODELS["qwen2.5-7b"], num_gpus=8, num_ranks=8, gpu_bytes=141 * GB, host_bytes=2000 * GB, num_engines=8)
+
+PORTS = [
+    part
+    for port, service in enumerate(("coordinator", "trainer", "rollout"), start=50050)
+    for part in ("--set", f"{service}.listen=0.0.0.0:{port}")
+] + ["--set", "security.cert=c", "--set", "security.key=k", "--set", "security.client_ca=a"]
 
 
 def test_gradients_of_a_7b_model_on_two_nodes_cross_once_in_float32() -> None:
@@ -22,7 +30,7 @@ def test_gradients_of_a_7b_model_on_two_nodes_cross_once_in_float32() -> None:
     assert ours.num_bytes == pytest.approx(4 * num_parameters, rel=1e-3)
     assert half.num_bytes == pytest.approx(2 * num_parameters, rel=1e-3)
     assert fsdp.num_bytes == pytest.approx(4 * num_parameters, rel=1e-3)
-    assert [each.is_available for each in (ours, half, fsdp)] == [True, False, False]
+    assert [each.is_available for each in (ours, half, fsdp)] == [True, True, False]
     assert ours.seconds(3200) == pytest.approx(ours.num_bytes * 8 / 3.2e12)
 
 
@@ -42,6 +50,9 @@ def test_the_command_prints_bytes_and_seconds(capsys: pytest.CaptureFixture[str]
     assert main(arguments) == 0
     assert "Crosses nodes, HSDP: " in (printed := capsys.readouterr().out)
     assert "s at 400 Gb/s" in printed
+    assert (
+        '  or, HSDP with trainer.param_dtype = "bfloat16": ' in printed and "  not available, FSDP over all nodes: " in printed
+    )
     main([*arguments, "--json"])
     rows = json.loads(capsys.readouterr().out)["node_traffic"]
     assert rows[0]["is_available"] and rows[0]["seconds"] == pytest.approx(rows[0]["bytes"] / 50e9)
@@ -50,6 +61,35 @@ def test_the_command_prints_bytes_and_seconds(capsys: pytest.CaptureFixture[str]
 def test_a_model_that_one_node_cannot_hold_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--preset", "70b+", "--nodes", "4"]) == 1
     assert "more nodes do not make it fit" in capsys.readouterr().out
+
+
+def test_a_rate_between_nodes_needs_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--preset", "balanced", "--network-gbit", "400"]) == USER_ERROR
+    assert "network-gbit: is the rate between nodes, and this plan has one node: give --nodes N, too" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], 'coordinator.listen = "unix" cannot be called from node 0, at node-0:29400: set it to HOST:PORT'),
+        ([*PORTS, "--nodes", "3"], "Crosses nodes, HSDP: "),
+        (["--set", "fleet.leader=127.0.0.1:29400"], "Crosses nodes, HSDP: "),
+        (["--set", "fleet.num_nodes=0"], "fleet.num_nodes: "),
+    ],
+)
+def test_a_fleet_is_planned_before_a_scheduler_places_it(
+    tmp_path: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
+    file = tmp_path / "node.toml"
+    file.write_text('state_dir = "state"\n[model]\npath = "model"\n[fleet]\nnum_nodes = 2\n')
+    main(["plan", str(file), *arguments])
+    told = capsys.readouterr()
+    assert said in told.out + told.err
+    file.write_text('state_dir = "state"\n[model]\npath = "model"\n[fleet]\nnode_timeout_s = 5.0\n')
+    assert main(["plan", str(file)]) == USER_ERROR
+    assert "nodes: [fleet] of CONFIG leaves num_nodes to a scheduler: give --nodes N" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rate", ["0", "-1", "nan", "inf"])

@@ -202,10 +202,18 @@ class HeartbeatRequest(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     NODE_RANK_FIELD_NUMBER: _builtins.int
     BOOT_ID_FIELD_NUMBER: _builtins.int
+    ENDS_BECAUSE_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     attempt: _builtins.int
     node_rank: _builtins.int
     boot_id: _builtins.str
+    ends_because: _builtins.str
+    """Why the node ends now, such as "was stopped by its operator"; empty while it lives on."""
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """The node's clock."""
+
     def __init__(
         self,
         *,
@@ -213,10 +221,12 @@ class HeartbeatRequest(_message.Message):
         attempt: _builtins.int = ...,
         node_rank: _builtins.int = ...,
         boot_id: _builtins.str = ...,
+        ends_because: _builtins.str = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "boot_id", b"boot_id", "name", b"name", "node_rank", b"node_rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "boot_id", b"boot_id", "ends_because", b"ends_because", "name", b"name", "node_rank", b"node_rank", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -308,8 +318,11 @@ class FleetMember(_message.Message):
     NODE_FIELD_NUMBER: _builtins.int
     JOIN_TIME_FIELD_NUMBER: _builtins.int
     SILENT_S_FIELD_NUMBER: _builtins.int
+    CLOCK_SKEW_S_FIELD_NUMBER: _builtins.int
     silent_s: _builtins.float
     """Since the last Heartbeat."""
+    clock_skew_s: _builtins.float
+    """The node's clock less the leader's, at the last Heartbeat; unknown before the first."""
     @_builtins.property
     def node(self) -> Global___FleetNode: ...
     @_builtins.property
@@ -320,12 +333,15 @@ class FleetMember(_message.Message):
         node: Global___FleetNode | None = ...,
         join_time: _timestamp_pb2.Timestamp | None = ...,
         silent_s: _builtins.float = ...,
+        clock_skew_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["join_time", b"join_time", "node", b"node"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_clock_skew_s", b"_clock_skew_s", "clock_skew_s", b"clock_skew_s", "join_time", b"join_time", "node", b"node"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["join_time", b"join_time", "node", b"node", "silent_s", b"silent_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clock_skew_s", b"_clock_skew_s", "clock_skew_s", b"clock_skew_s", "join_time", b"join_time", "node", b"node", "silent_s", b"silent_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__clock_skew_s: _TypeAlias = _typing.Literal["clock_skew_s"]  # noqa: Y015
+    _WhichOneofArgType__clock_skew_s: _TypeAlias = _typing.Literal["_clock_skew_s", b"_clock_skew_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__clock_skew_s) -> _WhichOneofReturnType__clock_skew_s | None: ...
 
 Global___FleetMember: _TypeAlias = FleetMember  # noqa: Y015
 

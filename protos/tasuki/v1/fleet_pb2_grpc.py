@@ -74,7 +74,7 @@ class FleetServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """Tells that a node lives. A node that is silent for `fleet.node_timeout_s` ends the fleet.
+        """Tells that a node lives, or that it ends now. A node that ends, or is silent for `fleet.node_timeout_s`, ends the fleet.
 
         Phase: any. Repeat: harmless.
         Errors: UNAVAILABLE/NOT_JOINED when the leader does not know this start of the node, which is to join again; ABORTED/STALE_EPOCH;

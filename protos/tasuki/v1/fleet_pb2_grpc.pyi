@@ -42,7 +42,7 @@ class FleetServiceStub:
     an address that the leader cannot call.
     """
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.HeartbeatRequest, _fleet_pb2.HeartbeatResponse]
-    """Tells that a node lives. A node that is silent for `fleet.node_timeout_s` ends the fleet.
+    """Tells that a node lives, or that it ends now. A node that ends, or is silent for `fleet.node_timeout_s`, ends the fleet.
 
     Phase: any. Repeat: harmless.
     Errors: UNAVAILABLE/NOT_JOINED when the leader does not know this start of the node, which is to join again; ABORTED/STALE_EPOCH;
@@ -71,7 +71,7 @@ class FleetServiceAsyncStub(FleetServiceStub):
     an address that the leader cannot call.
     """
     Heartbeat: _aio.UnaryUnaryMultiCallable[_fleet_pb2.HeartbeatRequest, _fleet_pb2.HeartbeatResponse]  # type: ignore[assignment]
-    """Tells that a node lives. A node that is silent for `fleet.node_timeout_s` ends the fleet.
+    """Tells that a node lives, or that it ends now. A node that ends, or is silent for `fleet.node_timeout_s`, ends the fleet.
 
     Phase: any. Repeat: harmless.
     Errors: UNAVAILABLE/NOT_JOINED when the leader does not know this start of the node, which is to join again; ABORTED/STALE_EPOCH;
@@ -109,7 +109,7 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _fleet_pb2.HeartbeatRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.HeartbeatResponse, _abc.Awaitable[_fleet_pb2.HeartbeatResponse]]:
-        """Tells that a node lives. A node that is silent for `fleet.node_timeout_s` ends the fleet.
+        """Tells that a node lives, or that it ends now. A node that ends, or is silent for `fleet.node_timeout_s`, ends the fleet.
 
         Phase: any. Repeat: harmless.
         Errors: UNAVAILABLE/NOT_JOINED when the leader does not know this start of the node, which is to join again; ABORTED/STALE_EPOCH;

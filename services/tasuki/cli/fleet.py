@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +18,25 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
+from tasuki.cli.missing_nodes import missing_nodes
+from tasuki.cli.node_tables import phase_name, stage_name
 from tasuki.config.fleet_environment import fleet_table
 from tasuki.config.load import load_config
-from tasuki.config.lock import TRAINING_LOCK, holder
-from tasuki.config.places import client_target
+from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, holder
+from tasuki.config.places import client_target, log_path
 from tasuki.config.schema import NodeConfig
 from tasuki.fleet import EXIT_FLEET_ENDED
-from tasuki.supervisor.exit_report import is_requested, read_exit_report
+from tasuki.supervisor.exit_report import is_requested, node_down, read_exit_report
 from tasuki.supervisor.node import start_node, to_stderr
 from tasuki.supervisor.post_mortem import why_it_ended
 from tasuki.v1 import coordinator_pb2, fleet_pb2, types_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.fleet_pb2_grpc import FleetServiceStub
 from tasuki.wire.channel import open_blocking_channel
-from tasuki.wire.errors import FleetEnded, InvalidArgument, NodeDown, NotJoined, TasukiError, from_rpc_error
+from tasuki.wire.errors import FleetEnded, InvalidArgument, NodeDown, NotJoined, PeerUnavailable, TasukiError, from_rpc_error
 
 INTERRUPTED = 130
+UP = "tasuki fleet up CONFIG"
 _READ_TIMEOUT_S = 5.0
 _TICK_S = 0.2
 
@@ -93,7 +98,7 @@ def up(config: NodeConfig, *, grace_s: float) -> int:
         f"node {fleet.node_rank} of {fleet.num_nodes} in fleet {fleet.name!r}, attempt {fleet.attempt}, led at {fleet.leader}"
     )
     try:
-        node = start_node(config)
+        node = start_node(config, waits_for=functools.partial(missing_nodes, config))
     except TasukiError as error:
         return _code_of_loss(error, config)
     asked = _StopSignal(config, grace_s=grace_s)
@@ -142,11 +147,15 @@ class _StopSignal:
 
 
 def show_state(config: NodeConfig, *, as_json: bool, must_serve: bool) -> int:
-    """Prints the fleet's state, on node 0. must_serve: 1 is returned while nodes are missing or the fleet is at no phase."""
-    with open_blocking_channel(client_target(config)) as channel:
-        fleet: fleet_pb2.GetFleetResponse = _answer(FleetServiceStub(channel).GetFleet, fleet_pb2.GetFleetRequest())
-        request = coordinator_pb2.GetStateRequest()
-        state: coordinator_pb2.NodeState = _answer(CoordinatorServiceStub(channel).GetState, request).state
+    """Prints the fleet's state, on node 0. Raises NodeDown when no node runs there.
+
+    must_serve: 1 is returned while nodes are missing or the fleet is at no phase.
+    """
+    with open_blocking_channel(client_target(config)) as channel, _explained(config):
+        request = fleet_pb2.GetFleetRequest()
+        fleet: fleet_pb2.GetFleetResponse = FleetServiceStub(channel).GetFleet(request, timeout=_READ_TIMEOUT_S)
+        stub = CoordinatorServiceStub(channel)
+        state = stub.GetState(coordinator_pb2.GetStateRequest(), timeout=_READ_TIMEOUT_S).state
     if as_json:
         shown = {"fleet": _plain(fleet), "state": _plain(state)}
         sys.stdout.write(json.dumps(shown, indent=2) + "\n")
@@ -156,11 +165,19 @@ def show_state(config: NodeConfig, *, as_json: bool, must_serve: bool) -> int:
     return 1 if must_serve and not is_whole else 0
 
 
-def _answer(call: Callable[..., Any], request: Any) -> Any:
+@contextmanager
+def _explained(config: NodeConfig) -> Iterator[None]:
+    """Raises what a call to the leader on this machine came to."""
     try:
-        return call(request, timeout=_READ_TIMEOUT_S)
+        yield
     except grpc.RpcError as error:
-        raise from_rpc_error(error) from error
+        known = from_rpc_error(error)
+        if type(known) is not PeerUnavailable:
+            raise known from error
+        if holder(config.state_dir, name=NODE_LOCK) is None:
+            raise node_down(config.state_dir, start=UP) from error
+        log = log_path(config.state_dir, "fleet")
+        raise PeerUnavailable(f"the node runs, and its fleet service does not answer yet; see {log}", peer="fleet") from error
 
 
 def _draw(fleet: fleet_pb2.GetFleetResponse, state: coordinator_pb2.NodeState) -> None:
@@ -172,7 +189,7 @@ def _draw(fleet: fleet_pb2.GetFleetResponse, state: coordinator_pb2.NodeState) -
     console = Console()
     console.print(
         f"fleet {fleet.name!r}, attempt {fleet.attempt}, epoch {fleet.epoch}: {len(fleet.members)} of {fleet.num_nodes} nodes, "
-        f"{types_pb2.Phase.Name(state.phase)}, last stage {types_pb2.Stage.Name(state.stage)}",
+        f"{phase_name(state.phase)}, last stage {stage_name(state.stage) if state.stage else 'unknown'}",
         highlight=False,
         soft_wrap=True,
     )

@@ -61,13 +61,13 @@ def _up(arguments: argparse.Namespace) -> int:
 
 
 def _state(arguments: argparse.Namespace) -> int:
-    from tasuki.cli.fleet import show_state
+    from tasuki.cli.fleet import UP, show_state
     from tasuki.config.load import load_beside_node, load_config
     from tasuki.config.places import config_path
-    from tasuki.wire.errors import NodeDown
+    from tasuki.supervisor.exit_report import node_down
 
     given = None if arguments.config is None else load_beside_node(arguments.config, overrides=arguments.overrides)
     state_dir: Path = arguments.state_dir if given is None else given.state_dir
     if not config_path(state_dir).is_file():
-        raise NodeDown(f"no node runs on {state_dir}; start one with: tasuki fleet up CONFIG", state_dir=state_dir)
+        raise node_down(state_dir, start=UP)
     return show_state(load_config(config_path(state_dir)), as_json=arguments.json, must_serve=arguments.serving)

@@ -12,7 +12,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from tasuki.config.lock import NODE_LOCK, holder
-from tasuki.config.places import node_targets
+from tasuki.config.places import log_path, node_targets
 from tasuki.config.schema import NodeConfig
 from tasuki.supervisor.exit_report import node_down
 from tasuki.v1 import coordinator_pb2, memory_pb2, rollout_pb2, trainer_pb2
@@ -106,10 +106,16 @@ class NodeReader:
             if service == "coordinator" and not has_node and isinstance(known, PeerUnavailable):
                 raise node_down(self._state_dir) from error
             if isinstance(known, PeerUnavailable):
-                absent[service] = "is being restarted" if has_node else "is not there"
+                absent[service] = self._start_of(service) if has_node else "is not there"
             elif isinstance(known, DeadlineExceeded):
                 absent[service] = f"has not answered for {_TIMEOUT_S:.0f} s"
             return nothing
+
+    def _start_of(self, service: str) -> str:
+        """Which start of a service is under way: its supervisor logs those after the first."""
+        log = log_path(self._state_dir, "supervisor")
+        is_again = log.is_file() and f"event=restart service={service} " in log.read_text(errors="replace")
+        return "is being restarted" if is_again else "is starting"
 
     def _usage(self, service: str, absent: dict[str, str]) -> memory_pb2.GetUsageResponse:
         """Nothing while the service's ranks are in the middle of something long: the rest of the node can be told all the same."""

@@ -17,6 +17,8 @@ from tasuki.cli.plan_arguments import DEFAULT_HOST_GB
 from tasuki.cli.plan_report import as_table, show, traffic_lines, traffic_table
 from tasuki.config.engine_arguments import uncounted_arguments
 from tasuki.config.load import load_config
+from tasuki.config.ports import fleet_port_problem
+from tasuki.config.schema import NodeConfig
 from tasuki.models.shape import ModelShape
 from tasuki.planner.advice import advise
 from tasuki.planner.layout import GB, Checkpointing, Layout, Strategy, named_as_given
@@ -39,6 +41,8 @@ _FLAGS = {
     "lora_rank": "lora-rank",
 }
 """Of the command line, by the fields of Layout."""
+_PLANNED_PLACE = {"TASUKI_FLEET": "plan", "NODE_RANK": "0", "MASTER_ADDR": "node-0"}
+"""The place of a node that no scheduler has placed yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,7 @@ class Wishes:
     settings: Mapping[str, Any] | None = None
     """Fields of Layout for a model without a node's TOML."""
     overrides: Sequence[str] = ()
+    num_nodes: int | None = None
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -67,13 +72,15 @@ def run(arguments: argparse.Namespace) -> int:
         strategy=arguments.strategy,
         settings=settings,
         overrides=arguments.overrides,
+        num_nodes=arguments.num_nodes,
     )
     if arguments.plot is not None:
         _check_picture(arguments.plot)
     with named_as_given(_FLAGS):
         layout = layout_of(arguments.config, wishes)
-    check_rate(arguments.network_gbit)
-    traffic = node_traffic(layout, num_nodes=_num_nodes(arguments))
+    num_nodes = _num_nodes(arguments.config, wishes)
+    check_rate(arguments.network_gbit, num_nodes=num_nodes)
+    traffic = node_traffic(layout, num_nodes=num_nodes)
     planned = plan(layout)
     advice = advise(planned)
     if arguments.plot is not None:
@@ -113,20 +120,47 @@ def _of_node(config: Path, wishes: Wishes) -> Layout:
     if wishes.settings or wishes.preset:
         flags = ", ".join([*(wishes.settings or {}), *(["preset"] if wishes.preset else [])])
         raise InvalidArgument("CONFIG", f"a node's TOML says {flags} itself: use --set A.B=VALUE")
-    node = load_config(config, overrides=wishes.overrides)
+    node = _node(config, wishes)
     # On a CPU the figure is not used.
     gpu_bytes = _gpu_bytes(wishes, default=1.0 if node.device == "cpu" else None)
     shape = read_model_shape(node.model.path)
     return node_layout(node, shape, gpu_bytes=gpu_bytes, host_bytes=_host_bytes(wishes), num_gpus=wishes.num_gpus)
 
 
-def _num_nodes(arguments: argparse.Namespace) -> int:
-    if arguments.num_nodes is not None:
-        return arguments.num_nodes
-    config: Path | None = arguments.config
-    if config is None or config.suffix != ".toml":
-        return 1
-    fleet = load_config(config, overrides=arguments.overrides).fleet
+def _node(config: Path, wishes: Wishes) -> NodeConfig:
+    """The node's configuration, whose [fleet] may leave to a scheduler what it tells each node.
+
+    Raises InvalidArgument as load_config, and for a service that node 0 could not call.
+    """
+    try:
+        node = load_config(config, overrides=wishes.overrides)
+    except InvalidArgument as error:
+        if not error.metadata["field"].startswith("fleet."):
+            raise
+        node = _unplaced_node(config, wishes)
+    if problem := fleet_port_problem(node):
+        key, text = problem
+        raise InvalidArgument(key, f"{key} {text}")
+    return node
+
+
+def _unplaced_node(config: Path, wishes: Wishes) -> NodeConfig:
+    from tasuki.cli.fleet import fleet_config
+
+    try:
+        return fleet_config(
+            config, overrides=wishes.overrides, flags={"num_nodes": wishes.num_nodes}, environment=_PLANNED_PLACE
+        )
+    except InvalidArgument as error:
+        if error.metadata["field"] != "fleet.num_nodes" or "nobody tells it" not in error.message:
+            raise
+        raise InvalidArgument("nodes", "[fleet] of CONFIG leaves num_nodes to a scheduler: give --nodes N") from error
+
+
+def _num_nodes(config: Path | None, wishes: Wishes) -> int:
+    if wishes.num_nodes is not None or config is None or config.suffix != ".toml":
+        return 1 if wishes.num_nodes is None else wishes.num_nodes
+    fleet = _node(config, wishes).fleet
     return 1 if fleet is None else fleet.num_nodes
 
 
@@ -134,7 +168,7 @@ def _not_counted(config: Path | None, wishes: Wishes) -> list[str]:
     """Keys of [rollout.engine] that may change what the engine takes."""
     if config is None or config.suffix != ".toml":
         return []
-    node = load_config(config, overrides=wishes.overrides)
+    node = _node(config, wishes)
     return [f"rollout.engine.{name}" for name in uncounted_arguments(node.rollout.engine)]
 
 

@@ -136,9 +136,9 @@ def as_table(planned: Plan, advice: Advice) -> dict[str, Any]:
 def traffic_lines(traffic: Sequence[Traffic], network_gbit: float | None, *, fits: bool) -> list[str]:
     """What crosses nodes, and how long a network takes for it; nothing for one node."""
     lines: list[str] = []
-    for each in traffic:
+    for number, each in enumerate(traffic):
         took = "" if network_gbit is None else f", {each.seconds(network_gbit):.2g} s at {network_gbit:g} Gb/s"
-        kind = "Crosses nodes" if each.is_available else "  instead"
+        kind = "Crosses nodes" if not number else "  or" if each.is_available else "  not available"
         lines.append(f"{kind}, {each.layout}: {gb(each.num_bytes)} GB each way a {each.per}{took}.")
     if traffic and not fits:
         lines.append("Every node of a fleet holds the whole model and its optimizer (HSDP): more nodes do not make it fit.")

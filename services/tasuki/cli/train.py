@@ -26,6 +26,7 @@ from tasuki.runs.sft_training import read_sft
 from tasuki.runs.trackers import check_installed
 from tasuki.runs.tracking import tracked
 from tasuki.runs.training import Loop, Training
+from tasuki.supervisor.fleet_place import check_run
 from tasuki.supervisor.node import running_node
 from tasuki.supervisor.node_settings import adopt_node
 from tasuki.supervisor.post_mortem import explained
@@ -52,6 +53,7 @@ def run(config: NodeConfig, *, config_dir: Path, may_start: bool = True, started
     """
     started = time.monotonic() if started is None else started
     config = adopt_node(config)
+    check_run(config)
     check_trackers(config)
     training = read_training(config)
     check_output(training.settings)
@@ -69,6 +71,7 @@ def resume(config: NodeConfig, *, config_dir: Path, may_start: bool = True) -> i
     """Goes on with the run in the output folder, as `run` would have; begins it when there is none, and does nothing when it has ended."""
     started = time.monotonic()
     config = adopt_node(config)
+    check_run(config)
     check_trackers(config)
     training = read_training(config)
     settings = training.settings

@@ -62,5 +62,5 @@ def _number(environment: Mapping[str, str], names: tuple[str, ...]) -> int | Non
         return None
     text = environment[name]
     if not (text.isascii() and text.isdecimal()):
-        raise InvalidArgument(name, f"is {text!r} in the environment; it must be a number")
+        raise InvalidArgument(name, f"is {text!r} in the environment; it must be a whole number, 0 or more")
     return int(text)

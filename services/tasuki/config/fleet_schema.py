@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from tasuki.config.table import Schema
 from tasuki.wire.address import split_host_port
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def _check_name(name: str) -> str:
+    if _NAME.fullmatch(name) is None:
+        raise ValueError('must begin with a letter or a digit, and have up to 128 letters, digits, ".", "_" and "-"')
+    return name
 
 
 def _check_address(address: str) -> str:
@@ -18,8 +27,8 @@ def _check_address(address: str) -> str:
 class FleetConfig(Schema):
     """The fleet of this node; see docs/fleet.md. `tasuki fleet up` fills it from the variables of Slurm, Kubernetes or torchrun."""
 
-    name: str = Field(min_length=1)
-    """Name of the fleet, the same on all its nodes."""
+    name: Annotated[str, AfterValidator(_check_name)]
+    """Name of the fleet, the same on all its nodes: letters, digits, ".", "_" and "-"."""
     num_nodes: PositiveInt
     """Nodes of the fleet, the same on all of them."""
     node_rank: int = Field(ge=0)

@@ -137,6 +137,10 @@ def archived_config_path(output_dir: Path) -> Path:
     return output_dir / "logs" / "node.toml"
 
 
+REQUESTED_BY = "asked by"
+"""How the reason in `exit_path` begins when somebody stopped the node."""
+
+
 def exit_path(state_dir: Path) -> Path:
-    """What the last node on the folder ended with."""
+    """What the last node on the folder ended with, or ends with."""
     return state_dir / "exit.json"

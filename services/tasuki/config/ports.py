@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from tasuki.config.schema import NodeConfig
 
 UNIX = "unix"
+_PORTS = {"coordinator": 50050, "trainer": 50051, "rollout": 50052}
+"""Of the documents' examples."""
 
 
 def check_listen(listen: str) -> str:
@@ -30,6 +32,19 @@ def port_targets(config: NodeConfig) -> dict[str, str]:
         "rollout": config.rollout.listen,
     }
     return {name: listen for name, listen in listens.items() if listen != UNIX}
+
+
+def fleet_port_problem(config: NodeConfig) -> tuple[str, str] | None:
+    """The key of the first service that the leader of a fleet on other machines could not call, and what to set; else None."""
+    fleet = config.fleet
+    if fleet is None or fleet.num_nodes == 1 or not is_beyond_loopback(fleet.leader):
+        return None
+    listens = {name: getattr(config, name).listen for name in ("coordinator", "trainer", "rollout")}
+    for service, listen in listens.items():
+        if listen == UNIX or not is_beyond_loopback(listen):
+            advice = f'set it to HOST:PORT, such as "0.0.0.0:{_PORTS[service]}", with [security]'
+            return f"{service}.listen", f'= "{listen}" cannot be called from node 0, at {fleet.leader}: {advice}'
+    return None
 
 
 def port_problem(config: NodeConfig) -> tuple[str, str] | None:

@@ -63,7 +63,7 @@ class Node:
         self._operations = Operations(journal, state=self.state)
         self.watchers = self._operations.watchers
         self._num_done = journal.num_done()
-        self._last_error = close_interrupted(journal)
+        self._last_error, self._missed = close_interrupted(journal), ""
 
     def state(self) -> NodeState:
         poison = f"rollout is unusable until it is restarted: {self._readiness.poison}" if self._readiness.poison else ""
@@ -76,7 +76,7 @@ class Node:
             trainer_target=self._trainer_target,
             rollout_target=self._rollout_target,
             num_changeovers=self._num_done,
-            last_error="; ".join(part for part in (self._last_error, poison, self._readiness.waiting) if part),
+            last_error="; ".join(part for part in (self._missed or self._last_error, poison, self._readiness.waiting) if part),
             weights_digest=self._weights_digest() if self._at in _HOLDS_WEIGHTS else b"",
         )
 
@@ -86,7 +86,7 @@ class Node:
             try:
                 await self._look()
             except (PeerUnavailable, StageOrder) as error:
-                self._at, self._last_error = None, f"{error.reason}: {error.message}"
+                self._at, self._missed = None, f"{error.reason}: {error.message}"
             return self.state()
 
     def _weights_digest(self) -> bytes:
@@ -214,10 +214,10 @@ class Node:
         try:
             at = seen.place()
         except StageOrder as error:
-            self._at, self._last_error = None, f"{error.reason}: {error.message}"
+            self._at, self._missed = None, f"{error.reason}: {error.message}"
             raise
         resolve_intents(self._journal, at)
-        self._at = at
+        self._at, self._missed = at, ""
         return at
 
     def _begin(self, request_id: str, seen: Observed, *, target: Phase) -> Changeover:

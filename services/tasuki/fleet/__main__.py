@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import logging
 import signal
 import sys
@@ -19,10 +20,11 @@ import uvloop
 from tasuki.config.instance import read_instance
 from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock
-from tasuki.config.places import socket_dir
+from tasuki.config.places import REQUESTED_BY, exit_path, socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.fleet import EXIT_FLEET_ENDED
 from tasuki.fleet.digests import this_member
+from tasuki.fleet.handshake import is_certificate_refused
 from tasuki.fleet.lead import lead
 from tasuki.fleet.membership import Membership
 from tasuki.rpc.heartbeat import Heartbeat
@@ -65,13 +67,22 @@ async def _run(config: NodeConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     member = await asyncio.to_thread(this_member, config, boot_id=read_instance(config.state_dir).id or uuid.uuid4().hex)
-    channel = open_channel(config.fleet.leader, credentials=peer_credentials(config.security))
-    membership = Membership(channel, member, config.fleet, start_timeout_s=config.rollout.start_timeout_s)
+    leader, credentials = config.fleet.leader, peer_credentials(config.security)
+    channel = open_channel(leader, credentials=credentials)
+    membership = Membership(
+        channel,
+        member,
+        config.fleet,
+        start_timeout_s=config.rollout.start_timeout_s,
+        is_refused=lambda: is_certificate_refused(leader, credentials),
+    )
     leads = config.fleet.node_rank == 0
     serving = asyncio.create_task(lead(config, member, stop) if leads else _wait(stop))
     joining = asyncio.create_task(membership.run())
     try:
         done, _ = await asyncio.wait({serving, joining}, return_when=asyncio.FIRST_COMPLETED)
+        if serving in done and not leads:
+            await membership.leave(_why_it_stops(config.state_dir))
     finally:
         stop.set()
         joining.cancel()
@@ -84,6 +95,13 @@ async def _run(config: NodeConfig) -> None:
         task.result()
     if isinstance(outcome, BaseException):
         raise outcome
+
+
+def _why_it_stops(state_dir: Path) -> str:
+    """As the supervisor reports it before it ends the services."""
+    path = exit_path(state_dir)
+    reason = json.loads(path.read_text())["reason"] if path.is_file() else "its supervisor was killed"
+    return "was stopped by its operator" if reason.startswith(REQUESTED_BY) else f"has stopped: {reason}"
 
 
 async def _wait(stop: asyncio.Event) -> None:

@@ -57,7 +57,7 @@ class Fleet:
         self._operations = Operations(journal, state=self.state)
         self.watchers = self._operations.watchers
         self._num_done = journal.num_done()
-        self._last_error = close_interrupted(journal)
+        self._last_error, self._missed = close_interrupted(journal), ""
 
     @property
     def views(self) -> list[NodeView]:
@@ -74,7 +74,7 @@ class Fleet:
             trainer_target=self._target,
             rollout_target=self._target,
             num_changeovers=self._num_done,
-            last_error=self._last_error,
+            last_error=self._missed or self._last_error,
         )
 
     async def look(self) -> NodeState:
@@ -108,16 +108,17 @@ class Fleet:
                         await self._bring_to(Phase.TRAIN, request_id)
                     elif self._pending() is not None:
                         await self._bring_to(Phase.ROLLOUT, request_id)
+                self._missed = ""
             except TasukiError as error:  # of a changeover journalled, too
                 self._tell_miss(error)
             await asyncio.sleep(0 if self._is_known else _POLL_S)
 
     def _tell_miss(self, error: TasukiError) -> None:
-        """Once in the log, and in the state until a changeover ends."""
+        """Once in the log, and in the state until all nodes have answered."""
         told = f"{error.reason}: {error.message}"
-        if told != self._last_error and not isinstance(error, NotJoined):
+        if told != self._missed and not isinstance(error, NotJoined):
             _log.warning("event=recover_waits reason=%s message=%a", error.reason, error.message)
-            self._last_error = told
+            self._missed = told
 
     async def stop(self) -> None:
         """Cuts the running operation off; its steps stay in the journal without results."""

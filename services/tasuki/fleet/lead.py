@@ -21,13 +21,12 @@ from tasuki.fleet.nodes import FleetNodes
 from tasuki.fleet.servicer import FleetServicer, PlanOfNodes
 from tasuki.rpc import rank_store
 from tasuki.rpc.failpoints import Failpoints
-from tasuki.rpc.port import port_at
+from tasuki.rpc.port import fleet_port
 from tasuki.rpc.rank_store import RankStoreServicer
 from tasuki.rpc.server import RpcServer
 from tasuki.v1.coordinator_pb2_grpc import add_CoordinatorServiceServicer_to_server
 from tasuki.v1.fleet_pb2_grpc import add_FleetServiceServicer_to_server
 from tasuki.v1.rank_store_pb2_grpc import add_RankStoreServiceServicer_to_server
-from tasuki.wire.address import is_beyond_loopback, split_host_port
 from tasuki.wire.errors import FleetEnded
 from tasuki.wire.tracing import NO_TRACER, Tracer, open_tracer
 
@@ -71,9 +70,7 @@ def make_server(
     """On the fleet's port, and on a unix socket in the leader's state folder."""
     assert config.fleet is not None
     address = config.fleet.leader
-    listen = f"0.0.0.0:{split_host_port(address)[1]}" if is_beyond_loopback(address) else address
-    port = port_at(config, listen, key="fleet.leader")
-    server = RpcServer(service="fleet", target=fleet_target(config), port=port, tracer=tracer)
+    server = RpcServer(service="fleet", target=fleet_target(config), port=fleet_port(config), tracer=tracer)
     coordinator = CoordinatorServicer(
         fleet,
         journal,
@@ -95,7 +92,7 @@ async def _serve(server: RpcServer, fleet: Fleet, nodes: FleetNodes, stop: async
     await server.start()
     stopped = asyncio.create_task(server.serve(stop))
     ended = asyncio.create_task(nodes.ended())
-    work = (asyncio.create_task(nodes.watch_silence()), asyncio.create_task(fleet.recover()))
+    work = [asyncio.create_task(each) for each in (nodes.watch_silence(), nodes.watch_missing(), fleet.recover())]
     try:
         await asyncio.wait({stopped, ended}, return_when=asyncio.FIRST_COMPLETED)
         if ended.done() and not stop.is_set():

@@ -107,6 +107,8 @@ _ADVICE = {
     "config_digest": "start all nodes from the same configuration",
     "model_digest": "give all nodes the same model folder",
 }
+_DIGESTS = {"config_digest": "configuration", "model_digest": "model"}
+"""What a field is the digest of: a name says more than two digests, which are in the metadata."""
 
 
 def _require(field: str, expected: object, found: object, member: Member, *, keys: Sequence[str] = ()) -> None:
@@ -116,10 +118,13 @@ def _require(field: str, expected: object, found: object, member: Member, *, key
 
 def _mismatch(field: str, expected: object, found: object, member: Member, *, keys: Sequence[str] = ()) -> FleetMismatch:
     advice = _ADVICE.get(field, "start all nodes with the same [fleet]")
+    problem = f"has {found}, the fleet has {expected}"
     if keys:
         more = f" and {len(keys) - _NAMED_KEYS} more" if len(keys) > _NAMED_KEYS else ""
-        advice = f"they differ in {', '.join(keys[:_NAMED_KEYS])}{more}; {advice}"
-    text = f"{field}: node {member.node_rank} has {found}, the fleet has {expected}; {advice}"
+        problem = f"differs from the leader in {', '.join(keys[:_NAMED_KEYS])}{more}"
+    elif field in _DIGESTS:
+        problem = f"has another {_DIGESTS[field]} than the leader"
+    text = f"{field}: node {member.node_rank} {problem}; {advice}"
     return FleetMismatch(text, field=field, node_rank=member.node_rank, expected=expected, found=found)
 
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
+import time
+from collections.abc import Callable
+from contextlib import suppress
 
 import grpc
 import grpc.aio
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from tasuki.config.fleet_schema import FleetConfig
 from tasuki.fleet.member import Member
@@ -25,22 +30,40 @@ from tasuki.wire.errors import (
 _log = logging.getLogger("tasuki.fleet")
 _JOIN_EVERY_S = 1.0
 _UNHEARD = (DeadlineExceeded, PeerUnavailable)
-_FOREIGN = "CERTIFICATE_VERIFY_FAILED"
-"""OpenSSL's word, in what gRPC says of a handshake."""
+_LEAVE_TIMEOUT_S = 2.0
+_FOREIGN = re.compile(r"CERTIFICATE_VERIFY_FAILED(?:: ([\w ]+))?")
+"""OpenSSL's words, in what gRPC says of a handshake."""
+_REFUSED = "Connection refused"
+"""What gRPC says where a machine answers, and no process."""
+_CLOSED = "Socket closed"
+"""What gRPC says when the other end has refused a certificate, and for much else."""
+_ADVICE = "give all nodes certificates of one authority, good now by their clocks, such as `tasuki certs --fleet` makes"
 
 
 class Membership:
     """`run` returns never; it raises what ends this node's part in the fleet."""
 
-    def __init__(self, channel: grpc.aio.Channel, member: Member, config: FleetConfig, *, start_timeout_s: float) -> None:
-        """channel: to the leader. start_timeout_s: how long a leader that was not there yet is waited for."""
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        member: Member,
+        config: FleetConfig,
+        *,
+        start_timeout_s: float,
+        is_refused: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """channel: to the leader. start_timeout_s: how long a leader that was not there yet is waited for.
+
+        is_refused: whether the leader ends connections of this node's certificate; may block.
+        """
         self._stub = FleetServiceStub(channel)
         self._member, self._config, self._start_timeout_s = member, config, start_timeout_s
+        self._is_refused = is_refused
         self.has_joined = asyncio.Event()
 
     async def run(self) -> None:
         """Raises FleetEnded when the leader says so, or is silent for `fleet.node_timeout_s`; a refusal of Join; NotJoined when no leader
-        came; InvalidArgument for one whose certificate another authority has signed."""
+        came; InvalidArgument for certificates of different authorities."""
         clock = asyncio.get_running_loop().time
         heard = clock()
         every_s = _JOIN_EVERY_S
@@ -50,33 +73,55 @@ class Membership:
                 heard = clock()
             except _UNHEARD as error:
                 silent_s = clock() - heard
-                if not self.has_joined.is_set() and _FOREIGN in error.message:
-                    problem = (
-                        f"does not sign the certificate of the leader at {self._config.leader}: give all nodes certificates of one "
-                        "authority, such as `tasuki certs --fleet` makes"
-                    )
-                    raise InvalidArgument("security.client_ca", problem) from error
+                if not self.has_joined.is_set():
+                    await self._check_certificates(error)
                 if isinstance(error, NotJoined):  # the leader was restarted: it lives, and is to be told at once
                     self.has_joined.clear()
                     heard = clock()
                 elif self.has_joined.is_set() and silent_s > self._config.node_timeout_s:
-                    text = (
-                        f"the leader at {self._config.leader} was silent for {silent_s:.1f} s, longer than fleet.node_timeout_s"
-                    )
-                    raise FleetEnded(text, node_rank=0) from error
+                    raise FleetEnded(self._silence(silent_s, error), node_rank=0) from error
                 elif silent_s > max(self._start_timeout_s, self._config.node_timeout_s):
                     text = f"no leader answered at {self._config.leader} in {silent_s:.0f} s: {error.message}"
                     raise NotJoined(text, node_rank=self._member.node_rank) from error
             await asyncio.sleep(every_s if self.has_joined.is_set() else _JOIN_EVERY_S)
 
+    def _silence(self, silent_s: float, error: TasukiError) -> str:
+        text = f"the leader at {self._config.leader} was silent for {silent_s:.1f} s, longer than fleet.node_timeout_s"
+        return f"{text}; nobody listens there any more: it was stopped, or has ended" if _REFUSED in error.message else text
+
+    async def _check_certificates(self, error: TasukiError) -> None:
+        """Raises InvalidArgument when one end does not take the certificate of the other."""
+        leader = f"the leader at {self._config.leader}"
+        if found := _FOREIGN.search(error.message):
+            problem = f"does not sign the certificate of {leader} ({found[1] or 'not verified'}): {_ADVICE}"
+            raise InvalidArgument("security.client_ca", problem) from error
+        if _CLOSED in error.message and await asyncio.to_thread(self._is_refused):
+            raise InvalidArgument("security.cert", f"{leader} does not take this node's certificate: {_ADVICE}") from error
+
+    async def leave(self, why: str) -> None:
+        """Tells the leader why this node ends, such as "was stopped by its operator". A leader that does not answer is left alone."""
+        if self.has_joined.is_set():
+            with suppress(TasukiError):
+                await _answer(self._stub.Heartbeat(self._beat(ends_because=why), timeout=_LEAVE_TIMEOUT_S))
+
+    def _beat(self, *, ends_because: str = "") -> fleet_pb2.HeartbeatRequest:
+        now = Timestamp()
+        now.FromNanoseconds(time.time_ns())
+        return fleet_pb2.HeartbeatRequest(
+            name=self._config.name,
+            attempt=self._config.attempt,
+            node_rank=self._member.node_rank,
+            boot_id=self._member.boot_id,
+            ends_because=ends_because,
+            time=now,
+        )
+
     async def _tell(self, every_s: float) -> float:
         """Joins, or says that the node lives. Returns how often to say so."""
-        name, attempt = self._config.name, self._config.attempt
         if self.has_joined.is_set():
-            rank, boot_id = self._member.node_rank, self._member.boot_id
-            beat = fleet_pb2.HeartbeatRequest(name=name, attempt=attempt, node_rank=rank, boot_id=boot_id)
-            await _answer(self._stub.Heartbeat(beat, timeout=self._config.node_timeout_s / 2))
+            await _answer(self._stub.Heartbeat(self._beat(), timeout=self._config.node_timeout_s / 2))
             return every_s
+        name, attempt = self._config.name, self._config.attempt
         join = fleet_pb2.JoinRequest(name=name, attempt=attempt, num_nodes=self._config.num_nodes, node=self._member.to_proto())
         answer = await _answer(self._stub.Join(join, timeout=self._config.node_timeout_s / 2))
         self.has_joined.set()

@@ -22,6 +22,7 @@ from tasuki.wire.tracing import NO_TRACER, Tracer
 _log = logging.getLogger("tasuki.fleet")
 _BEATS_PER_TIMEOUT = 5
 _OLD_CALLS_S = 1.0
+_TELL_EVERY_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +40,13 @@ class NodeChannels:
 
 @dataclass(slots=True)
 class Joined:
-    """A node that has joined. times: seconds since 1970, and of a monotonic clock."""
+    """A node that has joined. times: seconds since 1970, and of a monotonic clock. skew_s: of its clock against this one."""
 
     member: Member
     channels: NodeChannels
     join_time: float
     heard: float
+    skew_s: float | None = None
 
 
 class FleetNodes:
@@ -95,14 +97,14 @@ class FleetNodes:
         """Of every node, by rank. Raises as [] does."""
         return [self[rank] for rank in range(self.num_nodes)]
 
-    async def wait_all(self, *, timeout_s: float) -> None:
-        """Returns when all nodes have joined. Raises NotJoined naming those that have not in time."""
-        try:
-            await asyncio.wait_for(self._all_joined.wait(), timeout_s)
-        except TimeoutError as error:
-            missing = [rank for rank in range(self.num_nodes) if rank not in self._joined]
-            text = f"of fleet {self.config.name!r} nodes {', '.join(map(str, missing))} have not joined in {timeout_s:g} s"
-            raise NotJoined(text, node_rank=missing[0] if missing else "") from error
+    async def watch_missing(self, *, every_s: float = _TELL_EVERY_S) -> None:
+        """Logs which nodes have not joined yet, until all have."""
+        while not self._all_joined.is_set():
+            try:
+                await asyncio.wait_for(self._all_joined.wait(), every_s)
+            except TimeoutError:
+                missing = [str(rank) for rank in range(self.num_nodes) if rank not in self._joined]
+                _log.info("event=waits_for_nodes node_ranks=%s joined=%d", ",".join(missing), len(self._joined))
 
     async def join(self, member: Member) -> None:
         """Takes a node in that fits the leader's. Raises FleetMismatch for a rank that another start of a node has, and FleetEnded."""
@@ -120,14 +122,15 @@ class FleetNodes:
         if known is not None:
             await known.channels.close()
 
-    def beat(self, rank: int, *, boot_id: str) -> None:
-        """The node lives. Raises NotJoined when this start of it has not joined, and FleetEnded."""
+    def beat(self, rank: int, *, boot_id: str, skew_s: float | None = None) -> None:
+        """The node lives. skew_s: of its clock against this one. Raises NotJoined when this start of it has not joined, and FleetEnded."""
         if self.error is not None:
             raise self.error
         known = self._joined.get(rank)
         if known is None or known.member.boot_id != boot_id:
             raise NotJoined(f"node {rank} has not joined since it was started; join again", node_rank=rank)
         known.heard = self._clock()
+        known.skew_s = skew_s
 
     def silent_s(self, joined: Joined) -> float:
         return self._clock() - joined.heard

@@ -15,7 +15,7 @@ from tasuki.fleet.member import Member, check_member, member_from_proto
 from tasuki.fleet.nodes import FleetNodes, Joined
 from tasuki.v1 import coordinator_pb2, fleet_pb2, fleet_pb2_grpc
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from tasuki.wire.errors import InvalidArgument, StaleEpoch, from_rpc_error
+from tasuki.wire.errors import FleetEnded, InvalidArgument, StaleEpoch, from_rpc_error
 
 _PLAN_TIMEOUT_S = 60.0
 _MAX_MEASURED_BYTES = 4 << 30
@@ -49,7 +49,11 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                 epoch=request.attempt,
                 current_epoch=config.attempt,
             )
-        self._nodes.beat(request.node_rank, boot_id=request.boot_id)
+        skew_s = request.time.ToNanoseconds() * 1e-9 - time.time() if request.HasField("time") else None
+        self._nodes.beat(request.node_rank, boot_id=request.boot_id, skew_s=skew_s)
+        if request.ends_because:
+            rank = request.node_rank
+            self._nodes.end(FleetEnded(f"node {rank} {request.ends_because}", node_rank=rank), node_rank=rank)
         return fleet_pb2.HeartbeatResponse(num_joined=len(self._nodes.joined))
 
     async def GetFleet(self, request: fleet_pb2.GetFleetRequest, context: _Context) -> fleet_pb2.GetFleetResponse:
@@ -80,7 +84,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         joined_at.FromNanoseconds(int(joined.join_time * 1e9))
         node = joined.member.to_proto()
         node.ClearField("config_keys")
-        return fleet_pb2.FleetMember(node=node, join_time=joined_at, silent_s=round(self._nodes.silent_s(joined), 3))
+        silent_s = round(self._nodes.silent_s(joined), 3)
+        return fleet_pb2.FleetMember(node=node, join_time=joined_at, silent_s=silent_s, clock_skew_s=joined.skew_s)
 
 
 def addresses_of(host: str) -> set[str]:

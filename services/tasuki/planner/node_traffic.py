@@ -26,7 +26,7 @@ class Traffic:
     per: str
     """"step" or "micro-batch"."""
     is_available: bool
-    """Whether it is what a fleet does; the others are there to compare."""
+    """Whether a fleet can be told to do it. The first is what it does as it is configured; the others are there to compare."""
 
     def seconds(self, network_gbit: float) -> float:
         """At `network_gbit` 10^9 bits a second, of all cards of a node together; an estimate without latency and overlap."""
@@ -46,12 +46,14 @@ def node_traffic(layout: Layout, *, num_nodes: int) -> Sequence[Traffic]:
     rows = [Traffic("HSDP", round(2 * crossing * gradients), "step", True)]
     if layout.lora_rank is None and layout.param_bytes > _HALF_BYTES:
         halved = round(2 * crossing * gradients * _HALF_BYTES / layout.param_bytes)
-        rows.append(Traffic('HSDP with trainer.param_dtype = "bfloat16"', halved, "step", False))
+        rows.append(Traffic('HSDP with trainer.param_dtype = "bfloat16"', halved, "step", True))
     rows.append(Traffic("FSDP over all nodes", round(crossing * (2 * gathered + reduced)), "micro-batch", False))
     return rows
 
 
-def check_rate(network_gbit: float | None) -> None:
-    """Raises InvalidArgument for a rate that is none."""
+def check_rate(network_gbit: float | None, *, num_nodes: int) -> None:
+    """Raises InvalidArgument for a rate that is none, and for one between nodes of which there is only one."""
+    if network_gbit is not None and num_nodes == 1:
+        raise InvalidArgument("network-gbit", "is the rate between nodes, and this plan has one node: give --nodes N, too")
     if network_gbit is not None and not (math.isfinite(network_gbit) and network_gbit > 0):
         raise InvalidArgument("network-gbit", f"must be a rate above 0 in 10^9 bits a second, not {network_gbit:g}")

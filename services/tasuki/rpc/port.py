@@ -10,7 +10,7 @@ import grpc
 from tasuki.config.ports import port_targets
 from tasuki.config.schema import NodeConfig
 from tasuki.rpc.access import Access, access_of
-from tasuki.wire.address import is_beyond_loopback
+from tasuki.wire.address import is_beyond_loopback, split_host_port
 from tasuki.wire.credentials import TlsFiles, TlsMaterial
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.reloaded import Reloaded
@@ -55,10 +55,20 @@ def port_at(config: NodeConfig, target: str, *, key: str) -> Port:
     return Port(target=target, access=access_of(config), credentials=_server_credentials(config))
 
 
+def fleet_port(config: NodeConfig) -> Port:
+    """The fleet's port, on node 0. Raises as `port_at`."""
+    assert config.fleet is not None
+    leader = config.fleet.leader
+    listen = f"0.0.0.0:{split_host_port(leader)[1]}" if is_beyond_loopback(leader) else leader
+    return port_at(config, listen, key="fleet.leader")
+
+
 def check_ports(config: NodeConfig) -> None:
-    """Raises what a service that is started now would raise for its port."""
+    """Raises what a service that is started now would raise for its port, and for the certificate that it shows to its fleet."""
     for service in port_targets(config):
         port_of(config, service)
+    if config.fleet is not None:
+        _server_credentials(config)
 
 
 def _server_credentials(config: NodeConfig) -> grpc.ServerCredentials | None:

@@ -12,12 +12,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tasuki.config.places import exit_path, log_path
+from tasuki.config.places import REQUESTED_BY, exit_path, log_path
 from tasuki.wire.errors import NodeDown
 
 _log = logging.getLogger("tasuki.supervisor")
-REQUESTED_BY = "asked by"
-"""How the reason begins when somebody stopped the node."""
 
 
 def read_exit_report(state_dir: Path) -> dict[str, Any]:
@@ -26,15 +24,15 @@ def read_exit_report(state_dir: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def node_down(state_dir: Path) -> NodeDown:
-    """The error of a call that needs a node, with the cause when nobody asked the last one to end."""
+def node_down(state_dir: Path, *, start: str = "tasuki up CONFIG") -> NodeDown:
+    """The error of a call that needs a node, with the cause when nobody asked the last one to end. start: the command to give."""
     report = read_exit_report(state_dir)
     cause = ""
     if report and not is_requested(report):
         cause = f": the last one ended at {report['time']} because {report['reason']}"
     if first := report.get("first"):
         cause += f" ({describe_exit(report, first)}), see {log_path(state_dir, first)}"
-    return NodeDown(f"no node runs on {state_dir}{cause}; start one with: tasuki up CONFIG", state_dir=state_dir)
+    return NodeDown(f"no node runs on {state_dir}{cause}; start one with: {start}", state_dir=state_dir)
 
 
 def is_requested(report: Mapping[str, Any]) -> bool:

@@ -33,6 +33,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.planner.budget import check_host_budget
 from tasuki.rpc.port import check_ports
 from tasuki.supervisor.exit_report import node_down
+from tasuki.supervisor.fleet_place import check_place
 from tasuki.supervisor.model_folder import check_model_folders
 from tasuki.supervisor.node_settings import check_node_runs_with
 from tasuki.supervisor.pool import check_pool_room
@@ -61,7 +62,10 @@ _KEPT_TRAINING_LOGS = 2
 _CALL_TIMEOUT_S = 2.0
 # Beside the engine's own start_timeout_s: the trainer's start on CUDA comes after it.
 _START_MARGIN_S = 300.0
+_TELL_EVERY_S = 15.0
 Tell = Callable[[str], None]
+WaitsFor = Callable[[], str]
+"""A line on what beyond the machine a node waits for; empty when for nothing."""
 
 
 def to_stderr(line: str) -> None:
@@ -96,13 +100,16 @@ class StartedNode:
             self.process.wait()
 
 
-def start_node(config: NodeConfig, *, resumes: bool = False, tell: Tell = to_stderr) -> StartedNode:
+def start_node(
+    config: NodeConfig, *, resumes: bool = False, tell: Tell = to_stderr, waits_for: WaitsFor = lambda: ""
+) -> StartedNode:
     """Starts coordinator, trainer and rollout, and returns when all three serve and the phase is known.
 
-    resumes: the trainer goes on where the last one on the state folder was, and not from the model.
+    resumes: the trainer goes on where the last one on the state folder was, and not from the model. waits_for: asked meanwhile.
 
     Raises NodeRunning when one runs already, PathNotFound or InvalidArgument for the model folder, InvalidArgument for GPUs where there
-    are none, ServiceFailed when a service ends before it serves. Whatever is raised, KeyboardInterrupt included, nothing is left running.
+    are none, ServiceFailed when a service ends before it serves, and as `check_place` for a node of a fleet. Whatever is raised,
+    KeyboardInterrupt included, nothing is left running.
     """
     check_model_folders(config)
     check_gpu_is_shown(config)
@@ -115,6 +122,7 @@ def start_node(config: NodeConfig, *, resumes: bool = False, tell: Tell = to_std
     lock = StateLock.take(config.state_dir, name=NODE_LOCK)
     read_fd, starter_fd = os.pipe()
     try:
+        check_place(config)
         config = with_residency(config, tell=tell)
         save_config(config, config_path(config.state_dir))
         exit_path(config.state_dir).unlink(missing_ok=True)
@@ -127,7 +135,7 @@ def start_node(config: NodeConfig, *, resumes: bool = False, tell: Tell = to_std
         os.close(read_fd)
     node = StartedNode(config, process, starter_fd=starter_fd)
     try:
-        _wait_until_serving(config, tell=tell, supervisor=process)
+        _wait_until_serving(config, tell=tell, supervisor=process, waits_for=waits_for)
     except BaseException:
         node.stop()
         raise
@@ -242,8 +250,10 @@ def _spawn_supervisor(config: NodeConfig, *, lock_fd: int, read_fd: int) -> subp
         )
 
 
-def _wait_until_serving(config: NodeConfig, *, tell: Tell, supervisor: subprocess.Popen[bytes] | None) -> None:
-    started = time.monotonic()
+def _wait_until_serving(
+    config: NodeConfig, *, tell: Tell, supervisor: subprocess.Popen[bytes] | None, waits_for: WaitsFor = lambda: ""
+) -> None:
+    started = told = time.monotonic()
     deadline = started + config.rollout.start_timeout_s + _START_MARGIN_S
     waiting = {service.name: service for service in node_services(config) if service.target}
     while waiting:
@@ -254,6 +264,10 @@ def _wait_until_serving(config: NodeConfig, *, tell: Tell, supervisor: subproces
         for service in [service for service in waiting.values() if _is_serving(service)]:
             tell(f"{service.name} serves after {time.monotonic() - started:.1f} s")
             del waiting[service.name]
+        if time.monotonic() - told >= _TELL_EVERY_S:
+            told = time.monotonic()
+            if line := waits_for():
+                tell(line)
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"{', '.join(waiting)} did not serve within {deadline - started:.0f} s")
         time.sleep(_POLL_S)
@@ -266,7 +280,10 @@ def _wait_until_serving(config: NodeConfig, *, tell: Tell, supervisor: subproces
             raise DiskFull(state.last_error.partition(": ")[2], path=config.state_dir)
         time.sleep(_POLL_S)
         state = node_state(config)
-    tell(f"the node is up: {types_pb2.Phase.Name(state.phase)}, coordinator at {node_targets(config)['coordinator']}")
+    where = f"coordinator at {node_targets(config)['coordinator']}"
+    if config.fleet is not None:  # whose nodes take commands from it alone
+        where = f"in fleet {config.fleet.name!r}, which clients call at {config.fleet.leader}"
+    tell(f"the node is up: {types_pb2.Phase.Name(state.phase)}, {where}")
 
 
 def node_state(config: NodeConfig) -> coordinator_pb2.NodeState:

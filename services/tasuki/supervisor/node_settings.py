@@ -22,7 +22,7 @@ def adopt_node(config: NodeConfig) -> NodeConfig:
     Raises InvalidArgument naming the first key that `config` sets itself and that the node runs without. A critic that no table of
     `config` mentions is left out: the run does not use it.
     """
-    node = _running(config)
+    node = running_settings(config)
     if node is None:
         return config
     _check_same(config.model_dump(exclude=_OF_THE_RUN, exclude_unset=True), node, config.state_dir)
@@ -33,7 +33,7 @@ def adopt_node(config: NodeConfig) -> NodeConfig:
 
 def check_node_runs_with(config: NodeConfig) -> None:
     """Raises InvalidArgument naming the first key, defaults among them, in which the node that runs differs from `config`."""
-    node = _running(config)
+    node = running_settings(config)
     if node is None:
         return
     given = config.model_dump(exclude=_OF_THE_RUN)
@@ -44,7 +44,8 @@ def check_node_runs_with(config: NodeConfig) -> None:
     _check_same(given, node, config.state_dir)
 
 
-def _running(config: NodeConfig) -> NodeConfig | None:
+def running_settings(config: NodeConfig) -> NodeConfig | None:
+    """Of the node that runs on the state folder; None where none does."""
     path = config_path(config.state_dir)
     if holder(config.state_dir, name=NODE_LOCK) is None or not path.is_file():
         return None

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tasuki.config.lock import StateLock
-from tasuki.config.places import exit_path, log_path, restart_request_path
+from tasuki.config.places import REQUESTED_BY, exit_path, log_path, restart_request_path
 from tasuki.config.schema import RestartConfig
-from tasuki.supervisor.exit_report import REQUESTED_BY, write_exit_report
+from tasuki.supervisor.exit_report import write_exit_report
 from tasuki.supervisor.pool import NodePool
 from tasuki.supervisor.processes import SERVICE_VARIABLE, adopt_orphans, die_with_parent, end_descendants, kill_service, reap
 from tasuki.supervisor.resource_tracker import ResourceTracker
@@ -112,6 +112,8 @@ class Supervisor:
             _log.exception("event=failed")
             reason, code = f"the supervisor failed: {type(error).__name__}: {error}", 1
         _log.info("event=stop reason=%s", reason)
+        # A service of a fleet's node tells it to the others.
+        write_exit_report(self._state_dir, reason=reason, first=first)
         try:
             self._end_services()
         finally:

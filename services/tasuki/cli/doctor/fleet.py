@@ -19,12 +19,13 @@ from tasuki.config.places import config_path
 from tasuki.config.schema import NodeConfig
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.rpc.peer_credentials import peer_credentials
+from tasuki.supervisor.exit_report import node_down
 from tasuki.v1 import fleet_pb2, trainer_pb2
 from tasuki.v1.fleet_pb2_grpc import FleetServiceStub
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
 from tasuki.wire.address import is_beyond_loopback
 from tasuki.wire.channel import open_channel
-from tasuki.wire.errors import TasukiError, from_rpc_error
+from tasuki.wire.errors import PeerUnavailable, TasukiError, from_rpc_error
 
 _TIMEOUT_S = 10.0
 _MEASURE_TIMEOUT_S = 60.0
@@ -61,15 +62,25 @@ def fleet_findings(config: NodeConfig) -> Iterator[Finding]:
     try:
         fleet, unreachable, connection, nodes_rate = asyncio.run(_look(config))
     except TasukiError as error:
-        yield fail(
-            "fleet", f"{error.reason}: {error.message}", f"start all nodes; then look again. Leader: {config.fleet.leader}"
-        )
+        told = _why_not(error, config)
+        advice = f"start all nodes; then look again. Leader: {config.fleet.leader}"
+        yield fail("fleet", f"{told.reason}: {told.message}", advice)
         return
     yield from member_findings(fleet)
     yield _reached(fleet, unreachable)
-    yield clock_finding(connection)
+    yield clock_finding(connection, fleet)
     yield rate_finding(connection, config)
     yield gradients_finding(nodes_rate, config)
+
+
+def _why_not(error: TasukiError, config: NodeConfig) -> TasukiError:
+    """Why the fleet could not be looked at: in most cases the node beside which the doctor looks is not up."""
+    assert config.fleet is not None
+    if type(error) is not PeerUnavailable:
+        return error
+    if holder(config.state_dir, name=NODE_LOCK) is None:
+        return node_down(config.state_dir, start="tasuki fleet up CONFIG")
+    return PeerUnavailable(f"this node runs, and no leader answers at {config.fleet.leader}")
 
 
 async def _look(config: NodeConfig) -> tuple[fleet_pb2.GetFleetResponse, list[str], Connection, float | None]:
@@ -177,9 +188,13 @@ def _reached(fleet: fleet_pb2.GetFleetResponse, unreachable: Sequence[str]) -> F
     return ok("fleet ports", f"{num_ports} answer from here")
 
 
-def clock_finding(connection: Connection) -> Finding:
-    found = f"{1000 * connection.skew_s:+.1f} ms against node 0, round trip {1000 * connection.seconds:.1f} ms"
-    if abs(connection.skew_s) > _MAX_SKEW_S:
+def clock_finding(connection: Connection, fleet: fleet_pb2.GetFleetResponse) -> Finding:
+    """By this machine's clock, and by what the other nodes told of theirs."""
+    found = f"{-1000 * connection.skew_s:+.1f} ms against node 0, round trip {1000 * connection.seconds:.1f} ms"
+    others = {member.node.node_rank: member.clock_skew_s for member in fleet.members}
+    wrong = [f"node {rank} {skew_s:+.1f} s" for rank, skew_s in others.items() if abs(skew_s) > _MAX_SKEW_S]
+    if abs(connection.skew_s) > _MAX_SKEW_S or wrong:
+        found = "; ".join([found, *wrong])
         return warn("fleet clock", found, "run chrony or ntpd on all nodes: certificates and journals have times")
     return ok("fleet clock", found)
 

@@ -24,6 +24,7 @@ from tasuki.rpc.port import check_ports
 from tasuki.runs.inputs import read_inputs
 from tasuki.runs.sft_training import read_sft
 from tasuki.runs.trackers import check_installed
+from tasuki.supervisor.fleet_place import check_place
 from tasuki.supervisor.model_folder import check_model_folders
 from tasuki.wire.address import split_host_port
 from tasuki.wire.errors import TasukiError
@@ -44,6 +45,8 @@ def node_findings(config: NodeConfig, gpus: Sequence[Gpu]) -> Iterable[Finding]:
     yield security
     if security.verdict is Verdict.OK and config.security.cert is not None and config.security.key is not None:
         yield check_certificate(config.security.cert, config.security.key)
+    if config.fleet is not None and not runs:
+        yield _checked("place in the fleet", config.fleet.leader, lambda: check_place(config), key="fleet")
     arguments = ", ".join(config.rollout.engine) or "none"
     yield _checked("engine arguments", arguments, lambda: _check_engine(config), key="[rollout.engine]")
     endpoint = config.telemetry.endpoint

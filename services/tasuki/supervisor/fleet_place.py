@@ -1,0 +1,68 @@
+"""A node's place in its fleet, looked at before anything starts: what would otherwise be refused after minutes."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import closing
+
+from tasuki.config.places import client_target
+from tasuki.config.ports import UNIX, fleet_port_problem
+from tasuki.config.schema import NodeConfig
+from tasuki.rpc.client_paths import ClientPaths
+from tasuki.rpc.methods import PathUse
+from tasuki.rpc.port import fleet_port
+from tasuki.supervisor.node_settings import running_settings
+from tasuki.wire.address import split_host_port
+from tasuki.wire.errors import InvalidArgument, NodeRunning, PermissionDenied
+
+
+def check_place(config: NodeConfig) -> None:
+    """Of a node that is to be started. Nothing for one without a fleet.
+
+    Raises InvalidArgument naming the key, and NodeRunning for the leader's port in use.
+    """
+    if config.fleet is None:
+        return
+    if config.fleet.node_rank == 0:
+        _check_is_free(fleet_port(config).target, leader=config.fleet.leader)
+    elif problem := fleet_port_problem(config):
+        key, text = problem
+        raise InvalidArgument(key, f"{key} {text}")
+    _check_output(config, node=config)
+
+
+def check_run(config: NodeConfig) -> None:
+    """Of a run on the node of `config`, which may run already. Raises InvalidArgument beside a node that does not lead its fleet, and for
+    an output folder in which the fleet may not write."""
+    client_target(config)
+    _check_output(config, node=running_settings(config) or config)
+
+
+def _check_output(config: NodeConfig, *, node: NodeConfig) -> None:
+    """A fleet saves through the nodes' ports, which write below `paths.write` alone."""
+    if node.fleet is None or node.trainer.listen == UNIX:
+        return
+    paths = ClientPaths.of(node)
+    for name, table in (("train", config.train), ("sft", config.sft)):
+        if table is None:
+            continue
+        try:
+            paths.check(str(table.output_dir / "checkpoints"), use=PathUse.WRITE)
+        except (InvalidArgument, PermissionDenied) as error:
+            advice = "choose another, or start all nodes with paths.write that has it"
+            raise InvalidArgument(f"{name}.output_dir", f"{error.message}; {advice}") from error
+
+
+def _check_is_free(target: str, *, leader: str) -> None:
+    host, port = split_host_port(target)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            advice = (
+                f"choose another port (--leader, MASTER_PORT) on all nodes; `ss -ltnp sport = :{port}` says who listens there"
+            )
+            problem = f"node 0 cannot serve on {host}:{port}: {error.strerror}; {advice}"
+            raise NodeRunning(f"fleet.leader: {problem}", address=leader) from error

@@ -1,0 +1,80 @@
+"""What is refused before a node of a fleet starts, or a run on it: its addresses, its certificate, the run's output folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tasuki.cli.__main__ import USER_ERROR, main
+from tasuki.cli.doctor.finding import Verdict
+from tasuki.cli.doctor.node import node_findings
+from tasuki.config.load import load_config
+from tasuki.config.lock import NODE_LOCK, StateLock
+from tasuki.config.places import config_path
+from tasuki.config.save import save_config
+from tasuki.config.schema import NodeConfig
+from tasuki.rpc.port import check_ports
+from tasuki.supervisor.fleet_place import check_place, check_run
+from tasuki.wire.errors import InvalidArgument
+
+RUN = '[train]\ndataset = "rows.jsonl"\noutput_dir = "run"\n[train.reward]\nfunction = "a:b"\n'
+PORTS = tuple(f"{service}.listen=0.0.0.0:{5005 + place}" for place, service in enumerate(("coordinator", "trainer", "rollout")))
+SECURITY = ("security.cert=cert.pem", "security.key=cert.key", "security.client_ca=ca.pem")
+
+
+def node(folder: Path, *overrides: str, rank: int = 1, table: str = RUN) -> NodeConfig:
+    file = folder / "node.toml"
+    file.write_text(f'state_dir = "state"\n[model]\npath = "model"\n{table}')
+    fleet = ("fleet.name=lab", "fleet.num_nodes=2", f"fleet.node_rank={rank}", "fleet.leader=node-a:29400")
+    return load_config(file, overrides=[*fleet, *SECURITY, *overrides])
+
+
+def test_a_node_that_the_leader_cannot_call_is_refused_by_key(tmp_path: Path) -> None:
+    check_place(node(tmp_path, *PORTS))
+    check_place(node(tmp_path, "fleet.leader=127.0.0.1:29400"))
+    for listen, shown in (("unix", "unix"), ("127.0.0.1:5006", "127.0.0.1:5006")):
+        with pytest.raises(
+            InvalidArgument, match=f'trainer.listen = "{shown}" cannot be called from node 0, at node-a'
+        ) as refused:
+            check_place(node(tmp_path, *PORTS, f"trainer.listen={listen}"))
+        assert refused.value.metadata["field"] == "trainer.listen"
+    finding = next(
+        each for each in node_findings(node(tmp_path, *PORTS, "trainer.listen=unix"), []) if each.name == "place in the fleet"
+    )
+    assert (finding.verdict, finding.advice) == (Verdict.FAIL, "change trainer.listen")
+
+
+def test_a_node_whose_certificate_is_not_there_is_refused_by_key(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="security.key: .*cert.key cannot be read"):
+        check_ports(node(tmp_path, "fleet.leader=127.0.0.1:29400"))
+
+
+@pytest.mark.parametrize(("table", "key"), [(RUN, "train"), ('[sft]\ndataset = "rows.jsonl"\noutput_dir = "run"\n', "sft")])
+def test_an_output_folder_in_which_no_node_may_write_is_refused_by_key(tmp_path: Path, table: str, key: str) -> None:
+    check_place(node(tmp_path, *PORTS, table=table))
+    check_place(node(tmp_path, *PORTS, f'paths.write=["{tmp_path}"]', table=table))
+    elsewhere = ('paths.write=["/elsewhere"]',)
+    check_place(node(tmp_path, *elsewhere, "fleet.leader=127.0.0.1:29400", table=table))  # over sockets, which write anywhere
+    with pytest.raises(
+        InvalidArgument, match=f"{key}.output_dir: .*below no folder of paths.write.*start all nodes with"
+    ) as refused:
+        check_place(node(tmp_path, *PORTS, *elsewhere, table=table))
+    assert refused.value.metadata["field"] == f"{key}.output_dir"
+
+
+def test_a_run_is_refused_by_the_folders_of_the_node_that_runs(tmp_path: Path) -> None:
+    config = node(tmp_path, *PORTS, rank=0)
+    with StateLock.take(config.state_dir, name=NODE_LOCK):
+        save_config(config, config_path(config.state_dir))
+        check_run(config)
+        with pytest.raises(InvalidArgument, match="train.output_dir: "):
+            check_run(node(tmp_path, *PORTS, "train.output_dir=elsewhere", rank=0))
+
+
+def test_a_run_beside_a_node_that_does_not_lead_is_refused_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = node(tmp_path, *PORTS)
+    with StateLock.take(config.state_dir, name=NODE_LOCK):
+        save_config(config, config_path(config.state_dir))
+        assert main(["train", str(tmp_path / "node.toml")]) == USER_ERROR
+    assert "fleet.node_rank: is 1: clients call node 0, at node-a:29400" in capsys.readouterr().err
