@@ -22,7 +22,7 @@ from tasuki.cli.doctor.fleet import (
     member_findings,
     rate_finding,
 )
-from tasuki.cli.missing_nodes import missing_nodes
+from tasuki.cli.missing_nodes import line_of, missing_nodes
 from tasuki.config.load import load_config
 from tasuki.config.places import fleet_target, socket_dir
 from tasuki.config.schema import NodeConfig
@@ -211,6 +211,8 @@ def test_a_node_that_starts_says_for_whom_it_waits(config: NodeConfig) -> None:
         assert missing_nodes(worker) == "waiting for node 1 of 2 to join"
     with leader(config, [_member(rank, port=_port(config)) for rank in range(2)]):
         assert missing_nodes(config) == ""
+    seen = fleet_pb2.GetFleetResponse(num_nodes=3, members=[fleet_pb2.FleetMember(node={"node_rank": 0})])
+    assert line_of(seen) == "waiting for nodes 1, 2 of 3 to join"
 
 
 async def test_a_measurement_counts_what_was_sent(config: NodeConfig) -> None:

@@ -56,3 +56,6 @@ def test_a_folder_with_another_key_is_left_alone(tmp_path: Path) -> None:
         run(tmp_path, hosts=["a"], days=1)
     with pytest.raises(InvalidArgument, match="at least 1"):
         run(tmp_path / "other", hosts=["a"], days=0)
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidArgument, match="folder: .*/file/certs cannot be made: "):
+        run(tmp_path / "file" / "certs", hosts=["a"], days=1)

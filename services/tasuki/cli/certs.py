@@ -39,7 +39,7 @@ def run(folder: Path, *, hosts: Sequence[str], days: int, is_fleet: bool = False
 
     is_fleet: whether nodes call each other with the node's certificate, which then has the role peer.
 
-    Raises InvalidArgument for a host or a number of days that cannot be, and without the package that makes certificates.
+    Raises InvalidArgument for a host, a number of days or a folder that cannot be, and without the package that makes certificates.
     """
     try:
         import cryptography  # noqa: F401 - looked for, before anything is written
@@ -47,7 +47,10 @@ def run(folder: Path, *, hosts: Sequence[str], days: int, is_fleet: bool = False
         raise InvalidArgument("certs", "needs the package cryptography: pip install 'tasuki[certs]'") from error
     if days < 1:
         raise InvalidArgument("days", f"{days} must be at least 1")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidArgument("folder", f"{folder} cannot be made: {error.strerror}") from error
     if not (folder / "ca.pem").exists() and not (folder / "ca.key").exists():
         _write_authority(folder, make_authority())
     authority = read_authority(folder)
