@@ -311,7 +311,7 @@ class RlLoop:
             done = self.client.forward_backward(samples, self.settings.loss, log_probs_of=wanted)
         shown.add_log_probs(samples, wanted, done.log_probs)
         with step.timed("optim_step"):
-            stepped = self.client.optim_step(schedule_step=step.step)
+            stepped = self.client.optim_step(schedule_step=step.step - self.settings.critic_warmup_steps)
         if stepped.is_skipped:
             step.num_skipped_updates += 1
         else:

@@ -27,6 +27,7 @@ from tasuki.algorithms.loss_types import (
     OldPolicy,
     PolicyGradientLoss,
     PpoLoss,
+    SapoLoss,
     SftLoss,
     ValueLoss,
 )
@@ -50,6 +51,7 @@ LOSSES = {
         loss=GspoLoss(clip_low=0.05, clip_high=0.05), old_policy=OldPolicy.GIVEN, correction=SEQUENCE_CORRECTION
     ),
     "cispo": LossConfig(loss=CispoLoss(clip_high=0.1), old_policy=OldPolicy.GIVEN, correction=CORRECTION, entropy_coef=0.01),
+    "sapo": LossConfig(loss=SapoLoss(), old_policy=OldPolicy.GIVEN, correction=CORRECTION),
     "policy_gradient": LossConfig(loss=PolicyGradientLoss(), correction=CORRECTION),
     "sft": LossConfig(loss=SftLoss()),
     "value": LossConfig(loss=ValueLoss(clip=0.1)),

@@ -232,6 +232,14 @@ def test_a_wrong_key_of_a_loss_is_named(table: dict[str, Any], field: str) -> No
         (["train.loss.name=sft"], "train.loss", "SftLoss does not learn from rewards"),
         (["train.loss.name=value"], "train.loss", "ValueLoss does not learn from rewards"),
         (["train.critic_warmup_steps=2"], "train.critic_warmup_steps", "needs a critic"),
+        (["train.loss.clip_high=1e39"], "train.loss.clip_high", "must be at most 1e+30, since the trainer computes in float32"),
+        (
+            ["train.loss.aggregation=constant", "train.loss.aggregation_length=99999999999"],
+            "train.loss.aggregation_length",
+            "at most 4294967295",
+        ),
+        (["train.temperature=1e-7"], "train.temperature", "greater than or equal to 0.00001"),
+        (["train.eval.temperature=1e-9", "train.eval.num_samples=4"], "train.eval.temperature", "must be 0, which is greedy"),
         (
             ["train.algorithm=ppo", CRITIC, "train.critic_warmup_steps=9", "train.num_steps=9"],
             "train.critic_warmup_steps",

@@ -34,19 +34,20 @@ NAN, INF = math.nan, math.inf
     ("cls", "field", "value"),
     [
         *((cls, "clip_low", value) for cls in (PpoLoss, GspoLoss, CispoLoss) for value in (-0.1, 1.1, NAN)),
-        *((cls, "clip_high", value) for cls in (PpoLoss, GspoLoss, CispoLoss) for value in (-0.1, INF, NAN)),
+        *((cls, "clip_high", value) for cls in (PpoLoss, GspoLoss, CispoLoss) for value in (-0.1, 1e39, INF, NAN)),
         *((PpoLoss, "dual_clip", value) for value in (1.0, 0.5, INF, NAN)),
         *(
             (SapoLoss, name, value)
             for name in ("temperature_positive", "temperature_negative")
-            for value in (0.0, -1.0, INF, NAN)
+            for value in (0.0, -1.0, 1e39, INF, NAN)
         ),
         *((ValueLoss, "clip", value) for value in (0.0, -1.0, INF, NAN)),
-        *((Correction, "token_truncation", value) for value in (0.9, INF, NAN)),
+        *((Correction, name, value) for name in ("token_truncation", "sequence_truncation") for value in (0.9, 1e39, INF, NAN)),
         *((Correction, "token_mask", value) for value in ((1.1, 2.0), (0.5, 0.9), (-0.1, 2.0), (0.5, INF), (NAN, 2.0), (0.5,))),
+        (Correction, "token_mask", (0.5, 1e39)),
         *((Correction, "geometric_mask", value) for value in ((1.1, 2.0), (0.5, NAN))),
-        *((LossConfig, "kl_coef", value) for value in (-0.1, INF, NAN)),
-        *((LossConfig, "entropy_coef", value) for value in (INF, NAN)),
+        *((LossConfig, "kl_coef", value) for value in (-0.1, 1e39, INF, NAN)),
+        *((LossConfig, "entropy_coef", value) for value in (-1e39, INF, NAN)),
         *((LossConfig, "denominator", value) for value in (0.0, -1.0, 1e-300, 1e300, INF, NAN)),
         (LossConfig, "aggregation_length", 10),
         *(

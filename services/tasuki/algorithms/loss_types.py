@@ -135,6 +135,9 @@ class SftLoss:
 
 Loss = PpoLoss | GspoLoss | CispoLoss | SapoLoss | PolicyGradientLoss | ValueLoss | SftLoss
 _LOSSES_WITH_RATIO = (PpoLoss, GspoLoss, CispoLoss, SapoLoss)
+# Trainers compute in float32.
+_GREATEST = 1e30
+_MOST_TOKENS = 2**32 - 1
 # Outside of it, weights in float32 come close to 0 or infinity.
 _DENOMINATORS = (1e-6, 1e15)
 
@@ -162,7 +165,7 @@ class Correction:
             _check(bound is None or 1.0 <= bound < math.inf, name, bound, "at least 1")
         for name in ("token_mask", "geometric_mask"):
             bounds = getattr(self, name)
-            _check(bounds is None or _are_bounds(bounds), name, bounds, "two bounds, low <= 1 <= high")
+            _check(bounds is None or _are_bounds(bounds), name, bounds, "two bounds, low <= 1 <= high <= 1e30")
         if self.token_truncation is not None and self.sequence_truncation is not None:
             raise SettingError("sequence_truncation", "excludes token_truncation; set one of them to None")
 
@@ -226,10 +229,9 @@ class LossConfig:
             problem = f"is {self.aggregation_length}, but aggregation is {self.aggregation}; it belongs to constant"
             if self.aggregation_length is not None:
                 raise SettingError("aggregation_length", problem)
-        elif self.aggregation_length is None or self.aggregation_length < 1:
-            raise SettingError(
-                "aggregation_length", f"is {self.aggregation_length}; aggregation constant needs 1 or more tokens"
-            )
+        elif self.aggregation_length is None or not 1 <= self.aggregation_length <= _MOST_TOKENS:
+            problem = f"is {self.aggregation_length}; aggregation constant needs 1 or more tokens, at most {_MOST_TOKENS}"
+            raise SettingError("aggregation_length", problem)
 
     @property
     def has_ratio(self) -> bool:
@@ -282,12 +284,14 @@ def check_numbers(settings: DataclassInstance) -> None:
             continue
         if not isinstance(value, kind) or isinstance(value, bool):
             raise SettingError(each.name, f"is {value!r}; must be {'a whole number' if kind is Integral else 'a number'}")
+        if kind is Real and math.isfinite(value) and abs(value) > _GREATEST:
+            raise SettingError(each.name, f"is {value:g}; must be at most {_GREATEST:g}, since the trainer computes in float32")
 
 
 def _are_bounds(value: object) -> bool:
     if not isinstance(value, tuple | list) or len(value) != 2 or not all(isinstance(bound, Real) for bound in value):
         return False
-    return 0.0 <= value[0] <= 1.0 <= value[1] < math.inf
+    return 0.0 <= value[0] <= 1.0 <= value[1] <= _GREATEST
 
 
 def _check(is_allowed: bool, field: str, value: object, allowed: str) -> None:

@@ -22,6 +22,7 @@ from tasuki.runs.progress import TrainProgress
 from tasuki.runs.resume import begin, go_on, resumable_run
 from tasuki.runs.rl_training import RlTraining
 from tasuki.runs.save_request import SaveRequest
+from tasuki.runs.schedules import check_schedules
 from tasuki.runs.sft_training import read_sft
 from tasuki.runs.trackers import check_installed
 from tasuki.runs.tracking import tracked
@@ -56,6 +57,7 @@ def run(config: NodeConfig, *, config_dir: Path, may_start: bool = True, started
     check_run(config)
     check_trackers(config)
     training = read_training(config)
+    check_schedules(config, training.settings)
     check_output(training.settings)
     return _run(
         config,
@@ -75,6 +77,7 @@ def resume(config: NodeConfig, *, config_dir: Path, may_start: bool = True) -> i
     check_trackers(config)
     training = read_training(config)
     settings = training.settings
+    check_schedules(config, settings)
 
     def look() -> EarlierRun | None:
         return resumable_run(config, settings, training.dataset())

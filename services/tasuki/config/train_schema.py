@@ -24,6 +24,8 @@ from tasuki.config.table import Schema, Seed
 
 _MAX_INT32 = 2**31 - 1
 """Of the messages."""
+LEAST_TEMPERATURE = 1e-5
+"""Below a tenth of it SGLang samples greedily."""
 
 
 class NamedRewardConfig(Schema):
@@ -114,6 +116,9 @@ class EvalConfig(Schema):
 
     @model_validator(mode="after")
     def _samples_differ(self) -> EvalConfig:
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            problem = f"is {self.temperature:g}; must be 0, which is greedy, or at least {LEAST_TEMPERATURE:g}"
+            raise SettingError("temperature", problem)
         if self.num_samples > 1 and self.temperature == 0:
             raise ValueError("num_samples > 1 needs a temperature above 0: greedy samples are equal")
         if any(k > self.num_samples for k in self.pass_at):
@@ -159,7 +164,7 @@ class TrainConfig(Schema):
     max_new_tokens: PositiveInt = DEFAULT_MAX_NEW_TOKENS
     max_prompt_tokens: PositiveInt | None = None
     """Longest prompt of `dataset` and `eval_dataset`; a longer one is refused before anything starts. It tells how much KV a step needs."""
-    temperature: PositiveFloat = 1.0
+    temperature: float = Field(default=1.0, ge=LEAST_TEMPERATURE)
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Below 1, completions come from a part of the distribution, but log-probs are those of the whole; so with `top_k`."""
     top_k: int | None = Field(default=None, ge=1, le=_MAX_INT32)
@@ -177,9 +182,10 @@ class TrainConfig(Schema):
     """Of the policy: `name` ("ppo", "gspo", "cispo", "sapo", "policy_gradient"), its settings and every loss's (docs/algorithms.md)."""
     value_loss: ValueLossConfig = ValueLossConfig()
     critic_warmup_steps: int = Field(default=0, ge=0)
-    """Steps in which the critic alone learns."""
+    """Steps in which the critic alone learns; the policy's schedule begins after them."""
     max_batches: PositiveInt = 1
-    """Generations of a step until enough groups differ (DAPO's dynamic sampling); 1 takes the groups as they are."""
+    """Generations of a step until enough groups differ (DAPO's dynamic sampling); 1 takes the groups as they are. Above 1, groups whose
+    rewards agree are left out, also of KL divergence and entropy."""
     mask_truncated: bool = False
     """Whether completions that reached `max_new_tokens` are left out of the loss."""
     overlong_tokens: PositiveInt | None = None

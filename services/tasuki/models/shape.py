@@ -163,15 +163,18 @@ class ModelShape:
 ROUTER = "mlp.gate.weight"
 
 
-def check_lora_targets(shape: ModelShape, targets: Sequence[str]) -> None:
-    """Raises InvalidArgument for a target that is no linear layer of every decoder layer, with the names of those that are."""
+def check_lora_targets(shape: ModelShape, targets: Sequence[str], *, table: str = "trainer.lora") -> None:
+    """Raises InvalidArgument for a target that is no linear layer of every decoder layer, with the names of those that are.
+
+    table: the configuration's, whose key the error names.
+    """
     for index in range(shape.num_layers):
         there = shape.linear_layers(index)
         missing = [target for target in targets if target not in there]
         if missing:
             has = f"it has {', '.join(there)}; experts cannot have adapters"
             raise InvalidArgument(
-                "trainer.lora.target_modules",
+                f"{table}.target_modules",
                 f"layer {index} of {shape.architecture} has no linear {', '.join(missing)}; {has}",
             )
 

@@ -62,6 +62,8 @@ def node_layout(
     critic_lora = None if trainer.critic is None else trainer.critic.lora
     if trainer.lora is not None:
         check_lora_targets(model, trainer.lora.target_modules)
+    if critic_lora is not None:
+        check_lora_targets(model, critic_lora.target_modules, table="trainer.critic.lora")
     layout = Layout(
         model=model,
         num_gpus=max(*gpus.trainer, *gpus.rollout) + 1 if num_gpus is None else num_gpus,
