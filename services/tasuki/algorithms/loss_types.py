@@ -284,7 +284,7 @@ def check_numbers(settings: DataclassInstance) -> None:
             continue
         if not isinstance(value, kind) or isinstance(value, bool):
             raise SettingError(each.name, f"is {value!r}; must be {'a whole number' if kind is Integral else 'a number'}")
-        if kind is Real and math.isfinite(value) and abs(value) > _GREATEST:
+        if isinstance(value, float) and math.isfinite(value) and abs(value) > _GREATEST:
             raise SettingError(each.name, f"is {value:g}; must be at most {_GREATEST:g}, since the trainer computes in float32")
 
 
