@@ -49,6 +49,7 @@ NAN, INF = math.nan, math.inf
         *((LossConfig, "kl_coef", value) for value in (-0.1, 1e39, INF, NAN)),
         *((LossConfig, "entropy_coef", value) for value in (-1e39, INF, NAN)),
         *((LossConfig, "denominator", value) for value in (0.0, -1.0, 1e-300, 1e300, INF, NAN)),
+        (PpoLoss, "dual_clip", 10**400),
         (LossConfig, "aggregation_length", 10),
         *(
             (LossConfig, name, value)
