@@ -285,7 +285,9 @@ def check_numbers(settings: DataclassInstance) -> None:
         if not isinstance(value, kind) or isinstance(value, bool):
             raise SettingError(each.name, f"is {value!r}; must be {'a whole number' if kind is Integral else 'a number'}")
         if kind is Real and isinstance(value, float | int) and _GREATEST < abs(value) < math.inf:
-            raise SettingError(each.name, f"is {value!s:.20}; must be at most {_GREATEST:g}, since the trainer computes in float32")
+            raise SettingError(
+                each.name, f"is {value!s:.20}; must be at most {_GREATEST:g}, since the trainer computes in float32"
+            )
 
 
 def _are_bounds(value: object) -> bool:
