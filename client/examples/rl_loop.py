@@ -14,8 +14,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tasuki.algorithms.estimator import check_critic, check_groups, check_loss, check_overlong
-from tasuki.algorithms.loss_types import LossConfig, OldPolicy, SettingError
+from tasuki.algorithms.estimator import check_critic, check_groups, check_kl_horizon, check_loss, check_overlong
+from tasuki.algorithms.loss_types import LossConfig, OldPolicy, SettingError, check_numbers
 from tasuki.algorithms.overlong import soft_overlong_penalty
 from tasuki.client.dataset import Dataset, Row
 from tasuki.client.dynamic_sampling import Group, collect, groups_of
@@ -70,11 +70,24 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raises SettingError naming the field that does not fit the others."""
-        for name in ("num_steps", "prompts_per_step", "group_size", "num_epochs", "num_mini_batches", "max_batches"):
-            if getattr(self, name) < 1:
-                raise SettingError(name, f"is {getattr(self, name)}; must be 1 or greater")
-        estimator = self.advantages.estimator
-        check_groups(estimator, group_size=self.group_size, max_batches=self.max_batches)
+        check_numbers(self)
+        counts = ("num_steps", "prompts_per_step", "group_size", "num_epochs", "num_mini_batches", "max_batches")
+        for name in (*counts, "eval_every", "save_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise SettingError(name, f"is {value}; must be 1 or greater")
+        for name in ("seed", "critic_warmup_steps"):
+            if getattr(self, name) < 0:
+                raise SettingError(name, f"is {getattr(self, name)}; must be 0 or greater")
+        kinds = {"loss": LossConfig, "advantages": AdvantageSettings, "sampling": SamplingParams}
+        if self.value_loss is not None:
+            kinds["value_loss"] = LossConfig
+        for name, kind in kinds.items():
+            if not isinstance(getattr(self, name), kind):
+                raise SettingError(name, f"is {getattr(self, name)!r}; must be an instance of {kind.__name__}")
+        estimator, num_groups = self.advantages.estimator, self.prompts_per_step
+        check_groups(estimator, group_size=self.group_size, num_groups=num_groups, max_batches=self.max_batches)
+        check_kl_horizon(self.advantages, prompts_per_step=num_groups, group_size=self.group_size)
         check_overlong(self.overlong_tokens, max_new_tokens=self.sampling.max_new_tokens)
         check_loss(self.loss, num_updates=self.num_epochs * self.num_mini_batches)
         check_critic(estimator, value_loss=self.value_loss, warmup_steps=self.critic_warmup_steps)

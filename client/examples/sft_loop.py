@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tasuki.algorithms.loss_types import Aggregation, LossConfig, SftLoss
+from tasuki.algorithms.loss_types import Aggregation, LossConfig, SettingError, SftLoss, check_numbers, member
 from tasuki.client.dataset import Dataset
 from tasuki.client.loop_state import LoopState, checkpoint_path, write_loop_state, write_pending
 from tasuki.client.step import Step
@@ -28,6 +28,15 @@ class Settings:
     eval_every: int | None = None
     """Steps between held-out losses; the first and the last step always have one."""
     save_every: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises SettingError naming the field that is out of range."""
+        check_numbers(self)
+        for name in ("num_steps", "samples_per_step", "eval_every", "save_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise SettingError(name, f"is {value}; must be 1 or greater")
+        member(Aggregation, self.aggregation, field="aggregation")
 
 
 @dataclass(slots=True)

@@ -1,12 +1,24 @@
-"""What a generated sample tells the trainer, and what the trainer tells of its roles."""
+"""What a generated sample tells the trainer, what the trainer tells of its roles, and what cannot be sent."""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
+from typing import Any, cast
 
-from tasuki.client.encode import trainer_state_from_proto, training_sample_to_proto
-from tasuki.client.types import FinishReason, Role, Sample, TrainingSample
+import numpy as np
+import pytest
+
+from tasuki.algorithms.loss_types import PpoLoss
+from tasuki.client.encode import (
+    loss_to_proto,
+    optim_step_to_proto,
+    sampling_to_proto,
+    trainer_state_from_proto,
+    training_sample_to_proto,
+)
+from tasuki.client.types import FinishReason, Role, Sample, SamplingParams, TrainingSample
 from tasuki.v1 import trainer_pb2, types_pb2
+from tasuki.wire.errors import InvalidArgument
 
 SAMPLE = Sample(
     prompt_index=0,
@@ -35,3 +47,21 @@ def test_the_trainers_state_tells_the_critics_version_where_there_is_a_critic() 
     state = trainer_state_from_proto(trainer_pb2.GetTrainerStateResponse(policy_version=3, roles=[policy, critic]))
     assert (state.roles, state.policy_version, state.critic_version) == ((Role.POLICY, Role.CRITIC), 3, 9)
     assert trainer_state_from_proto(trainer_pb2.GetTrainerStateResponse(roles=[policy])).critic_version is None
+
+
+@pytest.mark.parametrize(
+    ("send", "field"),
+    [
+        (lambda: sampling_to_proto(SamplingParams(max_new_tokens=10**12)), "sampling.max_new_tokens"),
+        (lambda: sampling_to_proto(SamplingParams(max_new_tokens=cast(Any, 2.5))), "sampling.max_new_tokens"),
+        (lambda: sampling_to_proto(SamplingParams(stop_token_ids=cast(Any, ["a"]))), "sampling.stop_token_ids"),
+        (lambda: optim_step_to_proto(Role.POLICY, learning_rate=None, schedule_step=-1), "schedule_step"),
+        (lambda: optim_step_to_proto(Role.POLICY, learning_rate=cast(Any, "0.1"), schedule_step=None), "learning_rate"),
+        (lambda: loss_to_proto(cast(Any, PpoLoss())), "loss"),
+        (lambda: training_sample_to_proto(cast(Any, None), index=3), "samples[3]"),
+    ],
+)
+def test_what_cannot_be_sent_is_named(send: Callable[[], object], field: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        send()
+    assert refused.value.metadata["field"] == field

@@ -196,13 +196,15 @@ class AsyncClient:
         """Clips the gradients of `role` and makes one AdamW step.
 
         learning_rate: replaces the schedule's for this step. schedule_step: place in the schedule; by default steps since begin_run.
-        Raises NoGradients without a forward_backward before it, GradientsNotFinite unless such gradients are skipped.
+        Raises NoGradients without a forward_backward before it, GradientsNotFinite unless such gradients are skipped, InvalidArgument for a
+        number that cannot be sent.
         """
 
+        settings = encode.optim_step_to_proto(role, learning_rate=learning_rate, schedule_step=schedule_step)
+
         async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.OptimStepResponse:
-            request = trainer_pb2.OptimStepRequest(
-                command=command, role=encode.role_to_proto(role), learning_rate=learning_rate, schedule_step=schedule_step
-            )
+            request = trainer_pb2.OptimStepRequest(command=command)
+            request.MergeFrom(settings)
             return await (await self._connection.trainer()).OptimStep(request, timeout=timeout_s)
 
         done = await self._train(give)

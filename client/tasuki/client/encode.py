@@ -43,11 +43,20 @@ _ENTRY_OVERHEAD_BYTES = 8
 
 
 def sampling_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
-    return types_pb2.SamplingParams(**_set_fields(params))
+    """Raises InvalidArgument naming a field that cannot be sent."""
+    message = types_pb2.SamplingParams()
+    for name, value in _set_fields(params).items():
+        try:
+            message.MergeFrom(types_pb2.SamplingParams(**{name: value}))
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(f"sampling.{name}", f"is {value!r}, which cannot be sent: {error}") from error
+    return message
 
 
 def loss_to_proto(loss: LossConfig) -> loss_pb2.LossConfig:
-    """A loss's message has the name and the fields of its dataclass."""
+    """A loss's message has the name and the fields of its dataclass. Raises InvalidArgument for what is no LossConfig."""
+    if not isinstance(loss, LossConfig):  # callers may have no types
+        raise InvalidArgument("loss", f"is of type {type(loss).__name__}; give LossConfig(loss=...)")
     message = loss_pb2.LossConfig(
         aggregation=loss_pb2.Aggregation.Value(f"AGGREGATION_{loss.aggregation.upper()}"),
         aggregation_length=loss.aggregation_length,
@@ -83,6 +92,8 @@ def prompt_to_proto(token_ids: TokenIds, *, index: int) -> rollout_pb2.Prompt:
 
 
 def training_sample_to_proto(sample: TrainingSample, *, index: int) -> types_pb2.TrainingSample:
+    if not isinstance(sample, TrainingSample):  # callers may have no types
+        raise InvalidArgument(f"samples[{index}]", f"is of type {type(sample).__name__}; give a TrainingSample")
     try:
         return types_pb2.TrainingSample(
             prompt_token_ids=sample.prompt_token_ids,
@@ -120,6 +131,18 @@ def phase_to_proto(phase: Phase) -> types_pb2.Phase.ValueType:
 
 def role_to_proto(role: Role) -> types_pb2.Role.ValueType:
     return types_pb2.Role.Value(f"ROLE_{role}")
+
+
+def optim_step_to_proto(role: Role, *, learning_rate: float | None, schedule_step: int | None) -> trainer_pb2.OptimStepRequest:
+    """Without its command. Raises InvalidArgument naming a number that cannot be sent."""
+    request = trainer_pb2.OptimStepRequest(role=role_to_proto(role))
+    for name, value in (("learning_rate", learning_rate), ("schedule_step", schedule_step)):
+        try:
+            if value is not None:
+                setattr(request, name, value)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(name, f"is {value!r}, which cannot be sent: {error}") from error
+    return request
 
 
 def state_from_proto(state: coordinator_pb2.NodeState) -> NodeState:

@@ -82,15 +82,31 @@ class AdvantageSettings:
             raise SettingError("kl_target", "needs a kl_coef to begin with")
 
 
-def check_groups(estimator: Estimator, *, group_size: int, max_batches: int) -> None:
-    """Raises SettingError where groups of one completion teach nothing."""
+def check_groups(estimator: Estimator, *, group_size: int, num_groups: int, max_batches: int) -> None:
+    """Raises SettingError where groups of one completion, or a step of one, teach nothing. num_groups: of a step."""
     if group_size > 1:
         return
+    if estimator is Estimator.BATCH_BASELINE and num_groups == 1:
+        raise SettingError(
+            "group_size", 'of 1 with one prompt a step teaches nothing with advantages.estimator = "batch_baseline"'
+        )
     if estimator.needs_groups:
         others = ", ".join(f'"{other}"' for other in Estimator if not other.needs_groups)
         raise SettingError("group_size", f'of 1 teaches nothing with advantages.estimator = "{estimator}"; use one of {others}')
     if max_batches > 1:
         raise SettingError("max_batches", "above 1 keeps groups that differ, which a group of one never does")
+
+
+def check_kl_horizon(advantages: AdvantageSettings, *, prompts_per_step: int, group_size: int) -> None:
+    """Raises SettingError for one within which a single step could take kl_coef to 0 or below."""
+    num_samples = prompts_per_step * group_size
+    least = MAX_KL_ERROR * num_samples
+    if advantages.kl_target is not None and advantages.kl_horizon <= least:
+        problem = (
+            f"is {advantages.kl_horizon:g}, but a step of prompts_per_step * group_size = {num_samples} samples needs more than "
+            f"{least:g}: kl_coef would fall to 0 or below"
+        )
+        raise SettingError("advantages.kl_horizon", problem)
 
 
 def check_loss(loss: LossConfig, *, num_updates: int) -> None:

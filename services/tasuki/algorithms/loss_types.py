@@ -275,11 +275,13 @@ def member(enum: type[_Enum], value: object, *, field: str) -> _Enum:
 
 
 def check_numbers(settings: DataclassInstance) -> None:
-    """Raises SettingError naming the first field of a dataclass that holds no number although its type is one."""
+    """Raises SettingError naming the first field of a dataclass that holds no number, or no bool, although its type is one."""
     for each in fields(settings):
         name, _, optional = str(each.type).partition(" ")
         kind = {"int": Integral, "float": Real}.get(name)
         value = getattr(settings, each.name)
+        if name == "bool" and not isinstance(value, bool):
+            raise SettingError(each.name, f"is {value!r}; must be True or False")
         if kind is None or (value is None and optional):
             continue
         if not isinstance(value, kind) or isinstance(value, bool):

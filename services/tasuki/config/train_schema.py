@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ByteSize, Field, PlainSerializer, PositiveFloat, PositiveInt, model_validator
 
 from tasuki.algorithms.estimator import (
-    MAX_KL_ERROR,
     AdvantageSettings,
     Estimator,
     check_critic,
     check_groups,
+    check_kl_horizon,
     check_loss,
     check_overlong,
 )
@@ -210,7 +210,7 @@ class TrainConfig(Schema):
     @model_validator(mode="after")
     def _fits_the_loop(self) -> TrainConfig:
         estimator = Estimator(self.advantages.estimator)
-        check_groups(estimator, group_size=self.group_size, max_batches=self.max_batches)
+        check_groups(estimator, group_size=self.group_size, num_groups=self.prompts_per_step, max_batches=self.max_batches)
         check_overlong(self.overlong_tokens, max_new_tokens=self.max_new_tokens)
         check_loss(self.policy_loss(), num_updates=self.num_epochs * self.num_mini_batches)
         check_critic(estimator, value_loss=self.critic_loss(), warmup_steps=self.critic_warmup_steps)
@@ -219,19 +219,8 @@ class TrainConfig(Schema):
                 f"is {self.critic_warmup_steps} of num_steps = {self.num_steps}, so the policy would never learn; lower it"
             )
             raise SettingError("critic_warmup_steps", problem)
-        self._check_kl_horizon()
+        check_kl_horizon(self.advantages.settings(), prompts_per_step=self.prompts_per_step, group_size=self.group_size)
         return self
-
-    def _check_kl_horizon(self) -> None:
-        """Raises SettingError for one within which a single step could take kl_coef to 0 or below."""
-        num_samples, advantages = self.prompts_per_step * self.group_size, self.advantages
-        least = MAX_KL_ERROR * num_samples
-        if advantages.kl_target is not None and advantages.kl_horizon <= least:
-            problem = (
-                f"is {advantages.kl_horizon:g}, but a step of prompts_per_step * group_size = {num_samples} samples needs more than "
-                f"{least:g}: kl_coef would fall to 0 or below"
-            )
-            raise SettingError("advantages.kl_horizon", problem)
 
     def policy_loss(self) -> LossConfig:
         """The loss with its old policy. "auto" recomputes log-probs only where a step has several optimizer steps, and the loss a ratio."""
