@@ -52,9 +52,10 @@ def test_the_trainers_state_tells_the_critics_version_where_there_is_a_critic() 
 @pytest.mark.parametrize(
     ("send", "field"),
     [
-        (lambda: sampling_to_proto(SamplingParams(max_new_tokens=10**12)), "sampling.max_new_tokens"),
-        (lambda: sampling_to_proto(SamplingParams(max_new_tokens=cast(Any, 2.5))), "sampling.max_new_tokens"),
-        (lambda: sampling_to_proto(SamplingParams(stop_token_ids=cast(Any, ["a"]))), "sampling.stop_token_ids"),
+        (lambda: sampling_to_proto(SamplingParams(max_new_tokens=10**12)), "sampling_params.max_new_tokens"),
+        (lambda: sampling_to_proto(SamplingParams(max_new_tokens=cast(Any, 2.5))), "sampling_params.max_new_tokens"),
+        (lambda: sampling_to_proto(SamplingParams(stop_token_ids=cast(Any, ["a"]))), "sampling_params.stop_token_ids"),
+        (lambda: sampling_to_proto(cast(Any, None)), "sampling_params"),
         (lambda: optim_step_to_proto(Role.POLICY, learning_rate=None, schedule_step=-1), "schedule_step"),
         (lambda: optim_step_to_proto(Role.POLICY, learning_rate=cast(Any, "0.1"), schedule_step=None), "learning_rate"),
         (lambda: loss_to_proto(cast(Any, PpoLoss())), "loss"),

@@ -44,12 +44,14 @@ _ENTRY_OVERHEAD_BYTES = 8
 
 def sampling_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
     """Raises InvalidArgument naming a field that cannot be sent."""
+    if not isinstance(params, SamplingParams):  # callers may have no types
+        raise InvalidArgument("sampling_params", f"is of type {type(params).__name__}; give SamplingParams")
     message = types_pb2.SamplingParams()
     for name, value in _set_fields(params).items():
         try:
             message.MergeFrom(types_pb2.SamplingParams(**{name: value}))
         except (TypeError, ValueError) as error:
-            raise InvalidArgument(f"sampling.{name}", f"is {value!r}, which cannot be sent: {error}") from error
+            raise InvalidArgument(f"sampling_params.{name}", f"is {value!r}, which cannot be sent: {error}") from error
     return message
 
 

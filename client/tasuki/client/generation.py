@@ -33,10 +33,7 @@ def requests(prompts: Sequence[TokenIds], sampling_params: SamplingParams, *, nu
         raise InvalidArgument("prompts", "empty; give at least one")
     if num_samples < 1:
         raise InvalidArgument("num_samples", f"must be at least 1, is {num_samples}")
-    try:
-        sampling = encode.sampling_to_proto(sampling_params)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument("sampling_params", f"cannot be sent: {error}") from error
+    sampling = encode.sampling_to_proto(sampling_params)
     parts = [encode.prompt_to_proto(token_ids, index=index) for index, token_ids in enumerate(prompts)]
     return [
         (

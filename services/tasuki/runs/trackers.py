@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -91,7 +92,8 @@ class TensorBoard:
     def __init__(self, run: TrackedRun) -> None:
         from tensorboardX import SummaryWriter
 
-        self._writer = SummaryWriter(str(run.folder), flush_secs=1)
+        # A second process in the same second would write over the file of the first.
+        self._writer = SummaryWriter(str(run.folder), flush_secs=1, filename_suffix=f".{os.getpid()}")
         settings = "\n".join(f"    {key} = {value!r}" for key, value in sorted(run.settings.items()))
         self._writer.add_text("settings", settings)
 
