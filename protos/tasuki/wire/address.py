@@ -7,6 +7,7 @@ import ipaddress
 import os
 import socket
 import stat
+from contextlib import closing
 from pathlib import Path
 
 from tasuki.wire.errors import NodeRunning
@@ -103,3 +104,11 @@ def local_address_towards(target: str) -> str:
         probe.connect(address)
         name: str = probe.getsockname()[0]
         return name
+
+
+def bind_once(host: str, port: int) -> None:
+    """Takes the port and leaves it again. Raises OSError where nobody could serve there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-from contextlib import closing
-
 from tasuki.config.places import client_target
 from tasuki.config.ports import UNIX, fleet_port_problem
 from tasuki.config.schema import NodeConfig
@@ -12,7 +9,7 @@ from tasuki.rpc.client_paths import ClientPaths
 from tasuki.rpc.methods import PathUse
 from tasuki.rpc.port import fleet_port
 from tasuki.supervisor.node_settings import running_settings
-from tasuki.wire.address import split_host_port
+from tasuki.wire.address import bind_once, split_host_port
 from tasuki.wire.errors import InvalidArgument, NodeRunning, PermissionDenied
 
 
@@ -55,14 +52,9 @@ def _check_output(config: NodeConfig, *, node: NodeConfig) -> None:
 
 def _check_is_free(target: str, *, leader: str) -> None:
     host, port = split_host_port(target)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            advice = (
-                f"choose another port (--leader, MASTER_PORT) on all nodes; `ss -ltnp sport = :{port}` says who listens there"
-            )
-            problem = f"node 0 cannot serve on {host}:{port}: {error.strerror}; {advice}"
-            raise NodeRunning(f"fleet.leader: {problem}", address=leader) from error
+    try:
+        bind_once(host, port)
+    except OSError as error:
+        advice = f"choose another port (--leader, MASTER_PORT) on all nodes; `ss -ltnp sport = :{port}` says who listens there"
+        problem = f"node 0 cannot serve on {host}:{port}: {error.strerror}; {advice}"
+        raise NodeRunning(f"fleet.leader: {problem}", address=leader) from error

@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-import socket
 import sys
 import time
 import tomllib
 from collections.abc import Iterable, Mapping
-from contextlib import closing
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from tasuki.cli.doctor.finding import Finding, fail, ok, warn
 from tasuki.memory.arena import totals
 from tasuki.memory.library import LIBRARY_PATH
+from tasuki.wire.address import bind_once
 from tasuki.wire.errors import TasukiError
 
 _MIB, _GIB = 1 << 20, 1 << 30
@@ -178,13 +177,10 @@ def check_disk(key: str, folder: Path, *, needed_bytes: int) -> Finding:
 def check_port(key: str, host: str, port: int) -> Finding:
     """For a node that does not run yet."""
     name = f"port of {key}"
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return fail(name, f"{host}:{port}: {error.strerror}", f"choose another {key}; `ss -ltnp` says who listens there")
+    try:
+        bind_once(host, port)
+    except OSError as error:
+        return fail(name, f"{host}:{port}: {error.strerror}", f"choose another {key}; `ss -ltnp` says who listens there")
     return ok(name, f"{host}:{port} is free")
 
 
