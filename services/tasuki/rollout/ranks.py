@@ -11,7 +11,8 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess, SpawnProcess
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from tasuki.rpc.preload import preload
 from tasuki.wire.errors import InternalError, from_reason
 
 _POLL_S = 0.2
+_INTERRUPTING = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
 
 
 class Closeable(Protocol):
@@ -47,10 +49,11 @@ class RankProcesses:
         for rank in range(config.num_engine_ranks):
             ours, theirs = context.Pipe()
             inherited = (self._lifeline, ours, *self._pipes, *held) if is_fork else ()
-            process = context.Process(
-                target=_run_rank, args=(theirs, end_of_front, config, rank, inherited), name=f"engine-rank-{rank}"
-            )
-            process.start()
+            with _uninterrupted() as mask:
+                process = context.Process(
+                    target=_run_rank, args=(theirs, end_of_front, config, rank, inherited, mask), name=f"engine-rank-{rank}"
+                )
+                process.start()
             theirs.close()
             self.processes.append(process)
             self._pipes.append(ours)
@@ -109,16 +112,35 @@ class RankProcesses:
         )
 
 
+@contextmanager
+def _uninterrupted() -> Iterator[set[int]]:
+    """Signals that interrupt a start wait for the end of the block. Gives the mask of before.
+
+    Libraries hold locks over a fork. An exception in the hook that lets go of them is lost, and so are the locks: the exit would hang.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTING)
+    try:
+        yield mask
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def _run_rank(
-    pipe: Connection, end_of_front: Connection, config: NodeConfig, rank: int, inherited: Sequence[Closeable]
+    pipe: Connection,
+    end_of_front: Connection,
+    config: NodeConfig,
+    rank: int,
+    inherited: Sequence[Closeable],
+    mask: Iterable[int],
 ) -> None:
-    """inherited: of the front, by a fork."""
+    """inherited: of the front, by a fork. mask: of signals, before the start."""
     for each in inherited:
         each.close()
     for number in (signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
     # Ctrl-C reaches the whole group; the front ends its ranks in its own order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     threading.Thread(target=_die_with_front, args=(end_of_front,), daemon=True).start()
     Heartbeat(
         config.state_dir, f"scheduler{rank}"
