@@ -216,6 +216,12 @@ def profile(step: Callable[[], None], *, is_observed: bool) -> dict[str, Any] | 
     return asdict(kernel_times(kernels))
 
 
+def _options(arguments: argparse.Namespace) -> list[str]:
+    values = {name: getattr(arguments, name.replace("-", "_")) for name in ("samples", "ranks", "micro-batch-tokens", "steps")}
+    flags = [f"--{name}" for name in ("profile", "tiny") if getattr(arguments, name)]
+    return [*(f"--{name}={value}" for name, value in values.items()), *flags]
+
+
 def run_preset(preset: str, cases: list[str], arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Each case and backend in separate processes, on one model."""
     device = "cpu" if arguments.tiny else "cuda"
@@ -225,7 +231,7 @@ def run_preset(preset: str, cases: list[str], arguments: argparse.Namespace) -> 
         if device == "cuda":
             torch.cuda.empty_cache()
         for case, backend in product(cases, arguments.backends):
-            part = ["-m", "tests.bench.trainer_step_gpu", *sys.argv[1:], "--part", case, folder, backend]
+            part = ["-m", "tests.bench.trainer_step_gpu", *_options(arguments), "--part", case, folder, backend]
             launch = [sys.executable, "-m", "tasuki.trainer.launch", "--num-ranks", str(arguments.ranks), "--", *part]
             paths = os.pathsep.join([*SOURCES, os.environ.get("PYTHONPATH", "")])
             ran = subprocess.run(
