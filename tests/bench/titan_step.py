@@ -107,6 +107,7 @@ def make_model(work: dict[str, Any], job: JobConfig, *, device: str) -> torch.nn
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("work", type=Path, help="JSON: shape, plan (lengths by rank and micro-batch), num_places, steps")
+    parser.add_argument("model", type=Path, help="not read")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), required=True)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
