@@ -1,6 +1,8 @@
 #!/bin/sh
 # Makes images without a registry: tasuki-base (Debian's files), tasuki-prometheus and fullstorydev/grpcurl on it. Needs root and debootstrap.
-# sh tests/containers/base.sh [CA.pem]; the authorities of CA.pem are then in the image, as /opt/ca.pem.
+# sh tests/containers/base.sh [CA.pem]; then make containers BASE=tasuki-base PROMETHEUS_IMAGE=tasuki-prometheus
+# The authorities of CA.pem are in the image as /opt/ca.pem: for a proxy that needs them, copy them there on this machine, too, and set
+# PIP_CERT and SSL_CERT_FILE to that path for make.
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
 folder=$(mktemp -d)
