@@ -149,7 +149,8 @@ class RlLoop:
             if has_loss_tokens(samples):
                 self.update(step, samples, places=places, groups=groups, shown=shown)
         if self.dump is not None:
-            self.dump.write(shown)
+            with step.timed("write_samples"):
+                self.dump.write(shown)
         step.estimator = self.state.numbers()
         is_due = self.settings.save_every and (step.step + 1) % self.settings.save_every == 0
         if self.save_now() or is_due:

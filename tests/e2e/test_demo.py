@@ -210,7 +210,7 @@ def test_progress_names_version_reward_and_held_out_score(run: Run):
 def test_metrics_have_every_part_and_every_stage_of_a_step(run: Run):
     steps = [json.loads(line) for line in (run.output / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == list(range(NUM_STEPS + 1))
-    parts = {"to_rollout", "generate", "reward", "to_train", "ref_log_probs", "forward_backward", "optim_step"}
+    parts = {"to_rollout", "generate", "reward", "to_train", "ref_log_probs", "forward_backward", "optim_step", "write_samples"}
     assert parts <= steps[1]["seconds"].keys()
     assert len(steps[1]["stage_seconds"]) == 9
     # The first samples come from the reference itself, whose weights are those of the policy.
