@@ -62,7 +62,12 @@ class RolloutEngine:
     @property
     def num_running(self) -> int:
         """Requests that are to be handed over, and that the engine has and has not answered or confirmed as aborted."""
-        return len(self._requests.rid_to_state) + self._intake.num_waiting
+        return len(self._requests.rid_to_state) + self.num_waiting
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are to be handed over."""
+        return self._intake.num_waiting
 
     async def generate(
         self, requests: Iterator[EngineRequest], *, num_requests: int, prefix: str
