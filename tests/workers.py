@@ -37,6 +37,7 @@ _FIRST = {
     "engine": [
         "integration/test_rollout",
         "integration/test_rollout_generate",
+        "integration/test_rollout_great_calls",
         "integration/test_rollout_memory",
     ],
     "engines": ["integration/test_rollout_process", "integration/test_engine_sockets"],

@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tasuki.algorithms.effects import check_evaluation
 from tasuki.algorithms.estimator import check_critic, check_groups, check_kl_horizon, check_loss, check_overlong
 from tasuki.algorithms.loss_types import LossConfig, OldPolicy, SettingError, check_numbers
 from tasuki.algorithms.overlong import soft_overlong_penalty
@@ -108,6 +109,17 @@ class RlLoop:
     """Where some samples of each step are written for people to read."""
     save_now: Callable[[], bool] = lambda: False
     """Asked after each step that has learned: whether it is to be saved although it is not due."""
+
+    def __post_init__(self) -> None:
+        """Raises SettingError naming a setting of evaluations where there are no rows for them."""
+        settings = self.settings
+        check_evaluation(
+            has_prompts=bool(self.eval_rows),
+            needed="there are no eval_rows; give some",
+            eval_every=settings.eval_every,
+            stop_at_eval_score=settings.stop_at_eval_score,
+            evaluation=settings.evaluation != EvalSettings(),
+        )
 
     def run(self, report: Callable[[Step], None], *, first_step: int = 0) -> None:
         """Trains from `first_step` on; `report` gets every step as it ends, the last one with the final evaluation only."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tasuki.algorithms.effects import check_evaluation
 from tasuki.algorithms.loss_types import Aggregation, LossConfig, SettingError, SftLoss, check_numbers, member
 from tasuki.client.dataset import Dataset
 from tasuki.client.loop_state import LoopState, checkpoint_path, write_loop_state, write_pending
@@ -49,6 +50,11 @@ class SftLoop:
     settings: Settings
     save_now: Callable[[], bool] = lambda: False
     """As RlLoop has it."""
+
+    def __post_init__(self) -> None:
+        """Raises SettingError naming a setting of evaluations where there are no samples for them."""
+        needed, eval_every = "there are no eval_samples; give some", self.settings.eval_every
+        check_evaluation(has_prompts=bool(self.eval_samples), needed=needed, eval_every=eval_every)
 
     def run(self, report: Callable[[Step], None], *, first_step: int = 0) -> None:
         """Trains from `first_step` on; `report` gets every step as it ends, the last one with the held-out loss only."""

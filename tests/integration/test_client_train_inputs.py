@@ -77,7 +77,7 @@ def test_the_longest_sample_is_the_longest_prompt_with_a_whole_completion(config
         ("model.path=/nowhere", "/nowhere is not a folder"),
         ("train.reward.function=no_such_module:reward", "No module named 'no_such_module'"),
         ("train.reward.function=my_reward", "module:function"),
-        ("train.stop_at_eval_score=0.9", "needs an eval_dataset"),
+        ("train.stop_at_eval_score=0.9", "give an eval_dataset"),
         ("train.group_size=0", "train.group_size"),
         ("train.max_new_tokens=-1", "train.max_new_tokens"),
         ("train.group_sice=8", "train.group_sice: unknown key"),

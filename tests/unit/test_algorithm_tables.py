@@ -37,6 +37,7 @@ from tests.unit.every_loss import ANY_LOSS
 MINIMAL = (
     'state_dir = "state"\n[model]\npath = "model"\n[train]\ndataset = "a"\noutput_dir = "b"\n[train.reward]\nfunction = "a:b"\n'
 )
+HELD_OUT = "train.eval_dataset=held-out.jsonl"
 CRITIC = "trainer.critic.learning_rate=1e-5"
 STEERED = ("train.advantages.kl_coef=0.1", "train.advantages.kl_target=6")
 
@@ -106,6 +107,17 @@ def test_settings_of_another_loss_are_not_inherited(tmp_path: Path) -> None:
     assert settings_of(tmp_path, "train.algorithm=gspo", "train.loss.name=ppo").loss.loss == PpoLoss()
     loss = settings_of(tmp_path, "train.algorithm=dapo", "train.loss.name=ppo").loss.loss
     assert loss == PpoLoss(clip_high=0.28)
+
+
+def test_settings_that_another_estimator_does_not_read_are_not_inherited(tmp_path: Path) -> None:
+    overrides = ["train.algorithm=ppo", "train.advantages.estimator=leave_one_out"]
+    assert config_of(tmp_path, *overrides).train == config_of(tmp_path, overrides[1], "train.algorithm=ppo").train
+    train = config_of(tmp_path, "train.algorithm=dr_grpo", overrides[1]).train
+    assert train is not None
+    assert (train.advantages.std, train.value_loss.clip) == ("sample", None)
+    divides = config_of(tmp_path, "train.algorithm=dr_grpo", "train.advantages.estimator=batch_baseline").train
+    assert divides is not None
+    assert divides.advantages.std == "none"
 
 
 def test_another_loss_inherits_what_every_loss_has(tmp_path: Path) -> None:
@@ -254,7 +266,34 @@ def test_a_wrong_key_of_a_loss_is_named(table: dict[str, Any], field: str) -> No
         ),
         (["train.algorithm=ppo"], "train.advantages.estimator", "add a table [trainer.critic]"),
         ([CRITIC], "trainer.critic", "nothing trains it"),
-        (["train.eval.num_samples=4"], "train.eval", "temperature above 0"),
+        ([HELD_OUT, "train.eval.num_samples=4"], "train.eval", "temperature above 0"),
+        (["train.value_loss.clip=0.2"], "train.value_loss.clip", 'use advantages.estimator = "gae"'),
+        (["train.algorithm=rloo", "train.advantages.std=none"], "train.advantages.std", 'for estimator = "group_mean"'),
+        (["train.advantages.lam=0.9"], "train.advantages.lam", "is 0.9, which has no effect"),
+        (["train.advantages.kl_horizon=10"], "train.advantages.kl_horizon", "give a kl_target"),
+        (["train.loss.name=policy_gradient", "train.old_policy=given"], "train.old_policy", "the loss has no ratio"),
+        (["train.loss.kl_estimator=k2"], "train.loss.kl_estimator", "raise loss.kl_coef above 0"),
+        (
+            ["train.old_policy=rollout", "train.loss.correction.sequence_truncation=2"],
+            "train.loss.correction.sequence_truncation",
+            "needs no truncation",
+        ),
+        (["train.eval_every=5"], "train.eval_every", "give an eval_dataset"),
+        (["train.stop_at_eval_score=0.5"], "train.stop_at_eval_score", "give an eval_dataset"),
+        (["train.eval.max_new_tokens=5"], "train.eval", "give an eval_dataset"),
+        ([HELD_OUT, "train.eval.top_p=0.5"], "train.eval.top_p", "greedy sampling takes the likeliest token"),
+        ([HELD_OUT, "train.eval.correct_at=0.5"], "train.eval.correct_at", "name each k in pass_at"),
+        (
+            ["train.samples.groups_per_step=0", "train.samples.max_bytes=1MB"],
+            "train.samples.max_bytes",
+            "raise groups_per_step",
+        ),
+        (['train.num_steps="5"'], "train.num_steps", "give a number, without quotes (got '5')"),
+        (["train.num_steps=true"], "train.num_steps", "give a number (got True)"),
+        (['train.keep_optimizer="true"'], "train.keep_optimizer", "give true or false, without quotes"),
+        (['train.stop_token_ids=["7"]'], "train.stop_token_ids", "give a number, without quotes"),
+        (['train.loss.clip_low="0.2"'], "train.loss.clip_low", "give a number, without quotes (got '0.2')"),
+        (['train.loss.correction.token_mask=["0.5", 2.0]'], "train.loss.correction.token_mask", "without quotes"),
         (["train.reward.functions.a.function=a:b"], "train.reward", "either function or functions"),
     ],
 )
@@ -272,7 +311,6 @@ def test_a_horizon_that_keeps_the_coefficient_above_zero_is_accepted(tmp_path: P
     assert kept.kl_target is not None
     steered = AdaptiveKlCoef(coef=kept.kl_coef, target=kept.kl_target, horizon=kept.kl_horizon)
     assert steered.updated(0.0, num_samples=50).coef > 0
-    assert settings_of(tmp_path, *overrides[:2], "train.advantages.kl_horizon=10").advantages.kl_target is None
 
 
 @pytest.mark.parametrize("estimator", Estimator)

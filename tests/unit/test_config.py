@@ -113,6 +113,13 @@ def test_wrong_key_or_value_is_named(tmp_path: Path, extra: str, overrides: list
         (["rollout.lora=adapter"], "rollout.lora", "[trainer.lora]"),
         (["rollout.lora=adapter", 'trainer.lora.target_modules=["qkv_proj"]'], "rollout.lora", "adapters of qkv_proj"),
         (["failpoints=['rollout@SYNC=kill']"], "failpoints", "unsafe = true"),
+        (["rollout.sampling_backend=pytorch"], "rollout.sampling_backend", 'for device = "cuda"'),
+        (["device=cuda", "trainer.num_threads=2"], "trainer.num_threads", 'for device = "cpu"'),
+        (["trainer.total_steps=4"], "trainer.total_steps", 'use lr_schedule = "linear"'),
+        (["track.online=true"], "track.online", 'add "wandb" to track.to'),
+        (['sft.dataset="a"', 'sft.output_dir="b"', "sft.eval_every=3"], "sft.eval_every", "give an eval_dataset"),
+        (['trainer.learning_rate="1e-5"'], "trainer.learning_rate", "give a number, without quotes (got '1e-5')"),
+        (['trainer.prefix_sharing="true"'], "trainer.prefix_sharing", "give true or false, without quotes"),
     ],
 )
 def test_settings_that_do_not_go_together_are_both_named(tmp_path: Path, overrides: list[str], field: str, other: str) -> None:

@@ -12,6 +12,7 @@ from tasuki.algorithms.estimator import AdvantageSettings, Estimator
 from tasuki.algorithms.loss_types import (
     Correction,
     GspoLoss,
+    KlEstimator,
     LossConfig,
     OldPolicy,
     PolicyGradientLoss,
@@ -39,17 +40,19 @@ VALUE_LOSS = LossConfig(loss=ValueLoss(), correction=Correction(token_truncation
         *(("kl_target", value) for value in (0.0, -1.0, NAN, INF, 0.1)),  # the last one without kl_coef
         *(("kl_horizon", value) for value in (0.0, -1.0, NAN, INF)),
         *(("whiten", value) for value in ("no", 1, None)),
+        # In range, and read by another estimator, or with a KL divergence, alone.
+        *(("std", "none"), ("discount", 0.9), ("lam", 0.9), ("whiten", False), ("kl_estimator", "k2"), ("kl_horizon", 10.0)),
     ],
 )
 def test_an_advantage_setting_out_of_range_is_named(field: str, value: object) -> None:
-    settings: dict[str, Any] = {field: value}
+    settings: dict[str, Any] = {"estimator": "leave_one_out", field: value}
     with pytest.raises(SettingError) as raised:
         AdvantageSettings(**settings)
     assert raised.value.field == field
 
 
 def test_words_are_taken_for_members() -> None:
-    words: dict[str, Any] = {"estimator": "gae", "kl_estimator": "k2"}
+    words: dict[str, Any] = {"estimator": "gae", "kl_estimator": "k2", "kl_coef": 0.1}
     assert AdvantageSettings(**words).estimator is Estimator.GAE
 
 
@@ -90,6 +93,8 @@ BATCH = AdvantageSettings(estimator=Estimator.BATCH_BASELINE)
         ({"value_loss": VALUE_LOSS}, "value_loss"),
         ({"advantages": GAE, "value_loss": LossConfig()}, "value_loss"),
         ({"loss": LossConfig(loss=SftLoss())}, "loss"),
+        ({"loss": LossConfig(kl_estimator=KlEstimator.K1)}, "loss.kl_estimator"),
+        ({"loss": LossConfig(old_policy=OldPolicy.ROLLOUT, correction=Correction(token_truncation=3))}, "loss.correction.token_truncation"),
         ({"loss": VALUE_LOSS}, "loss"),
         ({"overlong_tokens": 9}, "overlong_tokens"),
         ({"overlong_tokens": 0}, "overlong_tokens"),
@@ -111,6 +116,7 @@ def test_settings_of_a_loop_that_do_not_fit_are_named(settings: Settings, own: d
         {"num_epochs": 4, "loss": LossConfig(loss=PolicyGradientLoss())},
         {"advantages": GAE, "value_loss": VALUE_LOSS, "critic_warmup_steps": 2},
         {"overlong_tokens": 8},
+        {"loss": LossConfig(old_policy=OldPolicy.ROLLOUT, correction=Correction(token_truncation=None))},
     ],
 )
 def test_settings_of_a_loop_that_fit_are_taken(settings: Settings, own: dict[str, Any]) -> None:

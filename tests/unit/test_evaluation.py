@@ -82,6 +82,8 @@ def test_a_figure_without_anything_to_count_is_left_out():
         ({"pass_at": (2,)}, "eval.pass_at: 2 is not between 1 and num_samples, 1"),
         ({"pass_at": (0,)}, "eval.pass_at"),
         ({"correct_at": NAN}, "eval.correct_at"),
+        ({"correct_at": 0.5}, "eval.correct_at: is 0.5, which has no effect"),
+        ({"top_k": 3}, "eval.top_k: is 3, which has no effect"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(fields: dict[str, object], problem: str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tasuki.runs.expansion import expansion
 REQUIRED: dict[str, Any] = {"dataset": "rows.jsonl", "output_dir": "run", "reward": {"function": "a:b"}}
 OTHERWISE: dict[str, Any] = {
     "seed": 3,
+    "eval_dataset": Path("/data/held-out.jsonl"),
     "top_k": 5,
     "advantages": {"kl_coef": 0.1},
     "loss": {"kl_coef": 0.2, "correction": {"token_mask": [0.5, 2.0]}},

@@ -59,11 +59,13 @@ def test_a_file_whose_content_changed_is_named_by_its_key(folder: Path, file: st
 
 
 def test_length_frequency_and_machine_may_change_and_folders_may_move(folder: Path):
-    begun_with = recipe(_config(folder, "trainer.lr_schedule=linear", "trainer.total_steps=10"))
+    (folder / "held-out.jsonl").write_text('{"prompt": "b"}\n')
+    linear = ("trainer.lr_schedule=linear", f'train.eval_dataset="{folder}/held-out.jsonl"')
+    begun_with = recipe(_config(folder, *linear, "trainer.total_steps=10"))
     (folder / "train.jsonl").rename(folder / "moved.jsonl")
     (folder / "model").rename(folder / "other")
     now = _config(
-        folder, "trainer.lr_schedule=linear", "trainer.total_steps=20", "train.num_steps=300", "train.save_every=7",
+        folder, *linear, "trainer.total_steps=20", "train.num_steps=300", "train.save_every=7",
         "train.eval_every=9", "trainer.num_ranks=4", "train.reward.timeout_s=3", f'train.dataset="{folder}/moved.jsonl"',
         f'model.path="{folder}/other"', 'train.output_dir="elsewhere"', "rollout.max_running_requests=4",
     )  # fmt: skip

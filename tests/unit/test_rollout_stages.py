@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 
 import pytest
@@ -49,14 +49,16 @@ class IdleEngine:
         self.num_running = self.num_finished = self.num_cut = 0
         self.is_stuck = False
 
-    async def generate(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[list[tuple[int, Completion]], None]:
-        self.num_running += len(requests)
+    async def generate(
+        self, requests: Iterator[EngineRequest], *, num_requests: int, prefix: str
+    ) -> AsyncGenerator[list[tuple[int, Completion]], None]:
+        self.num_running += num_requests
         await asyncio.sleep(0)
         if self.is_stuck:
             await asyncio.Event().wait()
-        self.num_running -= len(requests)
-        self.num_finished += len(requests)
-        yield [(index, Completion([1], [-1.0], "length")) for index in range(len(requests))]
+        self.num_running -= num_requests
+        self.num_finished += num_requests
+        yield [(index, Completion([1], [-1.0], "length")) for index, _ in enumerate(requests)]
 
     def cut_all(self) -> None: ...
 

@@ -52,7 +52,6 @@ def test_a_schedule_that_ends_before_the_run_is_named_with_what_it_needs(
     "overrides",
     [
         [],
-        ["trainer.total_steps=4"],
         [*LINEAR, "trainer.total_steps=6"],
         [*CRITIC, *LINEAR, "trainer.total_steps=4", "train.critic_warmup_steps=2"],
     ],

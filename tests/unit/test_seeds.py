@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,9 +25,10 @@ class SeededEngine(IdleEngine):
         self.model = replace(MODEL, is_seeded=True)
         self.seeds: list[object] = []
 
-    def generate(self, requests: Sequence[EngineRequest]):
-        self.seeds += [request.sampling["sampling_seed"] for request in requests]
-        return super().generate(requests)
+    def generate(self, requests: Iterator[EngineRequest], *, num_requests: int, prefix: str):
+        taken = list(requests)
+        self.seeds += [request.sampling["sampling_seed"] for request in taken]
+        return super().generate(iter(taken), num_requests=num_requests, prefix=prefix)
 
 
 class Node:
@@ -64,6 +65,19 @@ class Node:
 def test_a_seed_is_the_documented_hash() -> None:
     digest = hashlib.sha256(b"-7/3/11").digest()
     assert sample_seed(-7, prompt=3, sample=11) == int.from_bytes(digest, "big") >> (256 - 62)
+
+
+def test_a_question_is_the_prompts_as_they_are_split_and_all_that_is_asked_of_them() -> None:
+    asked = GenerationRequest([[1, 2], [3]], 2, {"top_k": 1})
+    others = [
+        replace(asked, prompts=[[1], [2, 3]]),
+        replace(asked, prompts=[[1, 2], [4]]),
+        replace(asked, num_samples=3),
+        replace(asked, sampling={"top_k": 2}),
+        replace(asked, first_prompt=1),
+    ]
+    assert len({one.question() for one in (asked, *others)}) == 6
+    assert replace(asked, prompts=[[1, 2], [3]], request_id="a").question() == asked.question()
 
 
 async def test_an_explicit_seed_gives_every_sample_its_own_and_the_same_in_every_split(tmp_path: Path) -> None:

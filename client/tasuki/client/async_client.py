@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +17,7 @@ from tasuki.algorithms.loss_types import LossConfig
 from tasuki.client import encode, generation
 from tasuki.client.connection import READ_TIMEOUT_S, Connection, resolve_target
 from tasuki.client.encode import TokenIds
+from tasuki.client.phases import Phases
 from tasuki.client.types import (
     Changeover,
     ForwardBackwardResult,
@@ -36,7 +36,7 @@ from tasuki.client.types import (
 )
 from tasuki.v1 import coordinator_pb2, rollout_pb2, trainer_pb2, types_pb2
 from tasuki.wire.credentials import Credentials
-from tasuki.wire.errors import Asleep, Draining, InternalError, InvalidArgument, PeerUnavailable, WrongPhase, from_rpc_error
+from tasuki.wire.errors import Asleep, Draining, InternalError, InvalidArgument, PeerUnavailable, from_rpc_error
 from tasuki.wire.tracing import check_tracing_installed, open_tracer
 
 _Answer = TypeVar("_Answer")
@@ -78,7 +78,7 @@ class AsyncClient:
         self._target = resolve_target(target, state_dir)
         self._timeout_s, self._credentials = timeout_s, credentials
         self._opened: Connection | None = None
-        self._begun: tuple[Phase, asyncio.Task[list[StageEvent]]] | None = None
+        self._phases = Phases(lambda: self._connection, timeout_s=timeout_s)
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -90,11 +90,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Closes the channels; work that the node has begun goes on."""
-        if self._begun is not None:
-            _, task = self._begun
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            self._begun = None
+        await self._phases.close()
         if self._opened is not None:
             await self._opened.close()
             self._opened = None
@@ -131,7 +127,7 @@ class AsyncClient:
         """num_samples: of all requests together."""
         num_received = 0
         for is_last_try in (False, True):
-            await self._hold(Phase.ROLLOUT)
+            await self._phases.hold(Phase.ROLLOUT)
             try:
                 async for sample in generation.stream(await self._connection.rollout(), requests, timeout_s=self._timeout_s):
                     num_received += 1
@@ -155,7 +151,7 @@ class AsyncClient:
             request = trainer_pb2.BeginRunRequest(command=command, keep_optimizer=keep_optimizer)
             return await (await self._connection.trainer()).BeginRun(request, timeout=timeout_s)
 
-        return (await self._train(give)).policy_version
+        return (await self._phases.train(give)).policy_version
 
     async def forward_backward(
         self,
@@ -188,7 +184,7 @@ class AsyncClient:
 
             return await (await self._connection.trainer()).ForwardBackward(messages(), timeout=timeout_s)
 
-        return encode.forward_backward_from_proto(await self._train(give))
+        return encode.forward_backward_from_proto(await self._phases.train(give))
 
     async def optim_step(
         self, *, role: Role = Role.POLICY, learning_rate: float | None = None, schedule_step: int | None = None
@@ -207,7 +203,7 @@ class AsyncClient:
             request.MergeFrom(settings)
             return await (await self._connection.trainer()).OptimStep(request, timeout=timeout_s)
 
-        done = await self._train(give)
+        done = await self._phases.train(give)
         return OptimStepResult(done.version, done.grad_norm, done.learning_rate, done.seconds, done.is_skipped)
 
     async def discard_gradients(self, *, role: Role = Role.POLICY) -> None:
@@ -217,7 +213,7 @@ class AsyncClient:
             request = trainer_pb2.DiscardGradientsRequest(command=command, role=encode.role_to_proto(role))
             return await (await self._connection.trainer()).DiscardGradients(request, timeout=timeout_s)
 
-        await self._train(give)
+        await self._phases.train(give)
 
     async def compute_log_probs(
         self, samples: Sequence[TrainingSample], *, role: Role = Role.POLICY
@@ -238,7 +234,7 @@ class AsyncClient:
             call = (await self._connection.trainer()).ComputeLogProbs(messages(), timeout=timeout_s)
             return [np.array(one.log_probs, dtype=np.float32) async for response in call for one in response.samples]
 
-        return _complete(await self._train(give), num_samples=len(samples))
+        return _complete(await self._phases.train(give), num_samples=len(samples))
 
     async def compute_values(self, samples: Sequence[TrainingSample]) -> list[NDArray[np.float32]]:
         """The critic's value of each completion token, from the tokens before it: [T] for each sample, in their order.
@@ -252,7 +248,7 @@ class AsyncClient:
             call = (await self._connection.trainer()).ComputeValues(messages, timeout=timeout_s)
             return [np.array(one.values, dtype=np.float32) async for response in call for one in response.samples]
 
-        return _complete(await self._train(give), num_samples=len(samples))
+        return _complete(await self._phases.train(give), num_samples=len(samples))
 
     async def save(self, path: Path | str) -> SaveResult:
         """Writes model, optimizer, random state and version into a folder that does not exist yet, for `load`.
@@ -265,7 +261,7 @@ class AsyncClient:
             request = trainer_pb2.SaveCheckpointRequest(command=command, path=folder)
             return await (await self._connection.trainer()).SaveCheckpoint(request, timeout=timeout_s)
 
-        done = await self._train(give)
+        done = await self._phases.train(give)
         return SaveResult(folder, done.policy_version, done.bytes, done.seconds)
 
     async def load(self, path: Path | str) -> int:
@@ -279,7 +275,7 @@ class AsyncClient:
             request = trainer_pb2.LoadCheckpointRequest(command=command, path=folder)
             return await (await self._connection.trainer()).LoadCheckpoint(request, timeout=timeout_s)
 
-        return (await self._train(give)).policy_version
+        return (await self._phases.train(give)).policy_version
 
     async def export_model(self, path: Path | str) -> SaveResult:
         """Writes a Hugging Face folder that does not exist yet; AutoModelForCausalLM.from_pretrained loads it. Raises as `save`."""
@@ -289,13 +285,12 @@ class AsyncClient:
             request = trainer_pb2.ExportModelRequest(command=command, path=folder)
             return await (await self._connection.trainer()).ExportModel(request, timeout=timeout_s)
 
-        done = await self._train(give)
+        done = await self._phases.train(give)
         return SaveResult(folder, done.policy_version, done.bytes, done.seconds)
 
     async def begin_acquire(self, phase: Phase) -> None:
         """Begins what `acquire` does and returns at once. The next verb that needs a phase waits for it, and raises what it ended in."""
-        await self._end_begun()
-        self._begun = phase, asyncio.create_task(self._acquire(phase))
+        await self._phases.begin(phase)
 
     async def acquire(self, phase: Phase) -> list[StageEvent]:
         """Brings the node to a phase. Returns what happened, stage by stage, also of what `begin_acquire` began; one event HELD when it
@@ -304,31 +299,7 @@ class AsyncClient:
         Raises OutOfGpuMemory with the bytes that are missing, GradientsPending where gradients wait for a step, and ChangeoverRunning while
         another client brings the node to another phase.
         """
-        begun = await self._end_begun()
-        return begun[1] if begun is not None and begun[0] is phase else await self._acquire(phase)
-
-    async def _end_begun(self) -> tuple[Phase, list[StageEvent]] | None:
-        """The phase that `begin_acquire` asked for and what came of it; None when nothing was begun."""
-        if self._begun is None:
-            return None
-        (phase, task), self._begun = self._begun, None
-        return phase, await task
-
-    async def _acquire(self, phase: Phase) -> list[StageEvent]:
-        connection = self._connection
-
-        async def give(command: types_pb2.CommandId, timeout_s: float) -> list[StageEvent]:
-            request = coordinator_pb2.AcquireRequest(phase=encode.phase_to_proto(phase), request_id=command.request_id)
-            events: list[StageEvent] = []
-            async for response in connection.coordinator.Acquire(request, timeout=timeout_s):
-                connection.take(response.state)
-                events.append(encode.event_from_proto(response.event))
-            return events
-
-        connection.phase = None
-        events = await connection.command(give, timeout_s=self._timeout_s)
-        connection.phase = phase
-        return events
+        return await self._phases.acquire(phase)
 
     async def state(self) -> NodeState:
         """What the coordinator says of the node now."""
@@ -388,22 +359,6 @@ class AsyncClient:
                 tracer=open_tracer(self._otlp_endpoint, service="client", key="otlp_endpoint"),
             )
         return self._opened
-
-    async def _hold(self, phase: Phase) -> None:
-        await self._end_begun()
-        if self._connection.phase is None:
-            await self._connection.refresh()
-        if self._connection.phase is not phase:
-            await self.acquire(phase)
-
-    async def _train(self, give: Callable[[types_pb2.CommandId, float], Awaitable[_Answer]]) -> _Answer:
-        """A command of phase TRAIN; once more when another client has changed the phase meanwhile."""
-        await self._hold(Phase.TRAIN)
-        try:
-            return await self._connection.command(give, timeout_s=self._timeout_s)
-        except WrongPhase:
-            await self.acquire(Phase.TRAIN)
-            return await self._connection.command(give, timeout_s=self._timeout_s)
 
 
 def _complete(scores: list[NDArray[np.float32]], *, num_samples: int) -> list[NDArray[np.float32]]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tasuki.algorithms.effects import check_eval_sampling
+from tasuki.algorithms.loss_types import SettingError
 from tasuki.client.rewards import Scores
 from tasuki.client.types import SamplingParams
 from tasuki.wire.errors import InvalidArgument
@@ -48,6 +50,16 @@ class EvalSettings:
                 raise InvalidArgument("eval.pass_at", f"{k} is not between 1 and num_samples, {self.num_samples}")
         if not math.isfinite(self.correct_at):
             raise InvalidArgument("eval.correct_at", f"is {self.correct_at:g}; it must be finite")
+        try:
+            check_eval_sampling(
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
+                correct_at=self.correct_at,
+                pass_at=self.pass_at,
+            )
+        except SettingError as error:
+            raise InvalidArgument(f"eval.{error.field}", error.problem) from error
 
     def sampling_params(self) -> SamplingParams:
         return SamplingParams(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, get_args
 
+from tasuki.algorithms.effects import check_advantage_effects, check_loss_effects
 from tasuki.algorithms.loss_types import (
     KlEstimator,
     LossConfig,
@@ -44,7 +45,7 @@ class Estimator(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageSettings:
-    """How rewards become advantages. Raises SettingError naming the field that is out of range."""
+    """How rewards become advantages. Raises SettingError naming the field that is out of range or has no effect beside the others."""
 
     estimator: Estimator = Estimator.GROUP_MEAN
     std: Std = "sample"
@@ -80,6 +81,7 @@ class AdvantageSettings:
                 raise SettingError(name, f"is {getattr(self, name)}; must be {allowed}")
         if self.kl_target is not None and not self.kl_coef:
             raise SettingError("kl_target", "needs a kl_coef to begin with")
+        check_advantage_effects(self)
 
 
 def check_groups(estimator: Estimator, *, group_size: int, num_groups: int, max_batches: int) -> None:
@@ -110,12 +112,14 @@ def check_kl_horizon(advantages: AdvantageSettings, *, prompts_per_step: int, gr
 
 
 def check_loss(loss: LossConfig, *, num_updates: int) -> None:
-    """Raises SettingError for a loss that rewards cannot teach, or whose ratio would be 1 in every update of a step.
+    """Raises SettingError for a loss that rewards cannot teach, that has settings without effect, or whose ratio would be 1 in every
+    update of a step.
 
     num_updates: optimizer steps on the samples of a step.
     """
     if isinstance(loss.loss, ValueLoss | SftLoss):
         raise SettingError("loss", f"{type(loss.loss).__name__} does not learn from rewards")
+    check_loss_effects(loss)
     if num_updates > 1 and loss.has_ratio and loss.old_policy is OldPolicy.CURRENT:
         raise SettingError(
             "old_policy", f'"current" is for one optimizer step a step, and there are {num_updates}; use "given"'

@@ -40,17 +40,27 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def expanded(train: Mapping[str, Any]) -> dict[str, Any]:
-    """A [train] table with the settings of its algorithm below its own. Settings that another loss does not have are left out."""
+    """A [train] table with the settings of its algorithm below its own, but for those that another loss or estimator does not have."""
     preset = dict(PRESETS.get(str(train.get("algorithm", "grpo")), {}))
     own, usual = train.get("loss"), preset.get("loss", {})
     if isinstance(own, Mapping) and own.get("name", usual.get("name")) != usual.get("name"):
         preset["loss"] = {key: value for key, value in usual.items() if key in SHARED}
-    merged = _merged(preset, train)
+    merged = _merged(_with_effect(preset, train), train)
     loss = merged.get("loss")
     if isinstance(loss, Mapping) and loss.get("aggregation") == "constant":
         # Dr. GRPO's: the longest completion that there can be.
         merged["loss"] = {"aggregation_length": merged.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS), **loss}
     return merged
+
+
+def _with_effect(preset: Mapping[str, Any], train: Mapping[str, Any]) -> dict[str, Any]:
+    """A preset without what another estimator than its own does not read."""
+    own, usual = train.get("advantages"), preset.get("advantages", {})
+    estimator = own.get("estimator", usual.get("estimator")) if isinstance(own, Mapping) else usual.get("estimator")
+    if estimator == usual.get("estimator"):
+        return dict(preset)
+    kept = {key: value for key, value in usual.items() if key != "std" or estimator in ("group_mean", "batch_baseline")}
+    return {**{key: value for key, value in preset.items() if key != "value_loss" or estimator == "gae"}, "advantages": kept}
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -151,6 +151,7 @@ def _check_devices(config: NodeConfig) -> None:
 def _check_kind_of_device(config: NodeConfig) -> None:
     if config.device == "cpu" and config.trainer.export_handles == "ipc":
         raise SettingsConflict("trainer.export_handles", '= "ipc" needs device = "cuda"')
+    _check_own_settings(config)
     if config.device == "cuda" and config.rollout.dtype == "float32":
         raise SettingsConflict(
             "rollout.dtype",
@@ -162,6 +163,19 @@ def _check_kind_of_device(config: NodeConfig) -> None:
         raise SettingsConflict("memory.pool", 'is for device = "cpu": on GPUs it has not been measured yet')
     if config.memory.pool and config.memory.host_budget_bytes is None:
         raise SettingsConflict("memory.pool", "needs memory.host_budget_bytes, its size")
+
+
+def _check_own_settings(config: NodeConfig) -> None:
+    """Refuses what only the other kind of device reads."""
+    rollout, trainer = config.rollout, config.trainer
+    for device, key, is_given in (
+        ("cuda", "rollout.attention_backend", rollout.attention_backend is not None),
+        ("cuda", "rollout.sampling_backend", rollout.sampling_backend is not None),
+        ("cpu", "rollout.num_threads", rollout.num_threads != 1),
+        ("cpu", "trainer.num_threads", trainer.num_threads != 1),
+    ):
+        if is_given and config.device != device:
+            raise SettingsConflict(key, f'is for device = "{device}", and has no effect with "{config.device}": leave it out')
 
 
 def _check_deadlines(config: NodeConfig) -> None:

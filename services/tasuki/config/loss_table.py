@@ -7,11 +7,12 @@ import re
 from collections.abc import Mapping
 from enum import StrEnum
 from functools import cache
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
 from tasuki.algorithms.loss_types import Correction, Loss, LossConfig, SettingError
+from tasuki.config.table import check_kind
 
 LOSSES: Mapping[str, type] = {
     re.sub(r"(?<=[a-z])(?=[A-Z])", "_", loss.__name__.removesuffix("Loss")).lower(): loss for loss in get_args(Loss)
@@ -61,6 +62,11 @@ def _read_correction(table: Mapping[str, Any]) -> Correction:
 
 def _built(cls: type, settings: Mapping[str, Any], *, below: str = "") -> Any:
     """The dataclass, with the types of its fields checked, which its own checks of ranges rely on."""
+    for name, annotation in get_type_hints(cls).items():
+        try:
+            check_kind(settings.get(name), annotation)
+        except ValueError as error:
+            raise SettingError(f"{below}{name}", f"{error} (got {settings[name]!r})") from error
     try:
         return _adapter(cls).validate_python(dict(settings))
     except ValidationError as error:

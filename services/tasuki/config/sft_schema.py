@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import PositiveInt, model_validator
 
+from tasuki.algorithms.effects import check_evaluation
 from tasuki.config.table import Schema, Seed
 
 
@@ -36,7 +37,12 @@ class SftConfig(Schema):
     """Of the order of the lines."""
 
     @model_validator(mode="after")
-    def _has_one_length(self) -> SftConfig:
+    def _fits_the_loop(self) -> SftConfig:
         if self.num_steps is not None and self.num_epochs is not None:
             raise ValueError("give num_steps or num_epochs, not both")
+        check_evaluation(
+            has_prompts=self.eval_dataset is not None,
+            needed="nothing is held out; give an eval_dataset",
+            eval_every=self.eval_every,
+        )
         return self

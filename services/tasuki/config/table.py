@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, ValidationInfo, field_validator
 
 from tasuki.config.ports import check_listen
 
@@ -14,6 +17,46 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 class Schema(BaseModel):
-    """Base of every table: no unknown keys, no change after it was read."""
+    """Base of every table: no unknown keys, no change after it was read, and no text or truth value for a number."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_of_its_kind(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.field_name is not None:
+            check_kind(value, cls.model_fields[info.field_name].annotation)
+        return value
+
+
+def check_kind(value: object, annotation: Any) -> None:
+    """Raises ValueError for a number or a truth value in quotes, and for a truth value in the place of a number.
+
+    pydantic takes them all, and its strict mode would refuse TOML's arrays and paths. annotation: of the field.
+    """
+    kinds = list(_kinds(annotation))
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        elements = [element for kind in kinds if get_origin(kind) is tuple for element in get_args(kind) if element is not ...]
+        for one in value if elements else ():
+            check_kind(one, Union[tuple(elements)])  # noqa: UP007  made from a list
+        return
+    is_number, is_bool = any(kind in (int, float, ByteSize) for kind in kinds), bool in kinds
+    if isinstance(value, bool) and is_number and not is_bool:
+        raise ValueError("give a number")
+    words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    is_text = any(kind in (str, Path, ByteSize, Any, object) for kind in kinds) or value in words
+    if isinstance(value, str) and not is_text and (is_number or is_bool):
+        wanted = "a number" if is_number else "true or false"
+        raise ValueError(f"give {wanted}, without quotes")
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """What a value may be, without Annotated and Union around it."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from _kinds(get_args(annotation)[0])
+    elif origin in (Union, UnionType):
+        for each in get_args(annotation):
+            yield from _kinds(each)
+    else:
+        yield annotation

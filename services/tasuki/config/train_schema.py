@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ByteSize, Field, PlainSerializer, PositiveFloat, PositiveInt, model_validator
 
+from tasuki.algorithms.effects import check_effects, check_eval_sampling, check_evaluation
 from tasuki.algorithms.estimator import (
     AdvantageSettings,
     Estimator,
@@ -123,6 +124,13 @@ class EvalConfig(Schema):
             raise ValueError("num_samples > 1 needs a temperature above 0: greedy samples are equal")
         if any(k > self.num_samples for k in self.pass_at):
             raise ValueError("pass_at is above num_samples")
+        check_eval_sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            correct_at=self.correct_at,
+            pass_at=self.pass_at,
+        )
         return self
 
 
@@ -133,6 +141,12 @@ class SamplesConfig(Schema):
     """Prompts of each step whose completions are written; 0 writes none."""
     max_bytes: Annotated[ByteSize, Field(gt=0)] = ByteSize(256_000_000)
     """On disk, for all steps together: bytes, or text such as "1GB". The oldest steps are removed first."""
+
+    @model_validator(mode="after")
+    def _has_an_effect(self) -> SamplesConfig:
+        usual = type(self).model_fields["max_bytes"].default
+        check_effects([("max_bytes", self.max_bytes, usual, self.groups_per_step > 0, "raise groups_per_step above 0")])
+        return self
 
 
 class ValueLossConfig(Schema):
@@ -212,6 +226,7 @@ class TrainConfig(Schema):
         estimator = Estimator(self.advantages.estimator)
         check_groups(estimator, group_size=self.group_size, num_groups=self.prompts_per_step, max_batches=self.max_batches)
         check_overlong(self.overlong_tokens, max_new_tokens=self.max_new_tokens)
+        self._check_effects()
         check_loss(self.policy_loss(), num_updates=self.num_epochs * self.num_mini_batches)
         check_critic(estimator, value_loss=self.critic_loss(), warmup_steps=self.critic_warmup_steps)
         if self.critic_warmup_steps >= self.num_steps:
@@ -221,6 +236,23 @@ class TrainConfig(Schema):
             raise SettingError("critic_warmup_steps", problem)
         check_kl_horizon(self.advantages.settings(), prompts_per_step=self.prompts_per_step, group_size=self.group_size)
         return self
+
+    def _check_effects(self) -> None:
+        has_critic, has_ratio = self.advantages.estimator == "gae", self.loss.has_ratio
+        critic, ratio = 'it is of the critic; use advantages.estimator = "gae"', "the loss has no ratio; use another loss.name"
+        check_effects(
+            (
+                ("value_loss.clip", self.value_loss.clip, None, has_critic, critic),
+                ("old_policy", self.old_policy, "auto", has_ratio, ratio),
+            )
+        )
+        check_evaluation(
+            has_prompts=self.eval_dataset is not None,
+            needed="nothing is held out; give an eval_dataset",
+            eval_every=self.eval_every,
+            stop_at_eval_score=self.stop_at_eval_score,
+            evaluation=self.eval != EvalConfig(),
+        )
 
     def policy_loss(self) -> LossConfig:
         """The loss with its old policy. "auto" recomputes log-probs only where a step has several optimizer steps, and the loss a ratio."""

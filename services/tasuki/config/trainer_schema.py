@@ -7,6 +7,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from tasuki.algorithms.effects import check_effects
 from tasuki.algorithms.loss_types import SettingError
 from tasuki.config.constraints import FUSED_LINEAR
 from tasuki.config.devices import Devices
@@ -59,6 +60,8 @@ class OptimizerConfig(Schema):
                 f"is {self.warmup_steps}, above total_steps = {self.total_steps}: the schedule would end before its warm-up"
             )
             raise SettingError("warmup_steps", problem)
+        has_end = self.lr_schedule != "constant"
+        check_effects([("total_steps", self.total_steps, None, has_end, 'use lr_schedule = "linear" or "cosine"')])
         return self
 
 

@@ -8,13 +8,13 @@ import logging
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from multiprocessing.context import ForkProcess, SpawnProcess
 from types import FrameType
 from typing import Any, cast
 
 from sglang.srt.entrypoints.engine import Engine, SchedulerInitResult
-from sglang.srt.managers.io_struct import GenerateReqInput, UpdateWeightsFromTensorReqInput
+from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput, UpdateWeightsFromTensorReqInput
 from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.utils import MultiprocessingSerializer
 
@@ -22,6 +22,7 @@ from tasuki.config.gpus import gpus_of
 from tasuki.config.schema import NodeConfig
 from tasuki.rollout.arguments import ADAPTER_ID, engine_arguments
 from tasuki.rollout.generate import CUT, Completion, EngineRequest
+from tasuki.rollout.intake import AT_ONCE, Answer, Call, Intake
 from tasuki.rollout.model import ModelFacts, check_capacity
 from tasuki.rollout.rank_commands import COMMAND_LOADER, command_tensors
 from tasuki.rollout.rank_report import RankReport
@@ -31,6 +32,7 @@ from tasuki.rollout.scheduler import StopTokens
 from tasuki.wire.errors import InternalError
 
 _log = logging.getLogger(__name__)
+_NOT_BEGUN = Completion((), (), CUT)
 
 
 class RolloutEngine:
@@ -53,39 +55,47 @@ class RolloutEngine:
         self._requests.tokenizer = StopTokens.of(self._requests.model_config.hf_eos_token_id)
         asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, on_death)
         self._sockets = ReplicaSockets(self._requests, [ports for _, ports in engine.launches])
+        # As many wait in the schedulers' queues as run, so that these never wait for the event loop.
+        self._most_requests = AT_ONCE + 2 * sum(report["max_running_requests"] for report in reports[:: self.tp_size])
+        self._intake = Intake(self._submit, room=self._room)
 
     @property
     def num_running(self) -> int:
-        """Requests that the engine has and has not answered or confirmed as aborted."""
-        return len(self._requests.rid_to_state)
+        """Requests that are to be handed over, and that the engine has and has not answered or confirmed as aborted."""
+        return len(self._requests.rid_to_state) + self.num_waiting
 
-    async def generate(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[list[tuple[int, Completion]], None]:
-        """Hands all requests to the ranks, in one message a replica; gives index and completion of those that have ended, as they end.
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are to be handed over."""
+        return self._intake.num_waiting
 
-        Every request counts as running before the first suspension. Closing the generator takes what still runs out of the engine.
+    async def generate(
+        self, requests: Iterator[EngineRequest], *, num_requests: int, prefix: str
+    ) -> AsyncGenerator[list[tuple[int, Completion]], None]:
+        """Has the engine carry all requests out; gives index and completion of those that have ended, as they end.
+
+        prefix: of the ids of these requests, and of no other's. Every request counts as running before the first suspension. Closing the
+        generator takes what still runs out of the engine.
         """
-        ended: asyncio.Queue[int] = asyncio.Queue()
+        call = Call(requests, num_requests=num_requests, prefix=prefix)
+        self._intake.enter(call)
         try:
-            states = await self._submit(requests, ended)
-            num_running = len(requests)
-            while num_running:
-                indices = [await ended.get()]
-                while not ended.empty():
-                    indices.append(ended.get_nowait())
-                num_running -= len(indices)
-                yield [(index, _completion(states[index])) for index in indices]
+            while ended := await call.ended():
+                yield [(index, _NOT_BEGUN if answer is None else _completion(answer)) for index, answer in ended]
         finally:
-            for request in requests:
-                if request.id in self._requests.rid_to_state:
-                    self._requests.abort_request(request.id)
+            self._intake.leave(call)
+            if call.num_in_engine:
+                # One message: for each of them a scheduler would look through its whole queue.
+                self._requests._dispatch_to_scheduler(AbortReq(rid=prefix))
 
-    async def _submit(self, requests: Sequence[EngineRequest], ended: asyncio.Queue[int]) -> list[Any]:
-        """SGLang's state of each request; `ended` gets its index when it has ended."""
+    def _submit(self, call: Call) -> None:
+        """Hands the next part of a call to the ranks, in one message a replica. Raises InternalError."""
+        first, requests = call.take()
         manager = self._requests
         manager.auto_create_handle_loop()
         batch = GenerateReqInput(
             rid=[request.id for request in requests],
-            input_ids=[list(request.token_ids) for request in requests],
+            input_ids=[request.token_ids for request in requests],
             sampling_params=[dict(request.sampling) for request in requests],
             return_logprob=True,
             logprob_start_len=-1,
@@ -96,14 +106,19 @@ class RolloutEngine:
         manager._init_req_state(batch)
         states = [manager.rid_to_state[request.id] for request in requests]
         try:
-            for index, state in enumerate(states):
+            for index, state in enumerate(states, start=first):
                 # In the place of an event: a task that waits for each request would cost more than the tokens of a small model.
-                state.event = _EndSignal(self, index, state, ended)
-            self._send(states, await manager._batch_tokenize_and_process(len(requests), batch))
+                state.event = _EndSignal(self, call, index, state)
+            self._send(
+                states,
+                [
+                    manager._create_tokenized_object(one, None, one.input_ids)
+                    for one in map(batch.__getitem__, range(len(requests)))
+                ],
+            )
         except Exception as error:
             manager._discard_pending_req_states(batch)
             raise InternalError(f"SGLang refused requests that we had checked: {error}") from error
-        return states
 
     def _send(self, states: Sequence[Any], tokenized: Sequence[Any]) -> None:
         """Each request to one of the replicas."""
@@ -117,7 +132,19 @@ class RolloutEngine:
 
     def cut_all(self) -> None:
         """Ends every request with what it has so far."""
+        self.num_cut += self._intake.cut()
         self._requests.abort_request(abort_all=True)
+
+    def ended(self, answer: Answer) -> None:
+        """One request has left the engine."""
+        is_cut = answer["meta_info"]["finish_reason"]["type"] == CUT
+        self.num_cut += is_cut
+        self.num_finished += not is_cut
+        self._intake.notice_room()
+
+    def _room(self) -> int:
+        """Requests that keep the engine busy, and more would only make its queue longer."""
+        return self._most_requests - len(self._requests.rid_to_state)
 
     @property
     def num_ranks(self) -> int:
@@ -149,6 +176,7 @@ class RolloutEngine:
     def stop(self) -> None:
         """Ends the rank processes and returns when they are gone."""
         asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)
+        self._intake.close()
         self._engine.shutdown()
 
 
@@ -182,22 +210,20 @@ def start_engine(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, *,
 class _EndSignal:
     """What SGLang sets, as it would an event, when there is news of a request."""
 
-    def __init__(self, engine: RolloutEngine, index: int, state: Any, ended: asyncio.Queue[int]) -> None:
-        self._engine, self._index, self._state, self._ended = engine, index, state, ended
+    def __init__(self, engine: RolloutEngine, call: Call, index: int, state: Any) -> None:
+        self._engine, self._call, self._index, self._state = engine, call, index, state
         self.replica: int | None = None
         """That has the request; None before it is sent."""
 
     def set(self) -> None:
         if self._state.finished:
-            is_cut = self._state.out_list[-1]["meta_info"]["finish_reason"]["type"] == CUT
-            self._engine.num_cut += is_cut
-            self._engine.num_finished += not is_cut
-            self._ended.put_nowait(self._index)
+            answer = self._state.out_list[-1]
+            self._engine.ended(answer)
+            self._call.end(self._index, answer)
 
 
-def _completion(state: Any) -> Completion:
+def _completion(answer: Answer) -> Completion:
     """Raises InternalError when SGLang says that it could not carry the request out."""
-    answer = state.out_list[-1]
     meta = answer["meta_info"]
     reason = meta["finish_reason"]
     if reason.get("status_code") is not None:

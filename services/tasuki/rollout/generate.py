@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -66,8 +67,11 @@ class GenerationRequest:
 
     def question(self) -> str:
         """Equal for calls that ask for the same, apart from their ids."""
-        asked = (self.prompts, self.num_samples, self.sampling, self.first_prompt)
-        return hashlib.sha256(repr(asked).encode()).hexdigest()
+        lengths = [len(token_ids) for token_ids in self.prompts]
+        asked = hashlib.sha256(repr((lengths, self.num_samples, self.sampling, self.first_prompt)).encode())
+        for token_ids in self.prompts:
+            asked.update(array("q", token_ids))  # there may be millions
+        return asked.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,8 @@ def _check_prompt(field: str, token_ids: Sequence[int], sampling: Mapping[str, o
 
 
 def _check_token_ids(field: str, token_ids: Sequence[int], model: ModelFacts) -> None:
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < model.vocab_size):
+        return
     for index, token_id in enumerate(token_ids):
         if not 0 <= token_id < model.vocab_size:
             raise InvalidArgument(f"{field}[{index}]", f"{token_id} is not in the vocabulary of {model.vocab_size} tokens")

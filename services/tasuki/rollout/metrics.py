@@ -56,11 +56,12 @@ class EngineLoad(Collector):
         *,
         tp_size: int,
         capacity_tokens: int,
+        num_waiting: Callable[[], int],
         policy_version: Callable[[], int | None],
     ) -> None:
-        """capacity_tokens: of all replicas' KV caches. policy_version: that is served now."""
+        """capacity_tokens: of all replicas' KV caches. num_waiting: requests that no scheduler has yet. policy_version: served now."""
         self._calls, self._tp_size, self._capacity_tokens = calls, tp_size, capacity_tokens
-        self._policy_version = policy_version
+        self._num_waiting, self._policy_version = num_waiting, policy_version
         self._replicas: Sequence[LoadResult] | None = ()
         """None while the schedulers do not say; empty while nothing is served."""
         registry.register(self)
@@ -84,7 +85,7 @@ class EngineLoad(Collector):
         capacity.add_metric([], self._capacity_tokens)
         if self._replicas is not None:
             running.add_metric([], sum(replica.num_running for replica in self._replicas))
-            queued.add_metric([], sum(replica.num_queued for replica in self._replicas))
+            queued.add_metric([], self._num_waiting() + sum(replica.num_queued for replica in self._replicas))
             kv_tokens.add_metric([], sum(replica.num_kv_tokens for replica in self._replicas))
             kv_served.add_metric([], sum(replica.num_served_kv_tokens for replica in self._replicas))
         served = self._policy_version()

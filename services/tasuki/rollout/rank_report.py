@@ -18,6 +18,7 @@ class RankReport(TypedDict, total=False):
     problem: str
     max_total_num_tokens: int
     max_req_input_len: int
+    max_running_requests: int
     weight_bytes: int
     kv_cache_bytes: int
 

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -215,31 +215,31 @@ class Rollout:
         call, version = uuid.uuid4().hex, self._held_version
         assert version is not None
 
-        places = [(prompt, sample) for prompt in range(len(request.prompts)) for sample in range(request.num_samples)]
-        requests = self._engine_requests(request, places, call=call)
+        # SGLang aborts by prefix: the ends keep this call from taking another one with it, and sample 1 from sample 10.
+        prefix = f"{call}-"
+        num_requests = len(request.prompts) * request.num_samples
+        requests = self._engine_requests(request, prefix=prefix, seed=self._seed(request, call=call))
         temperature, is_exact = log_prob_temperature(request.sampling), has_exact_log_probs(request.sampling)
-        async with aclosing(self.engine.generate(requests)) as completions:
+        async with aclosing(self.engine.generate(requests, num_requests=num_requests, prefix=prefix)) as completions:
             async for ended in completions:
                 if not all(math.isfinite(log_prob) for _, completion in ended for log_prob in completion.log_probs):
                     raise PolicyDiverged(
                         f"policy version {version} gives log-probs that are not finite; load a checkpoint",
                         policy_version=version,
                     )
-                yield [Sample(*places[index], completion, version, temperature, is_exact) for index, completion in ended]
+                yield [
+                    Sample(*divmod(index, request.num_samples), completion, version, temperature, is_exact)
+                    for index, completion in ended
+                ]
 
-    def _engine_requests(
-        self, request: GenerationRequest, places: Sequence[tuple[int, int]], *, call: str
-    ) -> list[EngineRequest]:
-        """places: prompt and sample of each, counted within the request."""
-        seed = self._seed(request, call=call)
-        requests: list[EngineRequest] = []
-        for prompt, sample in places:
-            sampling = sampling_of(request, prompt, self.engine.model)
-            if seed is not None:
-                sampling["sampling_seed"] = sample_seed(seed, prompt=request.first_prompt + prompt, sample=sample)
-            # SGLang aborts by prefix: the dot keeps sample 1 from taking sample 10 with it.
-            requests.append(EngineRequest(f"{call}-{prompt}-{sample}.", request.prompts[prompt], sampling))
-        return requests
+    def _engine_requests(self, request: GenerationRequest, *, prefix: str, seed: int | str | None) -> Iterator[EngineRequest]:
+        """Made as they are taken: a call may have very many. seed: see `_seed`."""
+        for prompt, token_ids in enumerate(request.prompts):
+            for sample in range(request.num_samples):
+                sampling = sampling_of(request, prompt, self.engine.model)
+                if seed is not None:
+                    sampling["sampling_seed"] = sample_seed(seed, prompt=request.first_prompt + prompt, sample=sample)
+                yield EngineRequest(f"{prefix}{prompt}-{sample}.", token_ids, sampling)
 
     def _seed(self, request: GenerationRequest, *, call: str) -> int | str | None:
         """What the seeds of the samples are made from; None where the engine does not sample by seeds.

@@ -106,6 +106,7 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
 
     def get_init_info(self) -> dict[str, Any]:
         report = super().get_init_info()
+        report["max_running_requests"] = self.max_running_requests
         report["weight_bytes"] = _weight_bytes(self)
         report["kv_cache_bytes"] = _kv_cache_bytes(self)
         if self.server_args.device == "cpu":

@@ -80,6 +80,7 @@ async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, de
             calls,
             tp_size=engine.tp_size,
             capacity_tokens=engine.num_kv_tokens,
+            num_waiting=lambda: engine.num_waiting,
             policy_version=lambda: rollout.policy_version,
         )
         server.metrics.refresh = load.refresh

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from tasuki.client.durable import named_if_full, write_durably
 from tasuki.client.step import Step
 from tasuki.config.places import training_output_path
+from tasuki.memory.stages import HOLDS
 from tasuki.wire.errors import DiskFull, InvalidArgument
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def name_run(state_dir: Path, output_dir: Path) -> None:
 
 def changeovers_of(steps: Sequence[Step]) -> int:
     """How often the phase changed in these steps."""
-    return sum(stage in step.stage_seconds for step in steps for stage in ("RESUME_KV", "LOAD_TRAINER"))
+    return sum(stage in step.stage_seconds for step in steps for stage in HOLDS.values())
 
 
 def summarize(steps: Sequence[Step], *, seed: int, seconds: float, changeovers: int, policy_version: int) -> dict[str, object]:

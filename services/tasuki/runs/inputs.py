@@ -37,8 +37,6 @@ def read_inputs(config: NodeConfig) -> TrainInputs:
     check_model_folder(config.model.path)
     rows = read_jsonl(train.dataset)
     eval_rows = read_jsonl(train.eval_dataset) if train.eval_dataset is not None else []
-    if train.stop_at_eval_score is not None and not eval_rows:
-        raise InvalidArgument("train.stop_at_eval_score", "needs an eval_dataset")
     _check_stop_tokens(config, train)
     tokenizer = ModelTokenizer(config.model.path)
     limit = min(_context_length(config), config.most_micro_batch_tokens)

@@ -1,0 +1,82 @@
+"""The phase that a client's verbs need: acquired before them, begun ahead of them, and once more where another client took it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from tasuki.client import encode
+from tasuki.client.connection import Connection
+from tasuki.client.types import Phase, StageEvent
+from tasuki.v1 import coordinator_pb2, types_pb2
+from tasuki.wire.errors import WrongPhase
+
+_Answer = TypeVar("_Answer")
+
+
+class Phases:
+    """What one client knows of its node's phase, and what it has asked for."""
+
+    def __init__(self, connect: Callable[[], Connection], *, timeout_s: float) -> None:
+        """connect: opens the client's connection, or gives the open one. timeout_s: of a changeover, and of a command of phase TRAIN."""
+        self._connect, self._timeout_s = connect, timeout_s
+        self._begun: tuple[Phase, asyncio.Task[list[StageEvent]]] | None = None
+
+    async def begin(self, phase: Phase) -> None:
+        """Begins what `acquire` does and returns at once."""
+        await self._end_begun()
+        self._begun = phase, asyncio.create_task(self._acquire(phase))
+
+    async def acquire(self, phase: Phase) -> list[StageEvent]:
+        """Brings the node to a phase. Returns what happened, also of what `begin` began."""
+        begun = await self._end_begun()
+        return begun[1] if begun is not None and begun[0] is phase else await self._acquire(phase)
+
+    async def hold(self, phase: Phase) -> None:
+        """Acquires a phase unless the node is known to be in it."""
+        await self._end_begun()
+        connection = self._connect()
+        if connection.phase is None:
+            await connection.refresh()
+        if connection.phase is not phase:
+            await self.acquire(phase)
+
+    async def train(self, give: Callable[[types_pb2.CommandId, float], Awaitable[_Answer]]) -> _Answer:
+        """A command of phase TRAIN; once more when another client has changed the phase meanwhile."""
+        await self.hold(Phase.TRAIN)
+        try:
+            return await self._connect().command(give, timeout_s=self._timeout_s)
+        except WrongPhase:
+            await self.acquire(Phase.TRAIN)
+            return await self._connect().command(give, timeout_s=self._timeout_s)
+
+    async def close(self) -> None:
+        """Gives up what was begun."""
+        if self._begun is not None:
+            (_, task), self._begun = self._begun, None
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _end_begun(self) -> tuple[Phase, list[StageEvent]] | None:
+        """The phase that `begin` asked for and what came of it; None when nothing was begun."""
+        if self._begun is None:
+            return None
+        (phase, task), self._begun = self._begun, None
+        return phase, await task
+
+    async def _acquire(self, phase: Phase) -> list[StageEvent]:
+        connection = self._connect()
+
+        async def give(command: types_pb2.CommandId, timeout_s: float) -> list[StageEvent]:
+            request = coordinator_pb2.AcquireRequest(phase=encode.phase_to_proto(phase), request_id=command.request_id)
+            events: list[StageEvent] = []
+            async for response in connection.coordinator.Acquire(request, timeout=timeout_s):
+                connection.take(response.state)
+                events.append(encode.event_from_proto(response.event))
+            return events
+
+        connection.phase = None
+        events = await connection.command(give, timeout_s=self._timeout_s)
+        connection.phase = phase
+        return events

@@ -1,0 +1,140 @@
+"""Calls on their way into the engine: in parts and in turns, so that none holds up the event loop, the engine's queue or another call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from tasuki.rollout.generate import EngineRequest
+
+AT_ONCE = 256
+"""Requests that are handed over without a turn of the event loop; SGLang's front computes 0.2 ms for each."""
+_MAX_ENDED = 2048
+"""Completions that a call takes without a turn of the event loop."""
+Answer = Mapping[str, Any]
+"""SGLang's, to a request that has ended."""
+
+
+class Call:
+    """One call's requests: how many wait here, how many the engine has, and what has ended."""
+
+    def __init__(self, requests: Iterator[EngineRequest], *, num_requests: int, prefix: str) -> None:
+        """prefix: of all its requests' ids, and of no other call's."""
+        self.prefix = prefix
+        self.num_waiting = num_requests
+        """That the engine is yet to get."""
+        self.num_in_engine = 0
+        self._requests = requests
+        self._num_left, self._num_taken = num_requests, 0
+        self._ended: deque[tuple[int, Answer | None]] = deque()
+        self._news = asyncio.Event()
+        self._error: Exception | None = None
+
+    def take(self) -> tuple[int, list[EngineRequest]]:
+        """The next part, and the index of its first request. It counts as the engine's from here on."""
+        first, part = self._num_taken, list(islice(self._requests, min(AT_ONCE, self.num_waiting)))
+        self._num_taken += len(part)
+        self.num_waiting -= len(part)
+        self.num_in_engine += len(part)
+        return first, part
+
+    def end(self, index: int, answer: Answer) -> None:
+        """The engine has ended a request."""
+        self.num_in_engine -= 1
+        self._ended.append((index, answer))
+        self._news.set()
+
+    def cut(self) -> int:
+        """Ends what waits. Returns how many that were."""
+        num_cut, self.num_waiting = self.num_waiting, 0
+        self._ended.extend((index, None) for index in range(self._num_taken, self._num_taken + num_cut))
+        self._news.set()
+        return num_cut
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._news.set()
+
+    async def ended(self) -> Sequence[tuple[int, Answer | None]]:
+        """Index and answer of requests that have ended, None for one that the engine never had; empty once all have been told.
+
+        Raises what handing over raised.
+        """
+        while self._num_left and not self._ended:
+            if self._error is not None:
+                raise self._error
+            self._news.clear()
+            await self._news.wait()
+        ended = [self._ended.popleft() for _ in range(min(_MAX_ENDED, len(self._ended)))]
+        self._num_left -= len(ended)
+        return ended
+
+
+class Intake:
+    """Hands calls over. A call's first part goes at once; what is beyond it waits for room, and calls take turns at that."""
+
+    def __init__(self, submit: Callable[[Call], None], *, room: Callable[[], int]) -> None:
+        """submit: gives the engine the next part of a call. room: requests that the engine takes now before its queue is long."""
+        self._submit, self._room = submit, room
+        self._new: deque[Call] = deque()
+        self._begun: deque[Call] = deque()
+        self._work = asyncio.Event()
+        self._task = asyncio.get_running_loop().create_task(self._hand_over())
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that the engine is yet to get."""
+        return sum(call.num_waiting for call in (*self._new, *self._begun))
+
+    def enter(self, call: Call) -> None:
+        self._new.append(call)
+        self._work.set()
+
+    def leave(self, call: Call) -> None:
+        """What of the call still waits is not handed over."""
+        for calls in (self._new, self._begun):
+            if call in calls:
+                calls.remove(call)
+
+    def cut(self) -> int:
+        """Ends all that waits. Returns how many requests that were."""
+        calls = (*self._new, *self._begun)
+        self._new.clear()
+        self._begun.clear()
+        return sum(call.cut() for call in calls)
+
+    def notice_room(self) -> None:
+        """The engine may have room again."""
+        if self._begun:
+            self._work.set()
+
+    def close(self) -> None:
+        """Nothing is handed over any more."""
+        self._task.cancel()
+
+    async def _hand_over(self) -> None:
+        while True:
+            call = self._next()
+            if call is None:
+                self._work.clear()
+                await self._work.wait()
+                continue
+            try:
+                self._submit(call)
+            except Exception as error:  # noqa: BLE001 - the call hears of it, and others have their turns
+                call.fail(error)
+            else:
+                if call.num_waiting:
+                    self._begun.append(call)
+            await asyncio.sleep(0)
+
+    def _next(self) -> Call | None:
+        """Whose turn it is, if there is room."""
+        if self._new:
+            return self._new.popleft()
+        if self._begun and self._room() >= min(AT_ONCE, self._begun[0].num_waiting):
+            return self._begun.popleft()
+        return None

@@ -1,0 +1,112 @@
+"""Calls of the size that a client may send: rollout lives on under them, answers others meanwhile, and lets go of one that is given up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from tasuki.config.places import pulse_dir
+from tasuki.rpc.heartbeat import read_pulse
+from tasuki.rpc.metric_names import QUEUED_REQUESTS
+from tasuki.v1 import rollout_pb2, types_pb2
+from tests.extent import only_whole
+from tests.integration.rollout_process import RolloutClient, RolloutProcess, TestTrainer, generate_request, until_idle
+from tests.limits import limit_s
+
+MOST = 65_536
+PROMPTS = [[5, 6]] * 1024
+CALL_S = 600.0
+
+
+@dataclass
+class Gap:
+    """Longest time in which rollout's pulse did not beat."""
+
+    longest_s: float = 0.0
+
+
+@asynccontextmanager
+async def watched(process: RolloutProcess) -> AsyncIterator[Gap]:
+    (path,) = pulse_dir(process.state_dir).glob("rollout-*")
+    gap = Gap()
+
+    async def watch() -> None:
+        pulse, beat_at = None, time.monotonic()
+        while True:
+            if (now := read_pulse(path)) != pulse:
+                pulse, beat_at = now, time.monotonic()
+            gap.longest_s = max(gap.longest_s, time.monotonic() - beat_at)
+            await asyncio.sleep(0.02)
+
+    task = asyncio.ensure_future(watch())
+    try:
+        yield gap
+    finally:
+        task.cancel()
+
+
+def great_request(*, max_new_tokens: int) -> rollout_pb2.GenerateRequest:
+    num_samples = MOST // len(PROMPTS)
+    return generate_request(PROMPTS, num_samples=num_samples, max_new_tokens=max_new_tokens, ignore_eos=True)
+
+
+async def test_the_greatest_call_stops_neither_the_pulse_nor_others_and_is_given_up_at_once(
+    rollout: RolloutClient, rollout_process: RolloutProcess, trainer: TestTrainer
+) -> None:
+    await rollout.wake(trainer.publish(6))
+    async with watched(rollout_process) as gap:
+        call = rollout.rollout.Generate(great_request(max_new_tokens=2), timeout=CALL_S)
+        first = await call.read()
+        assert first.samples
+        (small,) = await rollout.generate([[7]], max_new_tokens=1)
+        assert (await rollout.state()).num_running > MOST / 2
+        call.cancel()
+        drained = await rollout.drain(grace_ms=50_000)
+    assert gap.longest_s < limit_s(1.5)
+    assert small.token_ids
+    # Nothing of the call was left to be finished: within the grace all of it would have been.
+    assert drained.num_finished < MOST / 4
+    await rollout.sleep()
+    await rollout.wake(trainer.publish(6))
+    (after,) = await rollout.generate([[5]], max_new_tokens=1)
+    assert (after.policy_version, (await rollout.state()).is_poisoned) == (6, False)
+
+
+async def test_a_drain_cuts_what_the_engine_has_not_got_yet(rollout: RolloutClient, trainer: TestTrainer) -> None:
+    await rollout.wake(trainer.publish(6))
+    running = asyncio.ensure_future(rollout.generate([[5, 6]], num_samples=5000, max_new_tokens=250, ignore_eos=True))
+    while (await rollout.state()).num_running < 5000:
+        await asyncio.sleep(0.01)
+    assert await rollout.metric(QUEUED_REQUESTS.name) > 3000  # of which the scheduler has a few hundred
+    drained = await rollout.drain(grace_ms=0)
+    samples = await running
+    assert (drained.num_finished, drained.num_cut) == (0, 5000)
+    assert {sample.finish_reason for sample in samples} == {types_pb2.FINISH_REASON_CUT}
+    assert sorted(sample.sample_index for sample in samples) == list(range(5000))
+
+
+async def test_a_call_that_nobody_reads_is_given_up_too(rollout: RolloutClient, trainer: TestTrainer) -> None:
+    """Its answers fill what the connection takes, and rollout waits in the middle of one."""
+    await rollout.wake(trainer.publish(6))
+    request = generate_request([[5, 6]], num_samples=3000, max_new_tokens=40, ignore_eos=True)
+    call = rollout.rollout.Generate(request, timeout=CALL_S)
+    assert (await call.read()).samples
+    assert len(await rollout.generate([[7]], max_new_tokens=1)) == 1
+    call.cancel()
+    assert await until_idle(rollout) == 0
+
+
+@only_whole
+async def test_every_sample_of_the_greatest_call_comes_once(
+    rollout: RolloutClient, rollout_process: RolloutProcess, trainer: TestTrainer
+) -> None:
+    await rollout.wake(trainer.publish(6))
+    async with watched(rollout_process) as gap:
+        call = rollout.rollout.Generate(great_request(max_new_tokens=1), timeout=CALL_S)
+        places = [(sample.prompt_index, sample.sample_index) async for answer in call for sample in answer.samples]
+    assert gap.longest_s < limit_s(1.5)
+    assert sorted(places) == [(prompt, sample) for prompt in range(len(PROMPTS)) for sample in range(MOST // len(PROMPTS))]
+    assert (await rollout.drain()).num_cut == 0
