@@ -1,11 +1,14 @@
-"""Settings that others leave without effect: refused by name, by the client's loops and the configuration alike."""
+"""Settings that others leave without effect: refused by name, by the client's loops and the configuration alike.
+
+A coefficient or a count of 0 switches something off. The settings of that stay, so that it can be switched on again by one key.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from tasuki.algorithms.loss_types import Correction, KlEstimator, LossConfig, OldPolicy, SettingError
+from tasuki.algorithms.loss_types import Correction, LossConfig, OldPolicy, SettingError
 
 if TYPE_CHECKING:
     from tasuki.algorithms.estimator import AdvantageSettings
@@ -23,17 +26,16 @@ def check_effects(rows: Iterable[Row]) -> None:
 
 def check_advantage_effects(settings: AdvantageSettings) -> None:
     """Raises SettingError naming a setting that the estimator does not read."""
-    estimator, has_kl = str(settings.estimator), settings.kl_coef != 0.0
+    estimator = str(settings.estimator)
     is_gae, divides = estimator == "gae", estimator in ("group_mean", "batch_baseline")
     is_by_token = estimator in ("gae", "globally_whitened")
-    gae = 'it is for estimator = "gae"; use that'
+    gae, dividers = 'it is for estimator = "gae"; use that', 'it is for estimator = "group_mean" or "batch_baseline"; use one'
     check_effects(
         (
-            ("std", settings.std, "sample", divides, 'it is for estimator = "group_mean" or "batch_baseline"; use one'),
+            ("std", settings.std, "sample", divides or settings.std == "none", dividers),
             ("discount", settings.discount, 1.0, is_by_token, 'it is for estimator = "gae" or "globally_whitened"; use one'),
             ("lam", settings.lam, 1.0, is_gae, gae),
             ("whiten", settings.whiten, True, is_gae, gae),
-            ("kl_estimator", settings.kl_estimator, KlEstimator.K1, has_kl, "raise kl_coef above 0"),
             ("kl_horizon", settings.kl_horizon, 10_000.0, settings.kl_target is not None, "give a kl_target"),
         )
     )
@@ -41,14 +43,13 @@ def check_advantage_effects(settings: AdvantageSettings) -> None:
 
 def check_loss_effects(loss: LossConfig) -> None:
     """Raises SettingError naming a setting of a policy's loss that the others leave unread."""
-    correction, has_kl = loss.correction, loss.kl_coef != 0.0
+    correction = loss.correction
     truncates = loss.old_policy is not OldPolicy.ROLLOUT
     problem = 'a ratio to rollout\'s own log-probs needs no truncation; use another old_policy than "rollout"'
     token_truncation = None if correction.token_truncation is None else float(correction.token_truncation)
     usual = None if token_truncation is None else Correction().token_truncation
     check_effects(
         (
-            ("loss.kl_estimator", loss.kl_estimator, KlEstimator.K3, has_kl, "raise loss.kl_coef above 0"),
             ("loss.correction.token_truncation", token_truncation, usual, truncates, problem),
             ("loss.correction.sequence_truncation", correction.sequence_truncation, None, truncates, problem),
         )

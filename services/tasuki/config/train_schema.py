@@ -142,12 +142,6 @@ class SamplesConfig(Schema):
     max_bytes: Annotated[ByteSize, Field(gt=0)] = ByteSize(256_000_000)
     """On disk, for all steps together: bytes, or text such as "1GB". The oldest steps are removed first."""
 
-    @model_validator(mode="after")
-    def _has_an_effect(self) -> SamplesConfig:
-        usual = type(self).model_fields["max_bytes"].default
-        check_effects([("max_bytes", self.max_bytes, usual, self.groups_per_step > 0, "raise groups_per_step above 0")])
-        return self
-
 
 class ValueLossConfig(Schema):
     """The critic's loss."""
