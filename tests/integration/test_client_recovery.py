@@ -6,9 +6,13 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import grpc
+import numpy as np
 import pytest
+from grpc.aio import AioRpcError, Metadata
 
-from tasuki.client import AsyncClient, Phase
+from tasuki.client import AsyncClient, Phase, TrainingSample
+from tasuki.client.connection import Connection
 from tasuki.rpc.server import RpcServer
 from tasuki.v1 import (
     coordinator_pb2,
@@ -85,3 +89,65 @@ async def test_a_call_waits_for_a_service_that_restarts_beyond_its_deadline_and_
     finally:
         for server in servers:
             await server.stop(grace_s=0)
+
+
+class DeafNode(WaitingNode):
+    """Its trainer reads no message while `is_ready` is not set: what is sent stays in the connection."""
+
+    async def ForwardBackward(self, request_iterator, context):
+        await self.is_ready.wait()
+        num_messages = len([message async for message in request_iterator])
+        return trainer_pb2.ForwardBackwardResponse(num_samples=num_messages)
+
+
+async def test_a_service_that_ends_while_it_is_sent_samples_is_waited_for(tmp_path: Path) -> None:
+    """grpc.aio tells it as UNAVAILABLE, as INTERNAL, or by a cancellation that nobody asked for."""
+    socket_folder(tmp_path).mkdir(mode=0o700, parents=True)
+    node = DeafNode(tmp_path)
+    coordinator, trainer = [await node.serve(name) for name in ("coordinator", "trainer")]
+    sample = TrainingSample([1], np.ones(200_000, dtype=np.int32), rollout_log_probs=np.zeros(200_000), advantages=1.0)
+    try:
+        async with AsyncClient(state_dir=tmp_path, timeout_s=60, recovery_timeout_s=60) as client:
+            sent = asyncio.create_task(client.forward_backward([sample] * 5))
+            for _ in range(4):
+                await asyncio.sleep(0.3)
+                await trainer.stop(grace_s=0)
+                trainer = await node.serve("trainer")
+            node.is_ready.set()
+            assert (await sent).num_samples == 1 + 5
+    finally:
+        for server in (coordinator, trainer):
+            await server.stop(grace_s=0)
+
+
+@pytest.mark.parametrize("cause", ["cancelled", "broken off", "late"])
+async def test_a_call_that_grpc_gives_up_is_given_again_and_at_its_deadline_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: str
+) -> None:
+    monkeypatch.setattr("tasuki.client.connection.READ_TIMEOUT_S", 0.1)
+    socket_folder(tmp_path).mkdir(mode=0o700, parents=True)
+    node = WaitingNode(tmp_path)
+    coordinator = await node.serve("coordinator")
+    connection = Connection(unix_target(tmp_path, service="coordinator"), recovery_timeout_s=0.5)
+    given: list[str] = []
+
+    async def give(command: types_pb2.CommandId, timeout_s: float) -> str:
+        given.append(command.request_id)
+        if len(given) == 1 or cause == "late":
+            if cause == "broken off":
+                raise AioRpcError(grpc.StatusCode.INTERNAL, Metadata(), Metadata(), details="Internal error from Core")
+            if cause == "late":
+                await asyncio.sleep(timeout_s)
+            raise asyncio.CancelledError
+        return "answer"
+
+    try:
+        if cause == "late":
+            with pytest.raises(DeadlineExceeded):
+                await connection.command(give, timeout_s=0.1)
+        else:
+            assert await connection.command(give, timeout_s=60) == "answer"
+            assert given == [given[0]] * 2
+    finally:
+        await connection.close()
+        await coordinator.stop(grace_s=0)

