@@ -20,6 +20,7 @@ class RankReport(TypedDict, total=False):
     max_req_input_len: int
     weight_bytes: int
     kv_cache_bytes: int
+    page_size: int
 
 
 @contextmanager
