@@ -7,10 +7,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from tasuki.config.places import pool_socket_path
 from tasuki.memory.pool import PoolKeeper
@@ -26,6 +27,7 @@ from tests.integration.rollout_process import (
     RolloutProcess,
     TestTrainer,
     connected,
+    log_probs_of,
     start_rollout,
     stop_rollout,
     wait_until_serving,
@@ -148,6 +150,13 @@ async def weight_bytes(rollout: RolloutClient) -> int:
     return sum(one.total_bytes for one in (await usage_of(rollout)).tags if one.tag == WEIGHTS)
 
 
+def check_log_probs(node: Node, samples: Sequence[types_pb2.Sample], *, prompt: list[int]) -> None:
+    """What a sample has in the cache is there to its end: transformers, without any, gives the same."""
+    for sample in samples:
+        theirs = log_probs_of(node.trainer.model, prompt, list(sample.token_ids))
+        assert torch.allclose(torch.tensor(sample.rollout_log_probs), theirs, atol=0.15)
+
+
 async def test_it_serves_with_the_least_cache_and_maps_what_requests_may_need(node: Node, rollout: RolloutClient) -> None:
     _, total, following = await kv_bytes(rollout)
     await rollout.resume(types_pb2.STAGE_RESUME_WEIGHTS, WEIGHTS)
@@ -174,10 +183,6 @@ async def test_it_serves_with_the_least_cache_and_maps_what_requests_may_need(no
 
 async def test_requests_wait_while_others_hold_the_memory_and_none_fails(node: Node, rollout: RolloutClient) -> None:
     """What they wait for is told, and it counts as stalled when it does not come."""
-    await rollout.wake(node.trainer.publish(7))
-    alone = await rollout.generate([[5, 6, 7]], num_samples=2, max_new_tokens=200, temperature=0.0, ignore_eos=True)
-    await rollout.sleep()
-
     _, total, following = await kv_bytes(rollout)
     node.leave(await weight_bytes(rollout) + total - following)
     await rollout.wake(node.trainer.publish(7))
@@ -188,7 +193,7 @@ async def test_requests_wait_while_others_hold_the_memory_and_none_fails(node: N
     assert short.needed_bytes > short.free_bytes
     assert await rollout.metric("tasuki_rollout_kv_tokens") <= short.served_tokens
     samples = asyncio.ensure_future(
-        rollout.generate([[5, 6, 7]], num_samples=4, max_new_tokens=200, temperature=0.0, ignore_eos=True)
+        rollout.generate([[5, 6, 7]], num_samples=4, max_new_tokens=200, ignore_eos=True)
     )
     assert (await growth_until(rollout, lambda state: state.is_stalled)).is_growing
     assert "event=kv_growth_stalled" in node.rollout.log.read_text()
@@ -197,8 +202,8 @@ async def test_requests_wait_while_others_hold_the_memory_and_none_fails(node: N
     grown = await growth_until(rollout, lambda state: not state.is_growing)
     assert not grown.is_stalled and grown.served_tokens > short.served_tokens
     made = await samples
-    assert {tuple(sample.token_ids) for sample in made} == {tuple(sample.token_ids) for sample in alone}
-    assert {sample.finish_reason for sample in made} == {types_pb2.FINISH_REASON_LENGTH}
+    assert {(sample.finish_reason, len(sample.token_ids)) for sample in made} == {(types_pb2.FINISH_REASON_LENGTH, 200)}
+    check_log_probs(node, made, prompt=[5, 6, 7])
     assert len(await many) == 1000
 
 
@@ -215,8 +220,9 @@ async def test_a_drain_gives_back_what_the_last_samples_cannot_need(node: Node, 
     while node.free_bytes == free:
         assert not long.done()
         await asyncio.sleep(0.01)
-    drained = await draining
-    assert (drained.num_finished, {len(sample.token_ids) for sample in await long}) == (8, {250})
+    drained, made = await draining, await long
+    assert (drained.num_finished, {len(sample.token_ids) for sample in made}) == (8, {250})
+    check_log_probs(node, made, prompt=[5, 6])
     assert drained.released_bytes == node.free_bytes - free >= (mapped - (total - following)) / 2
     assert "Retract" not in node.rollout.log.read_text()
     paused = await rollout.pause(types_pb2.STAGE_PAUSE_KV, KV)
