@@ -4,9 +4,9 @@ A node with random weights, float32 masters, N trainer ranks and N replicas, sta
 of 512 samples (64 x 8, 256 + 512 tokens) and a training step, each round goes from the end of an optimizer step to the first token, then
 from the last token of a shorter batch (192 tokens a sample) back to TRAIN. Every other round first waits for the optimizer's kernels, for
 which OptimStep does not ("settled"). Beside the seconds of every stage: the bytes that it moved, what the driver says is taken of the first
-GPU after each of them and what each tag has mapped, what the planner expected, and what `tasuki audit` says at the end. Rounds end early where --limit-s is over. --kv may also be
-"nothing": as "most", with nothing that stays, or "growing": as "most", with kv_growth. --tiny: a small model on a CPU. Writes
-changeover_gpu.json and prints a table.
+GPU after each of them and what each tag has mapped, what the planner expected, and what `tasuki audit` says at the end. Rounds end early
+where --limit-s is over. --kv may also be "nothing": as "most", with nothing that stays, or "growing": as "most", with kv_growth. --tiny: a
+small model on a CPU. Writes changeover_gpu.json and prints a table.
 """
 
 from __future__ import annotations
@@ -179,9 +179,7 @@ def kv_tokens(config: NodeConfig) -> dict[str, int]:
     return {name: getattr(state.kv_cache, name) for name in ("num_tokens", "mapped_tokens", "served_tokens", "needed_tokens")}
 
 
-def round_trip(
-    client: Client, config: NodeConfig, load: Load, random: np.random.Generator, *, settles: bool
-) -> dict[str, Any]:
+def round_trip(client: Client, config: NodeConfig, load: Load, random: np.random.Generator, *, settles: bool) -> dict[str, Any]:
     """From the end of an optimizer step to the first token and, behind a batch of tokens, back to the trainer."""
     version = client.trainer_state().policy_version
     samples = load.samples(random, count=2 * load.gpus, version=version)

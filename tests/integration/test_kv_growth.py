@@ -168,7 +168,7 @@ async def test_it_serves_with_the_least_cache_and_maps_what_requests_may_need(no
     assert (await kv_bytes(rollout))[0] == resumed.mapped_bytes
     await rollout.generate(**MANY)
     grown = (await rollout.state()).kv_cache
-    assert least < NUM_MANY * 255 <= grown.served_tokens <= NUM_MANY * 255 + grown.num_tokens / NUM_PARTS + 1
+    assert least < NUM_MANY * 255 <= grown.served_tokens <= NUM_MANY * 255 + 1.25 * grown.num_tokens / NUM_PARTS + 1
     assert not grown.is_growing and grown.num_tokens >= NUM_TOKENS
     mapped, _, _ = await kv_bytes(rollout)
     assert resumed.mapped_bytes < mapped < 0.8 * total
@@ -192,9 +192,7 @@ async def test_requests_wait_while_others_hold_the_memory_and_none_fails(node: N
     assert short.is_growing and short.served_tokens < short.needed_tokens
     assert short.needed_bytes > short.free_bytes
     assert await rollout.metric("tasuki_rollout_kv_tokens") <= short.served_tokens
-    samples = asyncio.ensure_future(
-        rollout.generate([[5, 6, 7]], num_samples=4, max_new_tokens=200, ignore_eos=True)
-    )
+    samples = asyncio.ensure_future(rollout.generate([[5, 6, 7]], num_samples=4, max_new_tokens=200, ignore_eos=True))
     assert (await growth_until(rollout, lambda state: state.is_stalled)).is_growing
     assert "event=kv_growth_stalled" in node.rollout.log.read_text()
     assert not many.done()

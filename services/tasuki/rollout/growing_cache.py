@@ -14,7 +14,9 @@ from tasuki.rollout.kv_slots import BoundedSlots
 from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory
 
 NUM_PARTS = 16
-"""Of a cache. What is served ends with one, so that a few requests more find room already."""
+"""Of a cache; what is served ends with one."""
+SPARE_SHARE = 4
+"""A growth leaves at least this share of a part to spare, so that ranks need not look again at every request that follows."""
 
 
 class Demand(Protocol):
@@ -130,7 +132,9 @@ class GrowingCache:
     def _goal(self) -> int:
         """Tokens to serve for what is needed now."""
         needed = self.extent().needed_tokens
-        return self._least_tokens if needed <= self._least_tokens else self._end_of_part(needed)
+        if needed <= self._least_tokens:
+            return self._least_tokens
+        return self._end_of_part(needed + self._part_tokens // SPARE_SHARE)
 
     def _end_of_part(self, num_tokens: int) -> int:
         return min(-(-num_tokens // self._part_tokens) * self._part_tokens, self._slots.size)

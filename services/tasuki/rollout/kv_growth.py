@@ -65,9 +65,7 @@ class KvGrowth:
     unknown state; a mere lack of memory does not.
     """
 
-    def __init__(
-        self, calls: CacheCalls, *, tp_size: int, stall_s: float, on_failure: Callable[[TasukiError], None]
-    ) -> None:
+    def __init__(self, calls: CacheCalls, *, tp_size: int, stall_s: float, on_failure: Callable[[TasukiError], None]) -> None:
         self._calls, self._tp_size, self._stall_s, self._on_failure = calls, tp_size, stall_s, on_failure
         self._task: asyncio.Task[None] | None = None
         self._is_due, self._is_stopping = asyncio.Event(), False

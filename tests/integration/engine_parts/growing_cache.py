@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import set_host_budget, totals
 from tasuki.memory.tags import MemoryTag
-from tasuki.rollout.growing_cache import NUM_PARTS, GrowingCache, Grown, growing_cache
+from tasuki.rollout.growing_cache import NUM_PARTS, SPARE_SHARE, GrowingCache, Grown, growing_cache
 from tasuki.rollout.kv_slots import BoundedPagedSlots, BoundedSlots, BoundedTokenSlots, EverySlot
 from tasuki.wire.errors import InternalError, InvalidArgument
 from tests.extent import IS_WHOLE, examples
@@ -25,6 +25,7 @@ KV = MemoryTag.KV_CACHE
 CHUNK = 16 << 10
 NUM_TOKENS, ROW, LEAST = 256, 512, 40
 PART = NUM_TOKENS // NUM_PARTS
+MOST_SPARE = PART + PART // SPARE_SHARE
 
 
 def bounded(page_size: int) -> BoundedSlots:
@@ -63,9 +64,7 @@ class Cache:
         self.slots = bounded(page_size)
         self.held: list[torch.Tensor] = []
         self.demand, self.points = Demand(), list[str]()
-        self.growing = GrowingCache(
-            self.allocator.arena(KV), self.slots, self.buffers, least_tokens=LEAST, demand=self.demand
-        )
+        self.growing = GrowingCache(self.allocator.arena(KV), self.slots, self.buffers, least_tokens=LEAST, demand=self.demand)
 
     def grow(self, to_come: int) -> Grown:
         self.demand.to_come = to_come
@@ -129,7 +128,7 @@ class Requests(RuleBasedStateMachine):
         assert after.mapped_tokens >= max(before.mapped_tokens, after.needed_tokens)
         assert after.served_tokens == max(before.served_tokens, min(after.mapped_tokens, self.cache.demand.others))
         # No more than the parts that are needed.
-        assert after.mapped_tokens < max(before.mapped_tokens + 1, LEAST + 1, after.needed_tokens + PART)
+        assert after.mapped_tokens < max(before.mapped_tokens + 1, LEAST + 1, after.needed_tokens + MOST_SPARE)
         if self.cache.demand.others == NUM_TOKENS:
             assert self.cache.slots.available_size() >= min(to_come, NUM_TOKENS - self.cache.slots.num_in_use)
 
@@ -139,7 +138,7 @@ class Requests(RuleBasedStateMachine):
         given_back = self.cache.shrink(to_come)
         assert self.cache.mapped_bytes() == before - given_back
         after = self.cache.growing.extent()
-        assert min(served, after.needed_tokens) <= after.served_tokens < max(LEAST + 1, after.needed_tokens + PART)
+        assert min(served, after.needed_tokens) <= after.served_tokens < max(LEAST + 1, after.needed_tokens + MOST_SPARE)
         # What still runs is never pushed out to make room for itself.
         if served >= after.needed_tokens:
             assert self.cache.slots.available_size() >= min(to_come, NUM_TOKENS - self.cache.slots.num_in_use)
