@@ -143,7 +143,7 @@ async def kv_bytes(rollout: RolloutClient) -> tuple[int, int, int]:
     """Mapped, total, and what does not come with a resume, of all ranks."""
     tags = [one for one in (await usage_of(rollout)).tags if one.tag == KV]
     assert len(tags) == TP_SIZE
-    return tuple(sum(getattr(tag, name) for tag in tags) for name in ("mapped_bytes", "total_bytes", "following_bytes"))
+    return sum(tag.mapped_bytes for tag in tags), sum(tag.total_bytes for tag in tags), sum(tag.following_bytes for tag in tags)
 
 
 async def weight_bytes(rollout: RolloutClient) -> int:

@@ -24,15 +24,15 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
 from tasuki.rollout.growing_cache import GrowingCache
-from tasuki.rollout.kv_demand import SchedulerDemand
+from tasuki.rollout.kv_demand import SPARE_PAGES, SchedulerDemand
 from tasuki.rollout.kv_slots import BoundedTokenSlots
 from tasuki.wire.errors import OutOfGpuMemory
 from tests.extent import IS_WHOLE, examples
 from tests.models import make_model, save_checkpoint
 
 NUM_TOKENS, LONGEST, LEAST = 320, 56, 64
-NEW_TOKEN_RATIO = 0.3
-"""Low, so that SGLang admits more than fit and has to retract."""
+NEW_TOKEN_RATIOS = (0.3, 1.0)
+"""A low one has SGLang admit more than fit, and retract."""
 _EXTENT = settings(max_examples=examples(60), deadline=None, derandomize=not IS_WHOLE)
 
 
@@ -54,6 +54,15 @@ class Asked:
     prompt: Sequence[int]
     max_new_tokens: int
     num_new_tokens: int
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Of an engine."""
+
+    has_prefixes: bool = True
+    new_token_ratio: float = NEW_TOKEN_RATIOS[0]
 
 
 @st.composite
@@ -61,7 +70,11 @@ def asked(draw: st.DrawFn) -> Asked:
     # Few prefixes, so that requests share some.
     prompt = [draw(st.integers(1, 3))] * draw(st.integers(1, 10)) + [9] * draw(st.integers(0, 10))
     most = draw(st.integers(1, LONGEST - len(prompt)))
-    return Asked(draw(st.integers(0, 40)), prompt, most, draw(st.integers(1, most)))
+    return Asked(draw(st.integers(0, 40)), prompt, most, draw(st.integers(1, most)), draw(st.booleans()))
+
+
+QUESTIONS = st.lists(asked(), min_size=1, max_size=40)
+KINDS = st.builds(Kind, st.booleans(), st.sampled_from(NEW_TOKEN_RATIOS))
 
 
 class Room:
@@ -81,11 +94,12 @@ class Room:
 class Engine:
     """The parts of SGLang's scheduler that give out KV cache, and in the place of the model the lengths that were drawn."""
 
-    def __init__(self, *, has_prefixes: bool, grows: bool) -> None:
+    def __init__(self, kind: Kind, *, grows: bool) -> None:
+        self.new_token_ratio = kind.new_token_ratio
         self.slots = BoundedTokenSlots(NUM_TOKENS, torch.uint8, "cpu", SimpleNamespace(), need_sort=False)
         self.rows = ReqToTokenPool(64, LONGEST + 8, "cpu", enable_memory_saver=False)
         params = CacheInitParams(False, self.rows, self.slots, page_size=1)
-        self.prefixes: Any = RadixCache(params) if has_prefixes else ChunkCache(params)
+        self.prefixes: Any = RadixCache(params) if kind.has_prefixes else ChunkCache(params)
         self.scheduler: Any = SimpleNamespace(
             running_batch=SimpleNamespace(reqs=[], batch_is_full=False),
             last_batch=None,
@@ -98,20 +112,30 @@ class Engine:
         self.lengths: dict[str, int] = {}
         self.ended: list[str] = []
         self.num_batches = self.num_retracted = 0
-        self.room, self.cache = Room(), None
+        self.room: Any = Room()
+        self.cache: GrowingCache | None = None
+        self.num_coming, self.spare_tokens = 0, 0
         if grows:
             rows = torch.zeros(NUM_TOKENS + 1, 1, dtype=torch.uint8)
             demand = SchedulerDemand(self.scheduler)
-            self.cache = GrowingCache(self.room, self.slots, [rows], least_tokens=LEAST, demand=demand)  # pyright: ignore[reportArgumentType]
+            self.cache = GrowingCache(self.room, self.slots, [rows], least_tokens=LEAST, demand=demand)
 
     @property
     def running(self) -> list[Req]:
         return self.scheduler.running_batch.reqs
 
     def give(self, number: int, one: Asked) -> None:
-        sampling = SamplingParams(max_new_tokens=one.max_new_tokens)
+        sampling = SamplingParams(max_new_tokens=one.max_new_tokens, ignore_eos=one.ignore_eos)
         self.lengths[str(number)] = one.num_new_tokens
         self.scheduler.waiting_queue.append(Req(str(number), "", array("q", one.prompt), sampling))
+        self.num_coming += len(one.prompt) + one.max_new_tokens + SPARE_PAGES
+
+    def look(self) -> None:
+        """As KvGrowth has the ranks do."""
+        if self.cache is not None and (self.spare_tokens < 0 or self.num_coming > self.spare_tokens):
+            self.cache.grow(lambda _: None)
+            extent = self.cache.extent()
+            self.num_coming, self.spare_tokens = 0, extent.served_tokens - extent.needed_tokens
 
     def run_batch(self) -> None:
         """As SGLang: a prefill where a request can be admitted, else a token for each that runs."""
@@ -127,7 +151,7 @@ class Engine:
         batch, queue = self.scheduler.running_batch, self.scheduler.waiting_queue
         if batch.batch_is_full or not queue:
             return []
-        adder = PrefillAdder(1, self.prefixes, self.slots, batch, NEW_TOKEN_RATIO, 64, None)
+        adder = PrefillAdder(1, self.prefixes, self.slots, batch, self.new_token_ratio, 64, None)
         for request in queue:
             request.init_next_round_input(self.prefixes)
             result = adder.add_one_req(request, has_chunked_req=False, truncation_align_size=None)
@@ -140,7 +164,8 @@ class Engine:
     def _prefill(self, requests: Sequence[Req]) -> None:
         self.rows.alloc(list(requests))
         for request in requests:
-            prefix, end = request.prefix_indices, request.extend_range.end  # pyright: ignore[reportOptionalMemberAccess]
+            assert request.extend_range is not None
+            prefix, end = request.prefix_indices, request.extend_range.end
             slots = torch.cat((prefix.to(torch.int64), self._take(end - len(prefix))))
             self.rows.write((request.req_pool_idx, slice(0, end)), slots.to(torch.int32))
             request.kv_committed_len = request.kv_allocated_len = end
@@ -193,12 +218,12 @@ class Engine:
         return slots
 
 
-def ran(questions: Sequence[Asked], *, has_prefixes: bool, rooms: Sequence[int] | None, drains: bool = False) -> Engine:
+def ran(questions: Sequence[Asked], kind: Kind, *, rooms: Sequence[int] | None, drains: bool = False) -> Engine:
     """rooms: tokens that there is memory for, one after each batch, and then all; None: the cache is whole and does not grow.
 
     drains: once all have come, the cache shrinks whenever a request has ended.
     """
-    engine = Engine(has_prefixes=has_prefixes, grows=rooms is not None)
+    engine = Engine(kind, grows=rooms is not None)
     most = 50 + sum(len(one.prompt) + 2 * one.max_new_tokens for one in questions) * 4
     num_ended = -1
     while len(engine.ended) < len(questions):
@@ -206,41 +231,67 @@ def ran(questions: Sequence[Asked], *, has_prefixes: bool, rooms: Sequence[int] 
         for number, one in enumerate(questions):
             if one.arrives == engine.num_batches:
                 engine.give(number, one)
-        if engine.cache is not None:
-            engine.room.tokens = (rooms or ())[engine.num_batches] if engine.num_batches < len(rooms or ()) else NUM_TOKENS
-            if not drains or engine.num_batches <= 40:
-                engine.cache.grow(lambda _: None)
-            elif len(engine.ended) != num_ended:
-                num_ended = len(engine.ended)
-                engine.cache.shrink(lambda _: None)
+        engine.room.tokens = (rooms or ())[engine.num_batches] if engine.num_batches < len(rooms or ()) else NUM_TOKENS
+        if not drains or engine.num_batches <= 40:
+            engine.look()
+        elif engine.cache is not None and len(engine.ended) != num_ended:
+            num_ended = len(engine.ended)
+            engine.cache.shrink(lambda _: None)
         engine.run_batch()
     return engine
 
 
-@given(questions=st.lists(asked(), min_size=1, max_size=40), has_prefixes=st.booleans())
+@given(questions=QUESTIONS, kind=KINDS)
 @_EXTENT
-def test_batches_are_those_of_a_whole_cache_while_there_is_memory(questions: list[Asked], has_prefixes: bool) -> None:
-    whole = ran(questions, has_prefixes=has_prefixes, rooms=None)
-    grown = ran(questions, has_prefixes=has_prefixes, rooms=())
+def test_batches_are_those_of_a_whole_cache_while_there_is_memory(questions: list[Asked], kind: Kind) -> None:
+    whole = ran(questions, kind, rooms=None)
+    grown = ran(questions, kind, rooms=())
     assert (grown.num_batches, grown.num_retracted, grown.ended) == (whole.num_batches, whole.num_retracted, whole.ended)
 
 
 @given(
-    questions=st.lists(asked(), min_size=1, max_size=40),
-    has_prefixes=st.booleans(),
+    questions=QUESTIONS,
+    kind=KINDS,
     rooms=st.lists(st.integers(LEAST, NUM_TOKENS), max_size=200),
     drains=st.booleans(),
 )
 @_EXTENT
 def test_every_request_that_fits_runs_in_the_end_whatever_memory_there_is(
-    questions: list[Asked], has_prefixes: bool, rooms: list[int], drains: bool
+    questions: list[Asked], kind: Kind, rooms: list[int], drains: bool
 ) -> None:
-    ran(questions, has_prefixes=has_prefixes, rooms=rooms, drains=drains)
+    ran(questions, kind, rooms=rooms, drains=drains)
 
 
-@given(questions=st.lists(asked(), min_size=1, max_size=40), has_prefixes=st.booleans())
+@given(questions=QUESTIONS, kind=KINDS)
 @_EXTENT
-def test_a_drain_retracts_nothing_that_a_whole_cache_would_not(questions: list[Asked], has_prefixes: bool) -> None:
-    whole = ran(questions, has_prefixes=has_prefixes, rooms=None)
-    drained = ran(questions, has_prefixes=has_prefixes, rooms=(), drains=True)
+def test_a_drain_retracts_nothing_that_a_whole_cache_would_not(questions: list[Asked], kind: Kind) -> None:
+    whole = ran(questions, kind, rooms=None)
+    drained = ran(questions, kind, rooms=(), drains=True)
     assert drained.num_retracted <= whole.num_retracted
+
+
+def test_requests_are_admitted_once_the_cache_has_grown_before_another_one_ends() -> None:
+    engine = Engine(Kind(), grows=True)
+    for number in range(8):
+        engine.give(number, Asked(0, [1, 2, 3], 25, 25))
+    engine.run_batch()
+    assert len(engine.running) < 8
+    engine.look()
+    engine.run_batch()
+    assert len(engine.running) == 8
+
+
+def test_a_scheduler_without_requests_needs_nothing() -> None:
+    engine = Engine(Kind(), grows=True)
+    assert engine.cache is not None and engine.cache.extent().needed_tokens == 0
+    engine.give(0, Asked(0, [1, 2, 3], 25, 5))
+    assert engine.cache.extent().needed_tokens == 3 + 25 + SPARE_PAGES
+    while not engine.ended:
+        engine.run_batch()
+    # What is left as a prefix: all but its last token, which was never computed with.
+    assert engine.cache.extent().needed_tokens == 3 + 4
+
+
+def test_what_admission_asks_for_beside_the_tokens_of_each_request_is_there() -> None:
+    questions, kind = [Asked(0, [1, 2], 10, 10)] * 20, Kind(has_prefixes=False, new_token_ratio=1.0)
+    assert ran(questions, kind, rooms=()).num_batches == ran(questions, kind, rooms=None).num_batches == 10
