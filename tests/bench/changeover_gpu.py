@@ -3,10 +3,10 @@
 A node with random weights, float32 masters, N trainer ranks and N replicas, started once for each way to size the KV cache. After a batch
 of 512 samples (64 x 8, 256 + 512 tokens) and a training step, each round goes from the end of an optimizer step to the first token, then
 from the last token of a shorter batch (192 tokens a sample) back to TRAIN. Every other round first waits for the optimizer's kernels, for
-which OptimStep does not ("settled"). Beside the seconds of every stage: what the driver says is taken of the first GPU after each of
-them, what the planner expected, and what `tasuki audit` says at the end. Rounds end early where --limit-s is over. --kv may also be
-"nothing": as "most", with nothing that stays, or "growing": as "most", with kv_growth. --tiny: a small model on a CPU. Writes
-changeover_gpu.json and prints a table.
+which OptimStep does not ("settled"). Beside the seconds of every stage: the bytes that it moved, what the driver says is taken of the first
+GPU after each of them and what each tag has mapped, what the planner expected, and what `tasuki audit` says at the end. Rounds end early
+where --limit-s is over. --kv may also be "nothing": as "most", with nothing that stays, or "growing": as "most", with kv_growth. --tiny: a
+small model on a CPU. Writes changeover_gpu.json and prints a table.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,9 +39,13 @@ from tasuki.planner.layout import GB
 from tasuki.planner.node_plan import plan_node
 from tasuki.planner.seconds import expected_seconds
 from tasuki.rpc.stages import stage_to_proto
+from tasuki.rpc.usage import TAGS
 from tasuki.supervisor.node import start_node
 from tasuki.v1 import coordinator_pb2 as pb
+from tasuki.v1 import memory_pb2, rollout_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
+from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
 from tests.bench.gpus import at_least_one, require_gpus
 from tests.bench.plan_gpu import SIZES
 
@@ -151,7 +156,30 @@ def stages_ms(events: Sequence[StageEvent]) -> dict[str, float]:
     return {str(event.stage): round(1000 * event.seconds, 2) for event in events if event.stage and event.seconds}
 
 
-def round_trip(client: Client, load: Load, random: np.random.Generator, *, settles: bool) -> dict[str, Any]:
+def stages_gb(events: Sequence[StageEvent]) -> dict[str, float]:
+    """What each stage moved, over all ranks."""
+    return {str(event.stage): round(event.num_bytes / GB, 3) for event in events if event.stage and event.num_bytes}
+
+
+def mapped_gb(config: NodeConfig) -> dict[str, float]:
+    """What each tag of both services has mapped, over all ranks."""
+    mapped: Counter[str] = Counter()
+    for service in ("trainer", "rollout"):
+        with grpc.insecure_channel(node_targets(config)[service]) as channel:
+            usage = MemoryServiceStub(channel).GetUsage(memory_pb2.GetUsageRequest(), timeout=STAGE_LIMIT_S)
+        for tag in usage.tags:
+            mapped[f"{service} {TAGS[tag.tag]}"] += tag.mapped_bytes
+    return {name: round(size / GB, 3) for name, size in mapped.items()}
+
+
+def kv_tokens(config: NodeConfig) -> dict[str, int]:
+    """Of a KV cache that grows: the whole, mapped, served, needed."""
+    with grpc.insecure_channel(node_targets(config)["rollout"]) as channel:
+        state = RolloutServiceStub(channel).GetRolloutState(rollout_pb2.GetRolloutStateRequest(), timeout=STAGE_LIMIT_S)
+    return {name: getattr(state.kv_cache, name) for name in ("num_tokens", "mapped_tokens", "served_tokens", "needed_tokens")}
+
+
+def round_trip(client: Client, config: NodeConfig, load: Load, random: np.random.Generator, *, settles: bool) -> dict[str, Any]:
     """From the end of an optimizer step to the first token and, behind a batch of tokens, back to the trainer."""
     version = client.trainer_state().policy_version
     samples = load.samples(random, count=2 * load.gpus, version=version)
@@ -166,6 +194,8 @@ def round_trip(client: Client, load: Load, random: np.random.Generator, *, settl
     answered = time.perf_counter()
     client.generate(load.questions(random), load.sampling(load.round_tokens), num_samples=load.group)
     generated = time.perf_counter()
+    mapped = {"mapped_gb": mapped_gb(config), "kv_tokens": kv_tokens(config)}
+    leaving = time.perf_counter()
     back = client.acquire(Phase.TRAIN)
     returned = time.perf_counter()
     return {
@@ -173,20 +203,23 @@ def round_trip(client: Client, load: Load, random: np.random.Generator, *, settl
         "to_rollout_ms": round(1000 * (serves - started), 2),
         "to_first_token_ms": round(1000 * (answered - started), 2),
         "generate_s": round(generated - answered, 2),
-        "to_train_ms": round(1000 * (returned - generated), 2),
+        "to_train_ms": round(1000 * (returned - leaving), 2),
         "stages_ms": stages_ms(there) | stages_ms(back),
+        "stages_gb": stages_gb(there) | stages_gb(back),
+        **mapped,
     }
 
 
-def taken_by_stage(config: NodeConfig, load: Load) -> dict[str, float]:
-    """GB on the first GPU after every stage of one round, stage by stage."""
-    taken: dict[str, float] = {}
+def memory_by_stage(config: NodeConfig, load: Load) -> dict[str, dict[str, Any]]:
+    """After every stage of one round without samples: GB that are taken of the first GPU, and those that each tag has mapped."""
+    memory: dict[str, dict[str, Any]] = {"taken_gb": {}, "mapped_gb": {}}
     with grpc.insecure_channel(node_targets(config)["coordinator"]) as channel:
         coordinator = CoordinatorServiceStub(channel)
         for stage in (rule.stage for rule in RING):
             coordinator.RunStage(pb.RunStageRequest(stage=stage_to_proto(stage)), timeout=STAGE_LIMIT_S)
-            taken[stage] = round(taken_bytes(load.device) / GB, 2)
-    return taken
+            memory["taken_gb"][stage] = round(taken_bytes(load.device) / GB, 2)
+            memory["mapped_gb"][stage] = mapped_gb(config)
+    return memory
 
 
 def measure(config: NodeConfig, load: Load, *, num_rounds: int, ends_at: float) -> dict[str, Any]:
@@ -212,8 +245,8 @@ def measure(config: NodeConfig, load: Load, *, num_rounds: int, ends_at: float) 
         for index in range(num_rounds):
             if time.monotonic() > ends_at:
                 break
-            result["rounds"].append(round_trip(client, load, random, settles=index % 2 == 1))
-        result["taken_gb"] = taken_by_stage(config, load)
+            result["rounds"].append(round_trip(client, config, load, random, settles=index % 2 == 1))
+        result |= memory_by_stage(config, load)
     return result
 
 

@@ -1,4 +1,4 @@
-"""A whole node whose KV cache grows: the same samples as before, also when its engine is struck while it grows or gives back."""
+"""A whole node whose KV cache grows: the same samples as before, also when its engine is struck while it grows or shrinks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,15 @@ from tests.chaos_node import ChaosNode
 from tests.conftest import RunningNode, started_node, tasuki
 from tests.e2e.test_pool import free, held, usage
 from tests.footprint import MIB
+from tests.models import VOCAB_SIZE
 
 pytestmark = pytest.mark.timeout(600)
 # 128 MiB of KV cache: 2 layers, keys and values, 2 heads of 16, bfloat16.
 _KV_TOKENS = (128 * MIB) // (2 * 2 * 2 * 16 * 2)
 _BUDGET = 224 * MIB
+_PROGRESS_S = 20
+_MANY = SamplingParams(max_new_tokens=240, stop_token_ids=tuple(range(VOCAB_SIZE)))
+"""As 500 samples may need a quarter of the cache, until they end with their first token."""
 
 
 @pytest.fixture(scope="module")
@@ -37,19 +41,24 @@ def growing() -> Iterator[RunningNode]:
         f"memory.host_budget_bytes={_BUDGET}",
         "rollout.kv_growth=true",
         f"rollout.kv_tokens={_KV_TOKENS}",
+        f"restart.progress_s={_PROGRESS_S}",
     ]
     with started_node(overrides=settings) as started:
         yield started
 
 
-def wait_until_grown(node: RunningNode) -> None:
-    deadline = time.monotonic() + 60
-    while True:
-        (cache,) = [tag for tag in usage(node, "rollout").tags if tag.tag == types_pb2.MEMORY_TAG_KV_CACHE]
-        if cache.mapped_bytes == cache.total_bytes:
-            return
-        assert time.monotonic() < deadline, cache
-        time.sleep(0.05)
+def mapped_bytes(node: RunningNode) -> tuple[int, int]:
+    """Of the KV cache, and the whole of it."""
+    (cache,) = [tag for tag in usage(node, "rollout").tags if tag.tag == types_pb2.MEMORY_TAG_KV_CACHE]
+    return cache.mapped_bytes, cache.total_bytes
+
+
+def grow(node: RunningNode, client: Client) -> None:
+    """Has the cache grow as 500 long samples need it."""
+    least, total = mapped_bytes(node)
+    assert len(client.generate([[5, 6]], _MANY, num_samples=500)) == 500
+    grown, _ = mapped_bytes(node)
+    assert least < grown < total
 
 
 def state(node: RunningNode) -> rollout_pb2.GetRolloutStateResponse:
@@ -86,7 +95,7 @@ def test_changeovers_with_a_cache_that_grows_keep_weights_and_samples(growing: R
             client.acquire(Phase.TRAIN)
             client.acquire(Phase.ROLLOUT)
             assert chaos.greedy() == tokens
-        wait_until_grown(growing)
+        grow(growing, client)
         assert free(growing) + held(growing) == pool_bytes(_BUDGET)
         # What left behind OFFLOAD's answer was copied whole.
         assert {tag.leaves_later for tag in usage(growing, "trainer").tags} == {True, False}
@@ -94,26 +103,32 @@ def test_changeovers_with_a_cache_that_grows_keep_weights_and_samples(growing: R
         assert chaos.log_probs() == chaos.learned
 
 
-@pytest.mark.parametrize("action", [Action.KILL, Action.STOP])
-def test_an_engine_that_is_struck_while_its_cache_grows_comes_back(growing: RunningNode, action: Action) -> None:
-    with Client(state_dir=growing.state_dir) as client:
+@pytest.mark.parametrize("action", [Action.KILL, Action.STOP, Action.HANG])
+@pytest.mark.parametrize("point", ["grow_cache", "grow_cache.mapped", "grow_cache.done"])
+def test_an_engine_that_is_struck_while_its_cache_grows_comes_back(growing: RunningNode, point: str, action: Action) -> None:
+    """Its pulse tells one that is stopped, its progress one that hangs; the client makes the samples again."""
+    with Client(state_dir=growing.state_dir, timeout_s=240) as client:
         chaos = ChaosNode(growing, client)
         client.acquire(Phase.ROLLOUT)
         tokens = chaos.greedy()
-        client.acquire(Phase.TRAIN)
-        plant(socket_dir(growing.state_dir), "scheduler0", "grow_cache.done", action)
-        assert greedy_again(chaos) == tokens
-        wait_until_grown(growing)
+        boot_id = state(growing).boot_id
+        plant(socket_dir(growing.state_dir), "scheduler0", point, action)
+        grow(growing, client)
+        assert state(growing).boot_id != boot_id
+        assert chaos.greedy() == tokens
         client.acquire(Phase.TRAIN)
         assert free(growing) + held(growing) == pool_bytes(_BUDGET)
 
 
-def test_an_engine_that_is_killed_while_its_cache_shrinks_comes_back(growing: RunningNode) -> None:
+@pytest.mark.parametrize("action", [Action.KILL, Action.STOP, Action.HANG])
+@pytest.mark.parametrize("point", ["shrink_cache", "shrink_cache.served", "shrink_cache.done"])
+def test_an_engine_that_is_struck_while_its_cache_shrinks_comes_back(growing: RunningNode, point: str, action: Action) -> None:
     with Client(state_dir=growing.state_dir) as client:
         chaos = ChaosNode(growing, client)
         client.acquire(Phase.ROLLOUT)
         tokens = chaos.greedy()
-        plant(socket_dir(growing.state_dir), "scheduler0", "shrink_cache", Action.KILL)
+        grow(growing, client)
+        plant(socket_dir(growing.state_dir), "scheduler0", point, action)
         generating = threading.Thread(target=generate_long, args=(growing,))
         generating.start()
         while state(growing).num_running == 0:

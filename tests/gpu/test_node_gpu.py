@@ -1,4 +1,4 @@
-"""Whole runs on real GPUs: the demo learns in full, with merged and with native LoRA adapters, and through several replicas.
+"""Whole runs on real GPUs: the demo learns in full, with merged and with native LoRA adapters, a growing KV cache, and several replicas.
 
 Needs `make native`, CUDA GPUs and no network. A run takes about a minute.
 """
@@ -32,11 +32,14 @@ GPU = [
     'rollout.dtype="bfloat16"',
     'trainer.compute_dtype="bfloat16"',
 ]
+GROWING = ["rollout.kv_growth=true", 'rollout.kv_tokens="most"']
 LORA = ["trainer.lora.rank=16", "trainer.lora.alpha=32", "trainer.learning_rate=1.5e-2"]
 RUNS = {
     "full": (1, []),
     "merged": (1, LORA),
     "adapter": (1, [*LORA, 'rollout.lora="adapter"']),
+    "KV cache that grows": (1, GROWING),
+    "KV cache that grows at TP 2": (2, [*GROWING, "trainer.num_ranks=2", "rollout.tp_size=2"]),
     "two replicas": (2, ["trainer.num_ranks=2"]),
     "adapter at TP 2": (2, [*LORA, 'rollout.lora="adapter"', "trainer.num_ranks=2", "rollout.tp_size=2"]),
     "four ranks, two replicas of TP 2": (4, ["trainer.num_ranks=4", "rollout.tp_size=2"]),

@@ -17,8 +17,10 @@ from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1.types_pb2 import (
     PHASE_ROLLOUT,
     PHASE_TRAIN,
+    STAGE_DRAIN,
     STAGE_LOAD_TRAINER,
     STAGE_LOAD_WEIGHTS,
+    STAGE_PAUSE_KV,
     STAGE_RESUME_KV,
     STAGE_SYNC,
     STAGE_UNSPECIFIED,
@@ -61,6 +63,8 @@ async def test_both_directions_with_events_and_versions(node: Node) -> None:
     assert (there[-1].state.phase, there[-1].state.policy_version, node.rollout.served) == (PHASE_ROLLOUT, 0, 0)
     back = await node.acquire(PHASE_TRAIN)
     assert (back[-1].state.phase, back[-1].state.num_changeovers) == (PHASE_TRAIN, 2)
+    done = {one.event.stage: one.event.bytes for one in back if one.event.status == pb.STAGE_STATUS_DONE}
+    assert (done[STAGE_DRAIN], done[STAGE_PAUSE_KV]) == (300, 500)
     held = await node.acquire(PHASE_TRAIN)
     assert [one.event.status for one in held] == [pb.STAGE_STATUS_HELD]
 

@@ -1,4 +1,4 @@
-"""A real engine whose KV cache grows behind RESUME_KV, beside a process that holds the memory it grows into."""
+"""A real engine whose KV cache grows as requests need it, beside a process that holds the memory it grows into."""
 
 from __future__ import annotations
 
@@ -7,39 +7,49 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from tasuki.config.places import pool_socket_path
 from tasuki.memory.pool import PoolKeeper
-from tasuki.rollout.kv_growth import NUM_STEPS
+from tasuki.rollout.growing_cache import NUM_PARTS
 from tasuki.rpc.metric_names import KV_CAPACITY, KV_SERVED
 from tasuki.transport.pool_socket import PoolServer
 from tasuki.v1 import types_pb2
 from tasuki.v1.rollout_pb2 import KvCacheState
 from tests.conftest import ENVIRONMENT
-from tests.extent import only_whole
+from tests.extent import IS_WHOLE, only_whole
 from tests.integration.rollout_process import (
     RolloutClient,
     RolloutProcess,
     TestTrainer,
     connected,
+    log_probs_of,
     start_rollout,
     stop_rollout,
     wait_until_serving,
 )
 from tests.integration.test_rollout_memory import usage_of
-from tests.models import make_model
+from tests.models import VOCAB_SIZE, make_model
 
 pytestmark = pytest.mark.timeout(600)
 KV, WEIGHTS = types_pb2.MEMORY_TAG_KV_CACHE, types_pb2.MEMORY_TAG_WEIGHTS
 MIB = 1 << 20
-# 2 layers, keys and values, 2 heads of 16, bfloat16: 256 MiB.
-NUM_TOKENS = (256 * MIB) // (2 * 2 * 2 * 16 * 2)
-POOL_BYTES = 320 * MIB
-STALL_S = 4.0
+# 2 layers, keys and values, 2 heads of 16, bfloat16: 128 MiB.
+NUM_TOKENS = (128 * MIB) // (2 * 2 * 2 * 16 * 2)
+POOL_BYTES = 192 * MIB
+STALL_S = 1.0
+TP_SIZE = 2 if IS_WHOLE else 1
+NUM_MANY = 600
+# With two ranks more of them find room in the chunks that are there, and end sooner.
+NUM_WAITING = 8000 if IS_WHOLE else 2000
+# As many samples as take 30 % of the cache, should they be as long as they may. They end with their first token.
+MANY = {
+    "prompts": [[5, 6, 7]], "num_samples": NUM_MANY, "max_new_tokens": 250, "stop_token_ids": list(range(VOCAB_SIZE)), "temperature": 1.0,
+}  # fmt: skip
 
 
 class Node:
@@ -59,7 +69,8 @@ class Node:
             "rollout.kv_growth=true",
             "memory.pool=true",
             f"memory.host_budget_bytes={POOL_BYTES}",
-            "restart.stall_s=2",
+            f"rollout.tp_size={TP_SIZE}",
+            f"restart.stall_s={STALL_S}",
             f"restart.progress_s={STALL_S}",
         )
         self.holder = subprocess.Popen(
@@ -126,113 +137,121 @@ async def growth_until(rollout: RolloutClient, is_there: Callable[[KvCacheState]
     return state
 
 
-def is_whole(state: KvCacheState) -> bool:
-    return state.num_tokens == state.served_tokens > 0 and not state.is_growing
-
-
 def is_short(state: KvCacheState) -> bool:
     return state.needed_bytes > 0
 
 
 async def kv_bytes(rollout: RolloutClient) -> tuple[int, int, int]:
-    """Mapped, total, and what follows a resume."""
-    (tag,) = [one for one in (await usage_of(rollout)).tags if one.tag == KV]
-    return tag.mapped_bytes, tag.total_bytes, tag.following_bytes
+    """Mapped, total, and what does not come with a resume, of all ranks."""
+    tags = [one for one in (await usage_of(rollout)).tags if one.tag == KV]
+    assert len(tags) == TP_SIZE
+    return sum(tag.mapped_bytes for tag in tags), sum(tag.total_bytes for tag in tags), sum(tag.following_bytes for tag in tags)
 
 
-async def test_it_serves_with_the_least_cache_and_the_rest_follows(node: Node, rollout: RolloutClient) -> None:
+async def weight_bytes(rollout: RolloutClient) -> int:
+    return sum(one.total_bytes for one in (await usage_of(rollout)).tags if one.tag == WEIGHTS)
+
+
+def check_log_probs(node: Node, samples: Sequence[types_pb2.Sample], *, prompt: list[int]) -> None:
+    """What a sample has in the cache is there to its end: transformers, without any, gives the same."""
+    for sample in samples:
+        theirs = log_probs_of(node.trainer.model, prompt, list(sample.token_ids))
+        assert torch.allclose(torch.tensor(sample.rollout_log_probs), theirs, atol=0.15)
+
+
+async def test_it_serves_with_the_least_cache_and_maps_what_requests_may_need(node: Node, rollout: RolloutClient) -> None:
     _, total, following = await kv_bytes(rollout)
     await rollout.resume(types_pb2.STAGE_RESUME_WEIGHTS, WEIGHTS)
     await rollout.receive(node.trainer.publish(7))
     resumed = await rollout.resume(types_pb2.STAGE_RESUME_KV, KV)
-    assert 0 < resumed.mapped_bytes == total - following < total / 4
-    whole = await growth_until(rollout, is_whole)
-    assert whole.num_tokens >= NUM_TOKENS
-    assert (await kv_bytes(rollout))[0] == total
-    assert await rollout.metric(KV_SERVED.name) == await rollout.metric(KV_CAPACITY.name) >= NUM_TOKENS
+    assert resumed.mapped_bytes == total - following < total / 4
+    least = (await growth_until(rollout, lambda state: state.served_tokens > 0)).served_tokens
+    await rollout.generate([[5, 6, 7]], max_new_tokens=20, ignore_eos=True)
+    assert (await kv_bytes(rollout))[0] == resumed.mapped_bytes
+    await rollout.generate(**MANY)
+    grown = (await rollout.state()).kv_cache
+    assert least < NUM_MANY * 255 <= grown.served_tokens <= NUM_MANY * 255 + 1.25 * grown.num_tokens / NUM_PARTS + 1
+    assert not grown.is_growing and grown.num_tokens >= NUM_TOKENS
+    mapped, _, _ = await kv_bytes(rollout)
+    assert resumed.mapped_bytes < mapped < 0.8 * total
+    assert await rollout.metric(KV_SERVED.name) == grown.served_tokens
+    assert await rollout.metric(KV_CAPACITY.name) == grown.num_tokens
+    # As many again find room where the first ones were.
+    await rollout.generate(**MANY)
+    assert (await kv_bytes(rollout))[0] == mapped
+    await rollout.drain()
+    assert (await rollout.pause(types_pb2.STAGE_PAUSE_KV, KV)).released_bytes == mapped
 
 
 async def test_requests_wait_while_others_hold_the_memory_and_none_fails(node: Node, rollout: RolloutClient) -> None:
-    await rollout.wake(node.trainer.publish(7))
-    await growth_until(rollout, is_whole)
-    alone = await rollout.generate([[5, 6, 7]], num_samples=2, max_new_tokens=200, temperature=0.0, ignore_eos=True)
-    await rollout.sleep()
-
+    """What they wait for is told, and it counts as stalled when it does not come."""
     _, total, following = await kv_bytes(rollout)
-    weights = (await usage_of(rollout)).tags[0].total_bytes
-    node.leave(weights + total - following + 3 * 4 * MIB)
+    node.leave(await weight_bytes(rollout) + total - following)
     await rollout.wake(node.trainer.publish(7))
+    # One of them finds room at once.
+    many = asyncio.ensure_future(rollout.generate(**{**MANY, "num_samples": NUM_WAITING}))
     short = await growth_until(rollout, is_short)
-    assert short.is_growing and short.served_tokens < NUM_TOKENS / 4
+    assert short.is_growing and short.served_tokens < short.needed_tokens
     assert short.needed_bytes > short.free_bytes
-    # Thirty-two samples of 200 tokens: many times what is served.
-    samples = asyncio.ensure_future(
-        rollout.generate([[5, 6, 7]], num_samples=32, max_new_tokens=200, temperature=0.0, ignore_eos=True)
-    )
-    await asyncio.sleep(0.5)
-    held = await rollout.metric("tasuki_rollout_kv_tokens")
-    assert held <= short.served_tokens
-    node.hold(0)
-    await growth_until(rollout, is_whole)
-    made = await samples
-    assert {tuple(sample.token_ids) for sample in made} == {tuple(sample.token_ids) for sample in alone}
-    assert {sample.finish_reason for sample in made} == {types_pb2.FINISH_REASON_LENGTH}
-
-
-async def test_growth_that_never_gets_room_is_told_and_rollout_serves_on(node: Node, rollout: RolloutClient) -> None:
-    _, total, following = await kv_bytes(rollout)
-    node.leave((await usage_of(rollout)).tags[0].total_bytes + total - following)
-    await rollout.wake(node.trainer.publish(7))
-    stalled = await growth_until(rollout, lambda state: state.is_stalled)
-    assert stalled.is_growing and stalled.needed_bytes > 0 == stalled.free_bytes
+    assert await rollout.metric("tasuki_rollout_kv_tokens") <= short.served_tokens
+    samples = asyncio.ensure_future(rollout.generate([[5, 6, 7]], num_samples=4, max_new_tokens=200, ignore_eos=True))
+    assert (await growth_until(rollout, lambda state: state.is_stalled)).is_growing
     assert "event=kv_growth_stalled" in node.rollout.log.read_text()
-    (sample,) = await rollout.generate([[5, 6, 7]], max_new_tokens=30, ignore_eos=True)
-    assert len(sample.token_ids) == 30
+    assert not many.done()
     node.hold(0)
-    assert not (await growth_until(rollout, is_whole)).is_stalled
+    grown = await growth_until(rollout, lambda state: not state.is_growing)
+    assert not grown.is_stalled and grown.served_tokens > short.served_tokens
+    made = await samples
+    assert {(sample.finish_reason, len(sample.token_ids)) for sample in made} == {(types_pb2.FINISH_REASON_LENGTH, 200)}
+    check_log_probs(node, made, prompt=[5, 6, 7])
+    assert len(await many) == NUM_WAITING
 
 
-async def test_a_drain_gives_back_what_the_last_samples_do_not_use(node: Node, rollout: RolloutClient) -> None:
+async def test_a_drain_gives_back_what_the_last_samples_cannot_need(node: Node, rollout: RolloutClient) -> None:
     await rollout.wake(node.trainer.publish(7))
-    await growth_until(rollout, is_whole)
+    await rollout.generate(**MANY)
+    mapped, total, following = await kv_bytes(rollout)
     free = node.free_bytes
-    _, total, following = await kv_bytes(rollout)
-    long = asyncio.ensure_future(rollout.generate([[5, 6]], max_new_tokens=250, ignore_eos=True))
+    # More than are served with the least cache: they must neither be pushed out, nor wait.
+    long = asyncio.ensure_future(rollout.generate([[5, 6]], num_samples=8, max_new_tokens=250, ignore_eos=True))
     while (await rollout.state()).num_running == 0:
         await asyncio.sleep(0.01)
     draining = asyncio.ensure_future(rollout.drain(grace_ms=60_000))
     while node.free_bytes == free:
         assert not long.done()
         await asyncio.sleep(0.01)
-    assert (await draining).num_finished == 1
-    assert len((await long)[0].token_ids) == 250
-    released = node.free_bytes - free
-    assert released >= following / 2
+    drained, made = await draining, await long
+    assert (drained.num_finished, {len(sample.token_ids) for sample in made}) == (8, {250})
+    check_log_probs(node, made, prompt=[5, 6])
+    assert drained.released_bytes == node.free_bytes - free >= (mapped - (total - following)) / 2
+    assert "Retract" not in node.rollout.log.read_text()
     paused = await rollout.pause(types_pb2.STAGE_PAUSE_KV, KV)
-    assert paused.released_bytes == total - released
+    assert paused.released_bytes == mapped - drained.released_bytes
 
 
 @only_whole
 async def test_a_drain_that_is_taken_back_grows_again(node: Node, rollout: RolloutClient) -> None:
     await rollout.wake(node.trainer.publish(7))
-    await growth_until(rollout, is_whole)
     first = await rollout.generate([[5, 6, 7]], max_new_tokens=30, temperature=0.0, ignore_eos=True)
+    await rollout.generate(**MANY)
+    mapped, _, _ = await kv_bytes(rollout)
     long = asyncio.ensure_future(rollout.generate([[5, 6]], max_new_tokens=250, ignore_eos=True))
     while (await rollout.state()).num_running == 0:
         await asyncio.sleep(0.01)
     await rollout.drain()
     await long
     await rollout.resume(types_pb2.STAGE_RESUME_KV, KV)
-    await growth_until(rollout, is_whole)
     assert await rollout.generate([[5, 6, 7]], max_new_tokens=30, temperature=0.0, ignore_eos=True) == first
+    assert (await kv_bytes(rollout))[0] < mapped
+    await rollout.generate(**MANY)
+    assert (await kv_bytes(rollout))[0] == mapped
 
 
 @only_whole
 async def test_many_changeovers_leave_every_chunk_where_it_was(node: Node, rollout: RolloutClient) -> None:
     free = node.free_bytes
-    for version in range(8, 8 + NUM_STEPS):
+    for version in range(8, 24):
         await rollout.wake(node.trainer.publish(version))
-        # In the middle of its growth as often as not.
-        await rollout.generate([[5, 6, 7]], max_new_tokens=version - 7, ignore_eos=True)
+        await rollout.generate(**{**MANY, "num_samples": 40 * (version - 7)})
         await rollout.sleep()
         assert node.free_bytes == free

@@ -1,59 +1,61 @@
-"""The growth of a KV cache over several ranks: nobody serves what a rank has not mapped, and lack of memory is waited out."""
+"""The growth of a KV cache over several ranks: they look when requests may need more than is served, and lack of memory is waited out."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
 
-from tasuki.rollout.kv_growth import NUM_STEPS, KvGrowth
+from tasuki.rollout.kv_growth import KvExtent, KvGrowth
 from tasuki.v1.ranks_pb2 import CacheResult
-from tasuki.wire.errors import DeadlineExceeded, OutOfGpuMemory, TasukiError
+from tasuki.wire.errors import DeadlineExceeded, TasukiError
 
 NUM_TOKENS, LEAST = 1600, 50
 
 
 class Ranks:
-    """Two ranks with a room each, in tokens; as GrowingCache does."""
+    """Two replicas of one rank with a room each, in tokens; as GrowingCache does."""
 
     def __init__(self, sizes: Sequence[int] = (NUM_TOKENS, NUM_TOKENS)) -> None:
         self.sizes = sizes
-        self.rooms = list(sizes)
-        self.mapped, self.served = [LEAST] * len(sizes), [LEAST] * len(sizes)
+        self.rooms, self.needed = list(sizes), [0 for _ in sizes]
+        self.served = [LEAST for _ in sizes]
         self.failure: TasukiError | None = None
-        self.num_calls = 0
+        self.num_looks = 0
+        self.while_looking: Callable[[], None] = lambda: None
 
-    async def grow_cache(self, *, served_tokens: int, mapped_tokens: int) -> list[CacheResult]:
-        self.num_calls += 1
+    async def grow_cache(self) -> list[CacheResult]:
+        self.num_looks += 1
+        answers = [self._grown(rank) for rank in range(len(self.sizes))]
+        self.while_looking()
         await asyncio.sleep(0)
         if self.failure is not None:
             raise self.failure
-        lacking = False
-        for rank, size in enumerate(self.sizes):
-            served = min(max(self.served[rank], served_tokens), self.mapped[rank])
-            partial = [mapped for mapped, whole in zip(self.mapped, self.sizes, strict=True) if mapped < whole]
-            assert served in (self.served[rank], size) or served <= min(partial), "a rank serves what another has not mapped"
-            self.served[rank] = served
-            mapped = min(max(self.mapped[rank], mapped_tokens), size)
-            lacking = lacking or mapped > self.rooms[rank]
-            self.mapped[rank] = mapped if mapped <= self.rooms[rank] else self.mapped[rank]
-        if lacking:
-            raise OutOfGpuMemory("full", needed_bytes=2, free_bytes=1)
-        return self._answers()
+        return answers
 
     async def shrink_cache(self) -> list[CacheResult]:
         self.served = [LEAST for _ in self.sizes]
-        self.mapped = [LEAST for _ in self.sizes]
-        return self._answers()
+        return [self._answer(rank, released_bytes=5) for rank in range(len(self.sizes))]
 
-    def _answers(self) -> list[CacheResult]:
-        return [
-            CacheResult(num_tokens=size, mapped_tokens=mapped, served_tokens=served, released_bytes=5)
-            for size, mapped, served in zip(self.sizes, self.mapped, self.served, strict=True)
-        ]
+    def _grown(self, rank: int) -> CacheResult:
+        goal = min(self.sizes[rank], self.needed[rank])
+        self.served[rank] = max(self.served[rank], min(goal, self.rooms[rank]))
+        return self._answer(rank, **({"lacking_bytes": 2, "free_bytes": 1} if self.served[rank] < goal else {}))
+
+    def _answer(self, rank: int, **figures: int) -> CacheResult:
+        served, size = self.served[rank], self.sizes[rank]
+        needed = min(size, self.needed[rank])
+        return CacheResult(num_tokens=size, mapped_tokens=served, served_tokens=served, needed_tokens=needed, **figures)
 
 
 def growth_of(ranks: Ranks, *, stall_s: float = 60.0, failures: list[TasukiError] | None = None) -> KvGrowth:
-    return KvGrowth(ranks, stall_s=stall_s, on_failure=([] if failures is None else failures).append)
+    return KvGrowth(ranks, tp_size=1, stall_s=stall_s, on_failure=([] if failures is None else failures).append)
+
+
+async def begun(ranks: Ranks, **settings: float) -> KvGrowth:
+    growth = growth_of(ranks, **settings)
+    await growth.begin()
+    await until(lambda: growth.extent is not None)
+    return growth
 
 
 async def until(is_there: Callable[[], bool]) -> None:
@@ -62,88 +64,120 @@ async def until(is_there: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_all_ranks_serve_the_whole_cache_in_the_end() -> None:
+async def test_ranks_look_once_when_requests_may_need_more_than_is_spare() -> None:
     ranks = Ranks()
-    growth = growth_of(ranks)
-    await growth.begin()
-    await until(lambda: not growth.is_growing)
-    assert ranks.served == ranks.mapped == [NUM_TOKENS] * 2
-    # The question, a part in each step but the last, which serves alone.
-    assert ranks.num_calls <= NUM_STEPS + 2
-    assert growth.extent is not None and growth.extent.is_whole
+    growth = await begun(ranks)
+    growth.expect(LEAST)
+    await asyncio.sleep(0.02)
+    assert ranks.num_looks == 1
+    ranks.needed = [700, 300]
+    growth.expect(1)
+    await until(lambda: ranks.served == [700, 300])
+    assert ranks.num_looks == 2 and not growth.is_growing
+    assert growth.extent == KvExtent(2 * NUM_TOKENS, 1000, 1000, 1000, 0, 0, 0)
+    await growth.stop()
 
 
-async def test_replicas_with_caches_of_different_sizes_grow_to_theirs() -> None:
+async def test_requests_that_come_during_a_look_have_another_one_follow() -> None:
+    ranks = Ranks()
+    growth = await begun(ranks)
+
+    def more() -> None:
+        ranks.while_looking = lambda: None
+        ranks.needed = [800, 800]
+        growth.expect(400)
+
+    ranks.needed, ranks.while_looking = [400, 400], more
+    growth.expect(400)
+    await until(lambda: ranks.served == [800, 800])
+    await growth.stop()
+
+
+async def test_a_whole_cache_is_not_looked_at_again() -> None:
     ranks = Ranks((NUM_TOKENS, 700))
-    growth = growth_of(ranks)
-    await growth.begin()
-    await until(lambda: not growth.is_growing)
-    assert ranks.served == [NUM_TOKENS, 700]
+    ranks.needed = [10 * NUM_TOKENS, 10 * NUM_TOKENS]
+    growth = await begun(ranks)
+    await until(lambda: ranks.served == [NUM_TOKENS, 700])
+    num_looks = ranks.num_looks
+    growth.expect(NUM_TOKENS)
+    await asyncio.sleep(0.05)
+    assert (ranks.num_looks, growth.is_growing) == (num_looks, False)
+    await growth.stop()
 
 
-async def test_no_rank_serves_more_while_one_lacks_room() -> None:
+async def test_what_lacks_memory_is_asked_for_until_there_is_some() -> None:
     ranks = Ranks()
-    ranks.rooms[1] = 400
-    growth = growth_of(ranks)
-    await growth.begin()
-    await until(lambda: growth.shortage is not None)
-    assert growth.is_growing and max(ranks.served) <= 400 < ranks.mapped[0]
-    ranks.rooms[1] = NUM_TOKENS
-    await until(lambda: not growth.is_growing)
-    assert growth.shortage is None and ranks.served == [NUM_TOKENS] * 2
-
-
-async def test_growth_without_progress_is_stalled_until_there_is_some() -> None:
-    ranks = Ranks()
-    ranks.rooms = [LEAST, LEAST]
-    growth = growth_of(ranks, stall_s=0.1)
-    await growth.begin()
+    ranks.needed, ranks.rooms[1] = [600, 900], 400
+    growth = await begun(ranks, stall_s=0.1)
+    assert growth.is_growing and ranks.served == [600, 400]
+    assert growth.extent is not None and (growth.extent.lacking_bytes, growth.extent.free_bytes) == (2, 1)
     assert not growth.is_stalled
     await until(lambda: growth.is_stalled)
-    ranks.rooms = list(ranks.sizes)
+    ranks.rooms[1] = 500
+    await until(lambda: not growth.is_stalled)
+    assert growth.is_growing
+    ranks.rooms[1] = NUM_TOKENS
     await until(lambda: not growth.is_growing)
-    assert not growth.is_stalled
+    assert (ranks.served, growth.is_stalled) == ([600, 900], False)
+    await growth.stop()
+
+
+async def test_growth_that_lacks_memory_ends_with_the_requests_that_needed_it() -> None:
+    ranks = Ranks()
+    ranks.needed, ranks.rooms = [600, 600], [400, 400]
+    growth = await begun(ranks)
+    ranks.needed = [300, 300]
+    await until(lambda: not growth.is_growing)
+    await growth.stop()
+
+
+async def test_ranks_of_a_replica_count_once_and_what_all_of_them_have_mapped_counts() -> None:
+    ranks = [
+        CacheResult(num_tokens=100, mapped_tokens=60, served_tokens=40, needed_tokens=50),
+        CacheResult(num_tokens=100, mapped_tokens=40, served_tokens=40, needed_tokens=50, lacking_bytes=8, free_bytes=3),
+    ]
+    other = CacheResult(num_tokens=90, mapped_tokens=90, served_tokens=90, needed_tokens=10)
+    assert KvExtent.of([*ranks, other, other], tp_size=2) == KvExtent(190, 130, 130, 60, -10, 8, 3)
 
 
 async def test_what_leaves_the_ranks_in_an_unknown_state_is_told_once() -> None:
     ranks, failures = Ranks(), list[TasukiError]()
-    ranks.rooms[0] = 400
     growth = growth_of(ranks, failures=failures)
     await growth.begin()
-    await until(lambda: growth.shortage is not None)
+    await until(lambda: growth.extent is not None)
     ranks.failure = DeadlineExceeded("no answer", stage="grow_cache")
-    await until(lambda: not growth.is_growing)
-    assert failures == [ranks.failure]
-
-
-async def test_it_stops_between_two_steps_and_goes_on_from_there() -> None:
-    ranks = Ranks()
-    ranks.rooms = [400, 400]
-    growth = growth_of(ranks)
-    await growth.begin()
-    await until(lambda: growth.shortage is not None)
+    growth.expect(2 * LEAST)
+    await until(lambda: bool(failures))
+    growth.expect(2 * LEAST)
     await growth.stop()
-    num_calls = ranks.num_calls
+    assert failures == [ranks.failure] and ranks.num_looks == 2
+
+
+async def test_it_stops_between_two_looks_and_goes_on_from_there() -> None:
+    ranks = Ranks()
+    ranks.needed, ranks.rooms = [600, 600], [400, 400]
+    growth = await begun(ranks)
+    await growth.stop()
+    num_looks = ranks.num_looks
     ranks.rooms = list(ranks.sizes)
     await asyncio.sleep(0.05)
-    assert (growth.is_growing, ranks.num_calls) == (False, num_calls)
+    assert ranks.num_looks == num_looks
     assert await growth.shrink() == 10
-    assert growth.extent is not None and growth.extent.mapped_tokens == LEAST
+    assert growth.extent is not None and growth.extent.mapped_tokens == 2 * LEAST
     await growth.begin()
-    await until(lambda: not growth.is_growing)
-    assert ranks.served == [NUM_TOKENS] * 2
+    await until(lambda: ranks.served == [600, 600])
+    await growth.stop()
     growth.forget()
-    assert growth.extent is None
+    assert growth.extent is None and not growth.is_growing
 
 
-async def test_an_engine_that_ends_does_not_wait_for_a_step_without_an_answer() -> None:
+async def test_an_engine_that_ends_does_not_wait_for_a_look_without_an_answer() -> None:
     class SilentRanks(Ranks):
-        async def grow_cache(self, *, served_tokens: int, mapped_tokens: int) -> list[CacheResult]:
+        async def grow_cache(self) -> list[CacheResult]:
             await asyncio.Event().wait()
             return []
 
     growth = growth_of(SilentRanks())
     await growth.begin()
-    assert growth.is_growing
+    await asyncio.sleep(0)
     await asyncio.wait_for(growth.close(), timeout=60)
-    assert not growth.is_growing

@@ -587,23 +587,16 @@ Global___GetLoadCommand: _TypeAlias = GetLoadCommand  # noqa: Y015
 
 @_typing.final
 class GrowCacheCommand(_message.Message):
-    """Serves KV cache that all ranks have mapped, and maps more. Tokens; a rank's cache bounds both."""
+    """Maps the KV cache that the rank's requests may need, as far as there is room, and serves what all ranks of the replica have mapped."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SERVED_TOKENS_FIELD_NUMBER: _builtins.int
-    MAPPED_TOKENS_FIELD_NUMBER: _builtins.int
-    served_tokens: _builtins.int
-    mapped_tokens: _builtins.int
     def __init__(
         self,
-        *,
-        served_tokens: _builtins.int = ...,
-        mapped_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["mapped_tokens", b"mapped_tokens", "served_tokens", b"served_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -611,7 +604,7 @@ Global___GrowCacheCommand: _TypeAlias = GrowCacheCommand  # noqa: Y015
 
 @_typing.final
 class ShrinkCacheCommand(_message.Message):
-    """Gives back the KV cache above every slot that is in use, cached prefixes with it."""
+    """Gives back the KV cache that the rank's requests cannot need any more, cached prefixes with it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -635,13 +628,21 @@ class CacheResult(_message.Message):
     SERVED_TOKENS_FIELD_NUMBER: _builtins.int
     MAPPED_BYTES_FIELD_NUMBER: _builtins.int
     RELEASED_BYTES_FIELD_NUMBER: _builtins.int
+    NEEDED_TOKENS_FIELD_NUMBER: _builtins.int
+    LACKING_BYTES_FIELD_NUMBER: _builtins.int
+    FREE_BYTES_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
-    """Tokens of the whole cache, and of its part that is mapped and served after the command."""
+    """Tokens of the whole cache, and of its part that is mapped and served after the command. Ranks of a replica serve the same."""
     mapped_tokens: _builtins.int
     served_tokens: _builtins.int
     mapped_bytes: _builtins.int
     """By the command."""
     released_bytes: _builtins.int
+    needed_tokens: _builtins.int
+    """That requests hold or may still take, and cached prefixes; no more than num_tokens."""
+    lacking_bytes: _builtins.int
+    """What the rank needed for the next part and did not find, and what was free; 0 when it had room."""
+    free_bytes: _builtins.int
     def __init__(
         self,
         *,
@@ -650,10 +651,13 @@ class CacheResult(_message.Message):
         served_tokens: _builtins.int = ...,
         mapped_bytes: _builtins.int = ...,
         released_bytes: _builtins.int = ...,
+        needed_tokens: _builtins.int = ...,
+        lacking_bytes: _builtins.int = ...,
+        free_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["mapped_bytes", b"mapped_bytes", "mapped_tokens", b"mapped_tokens", "num_tokens", b"num_tokens", "released_bytes", b"released_bytes", "served_tokens", b"served_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_bytes", b"free_bytes", "lacking_bytes", b"lacking_bytes", "mapped_bytes", b"mapped_bytes", "mapped_tokens", b"mapped_tokens", "needed_tokens", b"needed_tokens", "num_tokens", b"num_tokens", "released_bytes", b"released_bytes", "served_tokens", b"served_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -199,17 +199,21 @@ class DrainResponse(_message.Message):
 
     NUM_FINISHED_FIELD_NUMBER: _builtins.int
     NUM_CUT_FIELD_NUMBER: _builtins.int
+    RELEASED_BYTES_FIELD_NUMBER: _builtins.int
     num_finished: _builtins.int
     num_cut: _builtins.int
+    released_bytes: _builtins.int
+    """Of a KV cache that grows, over all ranks: what the last samples could not need."""
     def __init__(
         self,
         *,
         num_finished: _builtins.int = ...,
         num_cut: _builtins.int = ...,
+        released_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cut", b"num_cut", "num_finished", b"num_finished"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cut", b"num_cut", "num_finished", b"num_finished", "released_bytes", b"released_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -335,7 +339,7 @@ Global___GetRolloutStateResponse: _TypeAlias = GetRolloutStateResponse  # noqa: 
 
 @_typing.final
 class KvCacheState(_message.Message):
-    """Tokens of one replica's KV cache that grows behind RESUME_KV."""
+    """Tokens of the KV caches of all replicas, which grow as requests need them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -346,16 +350,20 @@ class KvCacheState(_message.Message):
     IS_STALLED_FIELD_NUMBER: _builtins.int
     NEEDED_BYTES_FIELD_NUMBER: _builtins.int
     FREE_BYTES_FIELD_NUMBER: _builtins.int
+    NEEDED_TOKENS_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
     """Of the whole cache, and of what is mapped and served now. Requests that need more wait."""
     mapped_tokens: _builtins.int
     served_tokens: _builtins.int
     is_growing: _builtins.bool
+    """Whether a replica lacks memory for what its requests may need. It is asked for again until there is room."""
     is_stalled: _builtins.bool
     """Whether no part has come for restart.progress_s. It goes on all the same."""
     needed_bytes: _builtins.int
     """What the last part needed and found, per rank, while there is no room for it."""
     free_bytes: _builtins.int
+    needed_tokens: _builtins.int
+    """That requests held or could still take when the cache last looked, and cached prefixes."""
     def __init__(
         self,
         *,
@@ -366,10 +374,11 @@ class KvCacheState(_message.Message):
         is_stalled: _builtins.bool = ...,
         needed_bytes: _builtins.int = ...,
         free_bytes: _builtins.int = ...,
+        needed_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_bytes", b"free_bytes", "is_growing", b"is_growing", "is_stalled", b"is_stalled", "mapped_tokens", b"mapped_tokens", "needed_bytes", b"needed_bytes", "num_tokens", b"num_tokens", "served_tokens", b"served_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_bytes", b"free_bytes", "is_growing", b"is_growing", "is_stalled", b"is_stalled", "mapped_tokens", b"mapped_tokens", "needed_bytes", b"needed_bytes", "needed_tokens", b"needed_tokens", "num_tokens", b"num_tokens", "served_tokens", b"served_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -30,6 +30,8 @@ _TRAINER_COMMANDS = (
 )
 _LOG_WRITES = ("log.begin", "log.commit", "log.replace")
 _JOURNAL_WRITES = ("intend", "intended", "note", "noted")
+_CACHE_MOVES = ("grow_cache.mapped", "shrink_cache.served")
+"""In the middle of the commands: when a part is mapped and not served, and when slots are withdrawn whose pages are there."""
 PUBLISHED, RECEIVED = "publish_weights", "receive"
 """Commands of a trainer rank and of an engine rank, whose results can be damaged."""
 
@@ -98,7 +100,7 @@ def check_failpoint(one: Failpoint, config: NodeConfig) -> None:
 def _points(config: NodeConfig) -> dict[str, tuple[str, ...]]:
     """Of every process of the node."""
     ranks = _commands(TrainerRankCommand)
-    engine_ranks = _commands(EngineRankCommand)
+    engine_ranks = (*_commands(EngineRankCommand), *_CACHE_MOVES)
     return {
         "coordinator": tuple(f"{stage}.{write}" for stage in (*_TRAINER_STAGES, *_ROLLOUT_STAGES) for write in _JOURNAL_WRITES),
         "trainer": (*_with_ends((*_TRAINER_STAGES, *_TRAINER_COMMANDS)), *_LOG_WRITES),

@@ -81,9 +81,8 @@ class RolloutConfig(Schema):
     kv_ratio: float = Field(default=0.85, gt=0, lt=1)
     """Share of a GPU that weights and KV cache may take together (SGLang's mem_fraction_static)."""
     kv_growth: bool = False
-    """Whether rollout serves as soon as the KV cache of one longest request is mapped, and maps the rest while it generates, as memory
-    becomes free. The trainer's state then leaves behind OFFLOAD's answer. On a CPU with `memory.host_budget_bytes` it needs
-    `memory.pool`."""
+    """Whether rollout serves as soon as the KV cache of one longest request is mapped, and maps more as requests need it and memory becomes
+    free. The trainer's state then leaves behind OFFLOAD's answer. On a CPU with `memory.host_budget_bytes` it needs `memory.pool`."""
     max_running_requests: PositiveInt | None = None
     """Of one replica."""
     radix_cache: bool = True

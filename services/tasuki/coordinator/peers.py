@@ -228,8 +228,8 @@ class GrpcPeers:
 
     async def _drain(self, command: types_pb2.CommandId) -> Outcome:
         request = rollout_pb2.DrainRequest(command=command, grace_ms=round(1000 * self._drain_grace_s))
-        await _answer(Service.ROLLOUT, self._rollout.Drain(request, timeout=self._timeout_s + self._drain_grace_s))
-        return Outcome()
+        answer = await _answer(Service.ROLLOUT, self._rollout.Drain(request, timeout=self._timeout_s + self._drain_grace_s))
+        return Outcome(answer.released_bytes)
 
     async def _move_pages(self, command: types_pb2.CommandId, stage: Stage, *, makes_room: bool = False) -> Outcome:
         """A stage that maps or unmaps the pages of tags, on the service it belongs to. makes_room: of those that stay, too."""

@@ -23,6 +23,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.rollout.arguments import ADAPTER_ID, engine_arguments
 from tasuki.rollout.generate import CUT, Completion, EngineRequest
 from tasuki.rollout.intake import AT_ONCE, Answer, Call, Intake
+from tasuki.rollout.kv_demand import SPARE_PAGES
 from tasuki.rollout.model import ModelFacts, check_capacity
 from tasuki.rollout.rank_commands import COMMAND_LOADER, command_tensors
 from tasuki.rollout.rank_report import RankReport
@@ -47,6 +48,8 @@ class RolloutEngine:
         self.num_replicas = len(engine.launches)
         self.num_finished = 0
         self.num_cut = 0
+        self.on_given: Callable[[int], None] = _ignore_given
+        """Called with the KV tokens that requests may take, when the ranks have got them."""
         self._engine = engine
         self._requests: Any = engine.tokenizer_manager
         # Installs SGLang's handlers for SIGTERM and SIGQUIT, both of which would end this process at once. The service's own take
@@ -116,6 +119,7 @@ class RolloutEngine:
                     for one in map(batch.__getitem__, range(len(requests)))
                 ],
             )
+            self.on_given(sum(self._most_tokens(request) for request in requests))
         except Exception as error:
             manager._discard_pending_req_states(batch)
             raise InternalError(f"SGLang refused requests that we had checked: {error}") from error
@@ -129,6 +133,11 @@ class RolloutEngine:
             if share:
                 with self._sockets.only(replica):
                     self._requests._send_batch_request(tokenized[share.start : share.stop])
+
+    def _most_tokens(self, request: EngineRequest) -> int:
+        """Of the KV cache that a request may take."""
+        new_tokens = cast(int, request.sampling["max_new_tokens"])
+        return len(request.token_ids) + new_tokens + SPARE_PAGES * self.reports[0]["page_size"]
 
     def cut_all(self) -> None:
         """Ends every request with what it has so far."""
@@ -270,6 +279,9 @@ class _EmbeddedEngine(Engine):
         cls, **_: Any
     ) -> tuple[list[SpawnProcess], list[str]]:
         return [], []
+
+
+def _ignore_given(num_tokens: int) -> None: ...
 
 
 def _ignore(number: int, frame: FrameType | None) -> None: ...

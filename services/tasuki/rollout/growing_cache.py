@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from tasuki.memory.arena import Arena
+from tasuki.rollout.kv_demand import SchedulerDemand
 from tasuki.rollout.kv_slots import BoundedSlots
-from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory
+
+NUM_PARTS = 16
+"""Of a cache; what is served ends with one."""
+SPARE_SHARE = 4
+"""A growth leaves at least this share of a part to spare, so that ranks need not look again at every request that follows."""
+
+
+class Demand(Protocol):
+    """What a rank's scheduler may still ask of the cache; see SchedulerDemand."""
+
+    def tokens_to_come(self) -> int: ...
+
+    def forget_prefixes(self) -> None: ...
+
+    def fewest(self, num_tokens: int) -> int: ...
+
+    def admit_again(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,31 +40,38 @@ class CacheExtent:
     mapped_tokens: int
     served_tokens: int
     """That requests may take; no more than are mapped."""
+    needed_tokens: int
+    """That are in use, by requests or as prefixes, or that requests may still take; no more than the cache has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """What came of one growth. Bytes of one rank."""
+
+    mapped_bytes: int = 0
+    lacking_bytes: int = 0
+    """That the next part needed and did not find; 0 when it had room."""
+    free_bytes: int = 0
 
 
 class GrowingCache:
     """The KV cache of a rank: how much of it is mapped, and which slots are given out.
 
     Every buffer holds one layer's keys or values, a row for each slot, so that the first slots are a prefix of every buffer. The arena maps
-    the chunks that a prefix needs.
+    the chunks that a prefix needs. What is in use and what requests may still take always fits into the tokens served, when there is room.
     """
 
     def __init__(
-        self,
-        arena: Arena,
-        slots: BoundedSlots,
-        buffers: Sequence[torch.Tensor],
-        *,
-        least_tokens: int,
-        forget_prefixes: Callable[[], object],
+        self, arena: Arena, slots: BoundedSlots, buffers: Sequence[torch.Tensor], *, least_tokens: int, demand: Demand
     ) -> None:
         """least_tokens: without which nothing is served; room for the longest request. Gives back at once what is beyond them.
 
-        buffers: [slot, ...] each. forget_prefixes: frees the slots that only cached prefixes hold.
+        buffers: [slot, ...] each.
         """
-        self._forget_prefixes = forget_prefixes
-        self._arena, self._slots, self._buffers = arena, slots, buffers
+        self._arena, self._slots, self._buffers, self._demand = arena, slots, buffers, demand
         self._least_tokens = min(least_tokens, slots.size)
+        num_pages = slots.size // slots.page_size
+        self._part_tokens = -(-num_pages // NUM_PARTS) * slots.page_size
         self._mapped_tokens = self._served_tokens = slots.size
         self.following_bytes = 0
         """Of the whole cache, what comes after a resume."""
@@ -68,26 +92,52 @@ class GrowingCache:
         return frozenset(buffer.data_ptr() for buffer in self._buffers)
 
     def extent(self) -> CacheExtent:
-        return CacheExtent(self._slots.size, self._mapped_tokens, self._served_tokens)
+        needed = min(self._slots.size, self._slots.num_in_use + self._demand.tokens_to_come())
+        return CacheExtent(self._slots.size, self._mapped_tokens, self._served_tokens, needed)
 
-    def grow(self, *, mapped_tokens: int, served_tokens: int) -> int:
-        """Serves tokens that are mapped already, and maps more. Returns the bytes mapped.
+    def grow(self, reached: Callable[[str], None]) -> Grown:
+        """Maps what is needed, part by part as far as there is room, and serves what all ranks of the replica have mapped.
 
-        Both are bounded by the cache. Raises OutOfGpuMemory with the pages as they were; what was mapped before is served all the same.
+        reached: called with a name after each part.
         """
-        if served_tokens > self._served_tokens:
-            self._serve(min(served_tokens, self._mapped_tokens))
-        target = min(max(mapped_tokens, self._mapped_tokens), self._slots.size)
-        mapped, _ = self._map(target)
-        return mapped
+        grown = Grown()
+        try:
+            goal = self._goal()
+            while self._mapped_tokens < goal and not grown.lacking_bytes:
+                try:
+                    mapped_bytes, _ = self._map(min(goal, self._end_of_part(self._mapped_tokens + 1)))
+                except OutOfGpuMemory as error:
+                    needed, free = (int(error.metadata[name]) for name in ("needed_bytes", "free_bytes"))
+                    grown = replace(grown, lacking_bytes=needed, free_bytes=free)
+                else:
+                    grown = replace(grown, mapped_bytes=grown.mapped_bytes + mapped_bytes)
+                    reached("grow_cache.mapped")
+        finally:
+            # The other ranks wait here, whatever has happened to this one.
+            served = self._demand.fewest(self._mapped_tokens)
+        if served > self._served_tokens:
+            self._serve(served)
+            self._demand.admit_again()
+        return grown
 
-    def shrink(self) -> int:
-        """Serves the least tokens, gives back what lies above every slot in use, cached prefixes with it, and returns the bytes."""
-        self._forget_prefixes()
-        self._serve(min(self._least_tokens, self._served_tokens))
-        in_use = self._slots.num_slots_in_use() - self._slots.page_size
+    def shrink(self, reached: Callable[[str], None]) -> int:
+        """Serves what is needed without cached prefixes, gives back what lies above that and every slot in use, and returns the bytes."""
+        self._demand.forget_prefixes()
+        self._serve(min(self._goal(), self._served_tokens))
+        reached("shrink_cache.served")
+        in_use = self._slots.end_of_use() - self._slots.page_size
         _, given_back = self._map(min(max(in_use, self._served_tokens), self._mapped_tokens))
         return given_back
+
+    def _goal(self) -> int:
+        """Tokens to serve for what is needed now."""
+        needed = self.extent().needed_tokens
+        if needed <= self._least_tokens:
+            return self._least_tokens
+        return self._end_of_part(needed + self._part_tokens // SPARE_SHARE)
+
+    def _end_of_part(self, num_tokens: int) -> int:
+        return min(-(-num_tokens // self._part_tokens) * self._part_tokens, self._slots.size)
 
     def _serve(self, num_tokens: int) -> None:
         self._slots.serve(num_tokens + self._slots.page_size)
@@ -111,11 +161,10 @@ def growing_cache(arena: Arena, scheduler: Any) -> GrowingCache:
         raise InvalidArgument(
             "rollout.kv_growth", f"= true is not for this model's cache ({type(pool).__name__}); leave it out"
         )
-    prefixes = scheduler.tree_cache
     return GrowingCache(
         arena,
         slots,
         buffers,
         least_tokens=cast(int, scheduler.model_config.context_len) + slots.page_size,
-        forget_prefixes=lambda: prefixes.evict(EvictParams(num_tokens=prefixes.evictable_size())),
+        demand=SchedulerDemand(scheduler),
     )

@@ -54,8 +54,13 @@ class BoundedSlots(_Allocator):
         """Slots."""
         return len(self._withheld) * self.page_size
 
-    def num_slots_in_use(self) -> int:
-        """Up to the highest one that is in use, page 0 with them."""
+    @property
+    def num_in_use(self) -> int:
+        """Slots that are given out, without page 0; cached prefixes count."""
+        return self.size - int(self.available_size()) - self.num_withheld
+
+    def end_of_use(self) -> int:
+        """Slots up to the highest one that is in use, page 0 with them."""
         is_used = torch.ones(self._num_pages + 1, dtype=torch.bool, device=self.free_pages.device)
         for pages in (self.free_pages, self.release_pages, self._withheld):
             is_used[pages] = False

@@ -18,7 +18,7 @@ _IDLE_POLL_S = 0.005
 class EngineMemory:
     """Memory of all engine ranks by tag, awake when the engine has started. Pause and resume are idempotent and all-or-nothing.
 
-    staying: tags that the ranks do not release. growth_timeout_s: for one step of a growing KV cache.
+    staying: tags that the ranks do not release. growth_timeout_s: for one command to a growing KV cache.
     """
 
     def __init__(
@@ -64,14 +64,12 @@ class EngineMemory:
         self._awake |= set(tags)
         return sum(answer.mapped_bytes for answer in answers)
 
-    async def grow_cache(self, *, served_tokens: int, mapped_tokens: int) -> Sequence[ranks_pb2.CacheResult]:
-        """Serves KV cache that every rank has mapped, and maps more. Raises OutOfGpuMemory when a rank has no room for it."""
-        return await self._calls.grow_cache(
-            served_tokens=served_tokens, mapped_tokens=mapped_tokens, timeout_s=self._growth_timeout_s
-        )
+    async def grow_cache(self) -> Sequence[ranks_pb2.CacheResult]:
+        """Maps and serves the KV cache that requests may need, as far as there is room."""
+        return await self._calls.grow_cache(timeout_s=self._growth_timeout_s)
 
     async def shrink_cache(self) -> Sequence[ranks_pb2.CacheResult]:
-        """Gives back the KV cache that no request uses."""
+        """Gives back the KV cache that no request can need."""
         return await self._calls.shrink_cache(timeout_s=self._growth_timeout_s)
 
     async def usage(self, *, timeout_s: float) -> memory_pb2.GetUsageResponse:

@@ -58,14 +58,13 @@ class RankCalls(RankFront[ranks_pb2.EngineRankCommand, ranks_pb2.EngineRankResul
         results = await self._run(ranks_pb2.EngineRankCommand(resume=resume), name="resume", timeout_s=timeout_s)
         return [result.resume for result in results]
 
-    async def grow_cache(self, *, served_tokens: int, mapped_tokens: int, timeout_s: float) -> list[ranks_pb2.CacheResult]:
-        """Every rank serves KV cache that it has mapped, and maps more. After OutOfGpuMemory some ranks have mapped theirs."""
-        grow = ranks_pb2.GrowCacheCommand(served_tokens=served_tokens, mapped_tokens=mapped_tokens)
-        command = ranks_pb2.EngineRankCommand(grow_cache=grow)
+    async def grow_cache(self, *, timeout_s: float) -> list[ranks_pb2.CacheResult]:
+        """Every rank maps the KV cache that its requests may need, as far as there is room, and serves it."""
+        command = ranks_pb2.EngineRankCommand(grow_cache=ranks_pb2.GrowCacheCommand())
         return [result.grow_cache for result in await self._run(command, name="grow_cache", timeout_s=timeout_s)]
 
     async def shrink_cache(self, *, timeout_s: float) -> list[ranks_pb2.CacheResult]:
-        """Every rank gives back the KV cache above the highest slot in use, and cached prefixes with it."""
+        """Every rank gives back the KV cache that its requests cannot need any more, and cached prefixes with it."""
         command = ranks_pb2.EngineRankCommand(shrink_cache=ranks_pb2.ShrinkCacheCommand())
         return [result.shrink_cache for result in await self._run(command, name="shrink_cache", timeout_s=timeout_s)]
 

@@ -131,22 +131,27 @@ class EngineRank:
         if not self._scheduler.flush_cache(empty_cache=False):
             raise Busy("requests run", num_running=len(self._scheduler.running_batch.reqs))
 
-    def _grow_cache(self, command: ranks_pb2.GrowCacheCommand) -> ranks_pb2.CacheResult:
-        mapped = self._growing().grow(mapped_tokens=command.mapped_tokens, served_tokens=command.served_tokens)
-        return self._cache_result(mapped_bytes=mapped)
+    def _grow_cache(self, _: ranks_pb2.GrowCacheCommand) -> ranks_pb2.CacheResult:
+        return self._cache_result(ranks_pb2.CacheResult(**asdict(self._growing().grow(self._reached))))
 
     def _shrink_cache(self, _: ranks_pb2.ShrinkCacheCommand) -> ranks_pb2.CacheResult:
-        return self._cache_result(released_bytes=self._growing().shrink())
+        return self._cache_result(ranks_pb2.CacheResult(released_bytes=self._growing().shrink(self._reached)))
+
+    def _reached(self, point: str) -> None:
+        """A command has come further."""
+        self._failpoints.hit(point)
+        if self._heartbeat is not None:
+            self._heartbeat.progressed()
 
     def _growing(self) -> GrowingCache:
         if self._cache is None:
             raise InvalidArgument("rollout.kv_growth", "is false: this engine's KV cache is mapped as a whole")
         return self._cache
 
-    def _cache_result(self, *, mapped_bytes: int = 0, released_bytes: int = 0) -> ranks_pb2.CacheResult:
-        return ranks_pb2.CacheResult(
-            **asdict(self._growing().extent()), mapped_bytes=mapped_bytes, released_bytes=released_bytes
-        )
+    def _cache_result(self, moved: ranks_pb2.CacheResult) -> ranks_pb2.CacheResult:
+        """The bytes that a command has moved, with what the cache is after it."""
+        moved.MergeFrom(ranks_pb2.CacheResult(**asdict(self._growing().extent())))
+        return moved
 
     def _usage(self, _: memory_pb2.GetUsageRequest) -> memory_pb2.GetUsageResponse:
         return usage_response(self.memory.usage(), device_usage(self._allocator.device, self.rank))

@@ -21,6 +21,7 @@ class RankReport(TypedDict, total=False):
     max_running_requests: int
     weight_bytes: int
     kv_cache_bytes: int
+    page_size: int
 
 
 @contextmanager

@@ -55,12 +55,14 @@ class Drained:
 
     num_finished: int
     num_cut: int
+    released_bytes: int
+    """Of a KV cache that grows, over all ranks."""
 
 
 class Rollout:
     """One engine, its weights' version, its memory, and where the service is in the ring of stages.
 
-    growth_stall_s: where the KV cache grows behind RESUME_KV, when that counts as stalled; None where RESUME_KV maps all of it.
+    growth_stall_s: where the KV cache grows as requests need it, when that counts as stalled; None where RESUME_KV maps all of it.
     calls, seed: of the seeds of samples whose request gives none. on_serving: called whenever generation opens or closes. on_poison: called
     when the engine's memory can no longer be trusted.
     """
@@ -85,8 +87,12 @@ class Rollout:
         self.growth: KvGrowth | None = None
         if growth_stall_s is not None:
             self.growth = KvGrowth(
-                memory, stall_s=growth_stall_s, on_failure=lambda error: self._poison(Stage.RESUME_KV, error)
+                memory,
+                tp_size=engine.tp_size,
+                stall_s=growth_stall_s,
+                on_failure=lambda error: self._poison(Stage.RESUME_KV, error),
             )
+            engine.on_given = self.growth.expect
         self._sync = sync
         self._on_serving, self._on_poison = on_serving, on_poison
         self._calls, self._rollout_seed = calls, seed
@@ -179,7 +185,7 @@ class Rollout:
     async def drain(self, *, grace_s: float, timeout_s: float) -> Drained:
         """DRAIN: closes the door, lets running samples finish for `grace_s`, then cuts the rest.
 
-        A KV cache that grows gives back what the last samples do not use. Raises DeadlineExceeded, and poisons the engine, when it has not
+        A KV cache that grows gives back what the last samples cannot need. Raises DeadlineExceeded, and poisons the engine, when it has not
         released them within `timeout_s`.
         """
         check_stage(Stage.DRAIN, after=self.stage, poison_reason=self.poison_reason)
@@ -188,11 +194,11 @@ class Rollout:
         finished, cut = self.engine.num_finished, self.engine.num_cut
         started = time.monotonic()
         with self._poisoning(Stage.DRAIN):
-            num_running = 0
+            num_running = released_bytes = 0
             while self.num_running:
                 if self.growth is not None and self.num_running != num_running:
                     num_running = self.num_running
-                    await self.growth.shrink()
+                    released_bytes += await self.growth.shrink()
                 seconds = time.monotonic() - started
                 if seconds >= timeout_s:
                     raise DeadlineExceeded(f"the engine did not release {self.num_running} requests", stage=Stage.DRAIN)
@@ -201,8 +207,13 @@ class Rollout:
                     self.engine.cut_all()
                 await asyncio.sleep(_DRAIN_POLL_S)
         self.stage = Stage.DRAIN
-        drained = Drained(num_finished=self.engine.num_finished - finished, num_cut=self.engine.num_cut - cut)
-        _log.info("event=stage stage=DRAIN finished=%d cut=%d", drained.num_finished, drained.num_cut)
+        drained = Drained(self.engine.num_finished - finished, self.engine.num_cut - cut, released_bytes)
+        _log.info(
+            "event=stage stage=DRAIN finished=%d cut=%d released_bytes=%d",
+            drained.num_finished,
+            drained.num_cut,
+            drained.released_bytes,
+        )
         return drained
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[list[Sample]]:

@@ -109,6 +109,7 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
         report["max_running_requests"] = self.max_running_requests
         report["weight_bytes"] = _weight_bytes(self)
         report["kv_cache_bytes"] = _kv_cache_bytes(self)
+        report["page_size"] = self.page_size
         if self.server_args.device == "cpu":
             _sample_by_seeds()
         self._become_engine_rank()

@@ -76,7 +76,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
         async def drain() -> rollout_pb2.DrainResponse:
             drained = await self._rollout.drain(grace_s=request.grace_ms / 1000, timeout_s=timeout_s)
-            return rollout_pb2.DrainResponse(num_finished=drained.num_finished, num_cut=drained.num_cut)
+            return rollout_pb2.DrainResponse(
+                num_finished=drained.num_finished, num_cut=drained.num_cut, released_bytes=drained.released_bytes
+            )
 
         return await self._gate.stage(request, drain)
 
@@ -110,15 +112,16 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 def _encode_growth(growth: KvGrowth | None) -> rollout_pb2.KvCacheState | None:
     if growth is None or growth.extent is None:
         return None
-    lacking = {} if growth.shortage is None else growth.shortage.metadata
+    extent = growth.extent
     return rollout_pb2.KvCacheState(
-        num_tokens=growth.extent.num_tokens,
-        mapped_tokens=growth.extent.mapped_tokens,
-        served_tokens=growth.extent.served_tokens,
+        num_tokens=extent.num_tokens,
+        mapped_tokens=extent.mapped_tokens,
+        served_tokens=extent.served_tokens,
         is_growing=growth.is_growing,
         is_stalled=growth.is_stalled,
-        needed_bytes=int(lacking.get("needed_bytes", 0)),
-        free_bytes=int(lacking.get("free_bytes", 0)),
+        needed_bytes=extent.lacking_bytes,
+        free_bytes=extent.free_bytes,
+        needed_tokens=extent.needed_tokens,
     )
 
 

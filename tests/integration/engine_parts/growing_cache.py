@@ -16,20 +16,42 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import set_host_budget, totals
 from tasuki.memory.tags import MemoryTag
-from tasuki.rollout.growing_cache import GrowingCache, growing_cache
+from tasuki.rollout.growing_cache import NUM_PARTS, SPARE_SHARE, GrowingCache, Grown, growing_cache
 from tasuki.rollout.kv_slots import BoundedPagedSlots, BoundedSlots, BoundedTokenSlots, EverySlot
-from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory
+from tasuki.wire.errors import InternalError, InvalidArgument
 from tests.extent import IS_WHOLE, examples
 
 KV = MemoryTag.KV_CACHE
 CHUNK = 16 << 10
 NUM_TOKENS, ROW, LEAST = 256, 512, 40
+PART = NUM_TOKENS // NUM_PARTS
+MOST_SPARE = PART + PART // SPARE_SHARE
 
 
 def bounded(page_size: int) -> BoundedSlots:
     if page_size == 1:
         return BoundedTokenSlots(NUM_TOKENS, torch.uint8, "cpu", SimpleNamespace(), need_sort=False)
     return BoundedPagedSlots(NUM_TOKENS, page_size, torch.uint8, "cpu", SimpleNamespace(), need_sort=False)
+
+
+class Demand:
+    """Of requests whose future is drawn."""
+
+    def __init__(self) -> None:
+        self.to_come = self.num_admitted = 0
+        self.others = NUM_TOKENS
+        """What the other rank of the replica has mapped."""
+
+    def tokens_to_come(self) -> int:
+        return self.to_come
+
+    def forget_prefixes(self) -> None: ...
+
+    def fewest(self, num_tokens: int) -> int:
+        return min(num_tokens, self.others)
+
+    def admit_again(self) -> None:
+        self.num_admitted += 1
 
 
 class Cache:
@@ -41,9 +63,16 @@ class Cache:
             self.buffers = [torch.zeros(NUM_TOKENS + page_size, ROW, dtype=torch.uint8) for _ in range(4)]
         self.slots = bounded(page_size)
         self.held: list[torch.Tensor] = []
-        self.growing = GrowingCache(
-            self.allocator.arena(KV), self.slots, self.buffers, least_tokens=LEAST, forget_prefixes=lambda: None
-        )
+        self.demand, self.points = Demand(), list[str]()
+        self.growing = GrowingCache(self.allocator.arena(KV), self.slots, self.buffers, least_tokens=LEAST, demand=self.demand)
+
+    def grow(self, to_come: int) -> Grown:
+        self.demand.to_come = to_come
+        return self.growing.grow(self.points.append)
+
+    def shrink(self, to_come: int) -> int:
+        self.demand.to_come = to_come
+        return self.growing.shrink(self.points.append)
 
     def take(self, num_slots: int) -> bool:
         slots = self.slots.alloc(num_slots)
@@ -90,20 +119,29 @@ class Requests(RuleBasedStateMachine):
             self.cache.slots.free(self.cache.held.pop())
         self.cache.slots.free_group_end()
 
-    @rule(mapped=st.integers(0, 2 * NUM_TOKENS), served=st.integers(0, 2 * NUM_TOKENS))
-    def grow(self, mapped: int, served: int) -> None:
+    @rule(to_come=st.integers(0, 2 * NUM_TOKENS), others=st.integers(LEAST, NUM_TOKENS))
+    def grow(self, to_come: int, others: int) -> None:
         before = self.cache.growing.extent()
-        self.cache.growing.grow(mapped_tokens=mapped, served_tokens=served)
+        self.cache.demand.others = max(others, before.served_tokens)
+        self.cache.grow(to_come)
         after = self.cache.growing.extent()
-        assert after.mapped_tokens == max(before.mapped_tokens, min(mapped, NUM_TOKENS))
-        assert after.served_tokens == max(before.served_tokens, min(served, before.mapped_tokens))
+        assert after.mapped_tokens >= max(before.mapped_tokens, after.needed_tokens)
+        assert after.served_tokens == max(before.served_tokens, min(after.mapped_tokens, self.cache.demand.others))
+        # No more than the parts that are needed.
+        assert after.mapped_tokens < max(before.mapped_tokens + 1, LEAST + 1, after.needed_tokens + MOST_SPARE)
+        if self.cache.demand.others == NUM_TOKENS:
+            assert self.cache.slots.available_size() >= min(to_come, NUM_TOKENS - self.cache.slots.num_in_use)
 
-    @rule()
-    def shrink(self) -> None:
-        before = self.cache.mapped_bytes()
-        given_back = self.cache.growing.shrink()
+    @rule(to_come=st.integers(0, 2 * NUM_TOKENS))
+    def shrink(self, to_come: int) -> None:
+        served, before = self.cache.growing.extent().served_tokens, self.cache.mapped_bytes()
+        given_back = self.cache.shrink(to_come)
         assert self.cache.mapped_bytes() == before - given_back
-        assert self.cache.growing.extent().served_tokens == LEAST
+        after = self.cache.growing.extent()
+        assert min(served, after.needed_tokens) <= after.served_tokens < max(LEAST + 1, after.needed_tokens + MOST_SPARE)
+        # What still runs is never pushed out to make room for itself.
+        if served >= after.needed_tokens:
+            assert self.cache.slots.available_size() >= min(to_come, NUM_TOKENS - self.cache.slots.num_in_use)
 
     @rule()
     def sleep_and_wake(self) -> None:
@@ -127,7 +165,8 @@ class Requests(RuleBasedStateMachine):
         assert EverySlot(self.cache.slots).available_size() + num_held == NUM_TOKENS
         taken = torch.cat([*self.cache.held, torch.zeros(1, dtype=torch.int64)])
         assert len(torch.unique(taken)) == num_held + 1
-        assert self.cache.slots.num_slots_in_use() == (int(taken.max()) // self.page_size + 1) * self.page_size
+        assert self.cache.slots.num_in_use == num_held
+        assert self.cache.slots.end_of_use() == (int(taken.max()) // self.page_size + 1) * self.page_size
 
     @invariant()
     def nothing_is_given_out_beyond_what_is_served(self) -> None:
@@ -152,52 +191,72 @@ TestPagedRequests = PagedRequests.TestCase
 TestPagedRequests.settings = _EXTENT
 
 
-def test_growth_maps_a_prefix_of_every_buffer_and_low_slots_come_first() -> None:
+def test_growth_maps_what_requests_may_need_of_every_buffer_and_low_slots_come_first() -> None:
     cache = Cache(1)
     least = cache.mapped_bytes()
     # 41 rows of 512 bytes in each of four buffers.
     assert least == 4 * 2 * CHUNK
     assert cache.growing.following_bytes == cache.allocator.arena(KV).usage().total_bytes - least
     assert not cache.take(LEAST + 1)
-    assert cache.growing.grow(mapped_tokens=NUM_TOKENS, served_tokens=0) == cache.growing.following_bytes
-    assert not cache.take(LEAST + 1)
-    cache.growing.grow(mapped_tokens=0, served_tokens=100)
-    assert cache.take(60)
-    assert cache.held[0].tolist() == list(range(1, 61))
+    assert cache.grow(LEAST) == Grown() and cache.demand.num_admitted == 0
+    # 112 tokens are seven parts, of which the first two are there.
+    assert cache.grow(100) == Grown(4 * 2 * CHUNK) and cache.demand.num_admitted == 1
+    assert cache.growing.extent().served_tokens == 112
+    assert cache.points == ["grow_cache.mapped"] * 5
+    assert cache.take(100)
+    assert cache.held[0].tolist() == list(range(1, 101))
+    assert cache.grow(8) == Grown()
+    assert cache.grow(NUM_TOKENS).mapped_bytes == cache.growing.following_bytes - 4 * 2 * CHUNK
     cache.held.clear()
     cache.close()
 
 
-def test_growth_without_room_leaves_what_is_mapped_and_serves_it() -> None:
+def test_growth_without_room_serves_the_parts_that_found_some() -> None:
     cache = Cache(1)
-    cache.growing.grow(mapped_tokens=100, served_tokens=0)
     held = totals()
-    set_host_budget(held.mapped_bytes + held.kept_bytes + CHUNK)
+    set_host_budget(held.mapped_bytes + held.kept_bytes + 4 * CHUNK)
     try:
-        with pytest.raises(OutOfGpuMemory, match="kv_cache"):
-            cache.growing.grow(mapped_tokens=NUM_TOKENS, served_tokens=100)
+        grown = cache.grow(NUM_TOKENS)
     finally:
         set_host_budget(0)
-    assert (cache.growing.extent().mapped_tokens, cache.growing.extent().served_tokens) == (100, 100)
-    assert cache.take(100)
+    assert grown == Grown(4 * CHUNK, lacking_bytes=4 * CHUNK)
+    extent = cache.growing.extent()
+    assert LEAST < extent.served_tokens == extent.mapped_tokens < extent.needed_tokens == NUM_TOKENS
+    assert cache.take(extent.served_tokens) and not cache.take(1)
     cache.held.clear()
     cache.close()
 
 
-def test_shrinking_gives_back_what_lies_above_the_highest_slot_in_use() -> None:
+def test_a_rank_that_fails_tells_the_others_before_it_says_so() -> None:
+    cache, agreed = Cache(1), list[int]()
+
+    def fewest(num_tokens: int) -> int:
+        agreed.append(num_tokens)
+        return num_tokens
+
+    def fail(point: str) -> None:
+        raise InternalError(point)
+
+    cache.demand.fewest = fewest
+    cache.demand.to_come = 100
+    with pytest.raises(InternalError, match="grow_cache.mapped"):
+        cache.growing.grow(fail)
+    assert len(agreed) == 1
+    cache.close()
+
+
+def test_shrinking_gives_back_what_lies_above_the_highest_slot_in_use_and_what_is_to_come() -> None:
     cache = Cache(1)
-    cache.growing.grow(mapped_tokens=NUM_TOKENS, served_tokens=0)
-    cache.growing.grow(mapped_tokens=0, served_tokens=NUM_TOKENS)
+    cache.grow(NUM_TOKENS)
     assert cache.take(100) and cache.take(100)
-    assert cache.growing.shrink() > 0
-    assert cache.growing.extent().mapped_tokens == 200
-    assert cache.slots.available_size() == 0
+    assert cache.shrink(10) > 0
+    assert cache.growing.extent().mapped_tokens == 224
+    assert cache.slots.available_size() == 24
     cache.slots.free(cache.held.pop())
-    assert cache.slots.available_size() == 0
+    assert cache.slots.available_size() == 124
     cache.slots.free(cache.held.pop())
-    assert cache.slots.available_size() == LEAST
-    cache.growing.shrink()
-    assert cache.growing.extent().mapped_tokens == LEAST
+    cache.shrink(0)
+    assert cache.growing.extent().mapped_tokens == LEAST == cache.slots.available_size()
     cache.close()
 
 
@@ -205,8 +264,8 @@ def test_changeovers_leave_no_descriptor_and_no_address() -> None:
     cache = Cache(8)
 
     def change_over() -> None:
-        cache.growing.grow(mapped_tokens=NUM_TOKENS, served_tokens=0)
-        cache.growing.shrink()
+        cache.grow(NUM_TOKENS)
+        cache.shrink(0)
         cache.allocator.pause([KV])
         cache.growing.reset()
         cache.allocator.resume([KV])
@@ -216,7 +275,7 @@ def test_changeovers_leave_no_descriptor_and_no_address() -> None:
 
     change_over()
     before = held()
-    for _ in range(10_000 if IS_WHOLE else 500):
+    for _ in range(10_000 if IS_WHOLE else 200):
         change_over()
     after = held()
     # Python's own heap may have come or gone by a few ranges.
