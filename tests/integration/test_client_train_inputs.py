@@ -19,6 +19,8 @@ from tasuki.runs.earlier_run import RunHead, write_head
 from tasuki.runs.folder import MetricsFile, read_steps
 from tasuki.runs.inputs import read_inputs
 from tasuki.runs.recipe import recipe
+from tasuki.supervisor.node import check_state_folder
+from tasuki.wire.errors import InvalidArgument
 from tests.models import make_model, save_checkpoint
 
 REWARD = "def reward(prompt, completion, **fields):\n    return 0.0\n"
@@ -97,6 +99,28 @@ def test_a_bad_key_is_named(config: Path, capsys: pytest.CaptureFixture[str], ov
 def test_held_out_prompts_are_measured_with_their_own_limit(config: Path, capsys: pytest.CaptureFixture[str]):
     overrides = [f'train.eval_dataset="{config.parent}/train.jsonl"', "train.eval.max_new_tokens=62"]
     assert "the prompt has 3 tokens; with train.eval.max_new_tokens, at most 2 fit" in _error(config, capsys, *overrides)
+
+
+def test_a_folder_of_the_users_own_is_no_nodes(config: Path, capsys: pytest.CaptureFixture[str]):
+    written = config.read_text()
+    (config.parent / "run").mkdir()
+    (config.parent / "run" / "mine.txt").write_text("mine")
+    error = _error(config, capsys, f"state_dir={config.parent}")
+    assert "state_dir:" in error
+    assert "holds files that are no node's" in error
+    assert (config.read_text(), (config.parent / "run" / "mine.txt").read_text()) == (written, "mine")
+    assert not (config.parent / "training.lock").exists()
+
+
+def test_what_a_run_makes_in_a_new_state_folder_is_no_users_file(config: Path):
+    node = load_config(config, overrides=[f"train.output_dir={config.parent / 'node' / 'run 1'}"])
+    node.state_dir.mkdir()
+    StateLock.take(node.state_dir, name=TRAINING_LOCK).close()
+    StateLock.take(node.state_dir / "run 1", name=TRAINING_LOCK).close()
+    check_state_folder(node)
+    (node.state_dir / "notes.txt").write_text("mine")
+    with pytest.raises(InvalidArgument, match="holds files that are no node's"):
+        check_state_folder(node)
 
 
 def test_an_earlier_run_is_not_overwritten(config: Path, capsys: pytest.CaptureFixture[str]):

@@ -28,12 +28,17 @@ class Odd(Exception):
     def __init__(self, one, two):  # cannot be rebuilt from its message alone
         super().__init__("odd")
 
+class Mute(Exception):
+    def __str__(self): raise KeyError
+
 def reward(*, prompt, completion, **fields):
     match completion:
         case "right": return fields.get("score", 1.0)
         case "true": return True
         case "numpy": return np.float32(0.25)
         case "raises": raise Odd(1, 2)
+        case "escapes": raise ValueError("a\\n\\x1b[31mb" + "x" * 5000)
+        case "mute": raise Mute
         case "exits": raise SystemExit(3)
         case "hangs": time.sleep(60)
         case "deaf":
@@ -83,6 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rewards")
     (folder / "my_rewards.py").write_text(REWARD)
     (folder / "broken.py").write_text("1 / 0\n")
+    (folder / "leaving.py").write_text("import sys; sys.exit(3)\n")
     return folder
 
 
@@ -103,6 +109,8 @@ def test_rewards_come_in_order_with_the_fields_of_their_row(pool: RewardPool):
     ("completion", "cause"),
     [
         ("raises", "raised Odd: odd"),
+        ("escapes", r"raised ValueError: a\n\x1b[31mbxxx"),
+        ("mute", "raised Mute: its text raised KeyError"),
         ("exits", "raised SystemExit: 3"),
         ("hangs", "gave no answer within 2 s"),
         ("deaf", "gave no answer within 2 s"),
@@ -123,6 +131,7 @@ def test_a_failing_reward_names_sample_prompt_and_cause(pool: RewardPool, comple
         pool.score(ROWS, ["right", "right", "right", completion], group_size=2)
     assert "sample 3 (prompt 1)" in raised.value.message
     assert cause in raised.value.message
+    assert len(raised.value.message) < 1200
     assert (raised.value.metadata["sample"], raised.value.metadata["prompt"]) == ("3", "1")
     # The pool goes on with the next batch.
     assert pool.score(ROWS, ["right", "right"]).rewards.tolist() == [1.0, 0.5]
@@ -268,6 +277,7 @@ def test_workers_are_started_once_and_gone_at_the_end(folder: Path):
         ("my_rewards", "module:function"),
         ("builtins:max", "no signature found"),
         ("broken:reward", "ZeroDivisionError"),
+        ("leaving:reward", "SystemExit: 3"),
     ],
 )
 def test_a_function_that_cannot_be_imported_is_refused_at_the_start(folder: Path, function: str, problem: str):

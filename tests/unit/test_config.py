@@ -238,8 +238,23 @@ def test_missing_key_is_named(tmp_path: Path) -> None:
 def test_missing_file_and_broken_toml_are_errors_of_ours(tmp_path: Path) -> None:
     with pytest.raises(PathNotFound, match=r"nowhere\.toml does not exist"):
         load_config(tmp_path / "nowhere.toml")
-    with pytest.raises(InvalidArgument, match="is not TOML"):
-        load_config(write(tmp_path, "state_dir = \n"))
+    for text in ("state_dir = \n", f"a = {'1' * 5000}\n", f"a = {'[' * 5000}\n"):
+        with pytest.raises(InvalidArgument, match="is not TOML"):
+            load_config(write(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"), [("~no-such-user/x", "begins with the name of no user"), ("a\0b", "has a null character")]
+)
+def test_what_is_no_path_is_named_by_its_key(tmp_path: Path, path: str, problem: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"state_dir: .*{problem}"):
+        load_config(write(tmp_path, MINIMAL), overrides=[f"state_dir={path}"])
+
+
+def test_a_long_value_is_cut_off(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument) as raised:
+        load_config(write(tmp_path, f"{MINIMAL}[trainer]\nlearning_rate = '{'x' * 5000}'\n"))
+    assert len(raised.value.message) < 500
 
 
 def test_saved_configuration_reads_back_as_the_same(tmp_path: Path) -> None:

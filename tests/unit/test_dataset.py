@@ -16,6 +16,10 @@ def _written(folder: Path, text: str) -> Path:
     return path
 
 
+def test_an_escaped_pair_is_one_character(tmp_path: Path):
+    assert read_jsonl(_written(tmp_path, r'{"prompt": "\ud83d\ude00"}')) == [{"prompt": "\U0001f600"}]
+
+
 def test_rows_keep_their_other_fields_and_empty_lines_are_passed_over(tmp_path: Path):
     chat = '{"prompt": [{"role": "user", "content": "hi"}]}'
     rows = read_jsonl(_written(tmp_path, f'{{"prompt": "1+1=", "answer": "2"}}\n\n{chat}\n'))
@@ -33,6 +37,7 @@ def test_rows_keep_their_other_fields_and_empty_lines_are_passed_over(tmp_path: 
         ('{"prompt": []}', "has no messages"),
         ('{"prompt": [{"role": "user"}]}', "message 0"),
         ('{"prompt": "a", "completion": "b"}', "`completion`"),
+        (r'{"prompt": "a\uD83d"}', "surrogates not allowed"),
         ('{"prompt": "a", "num_tokens": 3}', "`num_tokens` is the reward's argument; name it otherwise"),
     ],
 )
@@ -54,6 +59,8 @@ def test_bytes_that_are_no_text_are_named_with_file_and_number(tmp_path: Path):
 def test_a_missing_or_empty_file_is_an_error(tmp_path: Path):
     with pytest.raises(PathNotFound, match="does not exist"):
         read_jsonl(tmp_path / "none.jsonl")
+    with pytest.raises(PathNotFound, match="is not a regular file"):
+        read_jsonl(tmp_path)
     with pytest.raises(InvalidArgument, match="has no lines"):
         read_jsonl(_written(tmp_path, "\n\n"))
 

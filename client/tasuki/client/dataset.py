@@ -30,7 +30,8 @@ def read_objects(path: Path | str) -> Iterator[tuple[str, Row]]:
     """The JSON objects of a file, one a line, each with its place, "file:line"; empty lines are passed over. Raises as read_jsonl."""
     path = Path(path)
     if not path.is_file():
-        raise PathNotFound(f"dataset {path} does not exist", path=path)
+        found = "is not a regular file" if path.exists() else "does not exist"
+        raise PathNotFound(f"dataset {path} {found}", path=path)
     is_empty = True
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -86,6 +87,8 @@ class Dataset(Generic[_Item]):
 def _object(line: bytes, *, place: str) -> Row:
     try:
         row = json.loads(line)
+        if b"\\ud" in line.lower():  # half of a surrogate pair is no text: neither tokenizer nor file takes it
+            json.dumps(row, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise InvalidArgument("dataset", f"{place}: not JSON: {error}", place=place) from error
     if not isinstance(row, dict):

@@ -21,6 +21,7 @@ Source = tuple[str, str, tuple[str, ...]]
 Answer = tuple[float, str]
 """Reward and an empty string, or NaN and what went wrong. A user's exception class need not exist on this side, so none crosses."""
 _LOOK_FOR_PARENT_EVERY_S = 1.0
+_TOLD_CHARACTERS = 1000
 _TOKEN_IDS = ("prompt_token_ids", "completion_token_ids")
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -29,7 +30,7 @@ def prepare(sources: Sequence[Source]) -> None:
     """Runs when a worker starts: no sample pays for the import, whose error, if any, comes back with the first sample."""
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     for source in sources:
-        with suppress(Exception):
+        with suppress(Exception, SystemExit):
             _load(*source)
 
 
@@ -38,7 +39,7 @@ def read_parameters(*source: *Source) -> tuple[str, frozenset[str] | None]:
     try:
         parameters = inspect.signature(_load(*source)).parameters.values()
     except (Exception, SystemExit) as error:  # noqa: BLE001  the user's module may raise anything
-        return f"{type(error).__name__}: {error}", frozenset()
+        return _told(error), frozenset()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return "", None
     return "", frozenset(parameter.name for parameter in parameters if parameter.kind in _NAMED)
@@ -52,11 +53,21 @@ def score(source: Source, arguments: dict[str, object]) -> Answer:
             return math.nan, f"returned {type(reward).__name__}, not a number"
         value = float(reward)
     except BaseException as error:  # noqa: BLE001  the user's function may raise anything
-        return math.nan, f"raised {type(error).__name__}: {error}"
+        return math.nan, f"raised {_told(error)}"
     # Rewards are kept in float32.
     if not abs(value) <= float(np.finfo(np.float32).max):
         return math.nan, f"returned {value}, which is not finite"
     return value, ""
+
+
+def _told(error: BaseException) -> str:
+    """One line of bounded length that a terminal shows as it is: what a model wrote may be in the text."""
+    try:
+        text = str(error)
+    except Exception as another:  # noqa: BLE001  so may its own text
+        text = f"its text raised {type(another).__name__}"
+    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text[:_TOLD_CHARACTERS])
+    return f"{type(error).__name__}: {shown}{'...' if len(text) > _TOLD_CHARACTERS else ''}"
 
 
 @functools.cache

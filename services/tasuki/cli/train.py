@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from tasuki.runs.trackers import check_installed
 from tasuki.runs.tracking import tracked
 from tasuki.runs.training import Loop, Training
 from tasuki.supervisor.fleet_place import check_run
-from tasuki.supervisor.node import running_node
+from tasuki.supervisor.node import check_state_folder, running_node
 from tasuki.supervisor.node_settings import adopt_node
 from tasuki.supervisor.post_mortem import explained
 from tasuki.wire.errors import InvalidArgument
@@ -104,7 +105,7 @@ def _sole_training(config: NodeConfig, output_dir: Path) -> Iterator[None]:
     """Raises NodeRunning while another `tasuki train` has the output folder or the node: neither would train what it means to."""
     output_dir.mkdir(parents=True, exist_ok=True)
     with ExitStack() as locks:
-        for folder in dict.fromkeys((output_dir.resolve(), config.state_dir.resolve())):
+        for folder in dict.fromkeys((output_dir.resolve(), Path(os.path.realpath(config.state_dir)))):
             locks.enter_context(StateLock.take(folder, name=TRAINING_LOCK))
         yield
 
@@ -119,6 +120,8 @@ def _run(
     started: float,
 ) -> int:
     """look: at the output folder, again: another `tasuki train` may have written there until it was this one's alone."""
+    if may_start:
+        check_state_folder(config)
     request = SaveRequest()
     request.install()
     folders = (Path.cwd(), config_dir)

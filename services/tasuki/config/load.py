@@ -17,6 +17,8 @@ from tasuki.config.schema import NodeConfig
 from tasuki.config.security_schema import CallerRole
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
+_SHOWN_CHARACTERS = 200
+
 
 def load_config(path: Path, *, overrides: Sequence[str] = ()) -> NodeConfig:
     """The configuration in `path`, with overrides such as "trainer.num_ranks=4" applied.
@@ -43,7 +45,7 @@ def _started_fleet(table: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """[fleet] of the node that was started last on the state folder."""
     state_dir = table.get("state_dir")
     path = config_path(Path(state_dir)) if isinstance(state_dir, str) else None
-    return tomllib.loads(path.read_text()).get("fleet") if path is not None and path.is_file() else None
+    return _toml(path).get("fleet") if path is not None and path.is_file() else None
 
 
 def _read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
@@ -51,15 +53,20 @@ def _read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     if not path.is_file():
         found = "is not a regular file" if path.exists() else "does not exist"
         raise PathNotFound(f"config {path} {found}", path=path)
-    try:
-        table = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidArgument("config", f"{path} is not TOML: {error}") from error
+    table = _toml(path)
     _anchor_paths(table, path.resolve().parent)
     for override in overrides:
         _apply(table, override)
     _anchor_paths(table, Path.cwd())
     return table
+
+
+def _toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    # TOMLDecodeError and UnicodeDecodeError among them, and the interpreter's own limits on digits and nesting.
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument("config", f"{path} is not TOML: {error}") from error
 
 
 def _validated(table: Mapping[str, Any]) -> NodeConfig:
@@ -84,7 +91,12 @@ def _explain(problem: Mapping[str, Any]) -> str:
     if isinstance(problem["input"], Mapping):  # a whole table, whose keys do not fit together
         return str(problem.get("ctx", {}).get("error", problem["msg"]))
     message = problem["msg"].removeprefix("Value error, ")
-    return f"{message} (got {_without_password(repr(problem['input']))})"
+    return f"{message} (got {_without_password(_shown(problem['input']))})"
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 def _without_password(text: str) -> str:
@@ -98,7 +110,7 @@ def _apply(table: dict[str, Any], override: str) -> None:
         raise InvalidArgument("set", f"expected a.b=value, got {override!r}")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = text
     *parents, last = key.strip().split(".")
     for parent in parents:
@@ -131,11 +143,18 @@ def _anchor_paths(table: dict[str, Any], folder: Path) -> None:
         for parent in parents:
             at = at.get(parent, {}) if isinstance(at, dict) else {}
         if isinstance(at, dict) and isinstance(at.get(last), str | list):
-            at[last] = _anchored(at[last], folder)
+            at[last] = _anchored(at[last], folder, key=".".join((*parents, last)))
 
 
-def _anchored(value: Any, folder: Path) -> Any:
+def _anchored(value: Any, folder: Path, *, key: str) -> Any:
     """A path, or each of a list. What is none is left for the schema to refuse."""
     if isinstance(value, list):
-        return [_anchored(one, folder) for one in value]
-    return str(folder / Path(value).expanduser()) if isinstance(value, str) else value
+        return [_anchored(one, folder, key=key) for one in value]
+    if not isinstance(value, str):
+        return value
+    if "\0" in value:
+        raise InvalidArgument(key, f"{value!r} is no path: it has a null character")
+    try:
+        return str(folder / Path(value).expanduser())
+    except RuntimeError as error:
+        raise InvalidArgument(key, f"{value} begins with the name of no user; write the folder out") from error

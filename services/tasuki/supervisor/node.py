@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tasuki.config.engine_arguments import check_argument_names
 from tasuki.config.gpus import check_gpu_is_shown
 from tasuki.config.instance import begin_instance
-from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, StateLock, holder
+from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, StateLock, holder, lock_path
 from tasuki.config.places import (
     config_path,
     exit_path,
@@ -118,7 +118,7 @@ def start_node(
     check_ports(config)
     check_argument_names(config.rollout.engine)
     check_tracing_installed(config.telemetry.endpoint)
-    _check_state_folder(config.state_dir)
+    check_state_folder(config)
     lock = StateLock.take(config.state_dir, name=NODE_LOCK)
     read_fd, starter_fd = os.pipe()
     try:
@@ -148,12 +148,20 @@ def _begin_at_the_model(state_dir: Path) -> None:
     training_run_path(state_dir).unlink(missing_ok=True)
 
 
-def _check_state_folder(state_dir: Path) -> None:
-    """A node writes node.toml into its folder and removes `run` from it: it must not be somebody's own."""
-    is_ours = any(
-        (state_dir / name).exists() for name in (f"{NODE_LOCK}.lock", f"{TRAINING_LOCK}.lock", journal_path(state_dir).name)
-    )
-    if state_dir.is_dir() and any(state_dir.iterdir()) and not is_ours:
+def check_state_folder(config: NodeConfig) -> None:
+    """A node writes node.toml into its folder and removes `run` from it: it must not be somebody's own.
+
+    Raises InvalidArgument where it is. What `tasuki train` makes there before the node starts does not count.
+    """
+    state_dir = Path(os.path.realpath(config.state_dir))
+    if not state_dir.is_dir() or lock_path(state_dir, name=NODE_LOCK).exists() or journal_path(state_dir).exists():
+        return
+    made_by_train = {lock_path(state_dir, name=TRAINING_LOCK)}
+    for run in (config.train, config.sft):
+        if run is not None:
+            output_dir = Path(os.path.realpath(run.output_dir))
+            made_by_train |= {output_dir, *output_dir.parents}
+    if any(path not in made_by_train for path in state_dir.iterdir()):
         raise InvalidArgument("state_dir", f"{state_dir} holds files that are no node's; give the node its own folder")
 
 
