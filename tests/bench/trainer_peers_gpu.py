@@ -1,8 +1,8 @@
 """Training steps beside torchtitan's and TRL's: `PYTHONPATH=FOLDER:$PYTHONPATH python -m tests.bench.trainer_peers_gpu [--ranks 2]`.
 
 FOLDER holds what tests/bench/step-peers-requirements.txt names. Qwen2.5's 7B shape, random weights, float32 masters, bfloat16 compute,
-AdamW, clipping, the samples of `trainer_step_gpu`. Each peer is tuned first: its settings below are tried, and the fastest that runs is
-taken. Then all take turns. Prints a line of JSON a run and a table, and writes trainer_peers_gpu.json. --tiny tries it with tiny models
+AdamW, clipping, the samples of `trainer_step_gpu`. Each side is tuned first: its settings below are tried, ours with and without
+trainer.compile, and the fastest that runs is taken. Then all take turns. Prints a line of JSON a run and a table, and writes trainer_peers_gpu.json. --tiny tries it with tiny models
 on a CPU; torchtitan shards on GPUs alone, so take --ranks 1.
 
 Each learns the second half of every sample: tasuki and TRL by a policy loss with log-probs and entropy, torchtitan by cross-entropy.
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=[case for case in CASES if CASES[case][0] == PRESET], default=list(OURS))
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
-    arguments.backends, arguments.profile = ["default"], False
+    arguments.backends, arguments.compile, arguments.profile = ["default"], ["none", "blocks"], False
     device = "cpu" if arguments.tiny else "cuda"
     if not arguments.tiny:
         require_gpus(arguments.ranks)
@@ -155,6 +155,7 @@ def main() -> None:
         for _ in range(arguments.turns):
             for side, taken in best.items():
                 if side == "tasuki":
+                    arguments.compile = [taken["compile"]]
                     keep(next(run_ours([taken["case"]], arguments)), is_turn=True)
                 else:
                     keep(run_peer(side, taken["settings"], folder, arguments), is_turn=True)

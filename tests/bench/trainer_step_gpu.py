@@ -1,10 +1,11 @@
 """Training steps on GPUs: `python -m tests.bench.trainer_step_gpu [--out FOLDER] [--cases 0.5b 7b-lora] [--backends fa4] [--ranks 2]
-[--profile]`.
+[--compile none blocks] [--profile]`.
 
 Qwen2.5's shapes with random weights, through the learner and FSDP2 as the service runs them: bfloat16 compute, AdamW, packed samples of
 lognormal lengths (median 1,500, sigma 0.8, at most 8,192; seed fixed), the second half of each completion tokens. For each attention
-backend real tokens/s, MFU and peak memory (torch's and the driver's), of one GPU. Prints a line of JSON a case and writes
-trainer_step_gpu.json. --profile adds where the time of one more step goes, on rank 0. --tiny tries it with tiny models on a CPU.
+backend real tokens/s, MFU and peak memory (torch's and the driver's), of one GPU. --compile does so with each value of trainer.compile; the
+first step, which is not timed, then compiles. Prints a line of JSON a case and writes trainer_step_gpu.json. --profile adds where the time
+of one more step goes, on rank 0. --tiny tries it with tiny models on a CPU.
 
 FLOPs of a step: 6 a weight of the layers and token (4 with a frozen model, and 6 of the adapters'), as many a weight of the vocabulary
 projection and completion token, and 6 L^2 a head's element and layer for causal attention over L tokens. Nothing recomputed counts. MFU
@@ -127,9 +128,10 @@ def group_of(seed: int, vocab_size: int, *, shrink: int) -> list[TrainingSample]
     ]
 
 
-def measure(case: str, folder: Path, backend: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(case: str, folder: Path, backend: str, compiled: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Of one rank."""
     from tasuki.algorithms.loss_types import LossConfig
+    from tasuki.trainer.backends.fsdp.compiled_blocks import num_graphs
     from tasuki.trainer.backends.fsdp.mesh import start_mesh
     from tasuki.trainer.launch import read_launch
     from tasuki.trainer.roles import Role
@@ -144,7 +146,7 @@ def measure(case: str, folder: Path, backend: str, arguments: argparse.Namespace
     launch = read_launch(os.environ)
     mesh = start_mesh(device, launch=launch, gpu=launch.rank, num_threads=1, timeout_s=60)
     started = time.perf_counter()
-    choice = {} if backend == "default" else {"attention_backend": backend}
+    choice = {"compile": compiled} | ({} if backend == "default" else {"attention_backend": backend})
     settings = {"micro_batch_tokens": arguments.micro_batch_tokens, **settings, **choice}
     learner = start_learner(folder, mesh=mesh, compute_dtype="bfloat16", export_stays=True, **settings)
     start_s = time.perf_counter() - started
@@ -176,6 +178,8 @@ def measure(case: str, folder: Path, backend: str, arguments: argparse.Namespace
     result = {
         "case": case,
         "backend": backend,
+        "compile": compiled,
+        "graphs": num_graphs(),
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "ranks": mesh.size(),
         "samples": len(lengths),
@@ -223,15 +227,15 @@ def _options(arguments: argparse.Namespace) -> list[str]:
 
 
 def run_preset(preset: str, cases: list[str], arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Each case and backend in separate processes, on one model."""
+    """Each case, backend and way to compile in separate processes, on one model."""
     device = "cpu" if arguments.tiny else "cuda"
     with tempfile.TemporaryDirectory() as folder:
         layout = layout_of(preset, gpu_bytes=1, device=device, num_ranks=arguments.ranks)
         make_model(Path(folder), layout, device)
         if device == "cuda":
             torch.cuda.empty_cache()
-        for case, backend in product(cases, arguments.backends):
-            part = ["-m", "tests.bench.trainer_step_gpu", *_options(arguments), "--part", case, folder, backend]
+        for case, backend, compiled in product(cases, arguments.backends, arguments.compile):
+            part = ["-m", "tests.bench.trainer_step_gpu", *_options(arguments), "--part", case, folder, backend, compiled]
             launch = [sys.executable, "-m", "tasuki.trainer.launch", "--num-ranks", str(arguments.ranks), "--", *part]
             paths = os.pathsep.join([*SOURCES, os.environ.get("PYTHONPATH", "")])
             ran = subprocess.run(
@@ -239,7 +243,7 @@ def run_preset(preset: str, cases: list[str], arguments: argparse.Namespace) -> 
             )
             answers = [line for line in ran.stdout.splitlines() if line.startswith("RESULT ")]
             if ran.returncode or not answers:
-                yield {"case": case, "backend": backend, "error": ran.stderr[-2000:]}
+                yield {"case": case, "backend": backend, "compile": compiled, "error": ran.stderr[-2000:]}
             else:
                 yield json.loads(answers[-1].removeprefix("RESULT "))
 
@@ -249,17 +253,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--backends", nargs="+", default=["fa4", "varlen", "sdpa"], help='or "default", without the setting')
+    parser.add_argument("--compile", nargs="+", choices=["none", "blocks"], default=["none"], help="of trainer.compile")
     parser.add_argument("--samples", type=int, default=48)
     parser.add_argument("--ranks", type=int, default=1, help="a GPU each")
     parser.add_argument("--micro-batch-tokens", type=int, default=MICRO_BATCH_TOKENS)
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="the first of which is not timed")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="tiny models on a CPU")
-    parser.add_argument("--part", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--part", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.part is not None:
-        case, folder, backend = arguments.part
-        result = measure(case, Path(folder), backend, arguments)
+        case, folder, backend, compiled = arguments.part
+        result = measure(case, Path(folder), backend, compiled, arguments)
         if os.environ["RANK"] == "0":
             print("RESULT " + json.dumps(result), flush=True)
         os._exit(0)

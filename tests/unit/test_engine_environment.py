@@ -1,10 +1,11 @@
-"""What the engine inherits of the shell that the node was started from."""
+"""What the engine, and the trainer's ranks, inherit of the shell that the node was started from."""
 
 from __future__ import annotations
 
 import pytest
 
 from tasuki.rollout.environment import foreign_variables
+from tasuki.trainer.environment import foreign_variables as foreign_to_ranks
 
 
 @pytest.mark.parametrize(
@@ -28,3 +29,22 @@ def test_what_may_change_a_number_is_dropped(name: str) -> None:
 )  # fmt: skip
 def test_places_logs_memory_and_transports_stay(name: str) -> None:
     assert foreign_variables([name]) == []
+
+
+def test_ranks_keep_all_but_settings_of_the_compiler() -> None:
+    dropped = [
+        "TORCHDYNAMO_DISABLE",
+        "TORCHINDUCTOR_EMULATE_PRECISION_CASTS",
+        "TORCH_COMPILE_DISABLE",
+        "UNSAFE_SKIP_FSDP_MODULE_GUARDS",
+    ]
+    kept = [
+        "TORCHINDUCTOR_CACHE_DIR",
+        "TORCH_LOGS",
+        "TORCH_NCCL_BLOCKING_WAIT",
+        "CUDA_HOME",
+        "CXX",
+        "OMP_NUM_THREADS",
+        "TRITON_CACHE_DIR",
+    ]
+    assert foreign_to_ranks([*kept, *dropped]) == dropped

@@ -125,6 +125,9 @@ class TrainerConfig(OptimizerConfig):
     mlp_tile_tokens: PositiveInt | None = None
     """Tokens of which a rank computes an MLP at a time; in backward each tile is computed again. It makes room for long samples. By
     default all tokens at once."""
+    compile: Literal["none", "blocks"] = "none"
+    """What torch.compile makes kernels of: nothing, or every layer of the networks, but for attention and experts. Results are equal up
+    to rounding. The trainer compiles when it starts: on a CPU with g++, or the compiler that CXX names."""
     prefix_sharing: Literal["auto"] | bool = False
     """Whether samples of one prompt in a micro-batch compute the prompt once. Results are equal up to rounding, and `micro_batch_tokens`
     counts it once. "auto": on a CPU where that takes fewer operations, on a GPU never. On a GPU true is refused where attention has

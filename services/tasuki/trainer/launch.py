@@ -24,6 +24,7 @@ from types import FrameType
 from typing import Protocol
 
 from tasuki.rpc.preload import preload
+from tasuki.trainer.environment import foreign_variables
 from tasuki.trainer.forked_rank import ForkedRank
 from tasuki.wire.errors import InvalidArgument
 
@@ -99,6 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.num_ranks < 1:
         parser.error("--num-ranks must be at least 1")
+    _drop_variables()
     if arguments.preload is not None:
         if arguments.command[0] != "-m" or len(arguments.command) < 2:
             parser.error("--preload forks ranks that run a module: give -m MODULE after --")
@@ -107,6 +109,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Its mode is 0700, whatever the umask.
     with tempfile.TemporaryDirectory(prefix="tasuki-ranks-") as folder:
         return run_ranks(partial(start, arguments.command), num_ranks=arguments.num_ranks, store_path=Path(folder, "store"))
+
+
+def _drop_variables() -> None:
+    """Before torch is imported: it reads them then."""
+    dropped = foreign_variables(os.environ)  # noqa: TID251 - this process's `__main__`
+    for name in dropped:
+        del os.environ[name]  # noqa: TID251
+    if dropped:
+        sys.stderr.write(f"tasuki.trainer: event=environment_dropped names={','.join(dropped)}\n")
 
 
 def _preload(module: str) -> None:

@@ -80,7 +80,8 @@ def attention_operators() -> list[OpOverload]:
     ]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+# Not frozen: torch.compile would look into it, and compile a layer again for other lengths of sequences.
+@dataclass(slots=True, eq=False)
 class LayerAttention:
     """Attention of a network's layers over one micro-batch. transformers passes it on to each layer."""
 
@@ -124,13 +125,17 @@ def sequences_of(kernel: Kernel, batch: TokenBatch) -> Sequences:
     return SharedSequences(own, prompts, batch.prompts.first, num_prefix, num_suffix)
 
 
+@torch.compiler.disable
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: None, *, layer_attention: LayerAttention, **_: Any
 ) -> tuple[Tensor, None]:
-    """Answers transformers' call. query: [1, H, T, D], key and value [1, K, T, D], rotated. Returns [1, T, H, D]."""
+    """Answers transformers' call. query: [1, H, T, D], key and value [1, K, T, D], rotated. Returns [1, T, H, D], contiguous.
+
+    Compiled layers call it between two graphs: it depends on the lengths of sequences, and may exchange tokens with other ranks.
+    """
     q_THD, k_TKD, v_TKD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     layer: Any = module.layer_idx
-    return layer_attention(q_THD, k_TKD, v_TKD, layer=layer).unsqueeze(0), None
+    return layer_attention(q_THD, k_TKD, v_TKD, layer=layer).contiguous().unsqueeze(0), None
 
 
 AttentionInterface.register(IMPLEMENTATION, _attend)

@@ -1,4 +1,4 @@
-"""Blocks of shared-prompt attention on a GPU, by the kernels of attention_flash. No GPU has run them yet: a trial at start does.
+"""Blocks of shared-prompt attention on a GPU, by the kernels of attention_flash. A trial at start tells whether they compute right.
 
 Shape suffixes: S runs of queries, each with its run of keys, H query heads, D head size.
 """

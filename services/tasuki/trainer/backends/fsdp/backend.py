@@ -31,6 +31,7 @@ from tasuki.trainer.backends.fsdp.checkpoint import (
     save_checkpoint,
     write_checkpoint,
 )
+from tasuki.trainer.backends.fsdp.compiled_blocks import compile_mlps, compiling_ahead, trial_batch
 from tasuki.trainer.backends.fsdp.lora import adapters_off, merged_rows, trained_parameters
 from tasuki.trainer.backends.fsdp.memory import TrainerMemory
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
@@ -100,6 +101,10 @@ class FsdpBackend:
             self._trained[Role.CRITIC] = self._train(critic, config.critic)
 
     @property
+    def _compiles(self) -> bool:
+        return self._node.trainer.compile == "blocks"
+
+    @property
     def vocab_size(self) -> int:
         return self._model_config.vocab_size
 
@@ -156,7 +161,12 @@ class FsdpBackend:
         return Publication(self._export, self._export.publish(policy_version, replaced=replaced))
 
     def warm_up(self) -> None:
-        """Makes on a GPU what a first publication would: its memory, if it stays, and kernels. Where room is lacking, that one says so."""
+        """Makes what the first passes would compile, and on a GPU what a first publication would: its memory, if it stays, and kernels.
+
+        Where that one lacks room, it says so. Raises InvalidArgument where layers cannot be compiled.
+        """
+        if self._compiles:
+            self._compile()
         if self.device.type != "cuda" or not self.memory.export_stays:
             return
         try:
@@ -164,6 +174,23 @@ class FsdpBackend:
             self.withdraw()
         except OutOfGpuMemory as error:
             _log.warning("event=not_warm reason=%s error=%s", error.reason, error.message)
+
+    def _compile(self) -> None:
+        """Runs every kind of pass. A reference with weights of its own is compiled at its first use."""
+        batch = trial_batch(self.sequence_part, device=self.device)
+        with compiling_ahead():
+            for role in self._trained:
+                self.backward(role, 0.0 * self._scores(role, batch).sum())
+                self.routing_metrics(role)
+                self.clear_gradients(role)
+            frozen = [Role.REFERENCE] if self._node.trainer.lora is not None else []
+            with torch.no_grad():
+                for role in (*self._trained, *frozen):
+                    self._scores(role, batch)
+                    self.end_scoring(role)
+
+    def _scores(self, role: Role, batch: TokenBatch) -> Tensor:
+        return self.score_values(batch) if role is Role.CRITIC else self.score_tokens(role, batch)[0]
 
     def withdraw(self) -> None:
         if self._export is not None:
@@ -235,6 +262,8 @@ class FsdpBackend:
             boundaries=self._boundaries(network.causal_lm),
         )
         if self._node.trainer.mlp_tile_tokens is not None:
+            if self._compiles:
+                compile_mlps(network.causal_lm)
             tile_mlps(network.causal_lm, num_tokens=self._node.trainer.mlp_tile_tokens)
         network.train()
         self.memory.guard(groups_of(network))
@@ -271,6 +300,7 @@ class FsdpBackend:
             lora=lora,
             seed=config.seed,
             sharing=self._sharing,
+            compiles=self._compiles,
             shares_prompts=Sharing.of(config.prefix_sharing, device=self._node.device) is not Sharing.NEVER,
         )
 

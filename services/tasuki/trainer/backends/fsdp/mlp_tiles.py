@@ -21,6 +21,7 @@ def tile_mlps(causal_lm: torch.nn.Module, *, num_tokens: int) -> None:
         layer.mlp.forward = partial(_tiled, layer.mlp.forward, recomputing(layer.mlp), num_tokens)
 
 
+@torch.compiler.disable
 def _tiled(forward: Callable[[Tensor], Tensor], recomputed: Layer, num_tokens: int, hidden_states: Tensor) -> Tensor:
     """hidden_states: [1, T, H], as the result."""
     if hidden_states.shape[_TOKENS_DIM] <= num_tokens:

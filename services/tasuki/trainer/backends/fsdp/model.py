@@ -23,6 +23,7 @@ from tasuki.models.family import Model
 from tasuki.models.shape import check_lora_targets
 from tasuki.trainer.backends.fsdp.attention import IMPLEMENTATION, AttentionBackend, PackedAttention, choose_kernel
 from tasuki.trainer.backends.fsdp.attention_trial import check_shared_prompts
+from tasuki.trainer.backends.fsdp.compiled_blocks import compile_blocks
 from tasuki.trainer.backends.fsdp.lm_head import LmHead
 from tasuki.trainer.backends.fsdp.lora import add_adapters, initialize_adapters
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
@@ -129,6 +130,8 @@ class NetworkSource:
     """Of adapters that have just been added."""
     sharing: SequenceGroup | None = None
     """Ranks that have the other parts of each micro-batch."""
+    compiles: bool = False
+    """Whether its layers are compiled."""
     shares_prompts: bool = False
     """Whether micro-batches may have prompts that samples share."""
 
@@ -192,7 +195,7 @@ def _on_meta(source: NetworkSource) -> PreTrainedModel:
         )
         check_module(causal_lm, model)
         replace_routers(causal_lm)
-        if source.mesh.device_type == "cuda":
+        if source.mesh.device_type == "cuda" or source.compiles:
             fuse_pointwise(causal_lm)
             fuse_rotation(causal_lm)
         if source.lora is not None:
@@ -210,6 +213,8 @@ def _materialize(network: Policy | Critic, source: NetworkSource, *, region: Abs
         network.to_empty(device=device)
     set_buffers(network.causal_lm, source.model, device=device)
     initialize_adapters(network.causal_lm, seed=source.seed)
+    if source.compiles:
+        compile_blocks(network.causal_lm)
 
 
 def reshard(network: Policy | Critic) -> None:

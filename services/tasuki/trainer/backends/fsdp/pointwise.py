@@ -56,8 +56,8 @@ def fuse_pointwise(causal_lm: nn.Module) -> None:
 
 
 def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """activation(gate) * up, in the dtype of both; on a GPU in one kernel, in float32 until it is rounded."""
-    if gate.is_cuda:
+    """activation(gate) * up, in the dtype of both; on a GPU in one kernel, in float32 until it is rounded; ours, unless it is compiled."""
+    if gate.is_cuda and not torch.compiler.is_compiling():
         return _Gated.apply(gate, up, activation)
     return (silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")) * up
 

@@ -50,8 +50,13 @@ class RotaryAttention(nn.Module):
         keys, values = self._keys_and_values(hidden_states)
         q_THD = rotated(self._heads("q", self._run("q_proj", hidden_states)), cos_TD, sin_TD)
         k_TKD = rotated(self._heads("k", keys), cos_TD, sin_TD)
-        out_THD = layer_attention(q_THD, k_TKD, self._heads("v", values), layer=self.layer_idx)
+        out_THD = self._attend(layer_attention, q_THD, k_TKD, self._heads("v", values))
         return self._run("o_proj", out_THD.flatten(1).unsqueeze(0)), None
+
+    @torch.compiler.disable
+    def _attend(self, layer_attention: Callable[..., Tensor], *qkv: Tensor) -> Tensor:
+        """[T, H, D] contiguous; between two graphs where the layer is compiled, see attention.py."""
+        return layer_attention(*qkv, layer=self.layer_idx).contiguous()
 
     def _keys_and_values(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """[1, T, K * D] each, of one product where no adapter is between: alone each is too narrow to fill a GPU."""
@@ -83,9 +88,9 @@ def fuse_rotation(causal_lm: nn.Module) -> None:
 def rotated(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     """[T, H, D] contiguous: each head turned by its token's angles, its first half with its second. Differentiable in x alone.
 
-    On a GPU one kernel, in float32 until it is rounded.
+    On a GPU one kernel, in float32 until it is rounded; ours, unless the layer is compiled.
     """
-    if x_THD.is_cuda:
+    if x_THD.is_cuda and not torch.compiler.is_compiling():
         return _Rotated.apply(x_THD, cos_TD, sin_TD)
     first, second = x_THD.chunk(2, dim=-1)
     return x_THD * cos_TD.unsqueeze(1) + torch.cat((-second, first), dim=-1) * sin_TD.unsqueeze(1)

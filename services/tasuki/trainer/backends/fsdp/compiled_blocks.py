@@ -1,0 +1,140 @@
+"""Layers as graphs of torch.compile, for any number of tokens: what is before attention, and what follows it.
+
+Attention stays outside, with its lengths and exchanges. So do experts, whose choice recomputation repeats. Hooks of a layer run before and
+after it, uncompiled: FSDP2's, which gather and free parameters, and those that wait for weights on their way back.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._dynamo.callback import CallbackArgs, callback_handler
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.utils import counters
+from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+
+from tasuki.trainer.backends.fsdp.routing import Router
+from tasuki.trainer.data.micro_batch import SequencePart, TokenBatch, token_batch
+from tasuki.trainer.data.samples import Samples
+from tasuki.wire.errors import InvalidArgument
+
+_FIELD = "trainer.compile"
+_TOKENS_DIM = 1
+# A prime.
+_TRIAL_TOKENS = 67
+# Passes with and without gradients, adapters on and off, frozen networks, kinds of layers: several of each at once.
+_MOST_GRAPHS = 64
+_log = logging.getLogger("tasuki.trainer")
+
+
+def compile_blocks(causal_lm: nn.Module) -> None:
+    """Has every layer's forward pass compiled, when it first runs. Parameters keep their names."""
+    _configure()
+    decoder: Any = causal_lm.get_submodule("model")
+    sparse = [layer for layer in decoder.layers if _is_sparse(layer.mlp)]
+    for layer in sparse:
+        layer.mlp.forward = torch.compiler.disable(layer.mlp.forward)
+    for layer in decoder.layers:
+        layer.forward = _compiled(layer.forward)
+    left_out = "attention,experts" if sparse else "attention"
+    _log.info("event=compiling layers=%d left_out=%s", len(decoder.layers), left_out)
+
+
+def compile_mlps(causal_lm: nn.Module) -> None:
+    """The same of every dense MLP by itself, for a layer that calls it tile by tile."""
+    decoder: Any = causal_lm.get_submodule("model")
+    for layer in decoder.layers:
+        if not _is_sparse(layer.mlp):
+            layer.mlp.forward = _compiled(layer.mlp.forward)
+
+
+@contextmanager
+def compiling_ahead() -> Iterator[None]:
+    """Passes that are made so that later ones find their graphs. Raises InvalidArgument where torch cannot compile."""
+    started = time.monotonic()
+    try:
+        yield
+    except (TorchDynamoException, CppCompileError, InvalidCxxCompiler) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        problem = f'= "blocks" is not possible here: {type(error).__name__}: {first_line}; mend that, or choose "none"'
+        raise InvalidArgument(_FIELD, problem) from error
+    if not num_graphs():
+        problem = '= "blocks" compiled nothing: torch.compile is switched off in this process'
+        raise InvalidArgument(_FIELD, problem)
+    _log.info("event=compiled graphs=%d seconds=%.1f", num_graphs(), time.monotonic() - started)
+    _log_later_graphs()
+
+
+def trial_batch(part: SequencePart, *, device: torch.device) -> TokenBatch:
+    """A sequence for each part. Torch takes sizes that are alike for one, so their length is no other size of a model."""
+    num = part.num_parts
+    samples = Samples(
+        num_prompt_S=np.full(num, 1),
+        num_completion_S=np.full(num, _TRIAL_TOKENS),
+        policy_version_S=np.zeros(num, dtype=np.uint64),
+        temperature_S=np.ones(num, dtype=np.float32),
+        token_ids_T=np.zeros(num * (1 + _TRIAL_TOKENS), dtype=np.int32),
+        columns={"loss_mask": np.ones(num * _TRIAL_TOKENS, dtype=np.float32)},
+    )
+    return token_batch(samples, device=device, part=part)
+
+
+def num_graphs() -> int:
+    """Graphs that this process has made, each with or without its backward pass."""
+    return counters["stats"]["unique_graphs"]
+
+
+@cache
+def _configure() -> None:
+    """Of the whole process: nobody else compiles in it."""
+    import torch._inductor.config as inductor
+
+    dynamo: Any = torch._dynamo.config
+    # Worker processes would have to be watched, and outlive a rank that is killed.
+    inductor.compile_threads = 1
+    # An adapter that is switched off is another graph. Without guards on FSDP2's modules nobody would see it.
+    dynamo.skip_fsdp_guards = False
+    # Beyond it torch goes on without compiling.
+    dynamo.recompile_limit = _MOST_GRAPHS
+    # Numbers of the model's configuration are none of the graph's inputs.
+    dynamo.specialize_float = True
+
+
+def _is_sparse(mlp: nn.Module) -> bool:
+    return any(isinstance(module, Router) for module in mlp.modules())
+
+
+def _compiled(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return partial(_run, torch.compile(forward, dynamic=True), forward)
+
+
+def _run(
+    compiled: Callable[..., Tensor], plain: Callable[..., Tensor], hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """hidden_states: [1, T, H]. Of a single token torch would make graphs of their own."""
+    forward = compiled if hidden_states.shape[_TOKENS_DIM] > 1 else plain
+    return forward(hidden_states, *args, **kwargs)
+
+
+@cache
+def _log_later_graphs() -> None:
+    """One line for what is compiled from now on, in the middle of a call."""
+    started = time.monotonic()
+
+    def start(_: CallbackArgs) -> None:
+        nonlocal started
+        started = time.monotonic()
+
+    def end(_: CallbackArgs) -> None:
+        _log.info("event=compiled_late graphs=%d seconds=%.1f", num_graphs(), time.monotonic() - started)
+
+    callback_handler.register_start_callback(start)
+    callback_handler.register_end_callback(end)

@@ -1,0 +1,96 @@
+"""Compiled layers on a GPU against the same without: every rung, adapters, packings, weights that come back beside the computation.
+
+Needs `make native` and a CUDA GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from tasuki.algorithms.loss_types import LossConfig
+from tasuki.memory.tags import MemoryTag
+from tasuki.planner.layout import Checkpointing
+from tasuki.trainer.backends.fsdp.compiled_blocks import num_graphs
+from tasuki.trainer.learner import Learner
+from tasuki.trainer.roles import Role
+from tests.gpu.test_checkpointing_gpu import MAX_TOKENS, mesh, model, samples_of
+from tests.integration.learning import fsdp, learn, start_learner, whole_gradients
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+__all__ = ["mesh", "model"]
+
+NUM_STEPS = 50
+# In norm: of bfloat16 both round, in other places.
+TOLERANCE = 0.05
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        yield
+
+
+def start(model: Path, mesh: DeviceMesh, kind: str, **settings: Any) -> Learner:
+    settings = {"compute_dtype": "bfloat16", "learning_rate": 1e-4, "micro_batch_tokens": MAX_TOKENS, **settings}
+    learner = start_learner(model, mesh=mesh, compile=kind, **settings)
+    fsdp(learner).warm_up()
+    return learner
+
+
+def gradients_of(learner: Learner, step: int) -> dict[str, Tensor]:
+    learn(learner, Role.POLICY, samples_of(step), config=LossConfig(), max_tokens=MAX_TOKENS)
+    return whole_gradients(learner, Role.POLICY)
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(found) == list(expected)
+    scale = max(float(tensor.norm()) for tensor in expected.values())
+    for name, tensor in expected.items():
+        assert float((found[name] - tensor).norm()) <= TOLERANCE * (float(tensor.norm()) + 1e-2 * scale), name
+
+
+@pytest.mark.parametrize("rung", list(Checkpointing))
+@pytest.mark.parametrize("lora", [None, {"rank": 16}], ids=["full", "lora"])
+def test_first_gradients_are_equal_to_rounding(
+    model: Path, mesh: DeviceMesh, rung: Checkpointing, lora: dict[str, int] | None
+) -> None:
+    plain, compiled = (start(model, mesh, each, checkpointing=str(rung), lora=lora) for each in ("none", "blocks"))
+    for learner in (plain, compiled):  # B of an adapter is zero before it, and A has no gradient
+        gradients_of(learner, 0)
+        learner.optim_step(Role.POLICY)
+    assert_close(gradients_of(compiled, 1), gradients_of(plain, 1))
+    for learner in (plain, compiled):
+        learner.backend.close()
+
+
+def test_differently_packed_steps_compile_nothing_more(model: Path, mesh: DeviceMesh) -> None:
+    learner = start(model, mesh, "blocks", checkpointing="none")
+    num_first = num_graphs()
+    for step in range(NUM_STEPS):
+        gradients_of(learner, step)
+        learner.optim_step(Role.POLICY)
+    assert num_graphs() == num_first
+    learner.backend.close()
+
+
+def test_a_compiled_layer_waits_for_the_weights_that_it_reads(model: Path, mesh: DeviceMesh) -> None:
+    learner = start(model, mesh, "blocks", checkpointing="none")
+    expected = gradients_of(learner, 0)
+    for _ in range(4):
+        learner.discard_gradients(Role.POLICY)
+        assert learner.backend.pause([MemoryTag.WEIGHTS], makes_room=True) > 0
+        torch.full((1 << 30,), torch.nan, device="cuda")
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        learner.backend.resume([MemoryTag.WEIGHTS])
+        found = gradients_of(learner, 0)
+        assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    learner.backend.close()
