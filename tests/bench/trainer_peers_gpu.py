@@ -2,8 +2,8 @@
 
 FOLDER holds what tests/bench/step-peers-requirements.txt names. Qwen2.5's 7B shape, random weights, float32 masters, bfloat16 compute,
 AdamW, clipping, the samples of `trainer_step_gpu`. Each side is tuned first: its settings below are tried, ours with and without
-trainer.compile, and the fastest that runs is taken. Then all take turns. Prints a line of JSON a run and a table, and writes trainer_peers_gpu.json. --tiny tries it with tiny models
-on a CPU; torchtitan shards on GPUs alone, so take --ranks 1.
+trainer.compile, and the fastest that runs is taken. Then all take turns. Prints a line of JSON a run and a table, and writes
+trainer_peers_gpu.json. --tiny tries it with tiny models on a CPU; torchtitan shards on GPUs alone, so take --ranks 1.
 
 Each learns the second half of every sample: tasuki and TRL by a policy loss with log-probs and entropy, torchtitan by cross-entropy.
 torchtitan has tasuki's micro-batches. TRL makes its own, and pads them.

@@ -32,7 +32,8 @@ from tests.models import CONFIGS, VOCAB_SIZE, make_model, save_checkpoint
 
 # As many as it takes for packings of every kind: one sequence and many, alike and not, one micro-batch and several.
 NUM_STEPS = 50
-SETTINGS = {"learning_rate": 1e-3, "eps": 1e-3, "micro_batch_tokens": 256}
+MAX_TOKENS = 200
+SETTINGS = {"learning_rate": 1e-3, "eps": 1e-3, "micro_batch_tokens": MAX_TOKENS}
 # Ours and transformers' attention module, layers of two kinds, and experts; the others in `make chaos`.
 FIRST = {"gemma2": "full", "qwen3_moe": "attention"}
 CASES = [
@@ -72,9 +73,12 @@ def start(model: Path, mesh: DeviceMesh, **settings: Any) -> Learner:
 
 
 def samples_of(step: int) -> Samples:
+    """Some have a prompt so long that attention pads it in a group of its own."""
     generator = np.random.default_rng(step)
     samples = make_samples(int(generator.integers(2, 14)), vocab_size=VOCAB_SIZE, seed=step, temperature=0.8)
     for sample in samples:
+        if generator.random() < 0.2:
+            sample.prompt_token_ids[:] = generator.integers(3, VOCAB_SIZE, size=int(generator.integers(60, 180))).tolist()
         sample.values[:] = [0.1] * len(sample.completion_token_ids)
         sample.returns[:] = generator.normal(size=len(sample.completion_token_ids)).tolist()
     return decode_samples(samples)
@@ -83,7 +87,7 @@ def samples_of(step: int) -> Samples:
 def step_of(learner: Learner, role: Role, step: int) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of one that is then made."""
     config = LossConfig(loss=ValueLoss()) if role is Role.CRITIC else LossConfig(kl_coef=0.1)
-    loss = learn(learner, role, samples_of(step), config=config, max_tokens=64).loss
+    loss = learn(learner, role, samples_of(step), config=config, max_tokens=MAX_TOKENS).loss
     gradients = whole_gradients(learner, role)
     learner.optim_step(role)
     return loss, gradients
@@ -200,8 +204,9 @@ def trainers(
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("TORCHINDUCTOR_CACHE_DIR")
         patch.setenv("TORCH_COMPILE_DISABLE", "1")
+        # No forks: torch reads these when it is imported.
         trainers = [
-            start_trainer(folder, models["qwen2"], num_ranks=num_ranks, settings=text + settings)
+            start_trainer(folder, models["qwen2"], num_ranks=num_ranks, settings=text + settings, inside=["env"])
             for num_ranks, settings, folder in kinds
         ]
     for trainer in trainers:

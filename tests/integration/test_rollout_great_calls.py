@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tasuki.config.places import pulse_dir
 from tasuki.rpc.heartbeat import read_pulse
 from tasuki.rpc.metric_names import QUEUED_REQUESTS
-from tasuki.v1 import rollout_pb2, types_pb2
+from tasuki.v1 import types_pb2
 from tests.extent import only_whole
 from tests.integration.rollout_process import RolloutClient, RolloutProcess, TestTrainer, generate_request, until_idle
 from tests.limits import limit_s

@@ -98,7 +98,7 @@ class RolloutEngine:
         manager.auto_create_handle_loop()
         batch = GenerateReqInput(
             rid=[request.id for request in requests],
-            input_ids=[request.token_ids for request in requests],
+            input_ids=[list(request.token_ids) for request in requests],
             sampling_params=[dict(request.sampling) for request in requests],
             return_logprob=True,
             logprob_start_len=-1,

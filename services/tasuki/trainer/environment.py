@@ -41,3 +41,6 @@ def cache_variables(state_dir: Path) -> dict[str, str]:
         "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(state_dir.resolve() / "attention-kernels"),
         "TORCHINDUCTOR_CACHE_DIR": str(state_dir.resolve() / "compiled-blocks"),
     }
+
+
+CACHE_VARIABLES = frozenset(cache_variables(Path()))

@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Protocol
 
 from tasuki.rpc.preload import preload
-from tasuki.trainer.environment import foreign_variables
+from tasuki.trainer.environment import CACHE_VARIABLES, foreign_variables
 from tasuki.trainer.forked_rank import ForkedRank
 from tasuki.wire.errors import InvalidArgument
 
@@ -128,7 +128,11 @@ def _preload(module: str) -> None:
 
     for number in _STOP_SIGNALS:
         signal.signal(number, leave)
+    chosen = set(os.environ)  # noqa: TID251 - this process's `__main__`
     preload(module)
+    # torch names a folder below /tmp when it is imported; each rank names its node's.
+    for name in CACHE_VARIABLES - chosen:
+        os.environ.pop(name, None)  # noqa: TID251
 
 
 def _spawn(command: Sequence[str], launch: Launch) -> subprocess.Popen[bytes]:

@@ -9,7 +9,7 @@ Shape suffixes: T tokens, H heads, K key heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,13 +50,8 @@ class RotaryAttention(nn.Module):
         keys, values = self._keys_and_values(hidden_states)
         q_THD = rotated(self._heads("q", self._run("q_proj", hidden_states)), cos_TD, sin_TD)
         k_TKD = rotated(self._heads("k", keys), cos_TD, sin_TD)
-        out_THD = self._attend(layer_attention, q_THD, k_TKD, self._heads("v", values))
+        out_THD = _attend(layer_attention, q_THD, k_TKD, self._heads("v", values), layer=self.layer_idx)
         return self._run("o_proj", out_THD.flatten(1).unsqueeze(0)), None
-
-    @torch.compiler.disable
-    def _attend(self, layer_attention: Callable[..., Tensor], *qkv: Tensor) -> Tensor:
-        """[T, H, D] contiguous; between two graphs where the layer is compiled, see attention.py."""
-        return layer_attention(*qkv, layer=self.layer_idx).contiguous()
 
     def _keys_and_values(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """[1, T, K * D] each, of one product where no adapter is between: alone each is too narrow to fill a GPU."""
@@ -75,6 +70,15 @@ class RotaryAttention(nn.Module):
 
     def _run(self, name: str, x: Tensor) -> Tensor:
         return self.get_submodule(name)(x)
+
+
+def _contiguous(layer_attention: Callable[..., Tensor], *qkv: Tensor, layer: int) -> Tensor:
+    """[T, H, D]."""
+    return layer_attention(*qkv, layer=layer).contiguous()
+
+
+# Between two graphs where the layer is compiled; see attention.py.
+_attend = cast(Callable[..., Tensor], torch.compiler.disable(_contiguous))
 
 
 def fuse_rotation(causal_lm: nn.Module) -> None:
