@@ -209,12 +209,14 @@ def trainers(
             start_trainer(folder, models["qwen2"], num_ranks=num_ranks, settings=text + settings, inside=["env"])
             for num_ranks, settings, folder in kinds
         ]
-    for trainer in trainers:
-        trainer.wait_until_serving()
-    assert found < set(state_dir.rglob("*.so"))
-    yield trainers
-    for trainer in trainers:
-        trainer.stop()
+    try:
+        for trainer in trainers:
+            trainer.wait_until_serving()
+        assert found < set(state_dir.rglob("*.so"))
+        yield trainers
+    finally:
+        for trainer in trainers:
+            trainer.stop()
 
 
 async def test_a_compiled_service_answers_as_one_that_is_not_and_compiles_before_it_serves(

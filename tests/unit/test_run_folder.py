@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tasuki.client.step import Step
-from tasuki.runs.folder import MetricsFile, changeovers_of, read_steps, summarize, write_summary
+from tasuki.runs.folder import MetricsFile, changeovers_of, draw_curve, read_steps, summarize, write_summary
 from tasuki.wire.errors import DiskFull, InvalidArgument
 from tests.tiny_disk import limited_files
 
@@ -81,3 +82,17 @@ def test_changeovers_are_counted_by_the_stages_that_end_them() -> None:
     stages = {"LOAD_WEIGHTS": 0.1, "RESUME_KV": 0.1, "DRAIN": 0.1, "LOAD_TRAINER": 0.1}
     silent = {"LOAD_WEIGHTS": 0.1, "RESUME_KV": 0.1}
     assert changeovers_of([Step(0, stage_seconds=stages), Step(1, stage_seconds=silent), Step(2)]) == 3
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_curve_is_drawn_of_what_is_known(tmp_path: Path) -> None:
+    cases: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("nothing", {}),
+        ("reward", {"mean_reward": 0.5}),
+        ("gap", {"metrics": {"log_prob_gap": 1e-3}}),
+    )
+    for name, known in cases:
+        folder = tmp_path / name
+        folder.mkdir()
+        draw_curve(folder, [Step(1, **known)])
+        assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")

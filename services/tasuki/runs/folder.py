@@ -107,15 +107,15 @@ def draw_curve(output_dir: Path, steps: Sequence[Step]) -> None:
     draw_points(learning, rewards, label="mean reward of the samples", color="tab:blue")
     draw_points(learning, scores, label="held-out score", color="tab:orange", marker="o")
     learning.set_ylabel("reward")
-    learning.legend(loc="lower right")
     for name, label, color in (("log_prob_gap_max", "largest", "tab:red"), ("log_prob_gap", "mean", "tab:gray")):
         draw_points(gap, [(step.step, step.metrics.get(name)) for step in steps], label=label, color=color)
     gap.set_yscale("log")
     gap.set_ylabel("|trainer - rollout|\nlog-prob")
     gap.set_xlabel("step")
-    gap.legend(loc="upper right")
-    for axes in (learning, gap):
+    for axes, place in ((learning, "lower right"), (gap, "upper right")):
         axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc=place)
     figure.savefig(output_dir / "curve.png", dpi=120)
 
 
