@@ -28,16 +28,14 @@ class Knob(NamedTuple):
 
 
 KNOBS = (
-    Knob('`checkpointing = "none"`', {"checkpointing": Checkpointing.NONE}, "nothing is computed again", "11,648 *"),
+    Knob('`checkpointing = "none"`', {"checkpointing": Checkpointing.NONE}, "no recomputation", "11,648 *"),
     Knob(
         '`checkpointing = "attention"`',
         {"checkpointing": Checkpointing.ATTENTION},
-        "all but attention is computed again",
+        "recomputes all but attention",
         "10,744",
     ),
-    Knob(
-        '`checkpointing = "offloaded"`', {"checkpointing": Checkpointing.OFFLOADED}, "copies beside the computation", "10,345 *"
-    ),
+    Knob('`checkpointing = "offloaded"`', {"checkpointing": Checkpointing.OFFLOADED}, "copies overlap computation", "10,345 *"),
     Knob("`micro_batch_tokens = 8192`", {"micro_batch_tokens": 8192}, "parameters and gradients are sent twice as often"),
     Knob("`micro_batch_tokens = 65536`", {"micro_batch_tokens": 65_536}, "none; for long samples"),
     Knob(
@@ -49,20 +47,20 @@ KNOBS = (
     Knob(
         "`micro_batch_tokens = 65536`, `mlp_tile_tokens = 8192`",
         {"micro_batch_tokens": 65_536, "mlp_tile_tokens": 8192},
-        "the MLP is computed again once more; not run on a GPU",
+        "recomputes the MLP once more; not run on a GPU",
     ),
     Knob("`prefix_sharing = true`", {}, "two calls in each layer's attention, for fewer tokens"),
     Knob(
         "`optimizer_on_host = true`",
         {"optimizer_on_host": True},
-        "both moments come to the GPU and go back in each step",
+        "streams both moments through the GPU in each step",
         "8,996",
     ),
-    Knob("`optimizer_8bit = true`", {"optimizer_8bit": True}, "other numbers", "9,559 *"),
+    Knob("`optimizer_8bit = true`", {"optimizer_8bit": True}, "changes the numbers", "9,559 *"),
     Knob('`param_dtype = "bfloat16"`', {"param_bytes": 2}, "small updates are lost: [config.md](config.md)"),
     Knob("`export_stays = false`", {"export_stays": False}, "rollout maps the copy at every sync"),
-    Knob("`[trainer.lora]`, rank 32", {"lora_rank": 32}, "adapters alone are trained"),
-    Knob("`num_ranks = 4`, on four GPUs", {"num_gpus": 4, "num_ranks": 4}, "two GPUs more"),
+    Knob("`[trainer.lora]`, rank 32", {"lora_rank": 32}, "trains only adapters"),
+    Knob("`num_ranks = 4`, on four GPUs", {"num_gpus": 4, "num_ranks": 4}, "two more GPUs"),
 )
 
 

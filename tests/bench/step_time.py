@@ -24,8 +24,7 @@ wall clock. The client's clock times the parts, the coordinator's the stages; th
 | part | median | quartiles | share |
 |---|---:|---:|---:|
 {rows}
-With a model this small the fixed costs show and the arithmetic does not. Read it for what a changeover adds, not for how a real model
-would divide its time.
+A model this small shows fixed costs, not arithmetic. Read it for what a changeover adds, not for how a real model divides its time.
 """
 PARTS = {
     "to_rollout": "changeover to rollout",
