@@ -98,7 +98,7 @@ def test_what_is_no_socket_is_named_and_stays(path: Path, fd: int, what: str) ->
             path.symlink_to(path.with_name("nowhere"))
         case _:
             path.symlink_to(path)
-    with pytest.raises(NodeRunning, match="is in the way: it is no socket; remove it") as refused:
+    with pytest.raises(NodeRunning, match="is not a socket; remove it") as refused:
         FdServer(path, message=b"", fds=[fd])
     assert refused.value.metadata["address"] == str(path)
     assert path.lstat()
