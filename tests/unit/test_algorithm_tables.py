@@ -255,7 +255,7 @@ def test_a_wrong_key_of_a_loss_is_named(table: dict[str, Any], field: str) -> No
         (
             ["train.algorithm=ppo", CRITIC, "train.critic_warmup_steps=9", "train.num_steps=9"],
             "train.critic_warmup_steps",
-            "is 9 of num_steps = 9, so the policy would never learn",
+            "is 9 of num_steps = 9, so the policy would never train",
         ),
         (["train.stop_token_ids=[7, 2147483648]"], "train.stop_token_ids.1", "less than or equal to 2147483647"),
         (["train.top_k=2147483648"], "train.top_k", "less than or equal to 2147483647"),
