@@ -84,12 +84,12 @@ def test_the_longest_sample_is_the_longest_prompt_with_a_whole_completion(config
         ("train.max_new_tokens=-1", "train.max_new_tokens"),
         ("train.group_sice=8", "train.group_sice: unknown key"),
         ("train.max_new_tokens=64", "train.max_new_tokens: is 64, which leaves no room for a prompt"),
-        ("train.max_new_tokens=100000", "prompt and completion have 64 tokens together"),
+        ("train.max_new_tokens=100000", "prompt plus completion may have 64 tokens"),
         (
             "train.max_prompt_tokens=2",
-            "train.max_prompt_tokens: is 2, and {folder}/train.jsonl: row 1: the prompt has 3 tokens; raise it",
+            "train.max_prompt_tokens: is 2, but {folder}/train.jsonl: row 1: the prompt has 3 tokens; raise it",
         ),
-        ("train.stop_token_ids=[131]", "train.stop_token_ids: 131 is no token id of the model; give 0 to 130"),
+        ("train.stop_token_ids=[131]", "train.stop_token_ids: 131 is not a token id of the model; give 0 to 130"),
     ],
 )
 def test_a_bad_key_is_named(config: Path, capsys: pytest.CaptureFixture[str], override: str, problem: str):

@@ -60,7 +60,7 @@ def _check_same(given: Mapping[str, Any], node: NodeConfig, state_dir: Path) -> 
         other_way = "" if key == "model.path" else ", or remove the key to use the node's"
         raise InvalidArgument(
             key,
-            f"is {_shown(is_)} here and {_shown(was)} on the running node; stop it first with: tasuki down --state-dir "
+            f"is {_shown(is_)} here and {_shown(was)} on the node that is running; stop it first with: tasuki down --state-dir "
             f"{state_dir}{other_way}",
         )
 
