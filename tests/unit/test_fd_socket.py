@@ -153,7 +153,7 @@ def rogue(path: Path, answer: Callable[[socket.socket], object]) -> Iterator[Non
         (lambda peer: socket.send_fds(peer, [struct.pack("<Q", 1 << 40)], [0]), "announced a message of"),
         (lambda peer: peer.sendall(struct.pack("<Q", 1) + b"x"), "sent 0 descriptors"),
         (lambda peer: socket.send_fds(peer, [struct.pack("<Q", 100) + b"x" * 10], [0, 1, 2] * 80), "hung up after 18 of 108"),
-        (lambda peer: None, "hands nothing out now"),
+        (lambda peer: None, "shares nothing now"),
     ],
 )
 def test_malformed_answers_are_refused_and_leak_no_descriptor(
