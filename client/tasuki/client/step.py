@@ -34,7 +34,7 @@ class Step:
     """Updates skipped because their gradients were not finite."""
     mean_num_tokens: float | None = None
     grad_norm: float | None = None
-    """Of the policy's last update, like the learning rate."""
+    """Gradient norm of the policy's last update; learning_rate is also the last update's."""
     learning_rate: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of evaluation, advantages and losses (docs/algorithms.md): means over the step's updates; for maxima, the largest."""

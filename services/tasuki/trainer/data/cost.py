@@ -30,7 +30,7 @@ class SampleCost:
 
     linear: float
     quadratic: float
-    """Of layers with full causal attention."""
+    """Sum over layers with full causal attention."""
     windows: tuple[tuple[int, float], ...] = ()
     """(window, coefficient of L**2 up to that length) of the other layers."""
     merge: float = 0.0

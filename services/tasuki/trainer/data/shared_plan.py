@@ -65,7 +65,7 @@ class _Flops:
     """FLOPs of samples, alone or with a shared prompt."""
 
     whole: Sequence[float]
-    """Of each sample including its prompt."""
+    """FLOPs of each sample including its prompt."""
     prompt: Sequence[float]
     merge: Sequence[float]
     group: Sequence[int]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 Gradients = tuple[Tensor, Tensor, Tensor]
-"""Of q, k and v."""
+"""Gradients of q, k and v."""
 
 
 class Settings(NamedTuple):
